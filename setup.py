@@ -1,0 +1,17 @@
+"""Builds the optional C kernel; everything else about the package is in pyproject.toml.
+
+Without a compiler the build goes on without it, and kvkeep falls back to numpy (docs/decisions/0004-native-copy.md).
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvkeep.kv._native",
+            sources=["src/kvkeep/kv/_native.c"],
+            extra_compile_args=["-O3", "-std=gnu11"],
+            optional=True,
+        )
+    ]
+)

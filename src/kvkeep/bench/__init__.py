@@ -1,0 +1,1 @@
+"""Benchmarks: each module measures one thing and returns its numbers; the command line prints them."""

@@ -1,0 +1,51 @@
+"""Every error that kvkeep raises or sends, as one tree.
+
+    KVKeepError
+    ├── SettingsError        a setting is unknown, malformed or contradicts another
+    ├── PoolError            the shared-memory pool cannot be made, opened or shared
+    ├── ProtocolError        a peer sent what the protocol does not allow
+    ├── RequestError         a request that was understood and refused; travels as an error reply
+    └── Unavailable          the server cannot be reached, or did not answer before the deadline
+
+A cache fault never reaches an engine as an exception: the client turns each into a counted miss. These classes are
+for people (command line, admin API, `kvkeep.connect()`), so each carries a hint that says what to do next.
+"""
+
+from __future__ import annotations
+
+
+class KVKeepError(Exception):
+    """The root of the tree. `hint` is one sentence on the remedy, or empty where the message says it all."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class SettingsError(KVKeepError):
+    """A setting is unknown, malformed or contradicts another one."""
+
+
+class PoolError(KVKeepError):
+    """The shared-memory pool cannot be made, opened or shared."""
+
+
+class ProtocolError(KVKeepError):
+    """A peer sent something that the protocol does not allow."""
+
+
+class RequestError(KVKeepError):
+    """A request that was understood and refused. `code` is machine-readable, `field` names what was wrong."""
+
+    def __init__(self, code: str, message: str, *, field: str = "", hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.code = code
+        self.field = field
+
+
+class Unavailable(KVKeepError):
+    """The server cannot be reached, or did not answer before the deadline."""

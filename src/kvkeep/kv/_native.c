@@ -1,0 +1,354 @@
+/* Moves KV blocks between paged engine memory and slots, and takes their checksum from the very bytes it moves.
+ *
+ * Plain C without the CPython API: native.py loads it with ctypes, which lets go of the GIL while it runs. The checksum
+ * is defined in checksum.py; what is computed here must be the same number, and the tests hold it to that.
+ *
+ *     engine memory   run 0 [........]     run 1 [...............]     run 2 [....]          anywhere
+ *     slot            [........|...............|....]                                        one piece
+ *     checksum rows   [    4096    |    4096    |...0]                                       of the slot's bytes
+ *     strips          [........|...|...........||....]                                       cut at both
+ *
+ * A strip is contiguous on both sides and lies in one row. Strips are worked on four at a time, a line of each in turn,
+ * and the next four are prefetched meanwhile: one core that follows a single stream mostly waits for memory (the
+ * processor's own prefetcher stops at the end of each page). Each line is loaded once, stored and hashed from the
+ * register, so the bytes that were hashed are the bytes that arrive, even if somebody overwrites the source meanwhile.
+ *
+ * Stores bypass the cache: a plain store to memory that is not in the cache first reads the line that it is about to
+ * overwrite, half as much traffic again for nothing. They need aligned destinations; blocks whose runs or destinations
+ * are not multiples of a line take the slower road at the end of this file. */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+#define ROW 4096
+#define LANES (ROW / 8)
+#define LINE 64
+#define GROUP 4    /* strips worked on at a time */
+#define WINDOW 128 /* strips planned at a time, a multiple of GROUP */
+#define GOLDEN UINT64_C(0x9E3779B97F4A7C15)
+#define KEY_SEED UINT64_C(0x6B766B6565700001)
+
+enum { STORE = 1, HASH = 2 }; /* what to do with the bytes: either or both */
+
+struct strip {
+    const uint8_t *from;
+    uint8_t *to;
+    int64_t nbytes;
+    int64_t at; /* of its first byte in the block */
+};
+
+/* What differs between processors. `group` works on `width` strips of the same length (GROUP or 1), prefetches those
+ * that follow, and adds up each strip's lanes in values[]. `stream` copies any bytes past the cache. */
+struct kernels {
+    void (*group)(const struct strip *strips, int width, int what, uint64_t *values);
+    void (*stream)(uint8_t *to, const uint8_t *from, size_t nbytes);
+};
+
+static uint64_t keys[LANES] __attribute__((aligned(LINE)));
+static uint64_t padding[LANES + 1]; /* padding[i]: what lanes i, i+1, ... of a row add when they are zero */
+
+static uint64_t mix64(uint64_t x) {
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return x ^ (x >> 31);
+}
+
+static uint64_t hash_lane(uint64_t lane, uint64_t key) {
+    uint64_t a = (uint32_t)((uint32_t)lane + (uint32_t)key);
+    uint64_t b = (uint32_t)((uint32_t)(lane >> 32) + (uint32_t)(key >> 32));
+    return a * b + a + b;
+}
+
+/* ---- any processor ---------------------------------------------------------------------------------------------- */
+
+static uint64_t load_lane(const uint8_t *from) {
+    uint64_t lane;
+    memcpy(&lane, from, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    lane = __builtin_bswap64(lane);
+#endif
+    return lane;
+}
+
+/* One lane at a time through a register, not memcpy and then a second look: the source is read once. */
+static void group_portable(const struct strip *strips, int width, int what, uint64_t *values) {
+    for (int s = 0; s < width; s++) {
+        const struct strip strip = strips[s];
+        const uint64_t *key = keys + strip.at % ROW / 8;
+        values[s] = 0;
+        for (int64_t at = 0; at < strip.nbytes; at += 8) {
+            uint64_t raw;
+            memcpy(&raw, strip.from + at, 8);
+            if (what & STORE)
+                memcpy(strip.to + at, &raw, 8);
+            if (what & HASH)
+                values[s] += hash_lane(load_lane((const uint8_t *)&raw), key[at / 8]);
+        }
+    }
+}
+
+static void stream_portable(uint8_t *to, const uint8_t *from, size_t nbytes) {
+    memcpy(to, from, nbytes);
+}
+
+/* ---- x86: 4 or 8 lanes at a time -------------------------------------------------------------------------------- */
+
+#ifdef X86
+/* Per lane, t holds A and B after the keys are added: t = A + 2^32 B. Adding up t and B, rather than A and B, saves a
+ * mask per lane: sum(A) + sum(B) = sum(t) - 2^32 sum(B) + sum(B). */
+static uint64_t joined(uint64_t products, uint64_t ts, uint64_t bs) {
+    return products + ts - (bs << 32) + bs;
+}
+
+/* The kernel, once per instruction set. `width` and `what` are constants wherever it is called, so each call becomes
+ * a loop of its own without branches. */
+#define GROUP_KERNEL(name, isa, vec, LOAD, STREAM, ADD32, ADD64, SHIFT, MUL, ZERO, SUM)                               \
+    __attribute__((target(isa), always_inline)) static inline void name##_as(const struct strip *strips,              \
+                                                                             const int width, const int what,         \
+                                                                             uint64_t *values) {                      \
+        vec products[GROUP], ts[GROUP], bs[GROUP];                                                                    \
+        const int64_t nbytes = strips[0].nbytes;                                                                      \
+        for (int s = 0; s < width; s++)                                                                               \
+            products[s] = ts[s] = bs[s] = ZERO();                                                                     \
+        for (int64_t at = 0; at < nbytes; at += LINE) {                                                               \
+            for (int s = 0; s < width; s++) {                                                                         \
+                const uint8_t *key = (const uint8_t *)keys + strips[s].at % ROW + at;                                 \
+                _mm_prefetch((const char *)strips[width + s].from + at, _MM_HINT_T1);                                 \
+                for (size_t in = 0; in < LINE; in += sizeof(vec)) {                                                   \
+                    vec v = LOAD((const void *)(strips[s].from + at + in));                                           \
+                    if (what & STORE)                                                                                 \
+                        STREAM((void *)(strips[s].to + at + in), v);                                                  \
+                    if (what & HASH) {                                                                                \
+                        vec t = ADD32(v, *(const vec *)(key + in));                                                   \
+                        vec b = SHIFT(t, 32);                                                                         \
+                        products[s] = ADD64(products[s], MUL(t, b));                                                  \
+                        ts[s] = ADD64(ts[s], t);                                                                      \
+                        bs[s] = ADD64(bs[s], b);                                                                      \
+                    }                                                                                                 \
+                }                                                                                                     \
+            }                                                                                                         \
+        }                                                                                                             \
+        for (int s = 0; s < width && (what & HASH); s++)                                                              \
+            values[s] = joined(SUM(products[s]), SUM(ts[s]), SUM(bs[s]));                                             \
+    }                                                                                                                 \
+    __attribute__((target(isa))) static void name(const struct strip *strips, int width, int what,                    \
+                                                  uint64_t *values) {                                                 \
+        if (what == STORE)                                                                                            \
+            width == GROUP ? name##_as(strips, GROUP, STORE, values) : name##_as(strips, 1, STORE, values);           \
+        else if (what == HASH)                                                                                        \
+            width == GROUP ? name##_as(strips, GROUP, HASH, values) : name##_as(strips, 1, HASH, values);             \
+        else                                                                                                          \
+            width == GROUP ? name##_as(strips, GROUP, STORE | HASH, values)                                           \
+                           : name##_as(strips, 1, STORE | HASH, values);                                              \
+    }
+
+__attribute__((target("avx2"))) static inline uint64_t sum_avx2(__m256i v) {
+    uint64_t lanes[4];
+    _mm256_storeu_si256((__m256i *)lanes, v);
+    return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+}
+
+GROUP_KERNEL(group_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256, _mm256_add_epi32, _mm256_add_epi64,
+             _mm256_srli_epi64, _mm256_mul_epu32, _mm256_setzero_si256, sum_avx2)
+
+GROUP_KERNEL(group_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512, _mm512_add_epi32,
+             _mm512_add_epi64, _mm512_srli_epi64, _mm512_mul_epu32, _mm512_setzero_si512,
+             (uint64_t)_mm512_reduce_add_epi64)
+
+/* Head and tail, each shorter than a line, go through memcpy. */
+__attribute__((target("avx2"))) static void stream_avx2(uint8_t *to, const uint8_t *from, size_t nbytes) {
+    size_t at = (size_t)(-(uintptr_t)to & (LINE - 1));
+    if (at > nbytes)
+        at = nbytes;
+    memcpy(to, from, at);
+    for (; at + LINE <= nbytes; at += LINE) {
+        __m256i v = _mm256_loadu_si256((const __m256i *)(from + at));
+        __m256i w = _mm256_loadu_si256((const __m256i *)(from + at + 32));
+        _mm256_stream_si256((__m256i *)(to + at), v);
+        _mm256_stream_si256((__m256i *)(to + at + 32), w);
+    }
+    memcpy(to + at, from + at, nbytes - at);
+}
+#endif
+
+static struct kernels kernel = {group_portable, stream_portable};
+
+__attribute__((constructor)) static void start(void) {
+    uint64_t state = KEY_SEED;
+    for (int i = 0; i < LANES; i++)
+        keys[i] = mix64(state += GOLDEN);
+    for (int i = LANES - 1; i >= 0; i--)
+        padding[i] = padding[i + 1] + hash_lane(0, keys[i]);
+#ifdef X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2"))
+        kernel = (struct kernels){group_avx2, stream_avx2};
+    if (__builtin_cpu_supports("avx512f"))
+        kernel.group = group_avx512;
+#endif
+}
+
+/* ---- the work of one call --------------------------------------------------------------------------------------- */
+
+/* Run r of block b starts at base[r] + b * stride[r] and has length[r] > 0 bytes. Block blocks[i] goes to slots[i], or
+ * back when to_runs, for i < count; sums[i] becomes the checksum when what has HASH. */
+struct job {
+    int64_t count, run_count, nbytes; /* nbytes: of one block */
+    const int64_t *blocks;
+    const uint64_t *slots, *base;
+    const int64_t *stride, *length;
+    uint64_t *sums;
+    int what, to_runs;
+};
+
+/* A place in the work: byte `at` of block number i, which is byte `offset` of run `run`. */
+struct place {
+    int64_t i, at, run, offset;
+};
+
+/* The strip from here to the end of the run or row, whichever comes first; moves the place behind it. */
+static struct strip next_strip(const struct job *job, struct place *p) {
+    const int64_t in_run = job->length[p->run] - p->offset, in_row = ROW - p->at % ROW;
+    const int64_t block = job->blocks == NULL ? 0 : job->blocks[p->i];
+    uint8_t *run = (uint8_t *)(uintptr_t)(job->base[p->run] + (uint64_t)(block * job->stride[p->run])) + p->offset;
+    uint8_t *slot = (uint8_t *)(uintptr_t)job->slots[p->i] + p->at;
+    struct strip strip = {run, slot, in_run < in_row ? in_run : in_row, p->at};
+    if (job->to_runs)
+        strip.from = slot, strip.to = run;
+    p->at += strip.nbytes;
+    p->offset += strip.nbytes;
+    if (p->offset == job->length[p->run])
+        p->run++, p->offset = 0;
+    if (p->at == job->nbytes)
+        *p = (struct place){p->i + 1, 0, 0, 0};
+    return strip;
+}
+
+/* The checksum of the block being worked on, as far as it got; `row` is the value of the row, likewise. */
+struct tally {
+    int64_t i;
+    uint64_t row, sum;
+};
+
+/* Takes in the value of the bytes up to `end`. */
+static void tally_add(const struct job *job, struct tally *tally, uint64_t value, int64_t end) {
+    tally->row += value;
+    if (end % ROW != 0 && end < job->nbytes)
+        return;
+    tally->sum += mix64(tally->row + (uint64_t)((end + ROW - 1) / ROW) * GOLDEN);
+    tally->row = 0;
+    if (end == job->nbytes) {
+        job->sums[tally->i++] = mix64(tally->sum + (uint64_t)job->nbytes);
+        tally->sum = 0;
+    }
+}
+
+/* ---- the fast road: runs in whole lines, destinations aligned ---------------------------------------------------- */
+
+static int same_length(const struct strip *strips) {
+    for (int s = 1; s < GROUP; s++)
+        if (strips[s].nbytes != strips[0].nbytes)
+            return 0;
+    return 1;
+}
+
+static void work_on_lines(const struct job *job) {
+    struct strip strips[WINDOW + GROUP]; /* the last GROUP only to be prefetched */
+    struct place place = {0, 0, 0, 0};
+    struct tally tally = {0, 0, 0};
+    while (place.i < job->count) {
+        int n = 0;
+        while (n < WINDOW && place.i < job->count)
+            strips[n++] = next_strip(job, &place);
+        for (int s = 0; s < GROUP; s++)
+            strips[n + s] = strips[n - 1];
+        for (int s = 0, width; s < n; s += width) {
+            uint64_t values[GROUP];
+            width = s + GROUP <= n && same_length(strips + s) ? GROUP : 1;
+            kernel.group(strips + s, width, job->what, values);
+            for (int v = 0; v < width && (job->what & HASH); v++) {
+                int64_t end = strips[s + v].at + strips[s + v].nbytes;
+                uint64_t rest = end == job->nbytes && end % ROW != 0 ? padding[end % ROW / 8] : 0;
+                tally_add(job, &tally, values[v] + rest, end);
+            }
+        }
+    }
+}
+
+static int fits_lines(const struct job *job) {
+    uint64_t bits = 0;
+    for (int64_t r = 0; r < job->run_count; r++)
+        bits |= (uint64_t)job->length[r] | (job->to_runs ? job->base[r] | (uint64_t)job->stride[r] : 0);
+    for (int64_t i = 0; i < job->count && !job->to_runs; i++)
+        bits |= job->slots[i];
+    return bits % LINE == 0;
+}
+
+/* ---- the slow road: anything ------------------------------------------------------------------------------------- */
+
+/* Row by row through a buffer that stays in the first-level cache: filled from the source, hashed, delivered. */
+static void work_on_bytes(const struct job *job) {
+    uint8_t row[ROW] __attribute__((aligned(LINE)));
+    const struct strip whole[2] = {{row, NULL, ROW, 0}, {row, NULL, ROW, 0}};
+    struct place place = {0, 0, 0, 0};
+    struct tally tally = {0, 0, 0};
+    while (place.i < job->count) {
+        const struct place start = place;
+        const int64_t left = job->nbytes - start.at, n = left < ROW ? left : ROW;
+        for (int64_t filled = 0; filled < n;) {
+            struct strip strip = next_strip(job, &place);
+            memcpy(row + filled, strip.from, (size_t)strip.nbytes);
+            filled += strip.nbytes;
+        }
+        if (job->what & HASH) {
+            uint64_t value;
+            memset(row + n, 0, (size_t)(ROW - n));
+            kernel.group(whole, 1, HASH, &value);
+            tally_add(job, &tally, value, start.at + n);
+        }
+        place = start;
+        for (int64_t sent = 0; sent < n;) {
+            struct strip strip = next_strip(job, &place);
+            if (job->what & STORE)
+                kernel.stream(strip.to, row + sent, (size_t)strip.nbytes);
+            sent += strip.nbytes;
+        }
+    }
+}
+
+static void work(const struct job *job) {
+    if (fits_lines(job))
+        work_on_lines(job);
+    else
+        work_on_bytes(job);
+#ifdef X86
+    _mm_sfence(); /* streamed stores keep no order with others: without it another core could see "done" first */
+#endif
+}
+
+/* ---- what native.py calls ---------------------------------------------------------------------------------------- */
+
+/* Copies blocks[i] of the runs into slots[i] (or back, when to_runs), for i < count; sums[i] becomes the checksum of
+ * the bytes copied, unless sums is NULL. Block numbers, addresses and lengths (> 0) are the caller's to check. */
+void kvkeep_move(int64_t count, const int64_t *blocks, const uint64_t *slots, int64_t run_count, const uint64_t *base,
+                 const int64_t *stride, const int64_t *length, uint64_t *sums, int to_runs) {
+    struct job job = {count, run_count, 0, blocks, slots, base, stride, length, sums, STORE, to_runs};
+    for (int64_t r = 0; r < run_count; r++)
+        job.nbytes += length[r];
+    if (sums != NULL)
+        job.what |= HASH;
+    work(&job);
+}
+
+/* sums[i] becomes the checksum of the `nbytes` > 0 bytes at addresses[i], for i < count. */
+void kvkeep_checksum(int64_t count, const uint64_t *addresses, int64_t nbytes, uint64_t *sums) {
+    const uint64_t nowhere = 0;
+    const int64_t still = 0;
+    const struct job job = {count, 1, nbytes, NULL, addresses, &nowhere, &still, &nbytes, sums, HASH, 1};
+    work(&job);
+}

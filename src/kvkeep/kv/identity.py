@@ -1,0 +1,101 @@
+"""Whose bytes a block holds: the model that computed them and the tenant they belong to.
+
+`ModelIdentity` lists everything about a model and an engine that changes the bytes of a KV block; the root of
+every key is taken over all of its fields (see `kvkeep.kv.keys`), so two engines share blocks exactly when
+their identities are equal. A tenant is a request's `cache_salt`. The salt itself stays in the engine process:
+what is sent to the server, quoted in logs and drawn on dashboards is `tenant_of(salt)`.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+
+import msgspec
+
+from kvkeep.errors import RequestError
+
+# The version of our own arrangement of a block's bytes in a slot. Raised with every change of it: what an
+# older version stored is then a miss, never a misreading.
+LAYOUT_VERSION = 1
+
+MAX_TEXT_CHARS = 4096
+MAX_BLOCK_TOKENS = 65_536
+MAX_KV_WORLD_SIZE = 65_536
+
+DEFAULT_TENANT = "default"
+
+_TENANT = re.compile(r"t-[0-9a-f]{32}")
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What has to be equal for one engine's KV bytes to mean the same to another; all of it is in every key.
+
+    model          the model's name or path, as the engine was given it
+    revision       the revision or a fingerprint of the weights; two fine-tunes of one name differ here
+    kv_dtype       the type of the cached numbers, and of their scales if any: "bfloat16", "fp8_e4m3"
+    block_tokens   tokens per block
+    layout         fingerprint of how a block lies in memory: layers, heads, head size, physical order, and
+                   which of them shards cut: two shards of heads and two of layers differ only here
+    kv_world_size  how many shards a block is cut into; one cut in 2 never mixes with one cut in 4
+    layout_version our own arrangement; leave it alone
+
+    Raises RequestError, naming the field, for a value that is missing, of another type or out of its limits.
+    """
+
+    model: str
+    revision: str
+    kv_dtype: str
+    block_tokens: int
+    layout: str
+    kv_world_size: int = 1
+    layout_version: int = LAYOUT_VERSION
+
+    def __post_init__(self) -> None:
+        for field in ("model", "revision", "kv_dtype", "layout"):
+            _check_text(field, getattr(self, field))
+        _check_count("block_tokens", self.block_tokens, MAX_BLOCK_TOKENS)
+        _check_count("kv_world_size", self.kv_world_size, MAX_KV_WORLD_SIZE)
+        _check_count("layout_version", self.layout_version, 2**31)
+
+
+def tenant_of(salt: str | None) -> str:
+    """The id that stands for a salt outside the engine: "default" for none, else "t-" and 32 hex digits.
+
+    Takes any string, lone surrogates included, and never raises on one. Distinct salts give distinct ids (up
+    to a collision of a 128-bit hash); no salt can take the name "default".
+    """
+    if not salt:
+        return DEFAULT_TENANT
+    digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"kvkeep.tenant")
+    return "t-" + digest.hexdigest()
+
+
+def is_tenant(text: object) -> bool:
+    """Whether `text` has the form of a tenant id, and so may be used in a label or a file name as it is."""
+    return isinstance(text, str) and (text == DEFAULT_TENANT or _TENANT.fullmatch(text) is not None)
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _refusal(field, f"must be a string, not {type(value).__name__}")
+    if not value:
+        # An empty revision would let two fine-tunes of one model read each other's blocks.
+        raise _refusal(field, "must not be empty")
+    if len(value) > MAX_TEXT_CHARS:
+        raise _refusal(field, f"has {len(value)} characters, the limit is {MAX_TEXT_CHARS}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _refusal(field, "holds a lone surrogate and cannot be sent as UTF-8") from None
+
+
+def _check_count(field: str, value: object, limit: int) -> None:
+    if type(value) is not int:  # a bool is an int to isinstance, and a mistake here
+        raise _refusal(field, f"must be an integer, not {type(value).__name__}")
+    if not 1 <= value <= limit:
+        raise _refusal(field, f"is {value}, allowed are 1 to {limit}")
+
+
+def _refusal(field: str, problem: str) -> RequestError:
+    return RequestError("bad_identity", f"model identity: {field} {problem}", field=field)

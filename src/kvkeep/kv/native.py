@@ -1,0 +1,79 @@
+"""The C kernel for moving and checking bytes, where it was built; callers ask `available` and have a numpy road too.
+
+KVKEEP_NATIVE=0 leaves it out, which is how the numpy road is tested. The library is loaded with ctypes, so a call lets
+go of the GIL: two threads that copy do run at the same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+_log = logging.getLogger(__name__)
+_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+def _load() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec("kvkeep.kv._native")
+    if os.environ.get("KVKEEP_NATIVE") == "0" or spec is None or spec.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(spec.origin)
+    except OSError as error:
+        _log.warning("the C kernel was built but cannot be loaded, copies run at numpy's speed: %s", error)
+        return None
+    library.kvkeep_move.argtypes = [_int64, *[_pointer] * 2, _int64, *[_pointer] * 4, ctypes.c_int]
+    library.kvkeep_move.restype = None
+    library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
+    library.kvkeep_checksum.restype = None
+    return library
+
+
+_library = _load()
+available: bool = _library is not None
+
+
+def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """A writable view of raw memory. It keeps nothing alive: the caller answers for the memory behind it."""
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8)
+
+
+def move(
+    block_ids: NDArray[np.int64],
+    slots: NDArray[np.uint64],
+    base: NDArray[np.uint64],
+    stride: NDArray[np.int64],
+    length: NDArray[np.int64],
+    *,
+    sums: NDArray[np.uint64] | None,
+    to_runs: bool,
+) -> None:
+    """Copy blocks into slots, or back when `to_runs`; fills `sums` with checksums of the bytes copied.
+
+    Every array is C-contiguous with exactly the dtype named here, and every address is valid: copy.py sees to it.
+    """
+    assert _library is not None
+    _library.kvkeep_move(
+        len(block_ids),
+        block_ids.ctypes.data,
+        slots.ctypes.data,
+        len(base),
+        base.ctypes.data,
+        stride.ctypes.data,
+        length.ctypes.data,
+        None if sums is None else sums.ctypes.data,
+        int(to_runs),
+    )
+
+
+def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
+    """The checksums of `nbytes` > 0 bytes at each address; the caller answers for the memory behind them."""
+    assert _library is not None
+    sums = np.empty(len(addresses), dtype=np.uint64)
+    _library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data)
+    return sums

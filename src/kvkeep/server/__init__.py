@@ -1,0 +1,12 @@
+"""The daemon: it takes requests, lets the store decide, and keeps sessions, memory and operators in order.
+
+settings.py   what an operator can set (setting_kinds.py: how each kind is read)
+counters.py   what has happened, counted
+sessions.py   engine processes, and how the daemon knows that one is gone
+service.py    a request in, a reply out; no sockets, no threads
+network.py    the bytes of blocks for clients on other hosts
+quotas.py     tenants' quotas, kept on disk
+daemon.py     sockets, signals, the loop
+metrics.py    counters and gauges for Prometheus
+http.py       health, metrics and the admin API
+"""

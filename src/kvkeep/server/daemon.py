@@ -1,0 +1,230 @@
+"""The daemon: sockets, signals and the loop around the service.
+
+One thread does everything that touches the store. A second fills the pool segment by segment, so that the server
+answers from its first moment on; a third runs HTTP. Both hand their work to the loop by `run_in_loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from kvkeep.errors import PoolError, SettingsError
+from kvkeep.server.quotas import QuotaFile
+from kvkeep.server.service import Service
+from kvkeep.server.settings import Settings
+from kvkeep.store.operators import set_default_quota, set_quota
+from kvkeep.store.plans import Limits
+from kvkeep.store.store import Store
+from kvkeep.tiers.memory import Pool, slab_bytes_for
+from kvkeep.units import format_size
+from kvkeep.wire.messages import PoolPlace, WireLimits
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MESSAGES_A_TURN = 256  # then the loop looks at its other duties
+_FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an error; a huge one ends the connection
+
+
+class Daemon:
+    """Everything one server process has. `run` serves until `stop`; `close` removes what was made."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.epoch = secrets.randbits(63)
+        self.started = time.time()
+        self.ready = threading.Event()
+        self.degraded = ""  # why the pool is smaller than asked for, if it is
+        self.last_turn = time.monotonic()
+        self._stopping = False
+        self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._context = zmq.Context()
+        self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
+        slab_bytes = settings.slab_size or slab_bytes_for(settings.pool_size)
+        self.pool = Pool(settings.shm_dir, settings.name, settings.pool_size, slab_bytes, self.epoch)
+        try:
+            self.store = self._make_store()
+            self.service = self._make_service()
+            self._socket, self.address = self._bind()
+            self._waker, self._wake = self._make_waker()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self) -> None:
+        """Serves until `stop` is called, then gives sessions in the middle of a store time to finish."""
+        threading.Thread(target=self._fill_pool, name="kvkeep-fill", daemon=True).start()
+        log.info("serving on %s, pool %s in %s", self.address, format_size(self.pool.pool_bytes), self.pool.directory)
+        while not self._stopping:
+            self._turn(self.settings.session_check_interval)
+        self.service.draining = True
+        deadline = time.monotonic() + self.settings.shutdown_grace
+        while time.monotonic() < deadline and any(s.writes or s.leases for s in self.store.sessions.values()):
+            self._turn(0.05)
+        log.info("stopped")
+
+    def stop(self) -> None:
+        """Asks the loop to end. Safe from a signal handler and from any thread."""
+        self._stopping = True
+        self._wake.send(b"\0")
+
+    def run_in_loop(self, duty: Callable[[], T]) -> Future[T]:
+        """Runs something in the loop's thread, the only one that may touch the store."""
+        future: Future[T] = Future()
+
+        def carry_out() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(duty())
+            except BaseException as error:  # guard: whatever it is belongs to whoever waits for the result
+                future.set_exception(error)
+
+        self._duties.put(carry_out)
+        self._wake.send(b"\0")
+        return future
+
+    def close(self) -> None:
+        """Closes sockets and removes the pool."""
+        self._context.destroy(linger=0)
+        if hasattr(self, "_wake"):
+            self._wake.close()
+            self._waker.close()
+        for session in self.service.sessions.all() if hasattr(self, "service") else []:
+            self.service.sessions.remove(session)
+        self.pool.close()
+
+    def now_ms(self) -> int:
+        return int(time.monotonic() * 1000)
+
+    # -- the loop
+
+    def _turn(self, timeout_s: float) -> None:
+        """Waits for something to do, does it, and every now and then looks for dead sessions."""
+        now = time.monotonic()
+        due = self.last_turn + self.settings.session_check_interval
+        timeout_ms = max(0, int(min(timeout_s, due - now) * 1000) + 1)
+        for ready, _ in self._poller.poll(timeout_ms):
+            if ready is self._socket:
+                self._answer_all()
+            else:
+                self._waker.recv(4096)
+        while not self._duties.empty():
+            self._duties.get()()
+        if time.monotonic() >= due:
+            self.service.end_dead_sessions(self.now_ms())
+            self.last_turn = time.monotonic()
+
+    def _answer_all(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            reply = self.service.handle(frames, self.now_ms())
+            if reply is not None:
+                try:
+                    self._socket.send_multipart([peer, *reply], zmq.NOBLOCK)
+                except zmq.ZMQError as error:  # the peer is gone or does not read: its own deadline ends it
+                    log.debug("a reply could not be sent: %s", error)
+
+    def _fill_pool(self) -> None:
+        while not self._stopping:
+            try:
+                first, count = self.pool.fill_next()
+                if not count:
+                    break
+                self.run_in_loop(lambda first=first, count=count: self.store.add_slabs(first, count))  # type: ignore[misc]
+            except (PoolError, OSError) as error:
+                self.degraded = str(error)
+                log.error("%s", error)
+                break
+        self.run_in_loop(self.ready.set)
+
+    # -- construction
+
+    def _make_store(self) -> Store:
+        limits = Limits(
+            blocks_per_request=self.settings.max_blocks_per_request,
+            leases_per_session=self.settings.max_leases_per_session,
+            writing_blocks_per_session=self.settings.max_writing_blocks_per_session,
+            sessions=self.settings.max_sessions,
+            layouts=self.settings.max_layouts,
+            tenants=self.settings.max_tenants,
+        )
+        store = Store(self.pool.pool_bytes, self.pool.slab_bytes, limits)
+        kept = self.quotas.load()
+        if kept.default_set:
+            self.settings = self.settings.changed("default_quota", str(kept.default_bytes or "none"))
+        set_default_quota(store, self.settings.default_quota, 0)
+        for tenant, quota_bytes in kept.tenants.items():
+            set_quota(store, tenant, quota_bytes, 0)
+        return store
+
+    def _make_service(self) -> Service:
+        settings = self.settings
+        return Service(
+            self.store,
+            self.pool.segments,
+            PoolPlace(str(self.pool.directory), "", self.pool.segment_bytes, self.pool.pool_bytes),
+            WireLimits(
+                settings.max_frame_size,
+                settings.max_blocks_per_request,
+                settings.max_leases_per_session,
+                settings.max_writing_blocks_per_session,
+            ),
+            self.epoch,
+            self.pool.watch,
+            int(settings.network_session_timeout * 1000),
+            settings.verify,
+        )
+
+    def _bind(self) -> tuple[zmq.Socket[bytes], str]:
+        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, self.settings.max_frame_size + _FRAME_SLACK_BYTES)
+        router.setsockopt(zmq.IPV6, 1 if "[" in self.settings.address else 0)
+        address = self.settings.address
+        if address.startswith("ipc://") and _is_listening(address.removeprefix("ipc://")):
+            raise SettingsError(f"another server listens on {address}", "stop it, or choose another --address")
+        try:
+            router.bind(address.replace("//localhost:", "//127.0.0.1:"))
+        except zmq.ZMQError as error:
+            raise SettingsError(
+                f"cannot listen on {address}: {error.strerror}",
+                "is another server running there? choose another --address",
+            ) from error
+        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        if address.startswith("ipc://"):
+            os.chmod(address.removeprefix("ipc://"), 0o600)
+        return router, endpoint.rstrip(b"\0").decode()
+
+    def _make_waker(self) -> tuple[socket.socket, socket.socket]:
+        waker, wake = socket.socketpair()
+        wake.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(waker, zmq.POLLIN)
+        return waker, wake
+
+
+def _is_listening(path: str) -> bool:
+    """Whether somebody answers on a Unix socket. (ZMQ would silently take it over.)"""
+    if not Path(path).exists():
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0

@@ -1,0 +1,88 @@
+"""The network data plane, server side: the daemon itself moves blocks between the pool and a client elsewhere.
+
+Slower than shared memory, and right in the same way: bytes that come are checked against the checksums that the client
+took of them before the block becomes visible; bytes that leave are checked where they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.errors import RequestError
+from kvkeep.kv.checksum import checksum
+from kvkeep.server.sessions import NetworkWrite, ServerSession
+from kvkeep.wire.messages import Fetch, Put
+
+
+class PoolMemory(Protocol):
+    """Bytes of the pool, by offset."""
+
+    def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]: ...
+
+
+def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_bytes: int) -> list[bytes]:
+    """One payload frame for each block asked for."""
+    if request.lease not in session.network_leases:
+        raise RequestError("unknown_lease", f"this session has no lease {request.lease}", field="lease")
+    layout, slots = session.network_leases[request.lease]
+    if not 0 <= request.shard < layout.shards:
+        raise RequestError("bad_shard", f"shard {request.shard} of {layout.shards}", field="shard")
+    if request.start < 0 or request.count < 1 or request.start + request.count > len(slots):
+        raise RequestError(
+            "bad_range", f"blocks {request.start} + {request.count} of {len(slots)} that are leased", field="start"
+        )
+    nbytes = layout.shard_bytes[request.shard]
+    if nbytes * request.count > frame_bytes:
+        raise RequestError(
+            "reply_too_large",
+            f"{request.count} blocks of {nbytes} bytes are more than {frame_bytes} in one reply",
+            field="count",
+            hint="fetch fewer blocks at a time",
+        )
+    at = layout.shard_offsets[request.shard]
+    wanted = slots[request.start : request.start + request.count].tolist()
+    return [memory.view(slot + at, nbytes).tobytes() for slot in wanted]
+
+
+def put(session: ServerSession, request: Put, payload: Sequence[bytes], memory: PoolMemory) -> int:
+    """Writes the payload frames into the write's slots. Nothing is visible before CompleteStore. Returns bytes."""
+    write = _write(session, request.write)
+    if request.start < 0 or not payload or request.start + len(payload) > len(write.slots):
+        raise RequestError(
+            "bad_range", f"blocks {request.start} + {len(payload)} of {len(write.slots)} to write", field="start"
+        )
+    nbytes = write.layout.shard_bytes[write.shard]
+    for frame in payload:
+        if len(frame) != nbytes:
+            raise RequestError("bad_payload", f"a block's shard has {nbytes} bytes, not {len(frame)}", field="payload")
+    at = write.layout.shard_offsets[write.shard]
+    for position, frame in enumerate(payload, request.start):
+        memory.view(int(write.slots[position]) + at, nbytes)[:] = np.frombuffer(frame, dtype=np.uint8)
+        write.arrived[position] = True
+    return nbytes * len(payload)
+
+
+def check_arrived(session: ServerSession, number: int, checksums: NDArray[np.uint64], memory: PoolMemory) -> None:
+    """Raises unless every block of the write has come and has the checksum that the client took."""
+    write = _write(session, number)
+    if not write.arrived.all():
+        raise RequestError(
+            "incomplete_write",
+            f"{int((~write.arrived).sum())} of {len(write.slots)} blocks have not come",
+            field="write",
+        )
+    nbytes, at = write.layout.shard_bytes[write.shard], write.layout.shard_offsets[write.shard]
+    for slot, expected in zip(write.slots.tolist(), checksums.tolist(), strict=False):
+        if checksum(memory.view(slot + at, nbytes)) != expected:
+            raise RequestError("bad_checksum", "the bytes that came are not those that were sent", field="checksums")
+
+
+def _write(session: ServerSession, number: int) -> NetworkWrite:
+    write = session.network_writes.get(number)
+    if write is None:
+        raise RequestError("unknown_write", f"this session has no write {number}", field="write")
+    return write

@@ -1,0 +1,319 @@
+"""A request in, a reply out: the daemon's logic, without sockets, threads or a clock of its own.
+
+Whatever arrives, exactly one reply leaves (none for a request that was already answered, or for bytes that are no
+message at all and so name nobody to answer). A fault of ours is answered too, counted and logged: it must not take
+the server down, nor leave an engine waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvkeep import __version__
+from kvkeep.errors import ProtocolError, RequestError
+from kvkeep.kv.checksum import checksum
+from kvkeep.kv.identity import is_tenant
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.server import network
+from kvkeep.server.counters import Counters, Latency
+from kvkeep.server.sessions import NetworkWrite, ServerSession, Sessions
+from kvkeep.store.operators import drop_block
+from kvkeep.store.store import Store
+from kvkeep.store.table import NO_ROW, READY
+from kvkeep.wire import messages as m
+from kvkeep.wire.frames import Header, decode_header, decode_request, encode
+from kvkeep.wire.liveness import Watch
+
+log = logging.getLogger(__name__)
+
+FINGERPRINT_BYTES = 16
+_CLIENT_NAME_CHARS = 120
+
+
+class Service:
+    """The protocol's server side over a store and its memory."""
+
+    def __init__(
+        self,
+        store: Store,
+        memory: network.PoolMemory,
+        place: m.PoolPlace,
+        limits: m.WireLimits,
+        epoch: int,
+        make_watch: Callable[[int], Watch | None],
+        network_timeout_ms: int = 30_000,
+        verify: bool = True,
+    ) -> None:
+        self.store = store
+        self.sessions = Sessions()
+        self.counters = Counters()
+        self.epoch = epoch
+        self.verify = verify
+        self.draining = False
+        self._memory = memory
+        self._place = place
+        self._limits = limits
+        self._make_watch = make_watch
+        self._network_timeout_ms = network_timeout_ms
+        self._handlers: dict[type, Callable[..., m.Reply]] = {
+            m.Attach: self._attach,
+            m.Ping: lambda *_: m.Done(),
+            m.OpenLayout: self._open_layout,
+            m.Lookup: self._lookup,
+            m.Release: self._release,
+            m.Finish: self._finish,
+            m.PrepareStore: self._prepare_store,
+            m.CompleteStore: self._complete_store,
+            m.AbandonStore: self._abandon_store,
+            m.ReportBad: self._report_bad,
+            m.Goodbye: self._goodbye,
+        }
+
+    def handle(self, frames: Sequence[bytes], now_ms: int) -> list[Any] | None:
+        """Carries out one request and returns the frames of its reply."""
+        started = time.perf_counter()
+        try:
+            header = decode_header(frames)
+        except ProtocolError:
+            self.counters.bad_frames += 1
+            return None
+        payload: list[bytes] = []
+        kind = "unreadable"
+        reply: m.Reply | None
+        try:
+            request = decode_request(header, frames, self._limits.frame_bytes)
+            kind = type(request).__name__
+            reply, payload = self._answer(header, request, frames[2:], now_ms)
+            if reply is None:
+                return None
+        except RequestError as error:
+            self.counters.refuse(error.code)
+            reply = m.Refused(error.code, error.message, error.field, error.hint)
+        except Exception:  # guard: a fault of ours in one request must neither end the server nor go unanswered
+            self.counters.internal_errors += 1
+            self.counters.refuse("internal_error")
+            log.exception("a %s request failed inside the server", kind)
+            reply = m.Refused("internal_error", "the server failed on this request", hint="see the server's log")
+        self.counters.latency.setdefault(kind, Latency()).add((time.perf_counter() - started) * 1e6)
+        return encode(Header(header.session, header.number), reply, payload)
+
+    def end_dead_sessions(self, now_ms: int) -> int:
+        """Gives back what dead processes held. Returns how many died."""
+        died = 0
+        for session in self.sessions.all():
+            if session.is_gone(now_ms, self._network_timeout_ms):
+                log.warning("session %d (%s, pid %d) is gone; its slots are free", *_names(session))
+                self._end(session, now_ms)
+                self.counters.sessions_died += 1
+                died += 1
+        return died
+
+    # -- sessions
+
+    def _answer(
+        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int
+    ) -> tuple[m.Reply | None, list[bytes]]:
+        if isinstance(request, m.Hello):
+            return self._hello(request, now_ms), []
+        session = self.sessions.get(header.session)
+        session.last_seen_ms = now_ms
+        if session.is_repeated(header.number):
+            self.counters.repeated_requests += 1
+            return None, []
+        if not session.plane and not isinstance(request, m.Attach | m.Ping | m.Goodbye):
+            raise RequestError("not_attached", "this session has not said Attach", hint="choose a data plane first")
+        if isinstance(request, m.Fetch):
+            sent = network.fetch(session, request, self._memory, self._limits.frame_bytes)
+            self.counters.network_bytes_out += sum(map(len, sent))
+            return m.Done(len(sent)), sent
+        if isinstance(request, m.Put):
+            self.counters.network_bytes_in += network.put(session, request, payload, self._memory)
+            return m.Done(len(payload)), []
+        return self._handlers[type(request)](session, header.number, request, now_ms), []
+
+    def _hello(self, request: m.Hello, now_ms: int) -> m.Welcome:
+        if self.draining:
+            raise RequestError("shutting_down", "the server is shutting down", hint="connect to the next one")
+        number = self.sessions.next_number()
+        self.store.open_session(number)
+        try:
+            watch = self._make_watch(number)
+        except OSError as error:
+            self.store.close_session(number, now_ms)
+            raise RequestError("no_lock_file", f"the session's lock file cannot be made: {error}") from error
+        session = self.sessions.add(number, request.client[:_CLIENT_NAME_CHARS], request.pid, watch, now_ms)
+        self.counters.sessions_opened += 1
+        place = m.PoolPlace(
+            self._place.directory,
+            str(watch.path) if watch else "",
+            self._place.segment_bytes,
+            self._place.pool_bytes,
+        )
+        return m.Welcome(
+            session=session.token,
+            epoch=self.epoch,
+            server=f"kvkeep {__version__}",
+            pool=place,
+            limits=self._limits,
+            capabilities=list(m.CAPABILITIES),
+            verify=self.verify,
+        )
+
+    def _attach(self, session: ServerSession, number: int, request: m.Attach, now_ms: int) -> m.Reply:
+        if request.plane not in (m.SHARED_MEMORY, m.NETWORK):
+            raise RequestError("bad_plane", f"no data plane is called {request.plane!r}", field="plane")
+        if session.plane:
+            raise RequestError("attached", f"this session uses {session.plane} already", field="plane")
+        if request.plane == m.SHARED_MEMORY and not (session.watch and session.watch.is_held()):
+            raise RequestError(
+                "lock_not_held", "the session's lock is not held", field="plane", hint="take the lock before Attach"
+            )
+        session.plane = request.plane
+        log.info("session %d (%s, pid %d) attached", *_names(session))
+        return m.Done()
+
+    def _goodbye(self, session: ServerSession, number: int, request: m.Goodbye, now_ms: int) -> m.Reply:
+        log.info("session %d (%s, pid %d) ended", *_names(session))
+        self._end(session, now_ms)
+        self.counters.sessions_ended += 1
+        return m.Done()
+
+    def _end(self, session: ServerSession, now_ms: int) -> None:
+        self.store.close_session(session.number, now_ms)
+        self.sessions.remove(session)
+
+    def _open_layout(self, session: ServerSession, number: int, request: m.OpenLayout, now_ms: int) -> m.Reply:
+        if len(request.fingerprint) != FINGERPRINT_BYTES:
+            raise RequestError(
+                "bad_fingerprint",
+                f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(request.fingerprint)}",
+                field="fingerprint",
+            )
+        layout = self.store.open_layout(session.number, request.fingerprint, tuple(request.shard_bytes))
+        return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets))
+
+    # -- loads
+
+    def _lookup(self, session: ServerSession, number: int, request: m.Lookup, now_ms: int) -> m.Reply:
+        _check_tenant(request.tenant)
+        self._check_not_cancelled(session, number)
+        store, layout, keys, skip = self.store, request.layout, request.keys, request.skip
+        if self.draining:
+            keys, skip = b"", 0
+        hit = store.lookup(session.number, number, request.tenant, layout, keys, skip, now_ms)
+        counters = self.counters
+        counters.lookups += 1
+        counters.lookup_blocks += len(request.keys) // KEY_BYTES
+        counters.hit_blocks += hit.blocks
+        slots = hit.slots.tobytes()
+        if session.plane == m.NETWORK and slots:
+            session.network_leases[number] = (store.layouts.get(layout), hit.slots)
+            slots = b""
+        return m.Found(hit.blocks, slots, hit.checksums.tobytes())
+
+    def _release(self, session: ServerSession, number: int, request: m.Release, now_ms: int) -> m.Reply:
+        released = 0
+        for lease in request.leases:
+            session.network_leases.pop(lease, None)
+            if self.store.release(session.number, lease, now_ms):
+                released += 1
+            else:
+                session.cancel(lease)
+        return m.Done(released)
+
+    def _finish(self, session: ServerSession, number: int, request: m.Finish, now_ms: int) -> m.Reply:
+        _check_tenant(request.tenant)
+        return m.Done(int(self.store.finish(session.number, request.tenant, request.key, now_ms)))
+
+    def _report_bad(self, session: ServerSession, number: int, request: m.ReportBad, now_ms: int) -> m.Reply:
+        """Believes nobody: a client with bad memory of its own must not cost others a good block."""
+        _check_tenant(request.tenant)
+        tenant = self.store.tenants.get(request.tenant)
+        table = self.store.blocks.table
+        row = tenant.index.get(request.key, NO_ROW) if tenant else NO_ROW
+        if row == NO_ROW or table.state[row] != READY:
+            return m.Done(0)
+        layout = self.store.layouts[table.layout[row]]
+        for shard, expected in enumerate(layout.checks[table.check[row]].tolist()):
+            area = self._memory.view(table.slot[row] + layout.shard_offsets[shard], layout.shard_bytes[shard])
+            if checksum(area) != expected:
+                self.counters.bad_blocks += 1
+                log.error("a block of tenant %s does not match its checksum; it is dropped", request.tenant)
+                return m.Done(drop_block(self.store, request.tenant, request.key))
+        return m.Done(0)
+
+    # -- stores
+
+    def _prepare_store(self, session: ServerSession, number: int, request: m.PrepareStore, now_ms: int) -> m.Reply:
+        _check_tenant(request.tenant)
+        self._check_not_cancelled(session, number)
+        if self.draining:
+            raise RequestError("shutting_down", "the server is shutting down and stores nothing more")
+        plan = self.store.prepare_store(
+            session.number,
+            number,
+            request.tenant,
+            request.layout,
+            request.shard,
+            request.parent,
+            request.keys,
+            now_ms,
+            request.priority,
+            request.ttl_ms,
+        )
+        self.counters.refused_blocks += plan.refused
+        self.counters.orphan_blocks += plan.refused if plan.orphan else 0
+        slots = plan.slots.tobytes()
+        if session.plane == m.NETWORK and slots:
+            layout = self.store.layouts.get(request.layout)
+            arrived = np.zeros(len(plan.slots), dtype=np.bool_)
+            session.network_writes[number] = NetworkWrite(layout, request.shard, plan.slots, arrived)
+            slots = b""
+        return m.Prepared(plan.positions.tobytes(), slots, plan.refused, plan.orphan)
+
+    def _complete_store(self, session: ServerSession, number: int, request: m.CompleteStore, now_ms: int) -> m.Reply:
+        if len(request.checksums) % 8:
+            raise RequestError("bad_checksums", "checksums are 8 bytes each", field="checksums")
+        checksums = np.frombuffer(request.checksums, dtype="<u8")
+        if session.plane == m.NETWORK:
+            network.check_arrived(session, request.write, checksums, self._memory)
+        stored = self.store.complete_store(session.number, request.write, checksums, now_ms)
+        session.network_writes.pop(request.write, None)
+        self.counters.stored_blocks += stored.blocks
+        self.counters.stored_bytes += stored.nbytes
+        return m.Done(stored.blocks)
+
+    def _abandon_store(self, session: ServerSession, number: int, request: m.AbandonStore, now_ms: int) -> m.Reply:
+        abandoned = 0
+        for write in request.writes:
+            session.network_writes.pop(write, None)
+            if self.store.abandon_store(session.number, write, now_ms):
+                abandoned += 1
+            else:
+                session.cancel(write)
+        self.counters.abandoned_stores += abandoned
+        return m.Done(abandoned)
+
+    def _check_not_cancelled(self, session: ServerSession, number: int) -> None:
+        if number in session.cancelled:
+            session.cancelled.discard(number)
+            raise RequestError("cancelled", "this request was given up before it arrived")
+
+
+def _check_tenant(tenant: str) -> None:
+    if not is_tenant(tenant):
+        raise RequestError(
+            "bad_tenant",
+            "a tenant is named `default` or `t-` and 32 hex digits",
+            field="tenant",
+            hint="send kvkeep.kv.identity.tenant_of(salt), never the salt itself",
+        )
+
+
+def _names(session: ServerSession) -> tuple[int, str, int]:
+    return session.number, session.client, session.pid

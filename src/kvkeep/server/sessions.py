@@ -1,0 +1,117 @@
+"""Sessions: one for each engine process, and how the daemon knows that one is gone.
+
+    Hello ──► open ── Attach ──► attached ──┬── Goodbye                              ──► ended
+                                            ├── shared memory: its lock has fallen    ──► died
+                                            └── network: silent for too long          ──► died
+
+A session on this host touches the pool's memory itself, so only the kernel's word ends it. One on another host
+touches nothing: the daemon moves its bytes, and silence is enough.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.errors import RequestError
+from kvkeep.store.layouts import Layout
+from kvkeep.wire.liveness import Watch
+from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
+
+_NUMBERS_REMEMBERED = 4096
+_ATTACH_WITHIN_MS = 10_000
+
+
+@dataclass
+class NetworkWrite:
+    """A write whose bytes come by Put: where they go, and which have come."""
+
+    layout: Layout
+    shard: int
+    slots: NDArray[np.int64]
+    arrived: NDArray[np.bool_]
+
+
+@dataclass
+class ServerSession:
+    """One engine process as the daemon knows it. `token` is in every request; nobody else can guess it."""
+
+    token: int
+    number: int
+    client: str
+    pid: int
+    watch: Watch | None
+    last_seen_ms: int
+    plane: str = ""
+    cancelled: set[int] = field(default_factory=set)  # releases that overtook their lookup or store
+    network_leases: dict[int, tuple[Layout, NDArray[np.int64]]] = field(default_factory=dict)
+    network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+    _seen_order: deque[int] = field(default_factory=deque)
+
+    def is_repeated(self, number: int) -> bool:
+        """Notes a request's number; True if it came before. (Some networks deliver twice.)"""
+        if number in self._seen:
+            return True
+        self._seen.add(number)
+        self._seen_order.append(number)
+        if len(self._seen_order) > _NUMBERS_REMEMBERED:
+            self._seen.discard(self._seen_order.popleft())
+        return False
+
+    def cancel(self, number: int) -> None:
+        """Remembers that a request is to be given up which has not come yet."""
+        if number not in self._seen and len(self.cancelled) < _NUMBERS_REMEMBERED:
+            self.cancelled.add(number)
+
+    def is_gone(self, now_ms: int, network_timeout_ms: int) -> bool:
+        if self.plane == SHARED_MEMORY:
+            return self.watch is not None and not self.watch.is_held()
+        patience_ms = network_timeout_ms if self.plane == NETWORK else _ATTACH_WITHIN_MS
+        return now_ms - self.last_seen_ms > patience_ms
+
+
+class Sessions:
+    """All open sessions, by token."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[int, ServerSession] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def all(self) -> list[ServerSession]:
+        return list(self._by_token.values())
+
+    def next_number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def add(self, number: int, client: str, pid: int, watch: Watch | None, now_ms: int) -> ServerSession:
+        token = secrets.randbits(63) | 1
+        session = ServerSession(token, number, client, pid, watch, now_ms)
+        self._by_token[token] = session
+        return session
+
+    def get(self, token: int) -> ServerSession:
+        session = self._by_token.get(token)
+        if session is None:
+            raise RequestError(
+                "unknown_session",
+                "this server does not know the session",
+                field="session",
+                hint="the server was restarted or ended the session; say Hello again",
+            )
+        return session
+
+    def remove(self, session: ServerSession) -> None:
+        """Forgets the session and its lock file."""
+        self._by_token.pop(session.token, None)
+        if session.watch is not None:
+            session.watch.close()
+            session.watch = None

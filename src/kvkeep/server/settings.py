@@ -1,0 +1,366 @@
+"""What a person can set about a server: one table, read once, frozen.
+
+    defaults  <  TOML file  <  environment (KVKEEP_POOL_SIZE)  <  flags (--pool-size 8GiB)
+
+Each line of `Settings` is the single source for one setting: its name, type, default, limits, help and
+whether it is `live`, that is, may change while the server runs. Documentation, `kvkeep status` and the
+admin API are made from it. Whatever a source says that is unknown or malformed stops the start with a
+`SettingsError` that names the source, also where a later one would have overruled it: a mistake that waits
+is worse than one that shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
+
+from kvkeep.errors import SettingsError
+from kvkeep.server.setting_kinds import (
+    ADDRESS,
+    AUTO_SIZE,
+    COUNT,
+    DIRECTORY,
+    DURATION,
+    HTTP_ADDRESS,
+    LOG_LEVEL,
+    NAME,
+    QUOTA,
+    SIZE,
+    SWITCH,
+    Kind,
+    split_host,
+)
+from kvkeep.units import GIB, KIB, MIB, TIB
+
+ENV_PREFIX: Final = "KVKEEP_"
+# Variables with our prefix that are no settings: where the file is, whether to use the C kernel, and where
+# the command line finds the admin API.
+ENV_OTHERS: Final = frozenset({"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_HTTP"})
+
+MIN_AUTO_POOL_BYTES: Final = 64 * MIB
+MIN_KEY_BYTES: Final = 16  # no block key is shorter, so a request takes at least this many bytes a block
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A line of the table. `default` is text, read like any source; `low` and `high` are inclusive."""
+
+    kind: Kind
+    default: str
+    help: str
+    live: bool = False
+    low: float | None = None
+    high: float | None = None
+
+    def parse(self, name: str, text: str, source: str) -> Any:
+        """The value of `text`, or a SettingsError that names setting, value, source and what is expected."""
+        try:
+            value = self.kind.parse(text)
+            below = value is not None and self.low is not None and value < self.low
+            above = value is not None and self.high is not None and value > self.high
+            if below or above:
+                raise ValueError
+        except ValueError:
+            raise SettingsError(f'{name} = "{text}" ({source}): expected {self.expected}') from None
+        return value
+
+    @property
+    def expected(self) -> str:
+        """What a value looks like, limits included."""
+        parts = [self.kind.expected]
+        if self.low is not None:
+            parts.append(f"at least {self.kind.show_limit(self.low)}")
+        if self.high is not None:
+            parts.append(f"at most {self.kind.show_limit(self.high)}")
+        return ", ".join(parts)
+
+
+class Row(NamedTuple):
+    """A setting as people see it: `value` is text that would set it again."""
+
+    name: str
+    value: str
+    source: str
+    live: bool
+    help: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a server was told, made by `load`. Sizes are bytes, durations seconds; None is auto or none."""
+
+    address: Annotated[str, Setting(ADDRESS, "tcp://localhost:5555", "Where engines connect.")]
+    http_address: Annotated[
+        str, Setting(HTTP_ADDRESS, "127.0.0.1:5556", "Where health, metrics and the admin API are.")
+    ]
+    name: Annotated[str, Setting(NAME, "default", "Names this server's pool and state among others on the host.")]
+    pool_size: Annotated[
+        int,
+        Setting(
+            AUTO_SIZE,
+            "auto",
+            "Memory for blocks; auto is a quarter of what shm_dir and the host have free.",
+            low=MIB,
+            high=64 * TIB,
+        ),
+    ]
+    shm_dir: Annotated[Path, Setting(DIRECTORY, "/dev/shm", "The memory file system that holds the pool.")]
+    slab_size: Annotated[
+        int | None,
+        Setting(
+            AUTO_SIZE,
+            "auto",
+            "Unit in which the pool is shared among block sizes.",
+            low=64 * KIB,
+            high=64 * GIB,
+        ),
+    ]
+    state_dir: Annotated[
+        Path,
+        Setting(DIRECTORY, "~/.local/state/kvkeep", "What outlives a restart of the host, such as quotas."),
+    ]
+    default_quota: Annotated[
+        int | None, Setting(QUOTA, "none", "Bytes for each tenant without a quota of its own.", live=True)
+    ]
+    max_sessions: Annotated[int, Setting(COUNT, "256", "Engine processes connected at one time.", low=1, high=65536)]
+    max_frame_size: Annotated[int, Setting(SIZE, "64MiB", "Longest message accepted.", low=64 * KIB, high=2 * GIB - 1)]
+    max_blocks_per_request: Annotated[
+        int, Setting(COUNT, "65536", "Blocks that one lookup or store may name.", low=1, high=1 << 24)
+    ]
+    max_leases_per_session: Annotated[
+        int,
+        Setting(COUNT, "4096", "Lookups whose blocks one session may hold at a time.", low=1, high=1 << 24),
+    ]
+    max_writing_blocks_per_session: Annotated[
+        int, Setting(COUNT, "65536", "Blocks that one session may have in flight.", low=1, high=1 << 24)
+    ]
+    max_layouts: Annotated[int, Setting(COUNT, "64", "Different block layouts in one pool.", low=1, high=65536)]
+    max_tenants: Annotated[int, Setting(COUNT, "100000", "Tenants known at one time.", low=1, high=1 << 24)]
+    session_check_interval: Annotated[
+        float, Setting(DURATION, "1s", "How often dead sessions are looked for.", low=0.01, high=3600)
+    ]
+    network_session_timeout: Annotated[
+        float,
+        Setting(DURATION, "30s", "Silence after which a session on another host has ended.", low=0.1, high=86400),
+    ]
+    shutdown_grace: Annotated[
+        float,
+        Setting(DURATION, "10s", "Time for requests in progress when the server stops.", low=0, high=3600),
+    ]
+    verify: Annotated[
+        bool,
+        Setting(SWITCH, "true", "Tell clients to check the checksum of every block they load.", live=True),
+    ]
+    log_level: Annotated[str, Setting(LOG_LEVEL, "info", "Least severity that is logged.", live=True)]
+    log_json: Annotated[bool, Setting(SWITCH, "false", "Log one JSON object a line.")]
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def load(cls, config: Path | None, env: Mapping[str, str], argv: Sequence[str]) -> Self:
+        """Settings from all sources, later ones first. Reads the file and, for "auto", what memory is free.
+
+        `config` None means the file that KVKEEP_CONFIG names, if any. Raises SettingsError and nothing else.
+        """
+        if config is None and "KVKEEP_CONFIG" in env:
+            config = Path(env["KVKEEP_CONFIG"])
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for given in (_from_defaults(env), _from_file(config), _from_env(env), _from_argv(argv)):
+            for name, text, source in given:
+                values[name] = TABLE[name].parse(name, text, source)
+                sources[name] = source
+        if values["pool_size"] is None:
+            values["pool_size"] = auto_pool_bytes(values["shm_dir"])
+            sources["pool_size"] += " (auto)"
+        settings = cls(**values, sources=sources)
+        _check(settings)
+        return settings
+
+    def changed(self, name: str, text: str) -> Self:
+        """A copy with one live setting changed. Raises SettingsError where it is unknown or not live."""
+        if name not in TABLE:
+            raise _unknown(name, "change", "{}".format)
+        if not TABLE[name].live:
+            live = ", ".join(other for other in TABLE if TABLE[other].live)
+            raise SettingsError(
+                f"{name} cannot change while the server runs", f"restart with it; these can change: {live}"
+            )
+        value = TABLE[name].parse(name, text, "change")
+        settings = replace(self, **{name: value}, sources={**self.sources, name: "changed while running"})
+        _check(settings)
+        return settings
+
+    def describe(self) -> list[Row]:
+        """One row a setting, in the order of the table."""
+        return [
+            Row(name, line.kind.show(getattr(self, name)), self.sources.get(name, ""), line.live, line.help)
+            for name, line in TABLE.items()
+        ]
+
+
+def _read_table() -> dict[str, Setting]:
+    hints = get_type_hints(Settings, include_extras=True)
+    return {f.name: hints[f.name].__metadata__[0] for f in fields(Settings) if f.name != "sources"}
+
+
+TABLE: Final[Mapping[str, Setting]] = _read_table()
+
+
+# --- the sources: each yields (name, text, where it was found) ----------------------------------------------
+
+Given = Iterator[tuple[str, str, str]]
+
+
+def _from_defaults(env: Mapping[str, str]) -> Given:
+    for name, line in TABLE.items():
+        yield name, line.default, "default"
+    state_home = env.get("XDG_STATE_HOME", "")
+    if state_home.startswith("/"):  # the XDG specification has relative paths ignored
+        yield "state_dir", f"{state_home}/kvkeep", "default"
+
+
+def _from_file(config: Path | None) -> Given:
+    if config is None:
+        return
+    try:
+        with config.open("rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"settings file {config} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise SettingsError(f"settings file {config} is not valid TOML: {error}") from error
+    for key, value in document.items():
+        source = f"file {config}"
+        if key not in TABLE:
+            raise _unknown(key, source, "{}".format)
+        if not isinstance(value, str | int | float):
+            raise SettingsError(f"{key} ({source}): expected {TABLE[key].expected}, not a table, list or date")
+        yield key, str(value), source
+
+
+def _from_env(env: Mapping[str, str]) -> Given:
+    for variable in sorted(env):
+        if not variable.startswith(ENV_PREFIX) or variable in ENV_OTHERS:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if variable != _variable(name) or name not in TABLE:
+            raise _unknown(variable, "environment", _variable)
+        yield name, env[variable], f"environment {variable}"
+
+
+def _from_argv(argv: Sequence[str]) -> Given:
+    """`--name value`, `--name=value`, `--switch` and `--no-switch`; of one given twice the last counts."""
+    rest = iter(argv)
+    for argument in rest:
+        flag, equals, text = argument.partition("=")
+        if not flag.startswith("--") or flag == "--":
+            raise SettingsError(f'unexpected argument "{argument}"', "settings are given as --name value")
+        positive = "--" + flag.removeprefix("--no-")
+        if flag.startswith("--no-") and not equals and _is_switch(positive):
+            yield _flag_name(positive), "false", f"flag {flag}"
+            continue
+        name = _flag_name(flag)
+        if name not in TABLE or flag != _flag(name):
+            raise _unknown(flag, "flags", _flag)
+        if not equals:
+            text = "true" if _is_switch(flag) else next(rest, "--")
+        if text.startswith("--"):
+            raise SettingsError(f"{flag} needs a value: expected {TABLE[name].expected}")
+        yield name, text, f"flag {flag}"
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _flag_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _is_switch(flag: str) -> bool:
+    line = TABLE.get(_flag_name(flag))
+    return line is not None and line.kind is SWITCH
+
+
+def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsError:
+    """The error for a name nobody knows, with the nearest known one in the spelling of its source."""
+    known = [spell(name) for name in TABLE]
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
+    return SettingsError(f'unknown setting "{given}" ({source})', f"the nearest known one is {near[0]}")
+
+
+# --- what only shows when all are known ---------------------------------------------------------------------
+
+
+def auto_pool_bytes(shm_dir: Path) -> int:
+    """A quarter of what is free: in the file system of `shm_dir` or in memory, whichever has less."""
+    try:
+        space = os.statvfs(shm_dir)
+    except OSError as error:
+        raise SettingsError(f"shm_dir = {shm_dir} cannot be used: {error.strerror}") from error
+    free_bytes = min(space.f_bavail * space.f_frsize, _available_memory_bytes())
+    return max(MIN_AUTO_POOL_BYTES, free_bytes // 4 // MIB * MIB)
+
+
+def _available_memory_bytes() -> int:
+    """What can be had without swapping, or the rest of the container's limit where that is less."""
+    available = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = [int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * KIB]
+    with contextlib.suppress(OSError, ValueError):  # no control group, or its limit reads "max"
+        group = Path("/sys/fs/cgroup")
+        available.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(available)
+
+
+def _check(settings: Settings) -> None:
+    """Refuse what contradicts: each value is fine alone, together they cannot be meant."""
+    tcp = split_host(settings.address.removeprefix("tcp://")) if settings.address.startswith("tcp://") else None
+    http = split_host(settings.http_address)
+    for name, end in (("address", tcp), ("http_address", http)):
+        if end is not None and not _is_loopback(end[0]):
+            raise SettingsError(
+                f'{name} = "{getattr(settings, name)}" is reachable from other hosts: authentication is not '
+                "available yet, so kvkeep listens on loopback only",
+                "use localhost, 127.0.0.1 or [::1]",
+            )
+    if tcp is not None and tcp[1] == http[1] != 0:
+        raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
+    for name, least, why in (
+        ("pool_size", settings.slab_size or 0, "slab_size: the pool must hold at least one slab"),
+        (
+            "max_frame_size",
+            settings.max_blocks_per_request * MIN_KEY_BYTES,
+            "max_blocks_per_request: a message must hold the keys of that many blocks",
+        ),
+        (
+            "network_session_timeout",
+            settings.session_check_interval,
+            "session_check_interval: silence is not noticed more often than sessions are checked",
+        ),
+    ):
+        if getattr(settings, name) < least:
+            shown = TABLE[name].kind.show
+            raise SettingsError(f"{name} = {shown(getattr(settings, name))} is less than {shown(least)}, set by {why}")
+
+
+def _is_loopback(host: str) -> bool:
+    """By name or number, without asking a resolver: what a name means may change after it was checked."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

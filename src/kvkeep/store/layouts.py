@@ -1,0 +1,146 @@
+"""How big a block is and how it is cut into shards.
+
+An engine opens a layout once; lookups and stores then name it by number. A block takes one slot, and its shards lie
+in it side by side, each on a cache-line boundary:
+
+    slot   |<- shard 0 ->|pad|<- shard 1 ->|pad| ... |pad to a whole number of 4 KiB|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.errors import RequestError
+
+_SHARD_ALIGN = 64
+_SLOT_ALIGN = 4096
+
+
+def _aligned(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+@dataclass(eq=False)
+class Layout:
+    """One way of cutting blocks. `checks` holds the checksums of its blocks, a row a block, a column a shard."""
+
+    number: int
+    fingerprint: bytes
+    shard_bytes: tuple[int, ...]
+    shard_offsets: tuple[int, ...] = field(init=False)
+    slot_bytes: int = field(init=False)
+    blocks: int = 0
+    sessions: set[int] = field(default_factory=set)
+    checks: NDArray[np.uint64] = field(init=False)
+    _free_checks: list[int] = field(default_factory=list)
+    _next_check: int = 0
+
+    def __post_init__(self) -> None:
+        offsets, at = [], 0
+        for nbytes in self.shard_bytes:
+            offsets.append(at)
+            at += _aligned(nbytes, _SHARD_ALIGN)
+        self.shard_offsets = tuple(offsets)
+        self.slot_bytes = _aligned(at, _SLOT_ALIGN)
+        self.checks = np.zeros((256, len(self.shard_bytes)), dtype=np.uint64)
+
+    @property
+    def shards(self) -> int:
+        return len(self.shard_bytes)
+
+    def take_checks(self, n: int) -> NDArray[np.int64]:
+        """Rows of `checks` for n new blocks."""
+        reused = min(n, len(self._free_checks))
+        rows = self._free_checks[len(self._free_checks) - reused :]
+        del self._free_checks[len(self._free_checks) - reused :]
+        fresh = n - reused
+        if self._next_check + fresh > len(self.checks):
+            grown = np.zeros((max(2 * len(self.checks), self._next_check + fresh), self.shards), dtype=np.uint64)
+            grown[: len(self.checks)] = self.checks
+            self.checks = grown
+        rows.extend(range(self._next_check, self._next_check + fresh))
+        self._next_check += fresh
+        return np.array(rows, dtype=np.int64)
+
+    def give_checks(self, row: int) -> None:
+        self._free_checks.append(row)
+
+
+class Layouts:
+    """The layouts in use. One that no session has open and no block needs makes way when the limit is reached."""
+
+    def __init__(self, limit: int, largest_slot_bytes: int) -> None:
+        self.limit = limit
+        self.largest_slot_bytes = largest_slot_bytes
+        self._by_number: dict[int, Layout] = {}
+        self._by_fingerprint: dict[bytes, Layout] = {}
+        self._next = 1
+
+    def __getitem__(self, number: int) -> Layout:
+        return self._by_number[number]
+
+    def __iter__(self) -> Iterator[Layout]:
+        return iter(self._by_number.values())
+
+    def get(self, number: int) -> Layout:
+        """The layout, or a RequestError that says how to get one."""
+        layout = self._by_number.get(number)
+        if layout is None:
+            raise RequestError(
+                "unknown_layout",
+                f"no layout has the number {number}",
+                field="layout",
+                hint="send OpenLayout first",
+            )
+        return layout
+
+    def open(self, session: int, fingerprint: bytes, shard_bytes: tuple[int, ...]) -> Layout:
+        """Finds or makes the layout, and notes that the session uses it."""
+        known = self._by_fingerprint.get(fingerprint)
+        if known is not None:
+            if known.shard_bytes != shard_bytes:
+                raise RequestError(
+                    "layout_conflict",
+                    f"this layout is known with shards of {list(known.shard_bytes)} bytes, not {list(shard_bytes)}",
+                    field="shard_bytes",
+                    hint="the fingerprint must change with everything that changes the bytes",
+                )
+            known.sessions.add(session)
+            return known
+        layout = Layout(self._next, fingerprint, shard_bytes)
+        if layout.slot_bytes > self.largest_slot_bytes:
+            raise RequestError(
+                "block_too_large",
+                f"a block of {layout.slot_bytes} bytes does not fit a slab of {self.largest_slot_bytes}",
+                field="shard_bytes",
+                hint="start the server with a larger --slab-size, or use fewer tokens a block",
+            )
+        self._make_way()
+        self._next += 1
+        layout.sessions.add(session)
+        self._by_number[layout.number] = layout
+        self._by_fingerprint[fingerprint] = layout
+        return layout
+
+    def forget_session(self, session: int) -> None:
+        for layout in self._by_number.values():
+            layout.sessions.discard(session)
+
+    def _make_way(self) -> None:
+        if len(self._by_number) < self.limit:
+            return
+        for layout in self._by_number.values():
+            if not layout.blocks and not layout.sessions:
+                del self._by_number[layout.number]
+                del self._by_fingerprint[layout.fingerprint]
+                return
+        raise RequestError(
+            "too_many_layouts",
+            f"{self.limit} layouts are in use",
+            field="fingerprint",
+            hint="raise --max-layouts, or stop engines that run models nobody uses",
+        )

@@ -1,0 +1,84 @@
+"""What operators do to the store: quotas, usage, clearing, and the end of a block that proved bad."""
+
+from __future__ import annotations
+
+from kvkeep.errors import RequestError
+from kvkeep.store.plans import TenantUsage
+from kvkeep.store.store import Store
+from kvkeep.store.table import NO_ROW
+from kvkeep.store.tenants import Tenant
+
+
+def drop_block(store: Store, tenant: str, key: bytes) -> int:
+    """Takes a block that proved bad out of use, with everything that hangs on it. Returns how many left."""
+    owner = store.tenants.get(tenant)
+    row = owner.index.get(key, NO_ROW) if owner else NO_ROW
+    return 0 if row == NO_ROW else store.blocks.drop([row])
+
+
+def clear(store: Store, tenant: str | None = None) -> int:
+    """Takes all blocks of one tenant, or of all, out of use. Returns how many."""
+    if tenant is None:
+        return sum(store.blocks.drop(list(each.index.values())) for each in list(store.tenants))
+    return store.blocks.drop(list(_known(store, tenant).index.values()))
+
+
+def set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
+    """Promises a tenant memory, or with None puts it back to the default. All own quotas together fit the pool."""
+    if quota_bytes is None:
+        owner = _known(store, tenant)
+    else:
+        promised = store.tenants.promised_bytes(without=store.tenants.get(tenant))
+        if not 0 <= quota_bytes <= store.pool_bytes - promised:
+            raise RequestError(
+                "quota_too_large",
+                f"a quota of {quota_bytes} bytes does not fit: the pool has {store.pool_bytes}, of which "
+                f"{promised} are promised to other tenants",
+                field="quota_bytes",
+                hint="lower another tenant's quota first, or start the server with a larger --pool-size",
+            )
+        owner = store.tenants.get_or_add(tenant)
+    before = owner.owner
+    store.tenants.set_quota(owner, quota_bytes)
+    _requeue(store, owner, before, now_ms)
+    store.tenants.forget_if_idle(owner)
+
+
+def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> None:
+    """Changes the quota of every tenant that has none of its own. None: they have no promise and share one LRU."""
+    if quota_bytes is not None and not 0 <= quota_bytes <= store.pool_bytes:
+        raise RequestError(
+            "quota_too_large",
+            f"a default quota of {quota_bytes} bytes does not fit a pool of {store.pool_bytes}",
+            field="default_quota",
+        )
+    before = [(tenant, tenant.owner) for tenant in store.tenants]
+    store.tenants.set_default_quota(quota_bytes)
+    for tenant, owner in before:
+        _requeue(store, tenant, owner, now_ms)
+
+
+def usage(store: Store) -> list[TenantUsage]:
+    return [
+        TenantUsage(t.name, t.blocks, t.usage_bytes, t.quota_bytes, t.own_quota_bytes is not None)
+        for t in store.tenants
+    ]
+
+
+def _known(store: Store, tenant: str) -> Tenant:
+    owner = store.tenants.get(tenant)
+    if owner is None:
+        raise RequestError(
+            "unknown_tenant",
+            f"tenant {tenant} has no blocks and no quota of its own",
+            field="tenant",
+            hint="`kvkeep tenants list` shows those that have",
+        )
+    return owner
+
+
+def _requeue(store: Store, tenant: Tenant, owner_before: int, now_ms: int) -> None:
+    """A tenant that gains or loses its quota moves to a queue of its own or back to the common one."""
+    if tenant.owner != owner_before:
+        for row in tenant.index.values():
+            store.blocks.order.enqueue(row, now_ms)

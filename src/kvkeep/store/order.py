@@ -1,0 +1,144 @@
+"""Which block goes first: leaves only, least recently used first, hints before age.
+
+A leaf's rank is one number, lowest first:
+
+    class (2 bits)  | priority (8 bits) | used: sequence number of the last use (48 bits)
+    0 half written and abandoned, or past its time to live
+    1 its session has finished and nobody has used it since
+    2 all others
+
+Queues are binary heaps of `rank << 32 | row`, one for each owner and slot size. Entries are corrected lazily: a block
+used again stays where it is and is moved only when it comes to the top. `queued` in the table is the rank of a block's
+one live entry; any other entry for that row is stale and dropped when met.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+
+from kvkeep.store.layouts import Layouts
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, WRITING, BlockTable
+from kvkeep.store.tenants import Tenants
+
+_CLASS_SHIFT = 56
+_PRIORITY_SHIFT = 48
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
+_STALE_SLACK = 1024
+
+
+class EvictionOrder:
+    """Every evictable block has exactly one live entry, in the queue of its owner and slot size."""
+
+    def __init__(self, table: BlockTable, tenants: Tenants, layouts: Layouts) -> None:
+        self._table = table
+        self._tenants = tenants
+        self._layouts = layouts
+        self._queues: dict[tuple[int, int], list[int]] = {}
+        self._expiring: list[tuple[int, int]] = []
+
+    def evictable(self, row: int) -> bool:
+        """A leaf that nobody reads, writes or depends on."""
+        table = self._table
+        return (
+            table.first_child[row] == NO_ROW
+            and not table.pins[row]
+            and table.state[row] != FREE
+            and table.state[row] != EVICTING
+        )
+
+    def rank(self, row: int, now_ms: int) -> int:
+        table = self._table
+        expires_ms = table.expires_ms[row]
+        if table.state[row] == WRITING or (expires_ms and expires_ms <= now_ms):
+            order_class = 0
+        elif table.finished[row] == table.used[row]:
+            order_class = 1
+        else:
+            order_class = 2
+        return order_class << _CLASS_SHIFT | table.priority[row] << _PRIORITY_SHIFT | table.used[row]
+
+    def enqueue(self, row: int, now_ms: int) -> None:
+        """Puts a block in line if it is evictable, or where its rank has fallen, further to the front."""
+        if not self.evictable(row):
+            return
+        queued = self._table.queued[row]
+        if queued != -1 and self._current_owner(row) == self._table.queue_owner[row]:
+            rank = self.rank(row, now_ms)
+            if rank >= queued:
+                return
+        self._push(row, self.rank(row, now_ms))
+
+    def forget_owner(self, owner: int) -> None:
+        """Drops the queues of a tenant that has no blocks left."""
+        for slot_bytes in {layout.slot_bytes for layout in self._layouts}:
+            self._queues.pop((owner, slot_bytes), None)
+
+    def expire_later(self, row: int) -> None:
+        heappush(self._expiring, (self._table.expires_ms[row], row))
+
+    def peek(self, owner: int, slot_bytes: int, now_ms: int) -> int:
+        """The next block to go of this owner and size, or NO_ROW. It stays in line until it is evicted."""
+        heap = self._queues.get((owner, slot_bytes))
+        if not heap:
+            return NO_ROW
+        table = self._table
+        while heap:
+            rank, row = heap[0] >> _ROW_BITS, heap[0] & _ROW_MASK
+            if table.queued[row] != rank or table.queue_owner[row] != owner:
+                heappop(heap)
+            elif not self.evictable(row):
+                table.queued[row] = -1
+                heappop(heap)
+            else:
+                current = self.rank(row, now_ms)
+                if current == rank:
+                    return row
+                table.queued[row] = current
+                heapreplace(heap, current << _ROW_BITS | row)
+        return NO_ROW
+
+    def note_expired(self, now_ms: int) -> None:
+        """Moves blocks whose time to live has run out to the front. Call before looking for victims."""
+        table = self._table
+        while self._expiring and self._expiring[0][0] <= now_ms:
+            expires_ms, row = heappop(self._expiring)
+            if table.state[row] != FREE and table.expires_ms[row] == expires_ms:
+                self.enqueue(row, now_ms)
+
+    def check_integrity(self) -> None:
+        table = self._table
+        entries: dict[int, list[tuple[int, int, int]]] = {}
+        for (owner, slot_bytes), heap in self._queues.items():
+            for entry in heap:
+                entries.setdefault(entry & _ROW_MASK, []).append((owner, slot_bytes, entry >> _ROW_BITS))
+        for row in table.live_rows().tolist():
+            if self.evictable(row):
+                live = (table.queue_owner[row], self._slot_bytes(row), table.queued[row])
+                assert live[0] == self._current_owner(row), f"row {row} waits in another owner's queue"
+                assert live in entries.get(row, []), f"row {row} is evictable and in no queue"
+
+    def _current_owner(self, row: int) -> int:
+        return self._tenants.by_number[self._table.tenant[row]].owner
+
+    def _slot_bytes(self, row: int) -> int:
+        return self._layouts[self._table.layout[row]].slot_bytes
+
+    def _push(self, row: int, rank: int) -> None:
+        owner = self._current_owner(row)
+        heap = self._queues.setdefault((owner, self._slot_bytes(row)), [])
+        self._table.queued[row] = rank
+        self._table.queue_owner[row] = owner
+        heappush(heap, rank << _ROW_BITS | row)
+        if len(heap) > 2 * len(self._table) + _STALE_SLACK:
+            self._sweep(owner, heap)
+
+    def _sweep(self, owner: int, heap: list[int]) -> None:
+        """Drops stale entries, so that a queue is never longer than twice the blocks there are."""
+        table = self._table
+        heap[:] = {
+            entry
+            for entry in heap
+            if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS and table.queue_owner[entry & _ROW_MASK] == owner
+        }
+        heapify(heap)

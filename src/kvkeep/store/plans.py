@@ -1,0 +1,72 @@
+"""What the store answers: plans that the daemon passes on and workers carry out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Hints, in the order in which eviction heeds them. A higher priority stays longer.
+LOWEST_PRIORITY, NORMAL_PRIORITY, HIGHEST_PRIORITY = 0, 50, 100
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one session may hold at a time, and one request may name."""
+
+    blocks_per_request: int = 65536
+    leases_per_session: int = 4096
+    writing_blocks_per_session: int = 65536
+    sessions: int = 256
+    layouts: int = 64
+    tenants: int = 100_000
+    shards: int = 1024
+
+
+@dataclass(frozen=True)
+class Hit:
+    """The longest prefix that is READY. If it reaches beyond `skip`, it is leased, and from there on described.
+
+    blocks      leading blocks that are READY, of all keys asked for
+    slots       int64[blocks - skip]: byte offset of each block's slot in the pool
+    checksums   uint64[blocks - skip, shards]
+    """
+
+    blocks: int
+    slots: NDArray[np.int64]
+    checksums: NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Which of the keys to write, and where. Blocks that are there already are not written again.
+
+    positions   int32[n]: index of each block to write in the request's keys, ascending
+    slots       int64[n]: byte offset of each block's slot in the pool
+    refused     keys that found no room (or whose parent is not here: `orphan`); always the last ones
+    """
+
+    positions: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    refused: int
+    orphan: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a completed write brought: blocks, and bytes of its shard."""
+
+    blocks: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TenantUsage:
+    """One tenant as operators see it."""
+
+    tenant: str
+    blocks: int
+    usage_bytes: int
+    quota_bytes: int | None
+    own_quota: bool

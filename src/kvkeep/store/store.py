@@ -1,0 +1,363 @@
+"""The store: a single-threaded state machine that takes a request and answers with a plan.
+
+Every operation either happens whole or raises RequestError and changes nothing. Sessions, leases and writes are named
+by numbers that the caller chooses: a lease is the number of the lookup that asked for it, a write the number of its
+prepare_store. So whoever lost an answer can still give back what the answer gave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.errors import RequestError
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.store.blocks import Blocks
+from kvkeep.store.layouts import Layout, Layouts
+from kvkeep.store.plans import HIGHEST_PRIORITY, LOWEST_PRIORITY, NORMAL_PRIORITY, Hit, Limits, Stored, StorePlan
+from kvkeep.store.room import Room
+from kvkeep.store.slabs import Slabs
+from kvkeep.store.table import NO_ROW, WRITING
+from kvkeep.store.tenants import Tenant, Tenants
+from kvkeep.store.tree import longest_hit, rows_of_chain, split_keys
+
+
+@dataclass
+class Write:
+    """Blocks of which one session is writing one shard."""
+
+    layout: Layout
+    shard: int
+    rows: list[int]
+
+
+@dataclass
+class Session:
+    """One engine process. Everything it holds is found here, and given back when it is gone."""
+
+    leases: dict[int, int] = field(default_factory=dict)  # lease -> its deepest row, which protects all above
+    writes: dict[int, Write] = field(default_factory=dict)
+    writing_blocks: int = 0
+
+
+class Store:
+    """See the module's docstring. `pool_bytes` is what the pool will have; memory itself comes by `add_slabs`."""
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        slab_bytes: int,
+        limits: Limits | None = None,
+        default_quota_bytes: int | None = None,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.pool_bytes = pool_bytes
+        self.slabs = Slabs(slab_bytes)
+        self.layouts = Layouts(self.limits.layouts, slab_bytes)
+        self.tenants = Tenants(self.limits.tenants, default_quota_bytes)
+        self.blocks = Blocks(self.tenants, self.layouts, self.slabs)
+        self.room = Room(self.blocks)
+        self.sessions: dict[int, Session] = {}
+        self.writers: dict[int, int] = {}  # row -> bit mask of the shards that somebody is writing now
+
+    # -- memory, sessions, layouts ---------------------------------------------------------------------------------
+
+    def add_slabs(self, first: int, count: int) -> None:
+        """Memory from slab `first` on is there and may be used."""
+        self.slabs.add(first, count)
+
+    def open_session(self, session: int) -> None:
+        if session in self.sessions:
+            raise RequestError("session_exists", f"session {session} is open already", field="session")
+        if len(self.sessions) >= self.limits.sessions:
+            raise RequestError(
+                "too_many_sessions",
+                f"{self.limits.sessions} sessions are open",
+                field="session",
+                hint="stop engines that are not needed, or raise --max-sessions",
+            )
+        self.sessions[session] = Session()
+
+    def close_session(self, session: int, now_ms: int) -> None:
+        """Gives back everything the session holds. Only once its process is done with the memory, or dead."""
+        state = self._session(session)
+        for lease in list(state.leases):
+            self.release(session, lease, now_ms)
+        for write in list(state.writes):
+            self.abandon_store(session, write, now_ms)
+        self.layouts.forget_session(session)
+        del self.sessions[session]
+
+    def open_layout(self, session: int, fingerprint: bytes, shard_bytes: tuple[int, ...]) -> Layout:
+        self._session(session)
+        if not 0 < len(shard_bytes) <= self.limits.shards:
+            raise RequestError(
+                "bad_shards",
+                f"a block has 1 to {self.limits.shards} shards, not {len(shard_bytes)}",
+                field="shard_bytes",
+            )
+        if min(shard_bytes) <= 0:
+            raise RequestError("bad_shards", "every shard has at least one byte", field="shard_bytes")
+        return self.layouts.open(session, fingerprint, shard_bytes)
+
+    # -- lookup and release ----------------------------------------------------------------------------------------
+
+    def lookup(self, session: int, lease: int, tenant: str, layout: int, keys: bytes, skip: int, now_ms: int) -> Hit:
+        """Finds the longest prefix of READY blocks; leases and describes what lies beyond the first `skip`."""
+        state = self._session(session)
+        shape = self.layouts.get(layout)
+        self._check_keys(keys)
+        if not 0 <= skip <= len(keys) // KEY_BYTES:
+            raise RequestError("bad_skip", f"skip is {skip}, of {len(keys) // KEY_BYTES} keys", field="skip")
+        if lease in state.leases or lease in state.writes:
+            raise RequestError("lease_exists", f"lease {lease} is held already", field="lease")
+        if len(state.leases) >= self.limits.leases_per_session:
+            raise RequestError(
+                "too_many_leases",
+                f"this session holds {self.limits.leases_per_session} leases",
+                field="lease",
+                hint="release what is loaded, or raise --max-leases-per-session",
+            )
+        owner = self.tenants.get(tenant)
+        blocks = longest_hit(self.blocks.table, owner.index, keys) if owner else 0
+        if not owner or blocks <= skip:
+            return Hit(blocks, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
+        rows = rows_of_chain(self.blocks.table, owner.index, keys, skip, blocks)
+        many = self.blocks.table.many
+        if not len(rows) or many.layout[rows[-1]] != layout:
+            return Hit(0, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
+        deepest = int(rows[-1])
+        self.blocks.touch(deepest, self.blocks.next_use())
+        self.blocks.pin(deepest)
+        state.leases[lease] = deepest
+        return Hit(skip + len(rows), many.slot[rows], shape.checks[many.check[rows]])
+
+    def release(self, session: int, lease: int, now_ms: int) -> bool:
+        """Ends a lease. False if there is none of that number: releasing twice is no error."""
+        row = self._session(session).leases.pop(lease, NO_ROW)
+        if row == NO_ROW:
+            return False
+        self.blocks.unpin(row, now_ms)
+        return True
+
+    def finish(self, session: int, tenant: str, key: bytes, now_ms: int) -> bool:
+        """Hint: whoever used the chain that ends in `key` is done with it. Unless used again it goes early."""
+        self._session(session)
+        owner = self.tenants.get(tenant)
+        row = owner.index.get(key, NO_ROW) if owner else NO_ROW
+        if row == NO_ROW:
+            return False
+        table = self.blocks.table
+        table.finished[row] = table.used[row]
+        self.blocks.order.enqueue(row, now_ms)
+        return True
+
+    # -- stores ----------------------------------------------------------------------------------------------------
+
+    def prepare_store(
+        self,
+        session: int,
+        write: int,
+        tenant: str,
+        layout: int,
+        shard: int,
+        parent: bytes,
+        keys: bytes,
+        now_ms: int,
+        priority: int = NORMAL_PRIORITY,
+        ttl_ms: int = 0,
+    ) -> StorePlan:
+        """Gives slots for one shard of those blocks that lack it; evicts to make room. `parent` is b"" at a root.
+
+        If there is no room for all, the first ones are taken: a beginning is worth storing, an end without its
+        beginning is not.
+        """
+        state = self._session(session)
+        shape = self.layouts.get(layout)
+        self._check_store(state, write, shape, shard, parent, keys, priority, ttl_ms)
+        known = self.tenants.get(tenant)
+        above = known.index.get(parent, NO_ROW) if known and parent else NO_ROW
+        wanted = split_keys(keys)
+        if parent and above == NO_ROW:
+            return StorePlan(np.empty(0, np.int32), np.empty(0, np.int64), len(wanted), orphan=True)
+        joined, new_from, above = self._walk_known(known, shape, shard, above, wanted)
+        may_write = self.limits.writing_blocks_per_session - state.writing_blocks
+        if len(joined) > may_write:
+            new_from, joined = joined[may_write][0], joined[:may_write]
+            may_write = 0
+        room = min(len(wanted) - new_from, may_write - len(joined))
+        work = Write(shape, shard, [])
+        self._add_to_write(state, work, [row for _, row in joined])
+        positions = [position for position, _ in joined]
+        if above != NO_ROW:
+            self.blocks.touch(above, self.blocks.next_use())
+        if room > 0:
+            keys_of_new = wanted[new_from : new_from + room]
+            created = self._create(tenant, shape, above, keys_of_new, now_ms, priority, ttl_ms)
+            self._add_to_write(state, work, created)
+            positions.extend(range(new_from, new_from + len(created)))
+            new_from += len(created)
+        if work.rows:
+            state.writes[write] = work
+        slots = self.blocks.table.many.slot[work.rows]
+        return StorePlan(np.array(positions, dtype=np.int32), slots, len(wanted) - new_from)
+
+    def complete_store(self, session: int, write: int, checksums: NDArray[np.uint64], now_ms: int) -> Stored:
+        """The shard's bytes are in their slots. Blocks become visible when their last shard is in. Returns how many
+        blocks were written."""
+        state = self._session(session)
+        work = self._write(state, write)
+        if len(checksums) != len(work.rows):
+            raise RequestError(
+                "bad_checksums",
+                f"{len(work.rows)} blocks were to be written, {len(checksums)} checksums came",
+                field="checksums",
+            )
+        table = self.blocks.table
+        work.layout.checks[table.many.check[work.rows], work.shard] = checksums
+        for row in work.rows:
+            self.blocks.shard_arrived(row, work.shard, work.layout)
+        self._end_write(state, write, now_ms)
+        return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])
+
+    def abandon_store(self, session: int, write: int, now_ms: int) -> bool:
+        """Gives the slots back unwritten. False if there is no such write: abandoning twice is no error."""
+        state = self._session(session)
+        if write not in state.writes:
+            return False
+        self._end_write(state, write, now_ms)
+        return True
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _session(self, session: int) -> Session:
+        state = self.sessions.get(session)
+        if state is None:
+            raise RequestError("unknown_session", f"session {session} is not open", field="session", hint="send Hello")
+        return state
+
+    def _write(self, state: Session, write: int) -> Write:
+        work = state.writes.get(write)
+        if work is None:
+            raise RequestError("unknown_write", f"this session has no write {write}", field="write")
+        return work
+
+    def _check_keys(self, keys: bytes) -> None:
+        if len(keys) % KEY_BYTES:
+            raise RequestError(
+                "bad_keys", f"{len(keys)} bytes are no whole number of {KEY_BYTES}-byte keys", field="keys"
+            )
+        if len(keys) // KEY_BYTES > self.limits.blocks_per_request:
+            raise RequestError(
+                "too_many_blocks",
+                f"{len(keys) // KEY_BYTES} keys in one request, of {self.limits.blocks_per_request} allowed",
+                field="keys",
+                hint="send fewer at a time, or raise --max-blocks-per-request",
+            )
+
+    def _check_store(
+        self,
+        state: Session,
+        write: int,
+        shape: Layout,
+        shard: int,
+        parent: bytes,
+        keys: bytes,
+        priority: int,
+        ttl_ms: int,
+    ) -> None:
+        self._check_keys(keys)
+        if len(parent) not in (0, KEY_BYTES):
+            raise RequestError("bad_keys", f"a parent key has {KEY_BYTES} bytes, not {len(parent)}", field="parent")
+        if not 0 <= shard < shape.shards:
+            raise RequestError("bad_shard", f"shard {shard} of {shape.shards}", field="shard")
+        if not LOWEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
+            raise RequestError(
+                "bad_priority",
+                f"priority {priority} is not in {LOWEST_PRIORITY}..{HIGHEST_PRIORITY}",
+                field="priority",
+            )
+        if ttl_ms < 0:
+            raise RequestError("bad_ttl", f"ttl_ms is {ttl_ms}; 0 means for ever", field="ttl_ms")
+        if state.writing_blocks >= self.limits.writing_blocks_per_session:
+            raise RequestError(
+                "too_many_writes",
+                f"this session is writing {state.writing_blocks} blocks",
+                field="keys",
+                hint="complete or abandon stores first, or raise --max-writing-blocks-per-session",
+            )
+        if write in state.writes or write in state.leases:
+            raise RequestError("write_exists", f"write {write} is under way already", field="write")
+
+    def _walk_known(
+        self, owner: Tenant | None, shape: Layout, shard: int, above: int, wanted: list[bytes]
+    ) -> tuple[list[tuple[int, int]], int, int]:
+        """Follows the chain as far as it is known. Returns (position, row) of blocks that lack the shard and that
+        nobody is writing it to, the position of the first unknown key, and the last known row."""
+        table, joined = self.blocks.table, []
+        index: dict[bytes, int] = owner.index if owner else {}
+        new_from = len(wanted)
+        for position, key in enumerate(wanted):
+            row = index.get(key, NO_ROW)
+            if row == NO_ROW:
+                new_from = position
+                break
+            if table.parent[row] != above or table.layout[row] != shape.number:
+                raise RequestError(
+                    "broken_chain", f"key {position} is not the child of the key before it", field="keys"
+                )
+            if table.state[row] == WRITING:
+                arrived_or_coming = self.blocks.shards_in[row] | self.writers.get(row, 0)
+                if not arrived_or_coming >> shard & 1:
+                    joined.append((position, row))
+            above = row
+        rest = wanted[new_from:]
+        if len(set(rest)) != len(rest) or any(key in index for key in rest):
+            raise RequestError("broken_chain", "a key appears twice, or before its parent", field="keys")
+        return joined, new_from, above
+
+    def _create(
+        self,
+        tenant: str,
+        shape: Layout,
+        above: int,
+        keys: list[bytes],
+        now_ms: int,
+        priority: int,
+        ttl_ms: int,
+    ) -> list[int]:
+        owner = self.tenants.get_or_add(tenant)
+        self.blocks.next_use()
+        if above != NO_ROW:
+            self.blocks.pin(above)  # or making room might take the very block that the new ones hang on
+        room = self.room.make(owner, shape, len(keys), now_ms)
+        rows: list[int] = []
+        if room:
+            expires_ms = now_ms + ttl_ms if ttl_ms else 0
+            rows = self.blocks.create(owner, shape, above, keys[:room], priority, expires_ms).tolist()
+        if above != NO_ROW:
+            self.blocks.unpin(above, now_ms)
+        self.tenants.forget_if_idle(owner)
+        return rows
+
+    def _add_to_write(self, state: Session, work: Write, rows: list[int]) -> None:
+        bit = 1 << work.shard
+        for row in rows:
+            self.blocks.pin(row)
+            self.writers[row] = self.writers.get(row, 0) | bit
+        work.rows.extend(rows)
+        state.writing_blocks += len(rows)
+
+    def _end_write(self, state: Session, write: int, now_ms: int) -> None:
+        work = state.writes.pop(write)
+        state.writing_blocks -= len(work.rows)
+        bit = 1 << work.shard
+        for row in reversed(work.rows):
+            left = self.writers[row] & ~bit
+            if left:
+                self.writers[row] = left
+            else:
+                del self.writers[row]
+            self.blocks.unpin(row, now_ms)

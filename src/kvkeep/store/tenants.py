@@ -1,0 +1,120 @@
+"""Who owns which blocks, how much memory that is, and how much each is promised.
+
+A quota is a promise, not a ceiling: a tenant may use memory that others do not need (it borrows), and gives it back
+when somebody entitled to it asks. A tenant without a quota has no promise and only borrows; the tenants without one
+share one eviction queue, so with no quotas set at all the pool is one plain LRU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvkeep.errors import RequestError
+
+COMMONS = -1  # owner of the eviction queues that tenants without a quota share
+
+
+@dataclass(eq=False)
+class Tenant:
+    """One tenant. `usage_bytes` is at all times the sum of the slots of its blocks, evicting ones included."""
+
+    name: str
+    number: int
+    own_quota_bytes: int | None = None
+    quota_bytes: int | None = None  # in force: its own, else the default
+    usage_bytes: int = 0
+    blocks: int = 0
+    index: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> int:
+        """Which eviction queues the tenant's blocks are in."""
+        return COMMONS if self.quota_bytes is None else self.number
+
+    def may_lose(self, nbytes: int) -> bool:
+        """Whether others may take that much from this tenant: never below its quota."""
+        return self.quota_bytes is None or self.usage_bytes - nbytes >= self.quota_bytes
+
+    def entitled_to(self, nbytes: int) -> bool:
+        """Whether that much more would still be within its quota."""
+        return self.quota_bytes is not None and self.usage_bytes + nbytes <= self.quota_bytes
+
+
+class Tenants:
+    """All tenants that have blocks or a quota of their own. Others are forgotten, so names cannot pile up."""
+
+    def __init__(self, limit: int, default_quota_bytes: int | None) -> None:
+        self.limit = limit
+        self.default_quota_bytes = default_quota_bytes
+        self.by_number: dict[int, Tenant] = {}
+        self.borrowers: dict[Tenant, None] = {}  # tenants above their quota, in no order that matters
+        self._by_name: dict[str, Tenant] = {}
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def get(self, name: str) -> Tenant | None:
+        return self._by_name.get(name)
+
+    def get_or_add(self, name: str) -> Tenant:
+        tenant = self._by_name.get(name)
+        if tenant is not None:
+            return tenant
+        if len(self._by_name) >= self.limit:
+            raise RequestError(
+                "too_many_tenants",
+                f"{self.limit} tenants hold blocks",
+                field="tenant",
+                hint="raise --max-tenants",
+            )
+        tenant = Tenant(name, self._next, quota_bytes=self.default_quota_bytes)
+        self._next += 1
+        self._by_name[name] = self.by_number[tenant.number] = tenant
+        return tenant
+
+    def charge(self, tenant: Tenant, blocks: int, nbytes: int) -> None:
+        """Adds (or, negative, takes away) blocks and their bytes."""
+        tenant.blocks += blocks
+        tenant.usage_bytes += nbytes
+        self._note_borrowing(tenant)
+
+    def forget_if_idle(self, tenant: Tenant) -> None:
+        if not tenant.blocks and tenant.own_quota_bytes is None:
+            self._by_name.pop(tenant.name, None)
+            self.by_number.pop(tenant.number, None)
+            self.borrowers.pop(tenant, None)
+
+    def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
+        """Gives the tenant a quota of its own, or with None the default again."""
+        tenant.own_quota_bytes = quota_bytes
+        tenant.quota_bytes = self.default_quota_bytes if quota_bytes is None else quota_bytes
+        self._note_borrowing(tenant)
+
+    def set_default_quota(self, quota_bytes: int | None) -> None:
+        self.default_quota_bytes = quota_bytes
+        for tenant in self:
+            if tenant.own_quota_bytes is None:
+                tenant.quota_bytes = quota_bytes
+                self._note_borrowing(tenant)
+
+    def promised_bytes(self, *, without: Tenant | None = None) -> int:
+        """The sum of the tenants' own quotas."""
+        return sum(t.own_quota_bytes or 0 for t in self if t is not without)
+
+    def check_integrity(self) -> None:
+        for tenant in self:
+            over = tenant.quota_bytes is not None and tenant.usage_bytes > tenant.quota_bytes
+            assert over == (tenant in self.borrowers), f"{tenant.name}: borrowing is noted wrongly"
+            assert tenant.blocks or tenant.own_quota_bytes is not None, f"{tenant.name}: should be forgotten"
+        assert all(self._by_name.get(t.name) is t for t in self.borrowers)
+
+    def _note_borrowing(self, tenant: Tenant) -> None:
+        if tenant.quota_bytes is not None and tenant.usage_bytes > tenant.quota_bytes:
+            self.borrowers[tenant] = None
+        elif self.borrowers:
+            self.borrowers.pop(tenant, None)

@@ -1,0 +1,119 @@
+"""Blocks as chains. A prompt is a path from a root; prompts that begin alike share the beginning of their path.
+
+a ── b ── c ── d          "a b c d" was stored by one request, "a b e" by another;
+      └── e               d and e are leaves, and only leaves are ever evicted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.store.table import NO_ROW, READY, BlockTable
+
+_KEY_DTYPE = f"V{KEY_BYTES}"
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """Cuts concatenated keys apart. (Seven times as fast as slicing them one by one.)"""
+    parts: list[bytes] = np.frombuffer(keys, _KEY_DTYPE).tolist()
+    return parts
+
+
+def longest_hit(table: BlockTable, index: dict[bytes, int], keys: bytes) -> int:
+    """How many leading keys are READY, by bisection: eleven probes for 2,000 keys, one when nothing is there.
+
+    Right for every chain, because what is READY is closed under prefixes. Keys that form no chain may give any
+    number; `rows_of_chain` is what tells.
+    """
+    state = table.state
+
+    def ready(position: int) -> bool:
+        row = index.get(keys[position * KEY_BYTES : (position + 1) * KEY_BYTES], NO_ROW)
+        return row != NO_ROW and state[row] == READY
+
+    count = len(keys) // KEY_BYTES
+    if not count or not ready(0):
+        return 0
+    if ready(count - 1):
+        return count
+    hit, miss = 0, count - 1
+    while miss - hit > 1:
+        middle = (hit + miss) // 2
+        if ready(middle):
+            hit = middle
+        else:
+            miss = middle
+    return miss
+
+
+def rows_of_chain(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int) -> NDArray[np.int64]:
+    """The rows of keys[skip:hit], as far as they really are one READY chain hanging on key skip-1.
+
+    Whatever a client sends, no row comes back that is not the child of the one before it.
+    """
+    above = NO_ROW
+    if skip:
+        above = index.get(keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES], NO_ROW)
+        if above == NO_ROW:
+            return np.empty(0, dtype=np.int64)
+    wanted = split_keys(keys[skip * KEY_BYTES : hit * KEY_BYTES])
+    get = index.get
+    rows = np.fromiter((get(key, NO_ROW) for key in wanted), dtype=np.int64, count=len(wanted))
+    linked = table.many.parent[rows] == np.concatenate(([above], rows[:-1]))
+    linked &= (rows != NO_ROW) & (table.many.state[rows] == READY)
+    if linked.all():
+        return rows
+    return rows[: int(np.argmin(linked))]
+
+
+def link_chain(table: BlockTable, rows: NDArray[np.int64], parent: int) -> None:
+    """Hangs new rows under `parent` as one chain: each row is the only child of the one before it."""
+    many = table.many
+    many.parent[rows[1:]] = rows[:-1]
+    many.first_child[rows[:-1]] = rows[1:]
+    many.first_child[rows[-1]] = NO_ROW
+    many.next_sibling[rows] = NO_ROW
+    many.prev_sibling[rows] = NO_ROW
+    head = int(rows[0])
+    table.parent[head] = parent
+    if parent != NO_ROW:
+        sibling = table.first_child[parent]
+        table.first_child[parent] = head
+        table.next_sibling[head] = sibling
+        if sibling != NO_ROW:
+            table.prev_sibling[sibling] = head
+
+
+def unlink_leaf(table: BlockTable, row: int) -> int:
+    """Takes a leaf off its parent, which it returns (NO_ROW at a root)."""
+    assert table.first_child[row] == NO_ROW
+    parent = table.parent[row]
+    previous, following = table.prev_sibling[row], table.next_sibling[row]
+    if previous != NO_ROW:
+        table.next_sibling[previous] = following
+    elif parent != NO_ROW:
+        table.first_child[parent] = following
+    if following != NO_ROW:
+        table.prev_sibling[following] = previous
+    return parent
+
+
+def children(table: BlockTable, row: int) -> list[int]:
+    found = []
+    child = table.first_child[row]
+    while child != NO_ROW:
+        found.append(child)
+        child = table.next_sibling[child]
+    return found
+
+
+def subtree(table: BlockTable, row: int, without: Collection[int] = ()) -> list[int]:
+    """The row and all below it, parents before their children, leaving out `without` and what is below those."""
+    found = [row]
+    for each in found:
+        found.extend(child for child in children(table, each) if child not in without)
+    return found

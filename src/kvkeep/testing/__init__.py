@@ -1,0 +1,1 @@
+"""Parts for tests, kept as product: models and simulations that anyone building on kvkeep may use."""

@@ -1,0 +1,374 @@
+"""The store as anyone would write it who had no regard for speed: lists, loops and sums.
+
+It is written from the docstrings of `kvkeep.store`, so that state machines can drive both and find where they differ.
+All blocks have one size here. With several sizes, which slab moves when is a matter of policy, not of promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvkeep.errors import RequestError
+from kvkeep.store.plans import Limits
+
+
+@dataclass(eq=False)
+class ModelBlock:
+    """One block. `state` is the name that the store's table gives it."""
+
+    tenant: str
+    key: bytes
+    layout: int
+    shards: int
+    parent: ModelBlock | None
+    priority: int
+    expires_ms: int
+    used: int
+    finished: int = 0
+    state: str = "writing"
+    checksums: dict[int, int] = field(default_factory=dict)  # by shard, only of shards that are in
+
+
+@dataclass
+class ModelWrite:
+    shard: int
+    blocks: list[ModelBlock]
+
+
+@dataclass
+class ModelSession:
+    leases: dict[int, ModelBlock] = field(default_factory=dict)
+    writes: dict[int, ModelWrite] = field(default_factory=dict)
+
+    @property
+    def writing_blocks(self) -> int:
+        return sum(len(write.blocks) for write in self.writes.values())
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    positions: list[int]
+    refused: int
+    orphan: bool = False
+
+
+class StoreModel:
+    """What a Store must do. Refusals are RequestErrors with the store's codes, raised before anything has changed."""
+
+    def __init__(self, pool_slots: int, slot_bytes: int, limits: Limits, default_quota_bytes: int | None) -> None:
+        self.pool_slots = pool_slots
+        self.slot_bytes = slot_bytes
+        self.limits = limits
+        self.default_quota_bytes = default_quota_bytes
+        self.own_quotas: dict[str, int] = {}
+        self.blocks: list[ModelBlock] = []
+        self.sessions: dict[int, ModelSession] = {}
+        self.layouts: dict[int, int] = {}  # number -> shards
+        self._uses = 0
+
+    # -- what can be asked -----------------------------------------------------------------------------------------
+
+    def find(self, tenant: str, key: bytes) -> ModelBlock | None:
+        for block in self.blocks:
+            if (block.tenant, block.key) == (tenant, key) and block.state != "evicting":
+                return block
+        return None
+
+    def tenants(self) -> set[str]:
+        return {block.tenant for block in self.blocks} | set(self.own_quotas)
+
+    def quota(self, tenant: str) -> int | None:
+        return self.own_quotas.get(tenant, self.default_quota_bytes)
+
+    def usage(self, tenant: str) -> int:
+        return sum(self.slot_bytes for block in self.blocks if block.tenant == tenant)
+
+    def chain(self, block: ModelBlock | None) -> list[ModelBlock]:
+        """The block and all that it hangs on, the root first."""
+        return [] if block is None else [*self.chain(block.parent), block]
+
+    def hit(self, tenant: str, keys: list[bytes]) -> list[ModelBlock]:
+        """The longest READY prefix, by walking."""
+        found: list[ModelBlock] = []
+        for key in keys:
+            block = self.find(tenant, key)
+            if block is None or block.state != "ready" or block.parent is not (found[-1] if found else None):
+                break
+            found.append(block)
+        return found
+
+    # -- what engines do -------------------------------------------------------------------------------------------
+
+    def open_session(self, session: int) -> None:
+        if session in self.sessions:
+            _refuse("session_exists")
+        if len(self.sessions) >= self.limits.sessions:
+            _refuse("too_many_sessions")
+        self.sessions[session] = ModelSession()
+
+    def close_session(self, session: int) -> None:
+        self._session(session)
+        del self.sessions[session]
+        self._tidy()
+
+    def check_lookup(self, session: int, lease: int, keys: list[bytes], skip: int) -> None:
+        """Refuses what a lookup refuses."""
+        state = self._session(session)
+        if len(keys) > self.limits.blocks_per_request:
+            _refuse("too_many_blocks")
+        if not 0 <= skip <= len(keys):
+            _refuse("bad_skip")
+        if lease in state.leases or lease in state.writes:
+            _refuse("lease_exists")
+        if len(state.leases) >= self.limits.leases_per_session:
+            _refuse("too_many_leases")
+
+    def lookup(self, session: int, lease: int, tenant: str, keys: list[bytes], skip: int) -> list[ModelBlock]:
+        """For keys that form a chain: the blocks of the hit, leased if they reach beyond `skip`."""
+        self.check_lookup(session, lease, keys, skip)
+        found = self.hit(tenant, keys)
+        if len(found) > skip:
+            self.lease(session, lease, found[-1])
+        return found
+
+    def lease(self, session: int, lease: int, deepest: ModelBlock) -> None:
+        deepest.used = self._next_use()
+        self.sessions[session].leases[lease] = deepest
+
+    def release(self, session: int, lease: int) -> bool:
+        released = self._session(session).leases.pop(lease, None) is not None
+        self._tidy()
+        return released
+
+    def finish(self, session: int, tenant: str, key: bytes) -> bool:
+        self._session(session)
+        block = self.find(tenant, key)
+        if block is not None:
+            block.finished = block.used
+        return block is not None
+
+    def prepare_store(
+        self,
+        session: int,
+        write: int,
+        tenant: str,
+        layout: int,
+        shard: int,
+        parent: bytes,
+        keys: list[bytes],
+        now_ms: int,
+        priority: int,
+        ttl_ms: int,
+    ) -> ModelPlan:
+        state = self._session(session)
+        self._check_store(state, write, layout, shard, keys, priority, ttl_ms)
+        above = self.find(tenant, parent) if parent else None
+        if parent and above is None:
+            return ModelPlan([], len(keys), orphan=True)
+        if above is not None and above.layout != layout:
+            _refuse("broken_chain")
+        known = self._known_part(tenant, layout, above, keys)
+        above = known[-1] if known else above
+        lacking = [i for i, block in enumerate(known) if self._lacks(block, shard)]
+        may_write = self.limits.writing_blocks_per_session - state.writing_blocks
+        if len(lacking) > may_write:
+            joined, taken, room = lacking[:may_write], lacking[may_write], 0
+        else:
+            joined, taken, room = lacking, len(known), min(len(keys) - len(known), may_write - len(lacking))
+        if room and tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
+            _refuse("too_many_tenants")
+        work = ModelWrite(shard, [known[i] for i in joined])
+        state.writes[write] = work
+        if above is not None:
+            above.used = self._next_use()
+        room = self._make_room(tenant, room, above, now_ms) if room else 0
+        use = self._next_use()
+        for key in keys[taken : taken + room]:
+            expires_ms = now_ms + ttl_ms if ttl_ms else 0
+            above = ModelBlock(tenant, key, layout, self.layouts[layout], above, priority, expires_ms, use)
+            self.blocks.append(above)
+            work.blocks.append(above)
+        if not work.blocks:
+            del state.writes[write]
+        self._tidy()
+        return ModelPlan([*joined, *range(taken, taken + room)], len(keys) - taken - room)
+
+    def complete_store(self, session: int, write: int, checksums: list[int]) -> int:
+        state = self._session(session)
+        if write not in state.writes:
+            _refuse("unknown_write")
+        work = state.writes[write]
+        if len(checksums) != len(work.blocks):
+            _refuse("bad_checksums")
+        del state.writes[write]
+        for block, checksum in zip(work.blocks, checksums, strict=True):
+            block.checksums[work.shard] = checksum
+        for block in self.blocks:
+            if block.state == "writing" and len(block.checksums) == block.shards:
+                block.state = "waiting"
+        for block in self.blocks:
+            if block.state == "waiting" and all(b.state in ("waiting", "ready") for b in self.chain(block)):
+                block.state = "ready"
+        self._tidy()
+        return len(work.blocks)
+
+    def abandon_store(self, session: int, write: int) -> bool:
+        abandoned = self._session(session).writes.pop(write, None) is not None
+        self._tidy()
+        return abandoned
+
+    # -- what operators do -----------------------------------------------------------------------------------------
+
+    def drop_block(self, tenant: str, key: bytes) -> int:
+        block = self.find(tenant, key)
+        return 0 if block is None else self._drop([b for b in self.blocks if block in self.chain(b)])
+
+    def clear(self, tenant: str | None) -> int:
+        if tenant is not None and tenant not in self.tenants():
+            _refuse("unknown_tenant")
+        return self._drop([b for b in self.blocks if tenant in (None, b.tenant)])
+
+    def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
+        if quota_bytes is None:
+            if tenant not in self.tenants():
+                _refuse("unknown_tenant")
+            self.own_quotas.pop(tenant, None)
+            return
+        others = sum(quota for name, quota in self.own_quotas.items() if name != tenant)
+        if not 0 <= quota_bytes <= self.pool_slots * self.slot_bytes - others:
+            _refuse("quota_too_large")
+        if tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
+            _refuse("too_many_tenants")
+        self.own_quotas[tenant] = quota_bytes
+
+    def set_default_quota(self, quota_bytes: int | None) -> None:
+        if quota_bytes is not None and not 0 <= quota_bytes <= self.pool_slots * self.slot_bytes:
+            _refuse("quota_too_large")
+        self.default_quota_bytes = quota_bytes
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _session(self, session: int) -> ModelSession:
+        if session not in self.sessions:
+            _refuse("unknown_session")
+        return self.sessions[session]
+
+    def _next_use(self) -> int:
+        self._uses += 1
+        return self._uses
+
+    def _check_store(
+        self,
+        state: ModelSession,
+        write: int,
+        layout: int,
+        shard: int,
+        keys: list[bytes],
+        priority: int,
+        ttl_ms: int,
+    ) -> None:
+        if len(keys) > self.limits.blocks_per_request:
+            _refuse("too_many_blocks")
+        if not 0 <= shard < self.layouts[layout]:
+            _refuse("bad_shard")
+        if not 0 <= priority <= 100:
+            _refuse("bad_priority")
+        if ttl_ms < 0:
+            _refuse("bad_ttl")
+        if state.writing_blocks >= self.limits.writing_blocks_per_session:
+            _refuse("too_many_writes")
+        if write in state.writes or write in state.leases:
+            _refuse("write_exists")
+
+    def _known_part(self, tenant: str, layout: int, above: ModelBlock | None, keys: list[bytes]) -> list[ModelBlock]:
+        """The leading keys that have blocks, each a child of the one before; no key after them may be known."""
+        known: list[ModelBlock] = []
+        for key in keys:
+            block = self.find(tenant, key)
+            if block is None:
+                break
+            if block.parent is not (known[-1] if known else above) or block.layout != layout:
+                _refuse("broken_chain")
+            known.append(block)
+        rest = keys[len(known) :]
+        if len(set(rest)) < len(rest) or any(self.find(tenant, key) for key in rest):
+            _refuse("broken_chain")
+        return known
+
+    def _lacks(self, block: ModelBlock, shard: int) -> bool:
+        """Whether the shard is neither in nor on its way."""
+        if block.state != "writing" or shard in block.checksums:
+            return False
+        writes = [write for session in self.sessions.values() for write in session.writes.values()]
+        return not any(write.shard == shard and block in write.blocks for write in writes)
+
+    def _held(self, block: ModelBlock) -> bool:
+        """Whether a lease ends here or somebody is writing here."""
+        for session in self.sessions.values():
+            if block in session.leases.values() or any(block in write.blocks for write in session.writes.values()):
+                return True
+        return False
+
+    def _free_leaf(self, block: ModelBlock) -> bool:
+        return not any(other.parent is block for other in self.blocks) and not self._held(block)
+
+    def _rank(self, block: ModelBlock, now_ms: int) -> tuple[int, int, int]:
+        if block.state == "writing" or 0 < block.expires_ms <= now_ms:
+            order_class = 0
+        elif block.finished == block.used:
+            order_class = 1
+        else:
+            order_class = 2
+        return order_class, block.priority, block.used
+
+    def _make_room(self, tenant: str, wanted: int, above: ModelBlock | None, now_ms: int) -> int:
+        while self.pool_slots - len(self.blocks) < wanted:
+            leaves = [b for b in self.blocks if b.state != "evicting" and b is not above and self._free_leaf(b)]
+            own = [b for b in leaves if b.tenant == tenant]
+            borrowed = [b for b in leaves if self._may_lose_one(b.tenant)]
+            free, quota = self.pool_slots - len(self.blocks), self.quota(tenant)
+            if quota is None:
+                choice = borrowed
+            elif self.usage(tenant) + (free + 1) * self.slot_bytes <= quota:
+                choice = borrowed or own
+            else:
+                choice = own
+            if not choice:
+                break
+            self._evict(min(choice, key=lambda b: self._rank(b, now_ms)))
+            self._tidy(spare=above)
+        return min(wanted, self.pool_slots - len(self.blocks))
+
+    def _may_lose_one(self, tenant: str) -> bool:
+        quota = self.quota(tenant)
+        return quota is None or self.usage(tenant) - self.slot_bytes >= quota
+
+    def _evict(self, block: ModelBlock) -> None:
+        """The parent inherits the last use, and whether it was the last."""
+        self.blocks.remove(block)
+        if block.parent is not None and block.used >= block.parent.used:
+            block.parent.used, block.parent.finished = block.used, block.finished
+
+    def _drop(self, blocks: list[ModelBlock]) -> int:
+        leaving = [block for block in blocks if block.state != "evicting"]
+        for block in leaving:
+            block.state = "evicting"
+        self._tidy()
+        return len(leaving)
+
+    def _tidy(self, spare: ModelBlock | None = None) -> None:
+        """What nobody holds goes: evicting leaves, and leaves that nothing was ever written to."""
+        while True:
+            leaves = [b for b in self.blocks if b is not spare and self._free_leaf(b)]
+            gone = [b for b in leaves if b.state == "evicting"]
+            empty = [b for b in leaves if b.state == "writing" and not b.checksums]
+            if not gone and not empty:
+                return
+            for block in gone:
+                self.blocks.remove(block)
+            for block in empty:
+                self._evict(block)
+
+
+def _refuse(code: str) -> None:
+    raise RequestError(code, "the model refuses")

@@ -1,0 +1,139 @@
+"""The memory tier: the pool in shared memory, made, filled, guarded and removed by the daemon.
+
+<shm_dir>/kvkeep-<name>/          owner only
+    daemon.lock                   held by the daemon that owns the pool
+    epoch                         this server process's epoch, so that a client can tell the pool is really here
+    segment-00000 …               the memory
+    session-….lock                one for each attached session
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from kvkeep.errors import PoolError
+from kvkeep.units import format_size
+from kvkeep.wire.liveness import Watch
+from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
+
+MIB = 1 << 20
+_SEGMENT_BYTES = 256 * MIB
+_LARGEST_SLAB_BYTES = 64 * MIB
+_SLABS_AT_LEAST = 16
+
+
+def slab_bytes_for(pool_bytes: int) -> int:
+    """The default slab size: 64 MiB, less in a small pool so that several block sizes still find room in it."""
+    return max(MIB, min(_LARGEST_SLAB_BYTES, pool_bytes // _SLABS_AT_LEAST // MIB * MIB))
+
+
+class Pool:
+    """Owns the pool's directory from construction to `close`. Segments become usable one by one by `fill_next`."""
+
+    def __init__(self, shm_dir: Path, name: str, pool_bytes: int, slab_bytes: int, epoch: int) -> None:
+        self.directory = shm_dir / f"kvkeep-{name}"
+        self.slab_bytes = slab_bytes
+        self.segment_bytes = max(_SEGMENT_BYTES // slab_bytes, 1) * slab_bytes
+        self.pool_bytes = pool_bytes // slab_bytes * slab_bytes
+        self.filled_bytes = 0
+        self._lock = _own(self.directory)
+        try:
+            self._remove_files()
+            _check_space(shm_dir, self.pool_bytes)
+            (self.directory / EPOCH_FILE).write_text(f"{epoch:016x}")
+        except BaseException:
+            self.close()
+            raise
+        self.segments = Segments(self.directory, self.segment_bytes, self.pool_bytes)
+
+    @property
+    def slabs(self) -> int:
+        return self.pool_bytes // self.slab_bytes
+
+    def fill_next(self) -> tuple[int, int]:
+        """Allocates the next segment's memory, so that no later write to it can fail. May take a while.
+
+        Returns the first slab and the number of slabs that may be used now; (0, 0) when all are there.
+        """
+        if self.filled_bytes >= self.pool_bytes:
+            return 0, 0
+        nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
+        path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            path.unlink()
+            raise PoolError(
+                f"{format_size(nbytes)} more of shared memory could not be had: {error.strerror}",
+                f"the pool stays at {format_size(self.filled_bytes)}; free memory, or use a smaller --pool-size",
+            ) from error
+        finally:
+            os.close(descriptor)
+        first = self.filled_bytes // self.slab_bytes
+        self.filled_bytes += nbytes
+        return first, nbytes // self.slab_bytes
+
+    def watch(self, number: int) -> Watch:
+        """A new lock file for a session."""
+        return Watch(self.directory / f"session-{number}.lock")
+
+    def close(self) -> None:
+        """Removes the pool. Processes that have it mapped keep their mapping until they let go of it."""
+        if self._lock < 0:
+            return
+        if hasattr(self, "segments"):
+            self.segments.close()
+        self._remove_files()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _remove_files(self) -> None:
+        for path in self.directory.iterdir():
+            if path.name != "daemon.lock":
+                path.unlink()
+
+
+def _own(directory: Path) -> int:
+    """Makes the directory and takes its lock, or says who has it."""
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid != os.getuid():
+            raise PoolError(f"{directory} belongs to another user", "choose another --name")
+        directory.chmod(0o700)
+        path = directory / "daemon.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PoolError(f"cannot make {directory}: {error.strerror}", "check --shm-dir") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino != os.fstat(descriptor).st_ino:
+            raise BlockingIOError  # the previous owner removed it while we opened it
+    except (BlockingIOError, FileNotFoundError):
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise PoolError(
+            f"the pool {directory} is in use by another kvkeep server (process {owner})",
+            "stop that server, or give this one a --name and an --address of its own",
+        ) from None
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _check_space(shm_dir: Path, pool_bytes: int) -> None:
+    space = os.statvfs(shm_dir)
+    free_bytes = space.f_bavail * space.f_frsize
+    if pool_bytes > free_bytes:
+        raise PoolError(
+            f"a pool of {format_size(pool_bytes)} does not fit {shm_dir}, which has {format_size(free_bytes)} free",
+            f"use --pool-size {max(free_bytes * 9 // 10 // MIB, 1)}MiB, or make {shm_dir} larger "
+            "(in a container: --shm-size)",
+        )

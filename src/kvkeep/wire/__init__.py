@@ -1,0 +1,7 @@
+"""What goes between an engine and the daemon.
+
+messages.py   the protocol: its prose, and every message as a typed struct
+frames.py     a message as bytes and back; the only place that reads what a peer sent
+segments.py   the pool's shared memory, as an engine maps it
+liveness.py   a lock by which the kernel tells the daemon that a process is gone
+"""

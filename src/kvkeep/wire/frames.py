@@ -1,0 +1,100 @@
+"""A message as ZMQ frames and back. The only place that reads bytes a peer sent.
+
+    frame 0   header, 24 bytes:  magic "KVKP" | version u16 | 0 u16 | session u64 | number u64   (little-endian)
+    frame 1   the message, MessagePack
+    frame 2…  payload, on the network plane only
+
+The header keeps its shape in all versions, so that peers of different versions can tell each other so.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvkeep.errors import ProtocolError, RequestError
+from kvkeep.wire.messages import PROTOCOL_VERSION, Message, Reply, Request
+
+_MAGIC = b"KVKP"
+_HEADER = struct.Struct("<4sHHQQ")
+HEADER_BYTES = _HEADER.size
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Which session and which of its requests a message belongs to."""
+
+    session: int
+    number: int
+    version: int = PROTOCOL_VERSION
+
+
+def encode(header: Header, message: Message, payload: Sequence[Any] = ()) -> list[Any]:
+    """The frames of a message. Payload frames are anything with a buffer, and are not copied here."""
+    return [
+        _HEADER.pack(_MAGIC, header.version, 0, header.session, header.number),
+        _encoder.encode(message),
+        *payload,
+    ]
+
+
+def decode_header(frames: Sequence[bytes]) -> Header:
+    """Reads frame 0. Raises ProtocolError if it is no header of ours: then nobody can be answered."""
+    if not frames or len(frames[0]) != HEADER_BYTES:
+        raise ProtocolError("a message without a kvkeep header", "is something else talking to this port?")
+    magic, version, _, session, number = _HEADER.unpack(frames[0])
+    if magic != _MAGIC:
+        raise ProtocolError("a message without a kvkeep header", "is something else talking to this port?")
+    return Header(session, number, version)
+
+
+def decode_request(header: Header, frames: Sequence[bytes], frame_bytes: int) -> Request:
+    """Reads frame 1 of a request. Raises RequestError, naming the field, for whatever is wrong with it."""
+    if header.version != PROTOCOL_VERSION:
+        raise RequestError(
+            "protocol_version",
+            f"this server speaks protocol version {PROTOCOL_VERSION}, not {header.version}",
+            hint="install the same kvkeep release on both sides",
+        )
+    if len(frames) < 2:
+        raise RequestError("bad_frame", "the message frame is missing")
+    for frame in frames:
+        if len(frame) > frame_bytes:
+            raise RequestError(
+                "frame_too_large",
+                f"a frame of {len(frame)} bytes; {frame_bytes} are allowed",
+                hint="send fewer blocks at a time, or raise --max-frame-size",
+            )
+    try:
+        return _requests.decode(frames[1])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError("bad_message", f"the message cannot be read: {error}", field=_field(error)) from None
+
+
+def decode_reply(header: Header, frames: Sequence[bytes]) -> Reply:
+    """Reads frame 1 of a reply. Raises ProtocolError: a server that sends nonsense is no server of ours."""
+    if header.version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the server speaks protocol version {header.version}, this client {PROTOCOL_VERSION}",
+            "install the same kvkeep release on both sides",
+        )
+    if len(frames) < 2:
+        raise ProtocolError("the reply's message frame is missing")
+    try:
+        return _replies.decode(frames[1])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the server's reply cannot be read: {error}") from None
+
+
+def _field(error: Exception) -> str:
+    """The field that msgspec names at the end of its message: "Expected `int` - at `$.layout`"."""
+    _, _, path = str(error).rpartition("at `$")
+    return path.rstrip("`").lstrip(".")

@@ -1,0 +1,44 @@
+"""Is the process still there? The kernel knows: a lock on a file falls when the last process that holds it is gone.
+
+A session's memory may be reused only when its process said that it is done, or is dead. Time proves neither: a process
+that was paused for a minute goes on writing where it was. So each session on this host holds an exclusive `flock` on a
+file of its own beside the pool, and the daemon tries to take it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+def hold(path: Path) -> int:
+    """Takes the lock and returns the file descriptor that holds it; close it to let go. OSError if that fails."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Watch:
+    """The daemon's side of one lock file, which it makes and removes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def is_held(self) -> bool:
+        """Whether some process holds the lock."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        self.path.unlink(missing_ok=True)

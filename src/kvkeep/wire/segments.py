@@ -1,0 +1,93 @@
+"""The pool's shared memory, as a process maps it.
+
+The pool is one long range of bytes, cut into files ("segments") of equal size. A slot never crosses from one
+segment into the next. A segment is mapped when it is first needed and stays mapped until `close`.
+
+    pool offset   0 ............ segment_bytes ............ 2 * segment_bytes ...
+    file          segment-00000  segment-00001              segment-00002
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.errors import PoolError
+
+EPOCH_FILE = "epoch"
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    return directory / f"segment-{number:05d}"
+
+
+def is_same_pool(directory: Path, epoch: int) -> bool:
+    """Whether the pool of that epoch is really here: another host may have a directory of the same name."""
+    try:
+        return (directory / EPOCH_FILE).read_text() == f"{epoch:016x}"
+    except (OSError, ValueError):
+        return False
+
+
+class Segments:
+    """Maps segments on demand and turns pool offsets into addresses."""
+
+    def __init__(self, directory: Path, segment_bytes: int, pool_bytes: int) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._pool_bytes = pool_bytes
+        count = -(-pool_bytes // segment_bytes)
+        self._maps: list[mmap.mmap | None] = [None] * count
+        self._arrays: list[NDArray[np.uint8] | None] = [None] * count
+        self._bases = np.zeros(count, dtype=np.uint64)
+
+    def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
+        """The address of each slot area of `nbytes` in this process. PoolError if one is not in the pool."""
+        if not len(offsets):
+            return np.empty(0, dtype=np.uint64)
+        numbers, within = np.divmod(offsets, self._segment_bytes)
+        inside = (offsets >= 0) & (offsets + nbytes <= self._pool_bytes) & (within + nbytes <= self._segment_bytes)
+        if not inside.all():
+            raise PoolError(f"offset {int(offsets[np.argmin(inside)])} with {nbytes} bytes is not in the pool")
+        for number in np.unique(numbers).tolist():
+            if self._arrays[number] is None:
+                self._map(number)
+        return self._bases[numbers] + within.astype(np.uint64)
+
+    def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """The bytes of one area, for reading and writing."""
+        self.addresses(np.array([offset], dtype=np.int64), nbytes)
+        array = self._arrays[offset // self._segment_bytes]
+        assert array is not None
+        within = offset % self._segment_bytes
+        return array[within : within + nbytes]
+
+    def close(self) -> None:
+        """Unmaps everything. No address or view from here may be used afterwards."""
+        self._arrays = [None] * len(self._arrays)
+        for number, mapped in enumerate(self._maps):
+            if mapped is not None:
+                mapped.close()
+                self._maps[number] = None
+
+    def _map(self, number: int) -> None:
+        path = segment_path(self._directory, number)
+        nbytes = min(self._segment_bytes, self._pool_bytes - number * self._segment_bytes)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PoolError(f"cannot open {path}: {error.strerror}", "has the server been restarted?") from error
+        try:
+            if os.fstat(descriptor).st_size < nbytes:
+                raise PoolError(f"{path} is shorter than the server said")
+            mapped = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        array = np.frombuffer(mapped, dtype=np.uint8)
+        self._maps[number] = mapped
+        self._arrays[number] = array
+        self._bases[number] = array.ctypes.data

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.errors import SettingsError
+from kvkeep.server import settings as module
+from kvkeep.server.settings import TABLE, Settings
+from kvkeep.units import GIB, MIB
+
+SMALL = ["--pool-size", "64MiB"]
+
+
+def load(*argv: str, env: dict[str, str] | None = None, config: Path | None = None) -> Settings:
+    return Settings.load(config, env or {}, [*SMALL, *argv])
+
+
+def refusal(*argv: str, env: dict[str, str] | None = None, config: Path | None = None) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(*argv, env=env, config=config)
+    return str(caught.value)
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvkeep.toml"
+    path.write_text(text)
+    return path
+
+
+def test_there_are_few_settings_and_each_says_what_it_is_for() -> None:
+    assert len(TABLE) <= 30
+    for name, line in TABLE.items():
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name)
+        assert line.help.endswith(".")
+        assert "\n" not in line.help
+
+
+def test_defaults() -> None:
+    settings = load()
+    assert settings.address == "tcp://localhost:5555"
+    assert settings.http_address == "127.0.0.1:5556"
+    assert settings.shm_dir == Path("/dev/shm")
+    assert settings.slab_size is None
+    assert settings.default_quota is None
+    assert settings.max_frame_size == 64 * MIB
+    assert settings.session_check_interval == 1.0
+    assert settings.verify is True
+    assert settings.log_json is False
+
+
+def test_later_sources_overrule_earlier_ones(tmp_path: Path) -> None:
+    config = toml(tmp_path, 'max_sessions = 1\nmax_layouts = 1\nmax_tenants = 1\nverify = false\nname = "file"')
+    env = {"KVKEEP_MAX_LAYOUTS": "2", "KVKEEP_MAX_TENANTS": "2", "PATH": "/bin"}
+    settings = load("--max-tenants=3", env=env, config=config)
+    assert (settings.max_sessions, settings.max_layouts, settings.max_tenants) == (1, 2, 3)
+    assert (settings.verify, settings.name) == (False, "file")
+    sources = {row.name: row.source for row in settings.describe()}
+    assert sources["max_sessions"] == f"file {config}"
+    assert sources["max_layouts"] == "environment KVKEEP_MAX_LAYOUTS"
+    assert sources["max_tenants"] == "flag --max-tenants"
+    assert sources["log_level"] == "default"
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    config = toml(tmp_path, "max_sessions = 7")
+    assert load(env={"KVKEEP_CONFIG": str(config)}).max_sessions == 7
+
+
+def test_flags_in_each_form() -> None:
+    assert load("--log-json", "--no-verify", "--name=a-b_1").log_json is True
+    assert load("--no-verify").verify is False
+    assert load("--verify=off").verify is False
+    assert load("--pool-size=1g", "--pool-size", "1.5GiB").pool_size == 3 * GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--pool-sise", "1g"], ['"--pool-sise"', "flags", "--pool-size"]),
+        (["--pool_size", "1g"], ['"--pool_size"', "--pool-size"]),
+        (["--no-pool-size"], ['"--no-pool-size"', "--pool-size"]),
+        (["--no-verify=1"], ['"--no-verify"', "--verify"]),
+        (["serve"], ['unexpected argument "serve"', "--name value"]),
+        (["--"], ['unexpected argument "--"']),
+        (["--name"], ["--name needs a value", "letters"]),
+        (["--name", "--verify"], ["--name needs a value"]),
+        (["--name", "a/b"], ["name", '"a/b"', "flag --name", "letters, digits"]),
+        (["--pool-size", "lots"], ["pool_size", '"lots"', "8GiB", '"auto"', "at least 1MiB"]),
+        (["--pool-size", "1k"], ["pool_size", '"1k"', "at least 1MiB"]),
+        (["--max-sessions", "-1"], ["max_sessions", '"-1"', "a whole number, at least 1"]),
+        (["--max-sessions", "0"], ["at least 1", "at most 65536"]),
+        (["--shutdown-grace", "10"], ["shutdown_grace", "a duration such as"]),
+        (["--log-level", "loud"], ["debug, info, warning, error"]),
+        (["--verify=maybe"], ["verify", '"maybe"', "true or false"]),
+        (["--shm-dir", "dev/shm"], ["shm_dir", "an absolute path"]),
+        (["--state-dir", ""], ["state_dir", "an absolute path"]),
+    ],
+)
+def test_a_bad_flag_is_named_with_what_is_expected(argv: list[str], parts: list[str]) -> None:
+    message = refusal(*argv)
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost:5555",
+        "tcp://localhost",
+        "tcp://localhost:99999",
+        "udp://localhost:1",
+        "ipc://",
+        "ipc://x/y",
+        "tcp://:1",
+        "ipc:///" + "s" * 107,
+        "ipc:///a\0b",
+    ],
+)
+def test_malformed_addresses(address: str) -> None:
+    assert "expected tcp://host:port, or ipc://" in refusal("--address", address)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.2:1", "tcp://[::1]:5555", "ipc:///run/kvkeep.sock", "ipc://@kvkeep"]
+)
+def test_addresses_that_stay_on_the_host(address: str) -> None:
+    assert load("--address", address).address == address
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--address", "tcp://0.0.0.0:5555"],
+        ["--address", "tcp://*:5555"],
+        ["--address", "tcp://[::]:5555"],
+        ["--address", "tcp://cache.example:5555"],
+        ["--address", "tcp://localhost.example:5555"],
+        ["--http-address", "0.0.0.0:80"],
+        ["--http-address", "192.0.2.7:5556"],
+    ],
+)
+def test_listening_beyond_loopback_is_refused_until_there_is_authentication(argv: list[str]) -> None:
+    message = refusal(*argv)
+    assert "authentication is not available yet, so kvkeep listens on loopback only" in message
+    assert argv[1] in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--slab-size", "65MiB"], ["pool_size = 64MiB", "65MiB", "slab_size"]),
+        (["--http-address", "localhost:5555"], ["address and http_address", "5555"]),
+        (["--max-frame-size", "512KiB"], ["max_frame_size = 512KiB", "1MiB", "max_blocks_per_request"]),
+        (
+            ["--session-check-interval", "1m"],
+            ["network_session_timeout = 30s", "1m", "session_check_interval"],
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(argv: list[str], parts: list[str]) -> None:
+    message = refusal(*argv)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_port_zero_lets_the_kernel_choose_for_both() -> None:
+    assert load("--address=tcp://127.0.0.1:0", "--http-address=127.0.0.1:0").http_address == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("max_sesions = 3", ["max_sesions", "kvkeep.toml", "max_sessions"]),
+        ("[server]\nname = 'x'", ["server", "kvkeep.toml"]),
+        ("name = ['x']", ["name", "letters", "not a table, list or date"]),
+        ("pool_size = 1.5", ["pool_size", '"1.5"', "a size such as"]),
+        ("name = ", ["kvkeep.toml", "not valid TOML"]),
+        ("max_sessions = true", ["max_sessions", "a whole number"]),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: list[str]) -> None:
+    message = refusal(config=toml(tmp_path, text))
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "gone.toml cannot be read" in refusal(config=tmp_path / "gone.toml")
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'name = "\xe9"')
+    assert "latin.toml is not valid TOML" in refusal(config=latin)
+
+
+def test_a_mistake_shows_even_where_a_later_source_overrules_it(tmp_path: Path) -> None:
+    assert "max_sessions" in refusal("--max-sessions=1", config=toml(tmp_path, "max_sessions = 0"))
+
+
+def test_variables_with_our_prefix_must_be_known() -> None:
+    message = refusal(env={"KVKEEP_POOLSIZE": "1g"})
+    assert 'unknown setting "KVKEEP_POOLSIZE" (environment)' in message
+    assert "KVKEEP_POOL_SIZE" in message
+    assert "KVKEEP_NAME" in refusal(env={"KVKEEP_name": "x"})
+    assert "environment KVKEEP_VERIFY" in refusal(env={"KVKEEP_VERIFY": ""})
+    load(env={"KVKEEP_NATIVE": "0", "KVKEEP_HTTP": "127.0.0.1:1", "OTHER": "1"})
+
+
+def test_state_lives_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load().state_dir == tmp_path / ".local/state/kvkeep"
+    assert load(env={"XDG_STATE_HOME": "/var/state"}).state_dir == Path("/var/state/kvkeep")
+    assert load(env={"XDG_STATE_HOME": "relative"}).state_dir == tmp_path / ".local/state/kvkeep"
+
+
+@pytest.mark.parametrize(("memory_bytes", "pool_bytes"), [(1 << 60, None), (1 * GIB, 256 * MIB), (10 * MIB, 64 * MIB)])
+def test_auto_is_a_quarter_of_the_scarcer_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory_bytes: int, pool_bytes: int | None
+) -> None:
+    monkeypatch.setattr(module, "_available_memory_bytes", lambda: memory_bytes)
+    monkeypatch.setattr("os.statvfs", lambda path: type("Space", (), {"f_bavail": 2 << 20, "f_frsize": 4096}))
+    settings = Settings.load(None, {}, ["--shm-dir", str(tmp_path)])
+    assert settings.pool_size == (pool_bytes or 2 * GIB)
+    assert settings.sources["pool_size"] == "default (auto)"
+
+
+def test_auto_needs_a_directory_that_exists(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"shm_dir = .*gone cannot be used"):
+        Settings.load(None, {}, ["--shm-dir", str(tmp_path / "gone")])
+
+
+def test_available_memory_is_some_of_this_host() -> None:
+    assert 0 < module._available_memory_bytes() < 1 << 50
+
+
+def test_live_settings_change_in_a_copy() -> None:
+    before = load()
+    after = before.changed("default_quota", "2GiB").changed("log_level", "DEBUG").changed("verify", "false")
+    assert (after.default_quota, after.log_level, after.verify) == (2 * GIB, "debug", False)
+    assert (before.default_quota, before.log_level, before.verify) == (None, "info", True)
+    assert after.sources["default_quota"] == "changed while running"
+    assert after.changed("default_quota", "none").default_quota is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        (
+            "pool_size",
+            "1g",
+            ["pool_size cannot change while the server runs", "default_quota, verify, log_level"],
+        ),
+        ("log_levle", "info", ['unknown setting "log_levle"', "log_level"]),
+        ("verify", "perhaps", ["verify", '"perhaps"', "true or false"]),
+    ],
+)
+def test_a_change_that_is_refused_says_why(name: str, text: str, parts: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load().changed(name, text)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_what_is_described_can_be_set_again() -> None:
+    settings = load("--slab-size=65537", "--default-quota=5844MiB", "--no-verify", "--shutdown-grace", "1234.567s")
+    flags = [f"--{row.name.replace('_', '-')}={row.value}" for row in settings.describe()]
+    assert Settings.load(None, {}, flags) == settings
+    assert {row.name: row.value for row in settings.describe()}["default_quota"] == "5844MiB"
+
+
+@given(st.lists(st.text(max_size=12) | st.sampled_from(["--name", "--pool-size=", "--verify", "--address", "="])))
+def test_no_arguments_raise_anything_but_a_settings_error(argv: list[str]) -> None:
+    with contextlib.suppress(SettingsError):
+        load(*argv)
