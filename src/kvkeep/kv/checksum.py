@@ -1,6 +1,6 @@
 """The checksum of a block: 64 bits, taken where the bytes were made and compared where they are used.
 
-Definition. Cut the bytes into rows of 4096, the last one filled up with zeros. A row is 512 lanes of 8 bytes, and a lane
+Definition. Cut the bytes into rows of 4096, the last one filled up with zeros. A row is 512 lanes of 8 bytes, a lane is
 two little-endian 32-bit words, lo and hi. Keys k[0..1023] are fixed 32-bit numbers: splitmix64 started at SEED gives
 512 numbers of 64 bits, and the i-th holds k[2i] in its low half and k[2i+1] in its high half. Then
 
@@ -24,7 +24,7 @@ slot in the first place). See docs/decisions/0003-checksum.md for the measuremen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +57,9 @@ def _multiples_of_golden(first: int, count: int) -> NDArray[np.uint64]:
 KEYS: NDArray[np.uint32] = mix64(np.uint64(SEED) + _multiples_of_golden(1, ROW // 8)).astype("<u8").view("<u4")
 
 
-def checksum(data: Buffer) -> int:
+def checksum(data: Buffer | NDArray[Any]) -> int:
     """The checksum of any C-contiguous buffer."""
-    view = memoryview(data)
+    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
     if not view.c_contiguous:
         raise RequestError("bad_request", "a checksum needs contiguous bytes", field="data")
     if view.nbytes == 0:

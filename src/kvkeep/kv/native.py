@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 _log = logging.getLogger(__name__)
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
+INSTRUCTION_SETS = ("portable", "avx2", "avx512f")  # what the kernel comes in; the best one is taken
+
 
 def _load() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("kvkeep.kv._native")
@@ -27,6 +29,7 @@ def _load() -> ctypes.CDLL | None:
     except OSError as error:
         _log.warning("the C kernel was built but cannot be loaded, copies run at numpy's speed: %s", error)
         return None
+    library.kvkeep_use.argtypes, library.kvkeep_use.restype = [ctypes.c_int], ctypes.c_int
     library.kvkeep_move.argtypes = [_int64, *[_pointer] * 2, _int64, *[_pointer] * 4, ctypes.c_int]
     library.kvkeep_move.restype = None
     library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
@@ -38,9 +41,15 @@ _library = _load()
 available: bool = _library is not None
 
 
+def use(instruction_set: str) -> str:
+    """Take the kernel for this instruction set, or the best one below it; says which. Not for while copies run."""
+    assert _library is not None
+    return INSTRUCTION_SETS[_library.kvkeep_use(INSTRUCTION_SETS.index(instruction_set))]
+
+
 def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
     """A writable view of raw memory. It keeps nothing alive: the caller answers for the memory behind it."""
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), dtype=np.uint8)
 
 
 def move(

@@ -5,9 +5,9 @@
 
     slot        [ run 0 ][ run 1 ][ run 2 ]           the runs of one block, one after the other
 
-A layer's bytes go into the slot in the order in which they lie in memory (dims by descending stride), because that gives
-the fewest and longest runs. Two engines can exchange blocks only if they agree on that order, so it is part of the
-fingerprint. Tensors are taken by their looks (`data_ptr`, `stride`): this module does not need torch.
+A layer's bytes go into the slot in the order in which they lie in memory (dims by descending stride), because that
+gives the fewest and longest runs. Two engines can exchange blocks only if they agree on that order, so it is part of
+the fingerprint. Tensors are taken by their looks (`data_ptr`, `stride`): this module does not need torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Layer:
 
     @property
     def physical_order(self) -> list[int]:
-        """Dims as they lie in memory, outermost first; those of size 1 have no place in it, their stride means nothing."""
+        """Dims as they lie in memory, outermost first. Those of size 1 are left out: their stride means nothing."""
         wide = [d for d, (size, _) in enumerate(self.dims) if size > 1]
         return sorted(wide, key=lambda d: -self.dims[d][1])
 

@@ -6,6 +6,7 @@ answers from its first moment on; a third runs HTTP. Both hand their work to the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -21,10 +22,9 @@ from typing import TypeVar
 import zmq
 
 from kvkeep.errors import PoolError, SettingsError
-from kvkeep.server.quotas import QuotaFile
+from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.service import Service
 from kvkeep.server.settings import Settings
-from kvkeep.store.operators import set_default_quota, set_quota
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
 from kvkeep.tiers.memory import Pool, slab_bytes_for
@@ -49,7 +49,9 @@ class Daemon:
         self.ready = threading.Event()
         self.degraded = ""  # why the pool is smaller than asked for, if it is
         self.last_turn = time.monotonic()
+        self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
         self._stopping = False
+        self._filler: threading.Thread | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._context = zmq.Context()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
@@ -66,7 +68,8 @@ class Daemon:
 
     def run(self) -> None:
         """Serves until `stop` is called, then gives sessions in the middle of a store time to finish."""
-        threading.Thread(target=self._fill_pool, name="kvkeep-fill", daemon=True).start()
+        self._filler = threading.Thread(target=self._fill_pool, name="kvkeep-fill", daemon=True)
+        self._filler.start()
         log.info("serving on %s, pool %s in %s", self.address, format_size(self.pool.pool_bytes), self.pool.directory)
         while not self._stopping:
             self._turn(self.settings.session_check_interval)
@@ -79,7 +82,12 @@ class Daemon:
     def stop(self) -> None:
         """Asks the loop to end. Safe from a signal handler and from any thread."""
         self._stopping = True
-        self._wake.send(b"\0")
+        self._rouse()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server was asked to stop and takes no new sessions."""
+        return self._stopping
 
     def run_in_loop(self, duty: Callable[[], T]) -> Future[T]:
         """Runs something in the loop's thread, the only one that may touch the store."""
@@ -94,11 +102,14 @@ class Daemon:
                 future.set_exception(error)
 
         self._duties.put(carry_out)
-        self._wake.send(b"\0")
+        self._rouse()
         return future
 
     def close(self) -> None:
         """Closes sockets and removes the pool."""
+        self._stopping = True
+        if self._filler is not None:
+            self._filler.join()  # or it would put its next segment into a directory that is being removed
         self._context.destroy(linger=0)
         if hasattr(self, "_wake"):
             self._wake.close()
@@ -117,7 +128,10 @@ class Daemon:
         now = time.monotonic()
         due = self.last_turn + self.settings.session_check_interval
         timeout_ms = max(0, int(min(timeout_s, due - now) * 1000) + 1)
-        for ready, _ in self._poller.poll(timeout_ms):
+        self.busy_since = None
+        events = self._poller.poll(timeout_ms)
+        self.busy_since = time.monotonic()
+        for ready, _ in events:
             if ready is self._socket:
                 self._answer_all()
             else:
@@ -127,6 +141,11 @@ class Daemon:
         if time.monotonic() >= due:
             self.service.end_dead_sessions(self.now_ms())
             self.last_turn = time.monotonic()
+
+    def _rouse(self) -> None:
+        """Ends the loop's wait. A full buffer will wake it just as well; a closed one has no loop behind it."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
 
     def _answer_all(self) -> None:
         for _ in range(_MESSAGES_A_TURN):
@@ -166,12 +185,8 @@ class Daemon:
             tenants=self.settings.max_tenants,
         )
         store = Store(self.pool.pool_bytes, self.pool.slab_bytes, limits)
-        kept = self.quotas.load()
-        if kept.default_set:
-            self.settings = self.settings.changed("default_quota", str(kept.default_bytes or "none"))
-        set_default_quota(store, self.settings.default_quota, 0)
-        for tenant, quota_bytes in kept.tenants.items():
-            set_quota(store, tenant, quota_bytes, 0)
+        self.kept_quotas = self.quotas.load()
+        self.settings = apply_kept(store, self.settings, self.kept_quotas, self.quotas.path)
         return store
 
     def _make_service(self) -> Service:

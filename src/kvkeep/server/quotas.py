@@ -6,14 +6,21 @@ old one or the new one.
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from kvkeep.errors import SettingsError
+from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant
+from kvkeep.server.settings import Settings
+from kvkeep.store.operators import set_default_quota, set_quota
+from kvkeep.store.store import Store
+from kvkeep.units import format_size
+
+log = logging.getLogger(__name__)
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,7 +60,9 @@ class QuotaFile:
             for tenant, quota_bytes in kept.tenants.items():
                 if not is_tenant(tenant) or quota_bytes < 0:
                     raise msgspec.ValidationError(f"{tenant!r}: {quota_bytes} is no quota of a tenant")
-        except msgspec.DecodeError as error:
+            if kept.default_bytes is not None and kept.default_bytes < 0:
+                raise msgspec.ValidationError(f"{kept.default_bytes} is no default quota")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SettingsError(
                 f"{self.path} cannot be read: {error}", "mend it, or remove it to start without the quotas kept there"
             ) from error
@@ -71,3 +80,39 @@ class QuotaFile:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)  # or a crash of the host might bring the old name back
+        finally:
+            os.close(directory)
+
+
+def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path) -> Settings:
+    """Puts the default quota and the kept ones in force at start-up. Returns the settings, with a kept default in them.
+
+    What does not fit stops the start: to drop a promise silently would be worse than not to serve.
+    """
+    if kept.default_set:
+        text = "none" if kept.default_bytes is None else str(kept.default_bytes)
+        if settings.sources.get("default_quota", "default") != "default":
+            log.warning("default_quota = %s was set at run time (%s) and overrules the one given", text, path)
+        settings = settings.changed("default_quota", text)
+        settings = replace(settings, sources={**settings.sources, "default_quota": f"kept in {path}"})
+    pool = format_size(store.pool_bytes)
+    try:
+        set_default_quota(store, settings.default_quota, 0)
+    except RequestError as error:
+        source = settings.sources.get("default_quota", "default")
+        raise SettingsError(
+            f"default_quota = {format_size(settings.default_quota or 0)} ({source}) does not fit a pool of {pool}",
+            "lower it, or use a larger --pool-size",
+        ) from error
+    for tenant, quota_bytes in kept.tenants.items():
+        try:
+            set_quota(store, tenant, quota_bytes, 0)
+        except RequestError as error:
+            raise SettingsError(
+                f"the quotas kept in {path} do not fit a pool of {pool}: {error.message}",
+                "use a --pool-size as large as before, or lower or remove quotas in that file",
+            ) from error
+    return settings

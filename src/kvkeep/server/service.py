@@ -301,7 +301,7 @@ class Service:
 
     def _check_not_cancelled(self, session: ServerSession, number: int) -> None:
         if number in session.cancelled:
-            session.cancelled.discard(number)
+            del session.cancelled[number]
             raise RequestError("cancelled", "this request was given up before it arrived")
 
 

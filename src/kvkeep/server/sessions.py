@@ -47,7 +47,7 @@ class ServerSession:
     watch: Watch | None
     last_seen_ms: int
     plane: str = ""
-    cancelled: set[int] = field(default_factory=set)  # releases that overtook their lookup or store
+    cancelled: dict[int, None] = field(default_factory=dict)  # given up before they arrived, oldest first
     network_leases: dict[int, tuple[Layout, NDArray[np.int64]]] = field(default_factory=dict)
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
@@ -65,8 +65,11 @@ class ServerSession:
 
     def cancel(self, number: int) -> None:
         """Remembers that a request is to be given up which has not come yet."""
-        if number not in self._seen and len(self.cancelled) < _NUMBERS_REMEMBERED:
-            self.cancelled.add(number)
+        if number in self._seen:
+            return
+        if len(self.cancelled) >= _NUMBERS_REMEMBERED:
+            del self.cancelled[next(iter(self.cancelled))]
+        self.cancelled[number] = None
 
     def is_gone(self, now_ms: int, network_timeout_ms: int) -> bool:
         if self.plane == SHARED_MEMORY:

@@ -147,12 +147,20 @@ class Blocks:
                 waiting.extend(children(table, row))
 
     def _free_evicting(self, row: int) -> None:
-        """Frees an EVICTING leaf without pins, then its ancestors as far as that makes them such leaves."""
+        """Frees an EVICTING leaf without pins, then its ancestors as far as that makes them such leaves.
+
+        The first ancestor that stays may now be a leaf itself. Its rank is as of the last look for expired blocks:
+        what expires later is still to be noted.
+        """
         table = self.table
         while row != NO_ROW and table.state[row] == EVICTING:
             if table.pins[row] or table.first_child[row] != NO_ROW:
                 return
             row = self._free(row)
+        if row != NO_ROW and self._is_empty(row):
+            self.evict(row, self.order.noted_ms)
+        elif row != NO_ROW:
+            self.order.enqueue(row, self.order.noted_ms)
 
     def _free(self, row: int) -> int:
         table = self.table

@@ -34,8 +34,9 @@ class EvictionOrder:
         self._table = table
         self._tenants = tenants
         self._layouts = layouts
-        self._queues: dict[tuple[int, int], list[int]] = {}
-        self._expiring: list[tuple[int, int]] = []
+        self._queues: dict[int, dict[int, list[int]]] = {}  # owner -> slot size -> heap
+        self._expiring: list[int] = []  # heap of `expires_ms << 32 | row`
+        self.noted_ms = 0  # blocks that expire up to here have been noted
 
     def evictable(self, row: int) -> bool:
         """A leaf that nobody reads, writes or depends on."""
@@ -71,15 +72,17 @@ class EvictionOrder:
 
     def forget_owner(self, owner: int) -> None:
         """Drops the queues of a tenant that has no blocks left."""
-        for slot_bytes in {layout.slot_bytes for layout in self._layouts}:
-            self._queues.pop((owner, slot_bytes), None)
+        self._queues.pop(owner, None)
 
     def expire_later(self, row: int) -> None:
-        heappush(self._expiring, (self._table.expires_ms[row], row))
+        heappush(self._expiring, self._table.expires_ms[row] << _ROW_BITS | row)
+        if len(self._expiring) > 2 * len(self._table) + _STALE_SLACK:
+            self._expiring = [entry for entry in self._expiring if self._expires(entry)]
+            heapify(self._expiring)
 
     def peek(self, owner: int, slot_bytes: int, now_ms: int) -> int:
         """The next block to go of this owner and size, or NO_ROW. It stays in line until it is evicted."""
-        heap = self._queues.get((owner, slot_bytes))
+        heap = self._queues.get(owner, {}).get(slot_bytes)
         if not heap:
             return NO_ROW
         table = self._table
@@ -100,23 +103,29 @@ class EvictionOrder:
 
     def note_expired(self, now_ms: int) -> None:
         """Moves blocks whose time to live has run out to the front. Call before looking for victims."""
-        table = self._table
-        while self._expiring and self._expiring[0][0] <= now_ms:
-            expires_ms, row = heappop(self._expiring)
-            if table.state[row] != FREE and table.expires_ms[row] == expires_ms:
-                self.enqueue(row, now_ms)
+        self.noted_ms = now_ms
+        while self._expiring and self._expiring[0] >> _ROW_BITS <= now_ms:
+            entry = heappop(self._expiring)
+            if self._expires(entry):
+                self.enqueue(entry & _ROW_MASK, now_ms)
 
     def check_integrity(self) -> None:
         table = self._table
         entries: dict[int, list[tuple[int, int, int]]] = {}
-        for (owner, slot_bytes), heap in self._queues.items():
-            for entry in heap:
-                entries.setdefault(entry & _ROW_MASK, []).append((owner, slot_bytes, entry >> _ROW_BITS))
+        for owner, sizes in self._queues.items():
+            for slot_bytes, heap in sizes.items():
+                for entry in heap:
+                    entries.setdefault(entry & _ROW_MASK, []).append((owner, slot_bytes, entry >> _ROW_BITS))
         for row in table.live_rows().tolist():
             if self.evictable(row):
                 live = (table.queue_owner[row], self._slot_bytes(row), table.queued[row])
                 assert live[0] == self._current_owner(row), f"row {row} waits in another owner's queue"
                 assert live in entries.get(row, []), f"row {row} is evictable and in no queue"
+
+    def _expires(self, entry: int) -> bool:
+        """Whether a block still waits for this time to run out; its row may have another block by now."""
+        row = entry & _ROW_MASK
+        return self._table.state[row] != FREE and self._table.expires_ms[row] == entry >> _ROW_BITS
 
     def _current_owner(self, row: int) -> int:
         return self._tenants.by_number[self._table.tenant[row]].owner
@@ -126,7 +135,7 @@ class EvictionOrder:
 
     def _push(self, row: int, rank: int) -> None:
         owner = self._current_owner(row)
-        heap = self._queues.setdefault((owner, self._slot_bytes(row)), [])
+        heap = self._queues.setdefault(owner, {}).setdefault(self._slot_bytes(row), [])
         self._table.queued[row] = rank
         self._table.queue_owner[row] = owner
         heappush(heap, rank << _ROW_BITS | row)

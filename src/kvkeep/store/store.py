@@ -329,6 +329,7 @@ class Store:
         ttl_ms: int,
     ) -> list[int]:
         owner = self.tenants.get_or_add(tenant)
+        owner.storing = True
         self.blocks.next_use()
         if above != NO_ROW:
             self.blocks.pin(above)  # or making room might take the very block that the new ones hang on
@@ -339,6 +340,7 @@ class Store:
             rows = self.blocks.create(owner, shape, above, keys[:room], priority, expires_ms).tolist()
         if above != NO_ROW:
             self.blocks.unpin(above, now_ms)
+        owner.storing = False
         self.tenants.forget_if_idle(owner)
         return rows
 

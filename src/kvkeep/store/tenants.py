@@ -25,6 +25,7 @@ class Tenant:
     quota_bytes: int | None = None  # in force: its own, else the default
     usage_bytes: int = 0
     blocks: int = 0
+    storing: bool = False  # at work for it right now: not forgotten even if its last block makes way for its next
     index: dict[bytes, int] = field(default_factory=dict)
 
     @property
@@ -84,7 +85,7 @@ class Tenants:
         self._note_borrowing(tenant)
 
     def forget_if_idle(self, tenant: Tenant) -> None:
-        if not tenant.blocks and tenant.own_quota_bytes is None:
+        if not tenant.blocks and tenant.own_quota_bytes is None and not tenant.storing:
             self._by_name.pop(tenant.name, None)
             self.by_number.pop(tenant.number, None)
             self.borrowers.pop(tenant, None)

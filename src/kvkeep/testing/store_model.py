@@ -7,6 +7,7 @@ All blocks have one size here. With several sizes, which slab moves when is a ma
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from kvkeep.errors import RequestError
 from kvkeep.store.plans import Limits
@@ -370,5 +371,5 @@ class StoreModel:
                 self._evict(block)
 
 
-def _refuse(code: str) -> None:
+def _refuse(code: str) -> NoReturn:
     raise RequestError(code, "the model refuses")

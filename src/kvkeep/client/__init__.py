@@ -1,0 +1,12 @@
+"""The engine's side. Nothing here raises into the engine for a server's fault, and nothing waits past a deadline.
+
+options.py      addresses, deadlines
+transport.py    frames over a ZMQ socket (a simulated one in tests)
+calls.py        requests on their way, and what became of them
+connection.py   a session with the server: made, kept, made again
+keeper.py       a thread that keeps connections alive while the engine does something else
+transfer.py     blocks between engine memory and the server, on either data plane
+scheduler.py    what an engine's scheduler needs: lookups and leases, never blocking
+worker.py       what an engine's workers need: stores and loads in the background
+cache.py        the small public API, `kvkeep.connect()`
+"""

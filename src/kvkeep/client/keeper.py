@@ -1,0 +1,41 @@
+"""A thread that keeps connections alive while their owners do something else: pings, reconnects, gives back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from kvkeep.client.connection import Connection
+
+_INTERVAL_S = 0.05
+
+
+class Keeper:
+    """Polls connections for as long as somebody else holds them. One thread for the whole process."""
+
+    _instance: Keeper | None = None
+    _instance_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="kvkeep-keeper", daemon=True).start()
+
+    @classmethod
+    def keep(cls, connection: Connection) -> None:
+        """Polls this connection from now on."""
+        with cls._instance_lock:
+            if cls._instance is None:
+                cls._instance = Keeper()
+        with cls._instance._lock:
+            cls._instance._connections.add(connection)
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while True:
+            with self._lock:
+                connections = list(self._connections)
+            for connection in connections:
+                connection.poll()
+            del connections
+            pause.wait(_INTERVAL_S)

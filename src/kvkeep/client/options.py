@@ -1,0 +1,23 @@
+"""What a client can be told. The defaults are right for a server on the same host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_ADDRESS = "tcp://localhost:5555"
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Deadlines are what a caller waits at most; after that the answer is a miss."""
+
+    address: str = DEFAULT_ADDRESS
+    client: str = "kvkeep-python"
+    lookup_deadline_ms: int = 500
+    store_deadline_ms: int = 5_000
+    handshake_deadline_ms: int = 2_000
+    ping_interval_ms: int = 1_000
+    reconnect_interval_ms: int = 500
+    failures_to_open: int = 3  # consecutive failures after which the breaker answers at once
+    verify: bool | None = None  # None: as the server says
+    shared_memory: bool = True  # False: move bytes through the socket even on the same host

@@ -1,0 +1,112 @@
+"""What an engine's scheduler needs: how much of a prompt the server has. Never blocks, never raises.
+
+    lookup ──► None (not known yet) ──► Answer ──► workers load ──► release
+                 └── cancel                          └── cancel (the request was aborted)
+
+Asking again for the same request costs nothing and changes nothing, so a scheduler may ask in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.client.calls import Call
+from kvkeep.client.connection import Connection
+from kvkeep.client.keeper import Keeper
+from kvkeep.client.options import ClientOptions
+from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.shape import BlockShape
+from kvkeep.wire import messages as m
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server has of a prompt: leading blocks, and where those beyond `skip` lie. Goes to workers as it is."""
+
+    blocks: int
+    skip: int
+    epoch: int
+    slots: NDArray[np.int64]
+    checksums: NDArray[np.uint64]  # [blocks - skip, shards]
+    failure: str = ""  # why there is no answer from the server, if there is none
+
+
+@dataclass
+class _Asked:
+    salt: str | None
+    keys: bytes
+    skip: int
+    call: Call
+    answer: Answer | None = None
+
+
+class SchedulerAdapter:
+    """Lookups and leases of one engine's scheduler."""
+
+    def __init__(
+        self, shape: BlockShape, options: ClientOptions | None = None, connection: Connection | None = None
+    ) -> None:
+        self.connection = connection or Connection(shape, options or ClientOptions())
+        if connection is None:
+            Keeper.keep(self.connection)
+        self._shards = len(shape.shard_bytes)
+        self._asked: dict[Hashable, _Asked] = {}
+
+    def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
+        """Asks once; None until the answer is there, then the same answer every time. A fault is an empty answer.
+
+        With other keys than before (the request was preempted and has grown) it asks anew.
+        """
+        self.connection.poll()
+        asked = self._asked.get(request)
+        if asked is not None and (asked.keys, asked.skip, asked.salt) != (keys, skip, salt):
+            self.cancel(request)
+            asked = None
+        if asked is None:
+            layout = self.connection.layout
+            message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, keys, skip)
+            call = self.connection.call(message, self.connection.options.lookup_deadline_ms)
+            asked = self._asked[request] = _Asked(salt, keys, skip, call)
+        if asked.answer is None and asked.call.done:
+            asked.answer = self._read(asked)
+        return asked.answer
+
+    def release(self, request: Hashable) -> None:
+        """The blocks are loaded, or will not be: the lease may end."""
+        asked = self._asked.pop(request, None)
+        if asked is not None:
+            self.connection.give_up(asked.call)
+            self.connection.poll()
+
+    def cancel(self, request: Hashable) -> None:
+        """The request is gone, answered or not. The same as release: whatever was given is given back."""
+        self.release(request)
+
+    def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
+        """The request is over. With `finished`, the conversation too: its blocks may go early."""
+        self.release(request)
+        if finished and last_key:
+            message = m.Finish(tenant_of(salt), last_key)
+            self.connection.call(message, self.connection.options.lookup_deadline_ms)
+
+    def close(self) -> None:
+        self._asked.clear()
+        self.connection.close()
+
+    def _read(self, asked: _Asked) -> Answer:
+        found = asked.call.reply
+        if not isinstance(found, m.Found):
+            nothing = np.empty((0, self._shards), dtype=np.uint64)
+            failure = asked.call.failure or "protocol"
+            return Answer(0, asked.skip, 0, np.empty(0, dtype=np.int64), nothing, failure)
+        return Answer(
+            found.blocks,
+            asked.skip,
+            self.connection.epoch,
+            np.frombuffer(found.slots, dtype="<i8"),
+            np.frombuffer(found.checksums, dtype="<u8").reshape(-1, self._shards),
+        )

@@ -1,0 +1,229 @@
+"""Blocks between engine memory and the server, on either data plane. These calls block, each up to a deadline, so
+they run in a worker's own thread or for a caller who asked for it; none raises for a server's fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.client.calls import Call
+from kvkeep.client.connection import Connection
+from kvkeep.errors import PoolError
+from kvkeep.kv.checksum import checksum_at
+from kvkeep.kv.copy import gather, scatter
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.wire import messages as m
+
+_BYTES_A_PART = 64 << 20  # a store goes in parts, so that a load never waits long behind one
+_BLOCKS_A_PART = 4096
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """Blocks to store: block_ids[i] of the engine holds the block of the i-th key. `parent` is b"" at a root."""
+
+    tenant: str
+    parent: bytes
+    keys: bytes
+    block_ids: NDArray[np.int64]
+    priority: int = 50
+    ttl_ms: int = 0
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Blocks to load: those of keys[skip:], into block_ids of the engine, from the slots that a lookup gave.
+
+    `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of its own.
+    """
+
+    tenant: str
+    keys: bytes
+    skip: int
+    block_ids: NDArray[np.int64]
+    epoch: int
+    slots: NDArray[np.int64]
+    checksums: NDArray[np.uint64]  # [blocks, shards]
+
+
+class Transfer:
+    """Moves one shard of blocks for one registered set of KV tensors."""
+
+    def __init__(self, connection: Connection, runs: BlockRuns, shard: int) -> None:
+        self._connection = connection
+        self._runs = runs
+        self._shard = shard
+        self._store_deadline_ms = connection.options.store_deadline_ms
+
+    # -- store
+
+    def store(self, request: StoreRequest) -> int:
+        """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised."""
+        stored = 0
+        calls: list[tuple[Call, Call]] = []
+        parts = self._parts(request)
+        prepare: tuple[tuple[int, int], Call] | None = self._prepare(request, next(parts))
+        while prepare is not None:
+            part, call = prepare
+            answer = self._connection.wait(call)
+            if not isinstance(answer, m.Prepared):
+                break
+            # Ask for the next part's slots now: the server works while this part is copied.
+            following = next(parts, None)
+            prepare = self._prepare(request, following) if following and not answer.refused else None
+            completion = self._write_part(request, part, call, answer)
+            if completion is not None:
+                calls.append((call, completion))
+        for written, completion in calls:
+            done = self._connection.wait(completion)
+            if isinstance(done, m.Done):
+                stored += done.count
+            else:
+                self._connection.give_up(written)
+        return stored
+
+    def _parts(self, request: StoreRequest) -> Iterator[tuple[int, int]]:
+        count = len(request.block_ids)
+        size = max(1, min(_BLOCKS_A_PART, _BYTES_A_PART // self._runs.nbytes))
+        return ((start, min(start + size, count)) for start in range(0, max(count, 1), size))
+
+    def _prepare(self, request: StoreRequest, part: tuple[int, int]) -> tuple[tuple[int, int], Call]:
+        start, stop = part
+        layout = self._connection.layout
+        parent = request.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else request.parent
+        message = m.PrepareStore(
+            tenant=request.tenant,
+            layout=layout.layout if layout else 0,
+            shard=self._shard,
+            parent=parent,
+            keys=request.keys[start * KEY_BYTES : stop * KEY_BYTES],
+            priority=request.priority,
+            ttl_ms=request.ttl_ms,
+        )
+        return part, self._connection.call(message, self._store_deadline_ms)
+
+    def _write_part(self, request: StoreRequest, part: tuple[int, int], call: Call, plan: m.Prepared) -> Call | None:
+        """Copies the blocks that the plan names and says that it is done. None: there was nothing to write, or it
+        could not be written."""
+        positions = np.frombuffer(plan.positions, dtype="<i4")
+        if not len(positions):
+            return None
+        block_ids = request.block_ids[part[0] : part[1]][positions]
+        checksums = self._into_slots(block_ids, plan) if plan.slots else self._into_puts(call, block_ids)
+        if checksums is None:
+            self._connection.give_up(call)
+            return None
+        return self._connection.call(m.CompleteStore(call.number, checksums.tobytes()), self._store_deadline_ms)
+
+    def _into_slots(self, block_ids: NDArray[np.int64], plan: m.Prepared) -> NDArray[np.uint64] | None:
+        addresses = self._addresses(np.frombuffer(plan.slots, dtype="<i8"))
+        if addresses is None:
+            return None
+        # The checksum is taken even where loads do not verify: another engine, or a slower tier, may.
+        return gather(self._runs, block_ids, addresses, verify=True)
+
+    def _into_puts(self, call: Call, block_ids: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        """Network plane: gathers into a buffer of our own and sends it, as many blocks at a time as a frame takes."""
+        nbytes = self._runs.nbytes
+        at_a_time = self._blocks_a_message()
+        checksums = np.empty(len(block_ids), dtype=np.uint64)
+        for start in range(0, len(block_ids), at_a_time):
+            some = block_ids[start : start + at_a_time]
+            buffer = np.empty((len(some), nbytes), dtype=np.uint8)
+            sums = gather(self._runs, some, _rows(buffer), verify=True)
+            assert sums is not None
+            checksums[start : start + len(some)] = sums
+            put = self._connection.call(m.Put(call.number, start), self._store_deadline_ms, list(buffer))
+            if not isinstance(self._connection.wait(put), m.Done):
+                return None
+        return checksums
+
+    # -- load
+
+    def load(self, request: LoadRequest) -> NDArray[np.bool_]:
+        """Loads blocks. True where the block is in place and verified; the others must be computed."""
+        nothing = np.zeros(len(request.block_ids), dtype=np.bool_)
+        if request.epoch != self._connection.epoch:
+            self._connection.counters.fail("stale_epoch")
+            return nothing
+        if self._connection.segments is None:
+            return self._load_by_fetch(request)
+        addresses = self._addresses(request.slots)
+        if addresses is None:
+            return nothing
+        expected = request.checksums[:, self._shard] if self._connection.verify else None
+        loaded = scatter(self._runs, request.block_ids, addresses, expected)
+        self._report_bad(request, loaded)
+        return loaded
+
+    def _load_by_fetch(self, request: LoadRequest) -> NDArray[np.bool_]:
+        connection, layout = self._connection, self._connection.layout
+        loaded = np.zeros(len(request.block_ids), dtype=np.bool_)
+        message = m.Lookup(request.tenant, layout.layout if layout else 0, request.keys, request.skip)
+        lookup = connection.call(message, connection.options.lookup_deadline_ms)
+        found = connection.wait(lookup)
+        if isinstance(found, m.Found):
+            count = min(max(found.blocks - request.skip, 0), len(loaded))
+            shards = len(connection.shape.shard_bytes)
+            checksums = np.frombuffer(found.checksums, dtype="<u8").reshape(-1, shards)[:, self._shard]
+            self._fetch(lookup.number, request.block_ids[:count], checksums[:count], loaded[:count])
+            self._report_bad(request, loaded, looked_at=count)
+        connection.give_up(lookup)
+        return loaded
+
+    def _fetch(
+        self, lease: int, block_ids: NDArray[np.int64], checksums: NDArray[np.uint64], loaded: NDArray[np.bool_]
+    ) -> None:
+        nbytes, at_a_time = self._runs.nbytes, self._blocks_a_message()
+        for start in range(0, len(block_ids), at_a_time):
+            some = block_ids[start : start + at_a_time]
+            call = self._connection.call(m.Fetch(lease, self._shard, start, len(some)), self._store_deadline_ms)
+            if not isinstance(self._connection.wait(call), m.Done):
+                return
+            if [len(frame) for frame in call.payload] != [nbytes] * len(some):
+                self._connection.counters.fail("bad_payload")
+                return
+            buffer = np.frombuffer(b"".join(call.payload), dtype=np.uint8).reshape(len(some), nbytes)
+            # Bytes that crossed a network are checked always, and before they touch engine memory.
+            good = checksum_at(_rows(buffer), nbytes) == checksums[start : start + len(some)]
+            scatter(self._runs, some[good], _rows(buffer)[good], None)
+            loaded[start : start + len(some)] = good
+
+    def _report_bad(self, request: LoadRequest, loaded: NDArray[np.bool_], looked_at: int | None = None) -> None:
+        """Tells the server which blocks did not match; it looks for itself. Nobody waits for the answer."""
+        bad = np.flatnonzero(~loaded[:looked_at]).tolist()
+        for position in bad:
+            at = (request.skip + position) * KEY_BYTES
+            self._connection.counters.fail("bad_block")
+            self._connection.call(
+                m.ReportBad(request.tenant, request.keys[at : at + KEY_BYTES]), self._store_deadline_ms
+            )
+
+    # -- places
+
+    def _addresses(self, slots: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        """Where this shard's part of each slot is in this process. None if the pool is gone or never had it."""
+        segments, layout = self._connection.segments, self._connection.layout
+        if segments is None or layout is None:
+            return None
+        try:
+            return segments.addresses(slots + layout.shard_offsets[self._shard], self._runs.nbytes)
+        except PoolError as error:
+            self._connection.counters.fail("pool")
+            self._connection.refusal = str(error)
+            return None
+
+    def _blocks_a_message(self) -> int:
+        welcome = self._connection.welcome
+        frame_bytes = welcome.limits.frame_bytes if welcome else 0
+        return max(1, min(64, frame_bytes // self._runs.nbytes))
+
+
+def _rows(buffer: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The address of each row of a C-contiguous array."""
+    return np.uint64(buffer.ctypes.data) + np.arange(len(buffer), dtype=np.uint64) * np.uint64(buffer.strides[0])

@@ -1,0 +1,159 @@
+"""What an engine's workers need: stores and loads that run in the background while the engine computes.
+
+The engine hands over a job and goes on; `poll` tells later which jobs are finished and which blocks failed. Until a job
+is reported, its engine blocks must stay as they are. One thread a worker does the copying, loads before stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
+from kvkeep.errors import RequestError
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.shape import BlockShape
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 0.02
+_JOBS_QUEUED = 1024
+
+
+@dataclass
+class Finished:
+    """What has ended since the last poll. `failed` names, for each load, the engine blocks that must be computed."""
+
+    stored: dict[Hashable, int] = field(default_factory=dict)  # job -> blocks written
+    loaded: list[Hashable] = field(default_factory=list)  # every load, whether or not blocks of it failed
+    failed: dict[Hashable, list[int]] = field(default_factory=dict)
+
+
+class WorkerAdapter:
+    """Stores and loads of one engine worker."""
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        strategy: ParallelStrategy,
+        options: ClientOptions | None = None,
+        connection: Connection | None = None,
+    ) -> None:
+        if strategy.kv_world_size != len(shape.shard_bytes):
+            raise RequestError(
+                "bad_shards",
+                f"the strategy has {strategy.kv_world_size} shards, the block shape {len(shape.shard_bytes)}",
+                field="strategy",
+            )
+        self.shape = shape
+        self.strategy = strategy
+        self.connection = connection or Connection(shape, options or ClientOptions())
+        self._transfer: Transfer | None = None
+        self._loads: deque[tuple[Hashable, LoadRequest]] = deque()
+        self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
+        self._finished = Finished()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvkeep-worker", daemon=True)
+
+    def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
+        """Says where the engine's blocks are, one tensor a layer. Raises for tensors that do not fit the shape."""
+        runs = BlockRuns.of(layers, block_dim)
+        expected = self.shape.shard_bytes[self.strategy.kv_rank]
+        if runs.nbytes != expected:
+            raise RequestError(
+                "bad_shards",
+                f"the tensors have {runs.nbytes} bytes a block, the block shape says {expected}",
+                field="layers",
+                hint="shard_bytes of the BlockShape must be what each KV rank's tensors really hold",
+            )
+        self._transfer = Transfer(self.connection, runs, self.strategy.kv_rank)
+        self._thread.start()
+
+    def store(self, job: Hashable, request: StoreRequest) -> None:
+        """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
+        with self._wake:
+            if not self.strategy.stores or len(self._stores) >= _JOBS_QUEUED:
+                if self.strategy.stores:
+                    self.connection.counters.fail("queue_full")
+                self._finished.stored[job] = 0
+                return
+            self._stores.append((job, request))
+            self._wake.notify()
+
+    def load(self, job: Hashable, request: LoadRequest) -> None:
+        """Loads blocks in the background."""
+        with self._wake:
+            if len(self._loads) >= _JOBS_QUEUED:
+                self.connection.counters.fail("queue_full")
+                self._finished.loaded.append(job)
+                self._finished.failed[job] = request.block_ids.tolist()
+                return
+            self._loads.append((job, request))
+            self._wake.notify()
+
+    def poll(self) -> Finished:
+        """What has ended since the last call. Never blocks for longer than a lock is held."""
+        with self._wake:
+            finished, self._finished = self._finished, Finished()
+        return finished
+
+    def close(self) -> None:
+        """Ends the thread after the job in hand, then the session. Queued jobs are dropped."""
+        with self._wake:
+            self._closing = True
+            self._loads.clear()
+            self._stores.clear()
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.connection.close()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            self.connection.poll()
+            with self._wake:
+                if not (self._loads or self._stores or self._closing):
+                    self._wake.wait(_IDLE_S)
+                load = self._loads.popleft() if self._loads else None
+                store = self._stores.popleft() if self._stores and load is None else None
+            if load is not None:
+                self._load(*load)
+            elif store is not None:
+                self._store(*store)
+
+    def _load(self, job: Hashable, request: LoadRequest) -> None:
+        assert self._transfer is not None
+        failed = request.block_ids.tolist()
+        try:
+            loaded = self._transfer.load(request)
+            failed = request.block_ids[~loaded].tolist()
+        except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
+            self._failed_inside("load")
+        with self._wake:
+            self._finished.loaded.append(job)
+            if failed:
+                self._finished.failed[job] = failed
+
+    def _store(self, job: Hashable, request: StoreRequest) -> None:
+        assert self._transfer is not None
+        stored = 0
+        try:
+            stored = self._transfer.store(request)
+        except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
+            self._failed_inside("store")
+        with self._wake:
+            self._finished.stored[job] = stored
+
+    def _failed_inside(self, what: str) -> None:
+        self.connection.counters.fail("internal_error")
+        log.exception("kvkeep: a %s failed inside the client", what)

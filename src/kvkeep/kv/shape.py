@@ -1,0 +1,34 @@
+"""What a client tells the server about its blocks: whose they are and how many bytes each shard has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvkeep.errors import RequestError
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.keys import root_key
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A model's blocks. `shard_bytes[r]` is what KV rank r holds of each block."""
+
+    identity: ModelIdentity
+    shard_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shard_bytes) != self.identity.kv_world_size:
+            raise RequestError(
+                "bad_shards",
+                f"{len(self.shard_bytes)} shards for a KV world size of {self.identity.kv_world_size}",
+                field="shard_bytes",
+            )
+        if min(self.shard_bytes) < 1:
+            raise RequestError("bad_shards", "every shard has at least one byte", field="shard_bytes")
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Equal exactly where blocks can be exchanged. Not a key: no tenant is in it."""
+        sizes = ",".join(map(str, self.shard_bytes))
+        return root_key(self.identity, None, extra=b"block shape " + sizes.encode())

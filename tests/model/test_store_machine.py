@@ -1,0 +1,570 @@
+"""The store beside a naive model, in a pool so small that everything is always being evicted.
+
+Every seed is the same in each run. KVKEEP_TEST_EXAMPLES=2000 tries that many runs, with fresh seeds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvkeep.errors import RequestError
+from kvkeep.store import operators
+from kvkeep.store.integrity import check_integrity
+from kvkeep.store.plans import Hit, Limits, StorePlan
+from kvkeep.store.store import Store
+from kvkeep.store.table import NO_ROW, READY, STATE_NAMES
+from kvkeep.testing.store_model import ModelBlock, StoreModel
+
+EXAMPLES = int(os.environ.get("KVKEEP_TEST_EXAMPLES", "0"))
+SETTINGS = settings(
+    max_examples=EXAMPLES or 120,
+    stateful_step_count=60,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+SLOT = 4096
+LIMITS = Limits(
+    blocks_per_request=8,
+    leases_per_session=3,
+    writing_blocks_per_session=9,
+    sessions=3,
+    layouts=4,
+    tenants=3,
+)
+
+Chain = tuple[str, int, list[int]]  # tenant, layout, and a walk down a binary tree: each step is one more block
+
+tenants = st.sampled_from(["ann", "ann", "ann", "bob", "bob", "cy", "dee"])
+layouts = st.sampled_from([1, 1, 2, 2, 3])
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+quotas = st.one_of(st.none(), st.integers(0, 8).map(lambda slots: slots * SLOT))
+priorities = st.sampled_from([50, 50, 50, 0, 100])
+ttls = st.sampled_from([0, 0, 0, 5, 50])
+
+
+def key_of(path: list[int], layout: int) -> bytes:
+    return f"{layout}:{''.join(map(str, path))}".encode().ljust(16, b".")
+
+
+def keys_of(path: list[int], layout: int) -> list[bytes]:
+    return [key_of(path[: depth + 1], layout) for depth in range(len(path))]
+
+
+def path_of(key: bytes) -> tuple[int, list[int]]:
+    layout, _, steps = key.decode().rstrip(".").partition(":")
+    return int(layout), [int(step) for step in steps]
+
+
+def slots_down_to(store: Store, row: int) -> list[int]:
+    """The slots of a block and of all that it hangs on."""
+    slots = []
+    while row != NO_ROW:
+        slots.append(store.blocks.table.slot[row])
+        row = store.blocks.table.parent[row]
+    return slots
+
+
+def held_slots(store: Store) -> dict[tuple[str, int, int], list[int]]:
+    """What each lease and write covers, prefixes included."""
+    held = {}
+    for number, session in store.sessions.items():
+        for lease, row in session.leases.items():
+            held["lease", number, lease] = slots_down_to(store, row)
+        for write, work in session.writes.items():
+            held["write", number, write] = [slot for row in work.rows for slot in slots_down_to(store, row)]
+    return held
+
+
+def snapshot(store: Store) -> dict[str, Any]:
+    """Everything that a refused request must leave alone."""
+    table, slabs = store.blocks.table, store.slabs
+    columns = [name for name in table.__slots__ if name not in ("_free", "_next", "keys", "many")]
+    return {
+        "rows": {
+            row: (table.keys[row], *(getattr(table, name)[row] for name in columns))
+            for row in table.live_rows().tolist()
+        },
+        "tenants": {t.name: (t.number, t.own_quota_bytes, t.usage_bytes, dict(t.index)) for t in store.tenants},
+        "usage": operators.usage(store),
+        "sessions": {
+            number: (dict(s.leases), {w: (work.shard, list(work.rows)) for w, work in s.writes.items()})
+            for number, s in store.sessions.items()
+        },
+        "layouts": {layout.number: (layout.blocks, set(layout.sessions)) for layout in store.layouts},
+        "writing": (dict(store.blocks.shards_in), dict(store.writers)),
+        "slabs": (slabs.sizes(), slabs.unused_slabs, {size: slabs.available(size) for size in slabs.sizes()}),
+        "uses": store.blocks.sequence,
+    }
+
+
+class PromisesMachine(RuleBasedStateMachine):
+    """What both machines have in common: a store, a clock, and what must hold whatever happens."""
+
+    store: Store
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ms = 1000
+        self.held: dict[tuple[str, int, int], list[int]] = {}
+
+    def any_session(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.store.sessions)), label="session")
+
+    def fresh_number(self, session: int) -> int:
+        state = self.store.sessions[session]
+        return max([0, *state.leases, *state.writes]) + 1
+
+    def any_held(self, data: st.DataObject, kind: str) -> tuple[int, int] | None:
+        held = sorted((session, number) for holding, session, number in self.held if holding == kind)
+        return data.draw(st.sampled_from(held), label=kind) if held else None
+
+    def any_live(self, data: st.DataObject) -> tuple[str, bytes] | None:
+        """Tenant and key of a block that is in the index."""
+        live = sorted((tenant.name, key) for tenant in self.store.tenants for key in tenant.index)
+        return data.draw(st.sampled_from(live), label="block") if live else None
+
+    def any_chain(self, data: st.DataObject) -> Chain:
+        """Mostly one that is there, or one that branches off it; now and then a new one."""
+        live = self.any_live(data) if data.draw(st.integers(0, 3)) else None
+        if live is None:
+            return data.draw(tenants), data.draw(layouts), data.draw(paths)
+        layout, path = path_of(live[1])
+        stem = path[: len(path) - data.draw(st.integers(0, 2))]
+        return live[0], layout, (stem + data.draw(st.lists(st.integers(0, 1), max_size=4)) or path)[:8]
+
+    def garbage(self, data: st.DataObject) -> list[bytes]:
+        """Keys in no order, known and unknown, of several layouts."""
+        keys = []
+        for _ in range(data.draw(st.integers(0, 6))):
+            live = self.any_live(data) if data.draw(st.booleans()) else None
+            keys.append(live[1] if live else key_of(data.draw(paths), data.draw(layouts)))
+        return keys
+
+    def storing(self, tenant: str, prepare: Callable[[], StorePlan]) -> StorePlan:
+        """Runs a prepare_store and checks what it may do to others."""
+        before = {usage.tenant: usage for usage in operators.usage(self.store)}
+        held = {slot for slots in held_slots(self.store).values() for slot in slots}
+        in_use = set(self.store.blocks.table.many.slot[self.store.blocks.table.live_rows()].tolist())
+        plan = prepare()
+        after = {usage.tenant: usage.usage_bytes for usage in operators.usage(self.store)}
+        for name, usage in before.items():
+            if name != tenant and usage.quota_bytes is not None:
+                floor = min(usage.usage_bytes, usage.quota_bytes)
+                assert after.get(name, 0) >= floor, f"{tenant} pushed {name} below its quota"
+        assert len(set(plan.slots.tolist())) == len(plan.slots)
+        fresh = {slot for slot in plan.slots.tolist() if slot not in in_use}
+        assert not fresh & held
+        for slot in set(plan.slots.tolist()) & held:
+            # Only another shard of a block that is still being written may share its slot.
+            rows = [r for r in self.store.blocks.shards_in if self.store.blocks.table.slot[r] == slot]
+            assert len(rows) == 1, "a slot was handed out that somebody still holds"
+        return plan
+
+    def check_promises(self) -> None:
+        check_integrity(self.store)
+        held = held_slots(self.store)
+        for holding, slots in held.items():
+            if holding in self.held:
+                assert self.held[holding] == slots, f"{holding}: its slots changed under it"
+        self.held = held
+
+    def expect_refusal(self, code: str, request: Callable[[], object]) -> None:
+        before = snapshot(self.store)
+        try:
+            request()
+        except RequestError as error:
+            assert error.code == code, f"refused with {error.code}, not {code}"
+            assert error.field
+        else:
+            raise AssertionError(f"not refused; the model says {code}")
+        assert snapshot(self.store) == before, f"a request refused with {code} changed something"
+
+
+class StoreMachine(PromisesMachine):
+    """One slot size: the model says exactly what happens."""
+
+    model: StoreModel
+
+    @initialize(slabs=st.integers(1, 4), per_slab=st.integers(1, 4), default_quota=quotas)
+    def start(self, slabs: int, per_slab: int, default_quota: int | None) -> None:
+        pool_bytes = slabs * per_slab * SLOT
+        default_quota = None if default_quota is None else min(default_quota, pool_bytes)
+        self.store = Store(pool_bytes, per_slab * SLOT, LIMITS, default_quota)
+        self.store.add_slabs(0, slabs)
+        self.model = StoreModel(slabs * per_slab, SLOT, LIMITS, default_quota)
+        for session in (1, 2):
+            self.store.open_session(session)
+            self.model.open_session(session)
+        for shards in (1, 2, 3):
+            layout = self.store.open_layout(1, b"layout %d" % shards, (64,) * shards)
+            assert layout.slot_bytes == SLOT
+            self.model.layouts[layout.number] = shards
+
+    def both(self, in_model: Callable[[], Any], in_store: Callable[[], Any]) -> tuple[Any, Any] | None:
+        """Runs a request in both. None if both refuse it, and the store then has not changed."""
+        try:
+            expected = in_model()
+        except RequestError as refusal:
+            self.expect_refusal(refusal.code, in_store)
+            return None
+        return expected, in_store()
+
+    def same(self, in_model: Callable[[], Any], in_store: Callable[[], Any]) -> None:
+        answers = self.both(in_model, in_store)
+        assert answers is None or answers[0] == answers[1]
+
+    # -- sessions and time -----------------------------------------------------------------------------------------
+
+    @rule(session=st.integers(1, 4))
+    def open_session(self, session: int) -> None:
+        self.same(lambda: self.model.open_session(session), lambda: self.store.open_session(session))
+
+    @precondition(lambda self: len(self.model.sessions) > 1)
+    @rule(data=st.data())
+    def close_session(self, data: st.DataObject) -> None:
+        session = self.any_session(data)
+        self.same(lambda: self.model.close_session(session), lambda: self.store.close_session(session, self.now_ms))
+
+    @rule(elapsed_ms=st.integers(1, 30))
+    def wait(self, elapsed_ms: int) -> None:
+        self.now_ms += elapsed_ms
+
+    # -- stores ----------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), priority=priorities, ttl_ms=ttls)
+    def store_whole_chain(self, data: st.DataObject, priority: int, ttl_ms: int) -> None:
+        """All shards at once, as one engine would: what makes blocks visible."""
+        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        for shard in range(self.model.layouts[layout]):
+            write = self.fresh_number(session)
+            self.prepare(session, write, tenant, layout, shard, b"", keys_of(path, layout), priority, ttl_ms)
+            if write in self.store.sessions[session].writes:
+                self.complete(session, write)
+
+    @rule(data=st.data(), priority=priorities, ttl_ms=ttls, from_root=st.booleans())
+    def store_one_shard(self, data: st.DataObject, priority: int, ttl_ms: int, from_root: bool) -> None:
+        """Left open: others may join, complete or abandon it."""
+        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        keys = keys_of(path, layout)
+        known = 0 if from_root else data.draw(st.integers(0, len(keys)))
+        shard = data.draw(st.integers(0, self.model.layouts[layout] - 1))
+        parent = keys[known - 1] if known else b""
+        write = self.fresh_number(session)
+        self.prepare(session, write, tenant, layout, shard, parent, keys[known:], priority, ttl_ms)
+
+    @rule(data=st.data(), tenant=tenants, layout=layouts, rooted=st.booleans())
+    def store_garbage(self, data: st.DataObject, tenant: str, layout: int, rooted: bool) -> None:
+        session, keys, live = self.any_session(data), self.garbage(data), self.any_live(data)
+        if rooted or live is None:
+            live = tenant, b""
+        self.prepare(session, self.fresh_number(session), live[0], layout, 0, live[1], keys, 50, 0)
+
+    @rule(
+        data=st.data(),
+        session=st.integers(1, 4),
+        number=st.integers(1, 4),
+        shard=st.integers(0, 3),
+        priority=st.sampled_from([50, 50, -1, 101]),
+        ttl_ms=st.sampled_from([0, 0, -1]),
+        path=st.lists(st.integers(0, 1), max_size=12),
+    )
+    def store_out_of_bounds(
+        self,
+        data: st.DataObject,
+        session: int,
+        number: int,
+        shard: int,
+        priority: int,
+        ttl_ms: int,
+        path: list[int],
+    ) -> None:
+        """Sessions, numbers, shards and hints that may not exist, may exist already, or are out of range."""
+        tenant, layout = data.draw(tenants), data.draw(layouts)
+        self.prepare(session, number, tenant, layout, shard, b"", keys_of(path, layout), priority, ttl_ms)
+
+    def prepare(
+        self,
+        session: int,
+        write: int,
+        tenant: str,
+        layout: int,
+        shard: int,
+        parent: bytes,
+        keys: list[bytes],
+        priority: int,
+        ttl_ms: int,
+    ) -> None:
+        ask = (session, write, tenant, layout, shard, parent)
+        hints = (self.now_ms, priority, ttl_ms)
+        answers = self.both(
+            lambda: self.model.prepare_store(*ask, keys, *hints),
+            lambda: self.storing(tenant, lambda: self.store.prepare_store(*ask, b"".join(keys), *hints)),
+        )
+        if answers is not None:
+            expected, plan = answers
+            assert plan.positions.tolist() == expected.positions
+            assert (plan.refused, plan.orphan) == (expected.refused, expected.orphan)
+            index = owner.index if (owner := self.store.tenants.get(tenant)) else {}
+            rows = [index[keys[position]] for position in expected.positions]
+            assert plan.slots.tolist() == [self.store.blocks.table.slot[row] for row in rows]
+
+    @rule(data=st.data(), wrong=st.sampled_from([0, 0, 0, 1]))
+    def complete_store(self, data: st.DataObject, wrong: int) -> None:
+        held = self.any_held(data, "write") or (1, 1)
+        self.complete(*held, wrong)
+
+    def complete(self, session: int, write: int, wrong: int = 0) -> None:
+        state = self.model.sessions.get(session)
+        work = state.writes.get(write) if state else None
+        count = (len(work.blocks) if work else 0) + wrong
+        first = 1000 * self.store.blocks.sequence
+        checksums = list(range(first, first + count))
+        self.same(
+            lambda: self.model.complete_store(session, write, checksums),
+            lambda: self.store.complete_store(session, write, np.array(checksums, np.uint64), self.now_ms).blocks,
+        )
+
+    @rule(data=st.data(), again=st.booleans())
+    def abandon_store(self, data: st.DataObject, again: bool) -> None:
+        session, write = self.any_held(data, "write") or (1, 1)
+        for _ in range(1 + again):
+            self.same(
+                lambda: self.model.abandon_store(session, write),
+                lambda: self.store.abandon_store(session, write, self.now_ms),
+            )
+
+    # -- lookups ---------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), hidden=st.integers(0, 3))
+    def lookup(self, data: st.DataObject, hidden: int) -> None:
+        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        self.look(session, self.fresh_number(session), tenant, layout, keys_of(path, layout), hidden)
+
+    @rule(data=st.data(), session=st.integers(1, 4), number=st.integers(1, 4), skip=st.integers(-1, 9))
+    def lookup_out_of_bounds(self, data: st.DataObject, session: int, number: int, skip: int) -> None:
+        tenant, layout, path = self.any_chain(data)
+        self.look(session, number, tenant, layout, keys_of(path, layout), skip)
+
+    def look(self, session: int, lease: int, tenant: str, layout: int, keys: list[bytes], skip: int) -> None:
+        answers = self.both(
+            lambda: self.model.lookup(session, lease, tenant, keys, skip),
+            lambda: self.store.lookup(session, lease, tenant, layout, b"".join(keys), skip, self.now_ms),
+        )
+        if answers is not None:
+            found, hit = answers
+            assert hit.blocks == len(found)
+            self.check_described(hit, found[skip:])
+
+    @rule(data=st.data(), tenant=tenants, layout=layouts, skip=st.integers(0, 3))
+    def lookup_garbage(self, data: st.DataObject, tenant: str, layout: int, skip: int) -> None:
+        """Keys that form no chain may give any count, but nothing is leased or described that is not one."""
+        session, keys = self.any_session(data), self.garbage(data)
+        lease = self.fresh_number(session)
+        answers = self.both(
+            lambda: self.model.check_lookup(session, lease, keys, skip),
+            lambda: self.store.lookup(session, lease, tenant, layout, b"".join(keys), skip, self.now_ms),
+        )
+        if answers is None or not len(answers[1].slots):
+            return
+        hit = answers[1]
+        deepest = self.model.find(tenant, keys[hit.blocks - 1])
+        assert deepest is not None
+        found = self.model.chain(deepest)[-len(hit.slots) :]
+        assert [block.key for block in found] == keys[skip : hit.blocks]
+        assert all(block.state == "ready" and block.layout == layout for block in found)
+        self.check_described(hit, found)
+        self.model.lease(session, lease, deepest)
+
+    def check_described(self, hit: Hit, found: list[ModelBlock]) -> None:
+        assert len(hit.slots) == len(found)
+        table = self.store.blocks.table
+        for slot, checksums, block in zip(hit.slots.tolist(), hit.checksums.tolist(), found, strict=True):
+            owner = self.store.tenants.get(block.tenant)
+            assert owner and table.slot[owner.index[block.key]] == slot
+            assert checksums == [block.checksums[shard] for shard in range(block.shards)]
+
+    @rule(data=st.data(), again=st.booleans())
+    def release(self, data: st.DataObject, again: bool) -> None:
+        session, lease = self.any_held(data, "lease") or (1, 1)
+        for _ in range(1 + again):
+            self.same(
+                lambda: self.model.release(session, lease), lambda: self.store.release(session, lease, self.now_ms)
+            )
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        key = key_of(path, layout)
+        self.same(
+            lambda: self.model.finish(session, tenant, key),
+            lambda: self.store.finish(session, tenant, key, self.now_ms),
+        )
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def drop_block(self, data: st.DataObject) -> None:
+        tenant, layout, path = self.any_chain(data)
+        key = key_of(path, layout)
+        self.same(lambda: self.model.drop_block(tenant, key), lambda: operators.drop_block(self.store, tenant, key))
+
+    @rule(tenant=st.one_of(tenants, st.none()), sure=st.integers(0, 5))
+    def clear(self, tenant: str | None, sure: int) -> None:
+        if sure == 5:
+            self.same(lambda: self.model.clear(tenant), lambda: operators.clear(self.store, tenant))
+
+    @rule(tenant=tenants, quota=quotas)
+    def set_quota(self, tenant: str, quota: int | None) -> None:
+        self.same(
+            lambda: self.model.set_quota(tenant, quota),
+            lambda: operators.set_quota(self.store, tenant, quota, self.now_ms),
+        )
+
+    @rule(quota=quotas)
+    def set_default_quota(self, quota: int | None) -> None:
+        self.same(
+            lambda: self.model.set_default_quota(quota),
+            lambda: operators.set_default_quota(self.store, quota, self.now_ms),
+        )
+
+    # -- what holds after every rule -------------------------------------------------------------------------------
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        self.check_promises()
+        table, model = self.store.blocks.table, self.model
+        usages = {u.tenant: (u.blocks, u.usage_bytes, u.quota_bytes, u.own_quota) for u in operators.usage(self.store)}
+        assert usages == {
+            name: (
+                sum(block.tenant == name for block in model.blocks),
+                model.usage(name),
+                model.quota(name),
+                name in model.own_quotas,
+            )
+            for name in model.tenants()
+        }
+        rows = table.live_rows().tolist()
+        names = {tenant.number: tenant.name for tenant in self.store.tenants}
+        assert sorted(
+            (names[table.tenant[row]], table.keys[row], STATE_NAMES[table.state[row]], table.priority[row])
+            for row in rows
+        ) == sorted((block.tenant, block.key, block.state, block.priority) for block in model.blocks)
+        for number, session in self.store.sessions.items():
+            held = model.sessions[number]
+            assert {n: table.keys[row] for n, row in session.leases.items()} == {
+                n: block.key for n, block in held.leases.items()
+            }
+            assert {n: (w.shard, [table.keys[row] for row in w.rows]) for n, w in session.writes.items()} == {
+                n: (w.shard, [block.key for block in w.blocks]) for n, w in held.writes.items()
+            }
+        for block in model.blocks:
+            if block.state == "ready":
+                assert len(block.checksums) == block.shards
+                assert block.parent is None or block.parent.state == "ready"
+
+
+class SlabMachine(PromisesMachine):
+    """Slots of three sizes in one pool: which slab moves is policy; the promises hold all the same."""
+
+    SHARD_BYTES = ((4000,), (4096, 4000), (12000,))
+
+    @initialize(slabs=st.integers(1, 4), default_quota=quotas)
+    def start(self, slabs: int, default_quota: int | None) -> None:
+        slab_bytes = 6 * SLOT
+        self.store = Store(slabs * slab_bytes, slab_bytes, LIMITS, default_quota and min(default_quota, slab_bytes))
+        self.store.add_slabs(0, slabs)
+        for session in (1, 2):
+            self.store.open_session(session)
+        for number, shard_bytes in enumerate(self.SHARD_BYTES, start=1):
+            layout = self.store.open_layout(1, b"layout %d" % number, shard_bytes)
+            assert (layout.number, layout.slot_bytes) == (number, number * SLOT)
+
+    def quietly(self, request: Callable[[], Any]) -> Any:
+        """Runs a request; a refusal is fine, but changes nothing."""
+        before = snapshot(self.store)
+        try:
+            return request()
+        except RequestError as refusal:
+            assert snapshot(self.store) == before, f"a request refused with {refusal.code} changed something"
+            return None
+
+    @rule(data=st.data(), ttl_ms=ttls, complete=st.sampled_from([True, True, True, False]))
+    def store_chain(self, data: st.DataObject, ttl_ms: int, complete: bool) -> None:
+        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        keys = b"".join(keys_of(path, layout))
+        for shard in range(len(self.SHARD_BYTES[layout - 1])):
+            ask = (session, self.fresh_number(session), tenant, layout, shard, b"", keys, self.now_ms, 50, ttl_ms)
+            self.quietly(lambda ask=ask: self.storing(tenant, lambda: self.store.prepare_store(*ask)))
+            if complete and ask[1] in self.store.sessions[session].writes:
+                self.complete(session, ask[1])
+
+    @rule(data=st.data())
+    def complete_store(self, data: st.DataObject) -> None:
+        self.complete(*(self.any_held(data, "write") or (1, 1)))
+
+    def complete(self, session: int, write: int) -> None:
+        work = self.store.sessions[session].writes.get(write)
+        checksums = np.zeros(len(work.rows) if work else 0, np.uint64)
+        self.quietly(lambda: self.store.complete_store(session, write, checksums, self.now_ms))
+
+    @rule(data=st.data())
+    def abandon_store(self, data: st.DataObject) -> None:
+        self.store.abandon_store(*(self.any_held(data, "write") or (1, 1)), self.now_ms)
+
+    @rule(data=st.data())
+    def lookup(self, data: st.DataObject) -> None:
+        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        keys = keys_of(path, layout)
+        owner, table = self.store.tenants.get(tenant), self.store.blocks.table
+        rows = [owner.index.get(key, NO_ROW) if owner else NO_ROW for key in keys]
+        ready = [row != NO_ROW and table.state[row] == READY for row in rows]
+        ask = (session, self.fresh_number(session), tenant, layout, b"".join(keys), 0, self.now_ms)
+        hit = self.quietly(lambda: self.store.lookup(*ask))
+        if hit is not None:
+            assert hit.blocks == (ready.index(False) if False in ready else len(ready))
+            assert hit.slots.tolist() == [table.slot[row] for row in rows[: hit.blocks]]
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.store.release(*(self.any_held(data, "lease") or (1, 1)), self.now_ms)
+
+    @rule(session=st.integers(1, 2))
+    def restart_session(self, session: int) -> None:
+        self.store.close_session(session, self.now_ms)
+        self.store.open_session(session)
+
+    @rule(data=st.data())
+    def drop_block(self, data: st.DataObject) -> None:
+        tenant, layout, path = self.any_chain(data)
+        operators.drop_block(self.store, tenant, key_of(path, layout))
+
+    @rule(tenant=tenants, quota=quotas)
+    def set_quota(self, tenant: str, quota: int | None) -> None:
+        self.quietly(lambda: operators.set_quota(self.store, tenant, quota, self.now_ms))
+
+    @rule(elapsed_ms=st.integers(1, 30))
+    def wait(self, elapsed_ms: int) -> None:
+        self.now_ms += elapsed_ms
+
+    @invariant()
+    def promises_hold(self) -> None:
+        if hasattr(self, "store"):
+            self.check_promises()
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = SETTINGS
+TestSlabMachine = SlabMachine.TestCase
+TestSlabMachine.settings = SETTINGS
