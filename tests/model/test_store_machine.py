@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkeep.errors import RequestError
 from kvkeep.store import operators
@@ -24,8 +26,8 @@ from kvkeep.testing.store_model import ModelBlock, StoreModel
 
 EXAMPLES = int(os.environ.get("KVKEEP_TEST_EXAMPLES", "0"))
 SETTINGS = settings(
-    max_examples=EXAMPLES or 120,
-    stateful_step_count=60,
+    max_examples=EXAMPLES or 200,
+    stateful_step_count=100,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
@@ -44,12 +46,18 @@ LIMITS = Limits(
 
 Chain = tuple[str, int, list[int]]  # tenant, layout, and a walk down a binary tree: each step is one more block
 
-tenants = st.sampled_from(["ann", "ann", "ann", "bob", "bob", "cy", "dee"])
-layouts = st.sampled_from([1, 1, 2, 2, 3])
-paths = st.lists(st.integers(0, 1), min_size=1, max_size=5)
-quotas = st.one_of(st.none(), st.integers(0, 8).map(lambda slots: slots * SLOT))
-priorities = st.sampled_from([50, 50, 50, 0, 100])
-ttls = st.sampled_from([0, 0, 0, 5, 50])
+TENANTS = ["ann", "ann", "ann", "bob", "bob", "cy", "dee"]
+LAYOUTS = [1, 1, 1, 2, 2, 3]
+
+QUOTAS = [None, *(slots * SLOT for slots in range(9))]
+
+# Hypothesis chooses seeds, and shortens a failing run to the steps that matter. What each step does is chosen evenly
+# from its seed, because most choices depend on what is in the store at the time.
+picks = st.integers(0, 2**32 - 1).map(Random)
+
+
+def walk(pick: Random, shortest: int, longest: int) -> list[int]:
+    return pick.choices([0, 0, 1], k=pick.randint(shortest, longest))
 
 
 def key_of(path: list[int], layout: int) -> bytes:
@@ -117,37 +125,42 @@ class PromisesMachine(RuleBasedStateMachine):
         self.now_ms = 1000
         self.held: dict[tuple[str, int, int], list[int]] = {}
 
-    def any_session(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from(sorted(self.store.sessions)), label="session")
+    def one_of(self, pick: Random, weights: dict[Callable[[Random], None], int]) -> None:
+        chosen = pick.choices(list(weights), list(weights.values()))[0]
+        note(f"{chosen.__name__} at {self.now_ms} ms")
+        chosen(pick)
+
+    def any_session(self, pick: Random) -> int:
+        return pick.choice(sorted(self.store.sessions))
 
     def fresh_number(self, session: int) -> int:
         state = self.store.sessions[session]
         return max([0, *state.leases, *state.writes]) + 1
 
-    def any_held(self, data: st.DataObject, kind: str) -> tuple[int, int] | None:
+    def any_held(self, pick: Random, kind: str) -> tuple[int, int] | None:
         held = sorted((session, number) for holding, session, number in self.held if holding == kind)
-        return data.draw(st.sampled_from(held), label=kind) if held else None
+        return pick.choice(held) if held else None
 
-    def any_live(self, data: st.DataObject) -> tuple[str, bytes] | None:
+    def any_live(self, pick: Random) -> tuple[str, bytes] | None:
         """Tenant and key of a block that is in the index."""
         live = sorted((tenant.name, key) for tenant in self.store.tenants for key in tenant.index)
-        return data.draw(st.sampled_from(live), label="block") if live else None
+        return pick.choice(live) if live else None
 
-    def any_chain(self, data: st.DataObject) -> Chain:
+    def any_chain(self, pick: Random) -> Chain:
         """Mostly one that is there, or one that branches off it; now and then a new one."""
-        live = self.any_live(data) if data.draw(st.integers(0, 3)) else None
+        live = self.any_live(pick) if pick.randrange(4) else None
         if live is None:
-            return data.draw(tenants), data.draw(layouts), data.draw(paths)
+            return pick.choice(TENANTS), pick.choice(LAYOUTS), walk(pick, 1, 5)
         layout, path = path_of(live[1])
-        stem = path[: len(path) - data.draw(st.integers(0, 2))]
-        return live[0], layout, (stem + data.draw(st.lists(st.integers(0, 1), max_size=4)) or path)[:8]
+        stem = path[: len(path) - pick.choice([0, 0, 1, 2])]
+        return live[0], layout, (stem + walk(pick, 0, 4) or path)[:8]
 
-    def garbage(self, data: st.DataObject) -> list[bytes]:
+    def garbage(self, pick: Random) -> list[bytes]:
         """Keys in no order, known and unknown, of several layouts."""
         keys = []
-        for _ in range(data.draw(st.integers(0, 6))):
-            live = self.any_live(data) if data.draw(st.booleans()) else None
-            keys.append(live[1] if live else key_of(data.draw(paths), data.draw(layouts)))
+        for _ in range(pick.randint(0, 6)):
+            live = self.any_live(pick) if pick.randrange(2) else None
+            keys.append(live[1] if live else key_of(walk(pick, 1, 5), pick.choice(LAYOUTS)))
         return keys
 
     def storing(self, tenant: str, prepare: Callable[[], StorePlan]) -> StorePlan:
@@ -180,13 +193,10 @@ class PromisesMachine(RuleBasedStateMachine):
 
     def expect_refusal(self, code: str, request: Callable[[], object]) -> None:
         before = snapshot(self.store)
-        try:
+        with pytest.raises(RequestError) as refusal:
             request()
-        except RequestError as error:
-            assert error.code == code, f"refused with {error.code}, not {code}"
-            assert error.field
-        else:
-            raise AssertionError(f"not refused; the model says {code}")
+        assert refusal.value.code == code
+        assert refusal.value.field
         assert snapshot(self.store) == before, f"a request refused with {code} changed something"
 
 
@@ -195,7 +205,11 @@ class StoreMachine(PromisesMachine):
 
     model: StoreModel
 
-    @initialize(slabs=st.integers(1, 4), per_slab=st.integers(1, 4), default_quota=quotas)
+    @initialize(
+        slabs=st.sampled_from([2, 3, 4, 1]),
+        per_slab=st.sampled_from([3, 4, 2, 1]),
+        default_quota=st.sampled_from(QUOTAS),
+    )
     def start(self, slabs: int, per_slab: int, default_quota: int | None) -> None:
         pool_bytes = slabs * per_slab * SLOT
         default_quota = None if default_quota is None else min(default_quota, pool_bytes)
@@ -223,74 +237,68 @@ class StoreMachine(PromisesMachine):
         answers = self.both(in_model, in_store)
         assert answers is None or answers[0] == answers[1]
 
+    @rule(pick=picks)
+    def step(self, pick: Random) -> None:
+        engine = {self.store_whole_chain: 9, self.store_one_shard: 6, self.complete_store: 4, self.abandon_store: 1}
+        engine |= {self.lookup: 6, self.release: 4, self.finish: 2, self.wait: 2}
+        engine |= {self.open_session: 1, self.close_session: 1}
+        operator = {self.drop_block: 2, self.set_quota: 2, self.set_default_quota: 1, self.clear: 1}
+        nonsense = {self.store_garbage: 2, self.lookup_garbage: 2, self.store_out_of_bounds: 1}
+        nonsense |= {self.lookup_out_of_bounds: 1}
+        self.one_of(pick, engine | operator | nonsense)
+
     # -- sessions and time -----------------------------------------------------------------------------------------
 
-    @rule(session=st.integers(1, 4))
-    def open_session(self, session: int) -> None:
+    def open_session(self, pick: Random) -> None:
+        session = pick.randint(1, 4)
         self.same(lambda: self.model.open_session(session), lambda: self.store.open_session(session))
 
-    @precondition(lambda self: len(self.model.sessions) > 1)
-    @rule(data=st.data())
-    def close_session(self, data: st.DataObject) -> None:
-        session = self.any_session(data)
+    def close_session(self, pick: Random) -> None:
+        if len(self.store.sessions) == 1:
+            return
+        session = self.any_session(pick)
         self.same(lambda: self.model.close_session(session), lambda: self.store.close_session(session, self.now_ms))
 
-    @rule(elapsed_ms=st.integers(1, 30))
-    def wait(self, elapsed_ms: int) -> None:
-        self.now_ms += elapsed_ms
+    def wait(self, pick: Random) -> None:
+        self.now_ms += pick.randint(1, 30)
 
     # -- stores ----------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), priority=priorities, ttl_ms=ttls)
-    def store_whole_chain(self, data: st.DataObject, priority: int, ttl_ms: int) -> None:
+    def store_whole_chain(self, pick: Random) -> None:
         """All shards at once, as one engine would: what makes blocks visible."""
-        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        priority, ttl_ms = pick.choice([50, 50, 0, 100]), pick.choice([0, 0, 5, 50])
+        session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         for shard in range(self.model.layouts[layout]):
             write = self.fresh_number(session)
             self.prepare(session, write, tenant, layout, shard, b"", keys_of(path, layout), priority, ttl_ms)
             if write in self.store.sessions[session].writes:
                 self.complete(session, write)
 
-    @rule(data=st.data(), priority=priorities, ttl_ms=ttls, from_root=st.booleans())
-    def store_one_shard(self, data: st.DataObject, priority: int, ttl_ms: int, from_root: bool) -> None:
+    def store_one_shard(self, pick: Random) -> None:
         """Left open: others may join, complete or abandon it."""
-        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+        priority, ttl_ms = pick.choice([50, 50, 0, 100]), pick.choice([0, 0, 5, 50])
+        session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         keys = keys_of(path, layout)
-        known = 0 if from_root else data.draw(st.integers(0, len(keys)))
-        shard = data.draw(st.integers(0, self.model.layouts[layout] - 1))
+        known = pick.choice([0, pick.randint(0, len(keys))])
+        shard = pick.randrange(self.model.layouts[layout])
         parent = keys[known - 1] if known else b""
         write = self.fresh_number(session)
         self.prepare(session, write, tenant, layout, shard, parent, keys[known:], priority, ttl_ms)
 
-    @rule(data=st.data(), tenant=tenants, layout=layouts, rooted=st.booleans())
-    def store_garbage(self, data: st.DataObject, tenant: str, layout: int, rooted: bool) -> None:
-        session, keys, live = self.any_session(data), self.garbage(data), self.any_live(data)
-        if rooted or live is None:
-            live = tenant, b""
+    def store_garbage(self, pick: Random) -> None:
+        session, keys, live = self.any_session(pick), self.garbage(pick), self.any_live(pick)
+        layout = pick.choice(LAYOUTS)
+        if live is None or pick.randrange(2):
+            live = pick.choice(TENANTS), b""
         self.prepare(session, self.fresh_number(session), live[0], layout, 0, live[1], keys, 50, 0)
 
-    @rule(
-        data=st.data(),
-        session=st.integers(1, 4),
-        number=st.integers(1, 4),
-        shard=st.integers(0, 3),
-        priority=st.sampled_from([50, 50, -1, 101]),
-        ttl_ms=st.sampled_from([0, 0, -1]),
-        path=st.lists(st.integers(0, 1), max_size=12),
-    )
-    def store_out_of_bounds(
-        self,
-        data: st.DataObject,
-        session: int,
-        number: int,
-        shard: int,
-        priority: int,
-        ttl_ms: int,
-        path: list[int],
-    ) -> None:
+    def store_out_of_bounds(self, pick: Random) -> None:
         """Sessions, numbers, shards and hints that may not exist, may exist already, or are out of range."""
-        tenant, layout = data.draw(tenants), data.draw(layouts)
-        self.prepare(session, number, tenant, layout, shard, b"", keys_of(path, layout), priority, ttl_ms)
+        session, number, shard = pick.randint(1, 4), pick.randint(1, 4), pick.choice([0, 0, 0, 1, 2, 3])
+        tenant, layout, path = self.any_chain(pick)
+        keys = keys_of(path + walk(pick, 0, 2), layout)
+        priority, ttl_ms = pick.choice([50, 50, 50, -1, 101]), pick.choice([0, 0, 0, -1])
+        self.prepare(session, number, tenant, layout, shard, b"", keys, priority, ttl_ms)
 
     def prepare(
         self,
@@ -318,10 +326,8 @@ class StoreMachine(PromisesMachine):
             rows = [index[keys[position]] for position in expected.positions]
             assert plan.slots.tolist() == [self.store.blocks.table.slot[row] for row in rows]
 
-    @rule(data=st.data(), wrong=st.sampled_from([0, 0, 0, 1]))
-    def complete_store(self, data: st.DataObject, wrong: int) -> None:
-        held = self.any_held(data, "write") or (1, 1)
-        self.complete(*held, wrong)
+    def complete_store(self, pick: Random) -> None:
+        self.complete(*(self.any_held(pick, "write") or (1, 1)), wrong=pick.choice([0, 0, 0, 0, 1]))
 
     def complete(self, session: int, write: int, wrong: int = 0) -> None:
         state = self.model.sessions.get(session)
@@ -334,10 +340,9 @@ class StoreMachine(PromisesMachine):
             lambda: self.store.complete_store(session, write, np.array(checksums, np.uint64), self.now_ms).blocks,
         )
 
-    @rule(data=st.data(), again=st.booleans())
-    def abandon_store(self, data: st.DataObject, again: bool) -> None:
-        session, write = self.any_held(data, "write") or (1, 1)
-        for _ in range(1 + again):
+    def abandon_store(self, pick: Random) -> None:
+        session, write = self.any_held(pick, "write") or (1, 1)
+        for _ in range(pick.choice([1, 1, 2])):
             self.same(
                 lambda: self.model.abandon_store(session, write),
                 lambda: self.store.abandon_store(session, write, self.now_ms),
@@ -345,14 +350,14 @@ class StoreMachine(PromisesMachine):
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), hidden=st.integers(0, 3))
-    def lookup(self, data: st.DataObject, hidden: int) -> None:
-        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
-        self.look(session, self.fresh_number(session), tenant, layout, keys_of(path, layout), hidden)
+    def lookup(self, pick: Random) -> None:
+        session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
+        skip = pick.choice([0, 0, pick.randint(0, len(path))])
+        self.look(session, self.fresh_number(session), tenant, layout, keys_of(path, layout), skip)
 
-    @rule(data=st.data(), session=st.integers(1, 4), number=st.integers(1, 4), skip=st.integers(-1, 9))
-    def lookup_out_of_bounds(self, data: st.DataObject, session: int, number: int, skip: int) -> None:
-        tenant, layout, path = self.any_chain(data)
+    def lookup_out_of_bounds(self, pick: Random) -> None:
+        session, number, skip = pick.randint(1, 4), pick.randint(1, 4), pick.choice([0, 0, -1, 9])
+        tenant, layout, path = self.any_chain(pick)
         self.look(session, number, tenant, layout, keys_of(path, layout), skip)
 
     def look(self, session: int, lease: int, tenant: str, layout: int, keys: list[bytes], skip: int) -> None:
@@ -365,10 +370,10 @@ class StoreMachine(PromisesMachine):
             assert hit.blocks == len(found)
             self.check_described(hit, found[skip:])
 
-    @rule(data=st.data(), tenant=tenants, layout=layouts, skip=st.integers(0, 3))
-    def lookup_garbage(self, data: st.DataObject, tenant: str, layout: int, skip: int) -> None:
+    def lookup_garbage(self, pick: Random) -> None:
         """Keys that form no chain may give any count, but nothing is leased or described that is not one."""
-        session, keys = self.any_session(data), self.garbage(data)
+        session, keys = self.any_session(pick), self.garbage(pick)
+        tenant, layout, skip = pick.choice(TENANTS), pick.choice(LAYOUTS), pick.randint(0, 2)
         lease = self.fresh_number(session)
         answers = self.both(
             lambda: self.model.check_lookup(session, lease, keys, skip),
@@ -393,17 +398,15 @@ class StoreMachine(PromisesMachine):
             assert owner and table.slot[owner.index[block.key]] == slot
             assert checksums == [block.checksums[shard] for shard in range(block.shards)]
 
-    @rule(data=st.data(), again=st.booleans())
-    def release(self, data: st.DataObject, again: bool) -> None:
-        session, lease = self.any_held(data, "lease") or (1, 1)
-        for _ in range(1 + again):
+    def release(self, pick: Random) -> None:
+        session, lease = self.any_held(pick, "lease") or (1, 1)
+        for _ in range(pick.choice([1, 1, 2])):
             self.same(
                 lambda: self.model.release(session, lease), lambda: self.store.release(session, lease, self.now_ms)
             )
 
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+    def finish(self, pick: Random) -> None:
+        session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         key = key_of(path, layout)
         self.same(
             lambda: self.model.finish(session, tenant, key),
@@ -412,26 +415,24 @@ class StoreMachine(PromisesMachine):
 
     # -- operators -------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data())
-    def drop_block(self, data: st.DataObject) -> None:
-        tenant, layout, path = self.any_chain(data)
+    def drop_block(self, pick: Random) -> None:
+        tenant, layout, path = self.any_chain(pick)
         key = key_of(path, layout)
         self.same(lambda: self.model.drop_block(tenant, key), lambda: operators.drop_block(self.store, tenant, key))
 
-    @rule(tenant=st.one_of(tenants, st.none()), sure=st.integers(0, 5))
-    def clear(self, tenant: str | None, sure: int) -> None:
-        if sure == 5:
-            self.same(lambda: self.model.clear(tenant), lambda: operators.clear(self.store, tenant))
+    def clear(self, pick: Random) -> None:
+        tenant = pick.choice([*TENANTS, None])
+        self.same(lambda: self.model.clear(tenant), lambda: operators.clear(self.store, tenant))
 
-    @rule(tenant=tenants, quota=quotas)
-    def set_quota(self, tenant: str, quota: int | None) -> None:
+    def set_quota(self, pick: Random) -> None:
+        tenant, quota = pick.choice(TENANTS), pick.choice(QUOTAS)
         self.same(
             lambda: self.model.set_quota(tenant, quota),
             lambda: operators.set_quota(self.store, tenant, quota, self.now_ms),
         )
 
-    @rule(quota=quotas)
-    def set_default_quota(self, quota: int | None) -> None:
+    def set_default_quota(self, pick: Random) -> None:
+        quota = pick.choice(QUOTAS)
         self.same(
             lambda: self.model.set_default_quota(quota),
             lambda: operators.set_default_quota(self.store, quota, self.now_ms),
@@ -480,7 +481,7 @@ class SlabMachine(PromisesMachine):
 
     SHARD_BYTES = ((4000,), (4096, 4000), (12000,))
 
-    @initialize(slabs=st.integers(1, 4), default_quota=quotas)
+    @initialize(slabs=st.sampled_from([2, 3, 4, 1]), default_quota=st.sampled_from(QUOTAS))
     def start(self, slabs: int, default_quota: int | None) -> None:
         slab_bytes = 6 * SLOT
         self.store = Store(slabs * slab_bytes, slab_bytes, LIMITS, default_quota and min(default_quota, slab_bytes))
@@ -491,18 +492,25 @@ class SlabMachine(PromisesMachine):
             layout = self.store.open_layout(1, b"layout %d" % number, shard_bytes)
             assert (layout.number, layout.slot_bytes) == (number, number * SLOT)
 
+    @rule(pick=picks)
+    def step(self, pick: Random) -> None:
+        engine = {self.store_chain: 9, self.complete_store: 3, self.abandon_store: 1, self.lookup: 5, self.release: 4}
+        rare = {self.restart_session: 1, self.drop_block: 2, self.set_quota: 2, self.wait: 1}
+        self.one_of(pick, engine | rare)
+
     def quietly(self, request: Callable[[], Any]) -> Any:
         """Runs a request; a refusal is fine, but changes nothing."""
         before = snapshot(self.store)
         try:
             return request()
         except RequestError as refusal:
-            assert snapshot(self.store) == before, f"a request refused with {refusal.code} changed something"
-            return None
+            code = refusal.code
+        assert snapshot(self.store) == before, f"a request refused with {code} changed something"
+        return None
 
-    @rule(data=st.data(), ttl_ms=ttls, complete=st.sampled_from([True, True, True, False]))
-    def store_chain(self, data: st.DataObject, ttl_ms: int, complete: bool) -> None:
-        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+    def store_chain(self, pick: Random) -> None:
+        ttl_ms, complete = pick.choice([0, 0, 5, 50]), pick.randrange(4)
+        session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         keys = b"".join(keys_of(path, layout))
         for shard in range(len(self.SHARD_BYTES[layout - 1])):
             ask = (session, self.fresh_number(session), tenant, layout, shard, b"", keys, self.now_ms, 50, ttl_ms)
@@ -510,22 +518,19 @@ class SlabMachine(PromisesMachine):
             if complete and ask[1] in self.store.sessions[session].writes:
                 self.complete(session, ask[1])
 
-    @rule(data=st.data())
-    def complete_store(self, data: st.DataObject) -> None:
-        self.complete(*(self.any_held(data, "write") or (1, 1)))
+    def complete_store(self, pick: Random) -> None:
+        self.complete(*(self.any_held(pick, "write") or (1, 1)))
 
     def complete(self, session: int, write: int) -> None:
         work = self.store.sessions[session].writes.get(write)
         checksums = np.zeros(len(work.rows) if work else 0, np.uint64)
         self.quietly(lambda: self.store.complete_store(session, write, checksums, self.now_ms))
 
-    @rule(data=st.data())
-    def abandon_store(self, data: st.DataObject) -> None:
-        self.store.abandon_store(*(self.any_held(data, "write") or (1, 1)), self.now_ms)
+    def abandon_store(self, pick: Random) -> None:
+        self.store.abandon_store(*(self.any_held(pick, "write") or (1, 1)), self.now_ms)
 
-    @rule(data=st.data())
-    def lookup(self, data: st.DataObject) -> None:
-        session, (tenant, layout, path) = self.any_session(data), self.any_chain(data)
+    def lookup(self, pick: Random) -> None:
+        session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         keys = keys_of(path, layout)
         owner, table = self.store.tenants.get(tenant), self.store.blocks.table
         rows = [owner.index.get(key, NO_ROW) if owner else NO_ROW for key in keys]
@@ -536,27 +541,24 @@ class SlabMachine(PromisesMachine):
             assert hit.blocks == (ready.index(False) if False in ready else len(ready))
             assert hit.slots.tolist() == [table.slot[row] for row in rows[: hit.blocks]]
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        self.store.release(*(self.any_held(data, "lease") or (1, 1)), self.now_ms)
+    def release(self, pick: Random) -> None:
+        self.store.release(*(self.any_held(pick, "lease") or (1, 1)), self.now_ms)
 
-    @rule(session=st.integers(1, 2))
-    def restart_session(self, session: int) -> None:
+    def restart_session(self, pick: Random) -> None:
+        session = self.any_session(pick)
         self.store.close_session(session, self.now_ms)
         self.store.open_session(session)
 
-    @rule(data=st.data())
-    def drop_block(self, data: st.DataObject) -> None:
-        tenant, layout, path = self.any_chain(data)
+    def drop_block(self, pick: Random) -> None:
+        tenant, layout, path = self.any_chain(pick)
         operators.drop_block(self.store, tenant, key_of(path, layout))
 
-    @rule(tenant=tenants, quota=quotas)
-    def set_quota(self, tenant: str, quota: int | None) -> None:
+    def set_quota(self, pick: Random) -> None:
+        tenant, quota = pick.choice(TENANTS), pick.choice(QUOTAS)
         self.quietly(lambda: operators.set_quota(self.store, tenant, quota, self.now_ms))
 
-    @rule(elapsed_ms=st.integers(1, 30))
-    def wait(self, elapsed_ms: int) -> None:
-        self.now_ms += elapsed_ms
+    def wait(self, pick: Random) -> None:
+        self.now_ms += pick.randint(1, 30)
 
     @invariant()
     def promises_hold(self) -> None:

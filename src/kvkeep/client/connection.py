@@ -33,6 +33,7 @@ from kvkeep.wire.segments import Segments, is_same_pool
 log = logging.getLogger(__name__)
 
 _UNDO_INTERVAL_MS = 1_000
+_FIRST_RETRY_MS = 5
 _WAIT_SLICE_MS = 20
 
 
@@ -66,6 +67,7 @@ class Connection:
         self._next_number = 1
         self._handshake: Call | None = None
         self._ping: Call | None = None
+        self._attempts = 0
         self._next_attempt_ms = 0
         self._next_ping_ms = 0
         self._next_undo_ms = 0
@@ -235,7 +237,10 @@ class Connection:
             self._advance_handshake()
 
     def _start_handshake(self, now_ms: int) -> None:
-        self._next_attempt_ms = now_ms + self.options.reconnect_interval_ms
+        # The first attempts come quickly: a socket that was only just made is not connected yet.
+        patience_ms = min(self.options.reconnect_interval_ms, _FIRST_RETRY_MS << min(self._attempts, 16))
+        self._next_attempt_ms = now_ms + patience_ms
+        self._attempts += 1
         self._handshake = self._send(m.Hello(self.options.client, os.getpid()), self.options.handshake_deadline_ms)
         if self._handshake.failure:
             self._warn_once()
@@ -280,6 +285,7 @@ class Connection:
 
     def _come_up(self) -> None:
         self.state = "up"
+        self._attempts = 0
         self.breaker.succeed()
         self.counters.sessions += 1
         self._next_ping_ms = self._clock() + self.options.ping_interval_ms
@@ -326,8 +332,8 @@ class Connection:
             self._undo.append((self._send(m.AbandonStore(sorted(writes)), _UNDO_INTERVAL_MS), set(), writes))
 
     def _warn_once(self) -> None:
-        """One clear message an outage: what was tried, what it means, what to do."""
-        if not self._warned:
+        """One clear message an outage, once it is one: what was tried, what it means, what to do."""
+        if not self._warned and self._next_attempt_ms >= self._clock() + self.options.reconnect_interval_ms:
             self._warned = True
             why = f": {self.refusal}" if self.refusal else ""
             log.warning(

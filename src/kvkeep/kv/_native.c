@@ -106,25 +106,30 @@ static uint64_t joined(uint64_t products, uint64_t ts, uint64_t bs) {
 }
 
 /* The kernel, once per instruction set. `width` and `what` are constants wherever it is called, so each call becomes
- * a loop of its own without branches. */
+ * a loop of its own without branches. Pointers are copied out first: as far as the compiler knows, the stores could
+ * change the strips. */
 #define GROUP_KERNEL(name, isa, vec, LOAD, STREAM, ADD32, ADD64, SHIFT, MUL, ZERO, SUM)                               \
     __attribute__((target(isa), always_inline)) static inline void name##_as(const struct strip *strips,              \
                                                                              const int width, const int what,         \
                                                                              uint64_t *values) {                      \
         vec products[GROUP], ts[GROUP], bs[GROUP];                                                                    \
+        const uint8_t *from[GROUP], *next[GROUP], *key[GROUP];                                                        \
+        uint8_t *to[GROUP];                                                                                           \
         const int64_t nbytes = strips[0].nbytes;                                                                      \
-        for (int s = 0; s < width; s++)                                                                               \
+        for (int s = 0; s < width; s++) {                                                                             \
             products[s] = ts[s] = bs[s] = ZERO();                                                                     \
+            from[s] = strips[s].from, to[s] = strips[s].to, next[s] = strips[width + s].from;                         \
+            key[s] = (const uint8_t *)keys + strips[s].at % ROW;                                                      \
+        }                                                                                                             \
         for (int64_t at = 0; at < nbytes; at += LINE) {                                                               \
             for (int s = 0; s < width; s++) {                                                                         \
-                const uint8_t *key = (const uint8_t *)keys + strips[s].at % ROW + at;                                 \
-                _mm_prefetch((const char *)strips[width + s].from + at, _MM_HINT_T1);                                 \
+                _mm_prefetch((const char *)next[s] + at, _MM_HINT_T1);                                                \
                 for (size_t in = 0; in < LINE; in += sizeof(vec)) {                                                   \
-                    vec v = LOAD((const void *)(strips[s].from + at + in));                                           \
+                    vec v = LOAD((const void *)(from[s] + at + in));                                                  \
                     if (what & STORE)                                                                                 \
-                        STREAM((void *)(strips[s].to + at + in), v);                                                  \
+                        STREAM((void *)(to[s] + at + in), v);                                                         \
                     if (what & HASH) {                                                                                \
-                        vec t = ADD32(v, *(const vec *)(key + in));                                                   \
+                        vec t = ADD32(v, *(const vec *)(key[s] + at + in));                                           \
                         vec b = SHIFT(t, 32);                                                                         \
                         products[s] = ADD64(products[s], MUL(t, b));                                                  \
                         ts[s] = ADD64(ts[s], t);                                                                      \

@@ -24,16 +24,13 @@ slot in the first place). See docs/decisions/0003-checksum.md for the measuremen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
 from kvkeep.kv import native
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 ROW = 4096
 GOLDEN = 0x9E3779B97F4A7C15
@@ -57,7 +54,7 @@ def _multiples_of_golden(first: int, count: int) -> NDArray[np.uint64]:
 KEYS: NDArray[np.uint32] = mix64(np.uint64(SEED) + _multiples_of_golden(1, ROW // 8)).astype("<u8").view("<u4")
 
 
-def checksum(data: Buffer | NDArray[Any]) -> int:
+def checksum(data: bytes | bytearray | memoryview | NDArray[Any]) -> int:
     """The checksum of any C-contiguous buffer."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
     if not view.c_contiguous:
@@ -66,7 +63,7 @@ def checksum(data: Buffer | NDArray[Any]) -> int:
         return 0
     array = np.frombuffer(view, dtype=np.uint8)
     if native.available:
-        return int(native.checksums(np.array([array.ctypes.data], dtype=np.uint64), array.nbytes)[0])
+        return native.checksum(array.ctypes.data, array.nbytes)
     return _checksum(array)
 
 
@@ -96,7 +93,7 @@ def _checksum(data: NDArray[np.uint8]) -> int:
 
 def _sum_of_rows(data: NDArray[np.uint8], first: int) -> int:
     """The sum over some whole rows, the first of which is row number `first`."""
-    words = data.view("<u4").reshape(-1, ROW // 4) + KEYS
-    a, b = words[:, 0::2].astype(np.uint64), words[:, 1::2].astype(np.uint64)
-    rows = (a * b + a + b).sum(axis=1, dtype=np.uint64)
+    lanes = (data.view("<u4").reshape(-1, ROW // 4) + KEYS).view("<u8")
+    a1, b1 = (lanes & np.uint64(0xFFFFFFFF)) + np.uint64(1), (lanes >> np.uint64(32)) + np.uint64(1)
+    rows = np.einsum("ji,ji->j", a1, b1) - np.uint64(ROW // 8)
     return int(mix64(rows + _multiples_of_golden(first + 1, len(rows))).sum(dtype=np.uint64))

@@ -80,6 +80,14 @@ def move(
     )
 
 
+def checksum(address: int, nbytes: int) -> int:
+    """The checksum of `nbytes` > 0 bytes: `checksums` of one area, without the cost of making arrays."""
+    assert _library is not None
+    area, value = ctypes.c_uint64(address), ctypes.c_uint64()
+    _library.kvkeep_checksum(1, ctypes.byref(area), nbytes, ctypes.byref(value))
+    return value.value
+
+
 def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
     """The checksums of `nbytes` > 0 bytes at each address; the caller answers for the memory behind them."""
     assert _library is not None

@@ -7,6 +7,9 @@ service.py    a request in, a reply out; no sockets, no threads
 network.py    the bytes of blocks for clients on other hosts
 quotas.py     tenants' quotas, kept on disk
 daemon.py     sockets, signals, the loop
+snapshot.py   the server at one moment, for metrics and status
 metrics.py    counters and gauges for Prometheus
+admin.py      what operators ask for and change
+guard.py      what keeps web sites out of the admin API
 http.py       health, metrics and the admin API
 """

@@ -23,35 +23,45 @@ def clear(store: Store, tenant: str | None = None) -> int:
     return store.blocks.drop(list(_known(store, tenant).index.values()))
 
 
+def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
+    """Raises what `set_quota` would raise for a quota that does not fit, or a tenant nobody knows. Changes nothing."""
+    if quota_bytes is None:
+        _known(store, tenant)
+        return
+    promised = store.tenants.promised_bytes(without=store.tenants.get(tenant))
+    if not 0 <= quota_bytes <= store.pool_bytes - promised:
+        raise RequestError(
+            "quota_too_large",
+            f"a quota of {quota_bytes} bytes does not fit: the pool has {store.pool_bytes}, of which "
+            f"{promised} are promised to other tenants",
+            field="quota_bytes",
+            hint="lower another tenant's quota first, or start the server with a larger --pool-size",
+        )
+
+
 def set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
     """Promises a tenant memory, or with None puts it back to the default. All own quotas together fit the pool."""
-    if quota_bytes is None:
-        owner = _known(store, tenant)
-    else:
-        promised = store.tenants.promised_bytes(without=store.tenants.get(tenant))
-        if not 0 <= quota_bytes <= store.pool_bytes - promised:
-            raise RequestError(
-                "quota_too_large",
-                f"a quota of {quota_bytes} bytes does not fit: the pool has {store.pool_bytes}, of which "
-                f"{promised} are promised to other tenants",
-                field="quota_bytes",
-                hint="lower another tenant's quota first, or start the server with a larger --pool-size",
-            )
-        owner = store.tenants.get_or_add(tenant)
+    check_quota(store, tenant, quota_bytes)
+    owner = store.tenants.get_or_add(tenant)
     before = owner.owner
     store.tenants.set_quota(owner, quota_bytes)
     _requeue(store, owner, before, now_ms)
     store.tenants.forget_if_idle(owner)
 
 
-def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> None:
-    """Changes the quota of every tenant that has none of its own. None: they have no promise and share one LRU."""
+def check_default_quota(store: Store, quota_bytes: int | None) -> None:
+    """Raises what `set_default_quota` would raise. Changes nothing."""
     if quota_bytes is not None and not 0 <= quota_bytes <= store.pool_bytes:
         raise RequestError(
             "quota_too_large",
             f"a default quota of {quota_bytes} bytes does not fit a pool of {store.pool_bytes}",
             field="default_quota",
         )
+
+
+def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> None:
+    """Changes the quota of every tenant that has none of its own. None: they have no promise and share one LRU."""
+    check_default_quota(store, quota_bytes)
     before = [(tenant, tenant.owner) for tenant in store.tenants]
     store.tenants.set_default_quota(quota_bytes)
     for tenant, owner in before:

@@ -15,17 +15,20 @@ from __future__ import annotations
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.layouts import Layout
 from kvkeep.store.table import FREE, NO_ROW
 from kvkeep.store.tenants import COMMONS, Tenant
-from kvkeep.store.tree import subtree
+from kvkeep.store.tree import latest_below, subtree
 
 # With more borrowers than this, the oldest is looked for among so many at a time, in turn: a bound on the work for
 # one block, and with that many tenants the oldest of a sample is old enough.
 _BORROWERS_LOOKED_AT = 64
-_SLABS_LOOKED_AT = 4
+_SLABS_LOOKED_AT = 16
+_ROWS_PER_EVICTION = 64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
+_NEVER = np.iinfo(np.int64).max
 
 
 class Room:
@@ -48,16 +51,12 @@ class Room:
         while available < wanted:
             more = (available + 1) * slot_bytes
             row = self._victim(tenant, slot_bytes, more, now_ms)
-            if row != NO_ROW and not self._time_to_compare_sizes(slot_bytes):
+            compare = row == NO_ROW or self._time_to_compare_sizes(slot_bytes)
+            if not (compare and self._empty_a_slab(tenant, slot_bytes, more, row, now_ms)):
+                if row == NO_ROW:
+                    break
                 self._blocks.evict(row, now_ms)
                 self.evictions += 1
-            else:
-                colder_than = self._blocks.sequence + 1 if row == NO_ROW else self._blocks.table.used[row]
-                if not self._empty_a_slab(tenant, slot_bytes, more, colder_than, now_ms):
-                    if row == NO_ROW:
-                        break
-                    self._blocks.evict(row, now_ms)
-                    self.evictions += 1
             available = slabs.available(slot_bytes)
         return min(wanted, available)
 
@@ -86,35 +85,53 @@ class Room:
         return best
 
     def _time_to_compare_sizes(self, slot_bytes: int) -> bool:
-        """Once for every slab's worth of evictions: the look at all other slabs is too dear for every block."""
+        """Once for every slab's worth of evictions, or less often when there is much to scan: what an eviction costs
+        must not grow with the pool."""
         count = self._evicted_since_look.get(slot_bytes, 0) + 1
-        due = count >= self._blocks.slabs.per_slab(slot_bytes)
+        due = count >= max(self._blocks.slabs.per_slab(slot_bytes), len(self._blocks.table) // _ROWS_PER_EVICTION)
         self._evicted_since_look[slot_bytes] = 0 if due else count
-        return due and bool(self._blocks.slabs.slabs_of_other_sizes(slot_bytes))
+        return due
 
-    def _empty_a_slab(self, tenant: Tenant, slot_bytes: int, more: int, colder_than: int, now_ms: int) -> bool:
-        """Evicts everything in the coldest slab of another size, if all of it was last used before `colder_than`."""
-        blocks = self._blocks
+    def _empty_a_slab(self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int) -> bool:
+        """Evicts everything in the coldest slab of another size, with what hangs on it, if that is better than to
+        evict `victim`: because all of it is colder, because others borrow what is this tenant's by right while the
+        victim is its own, or because there is no victim."""
+        blocks, table = self._blocks, self._blocks.table
         others = blocks.slabs.slabs_of_other_sizes(slot_bytes)
-        if not others:
+        if not self._any_leaf(others, tenant, more, now_ms):
             return False
-        many, rows = blocks.table.many, blocks.table.live_rows()
-        slab_of = many.slot[rows] // blocks.slabs.slab_bytes
+        owed = victim != NO_ROW and table.tenant[victim] == tenant.number and tenant.entitled_to(more)
+        colder_than = _NEVER if victim == NO_ROW or owed else table.used[victim]
+        rows = table.live_rows()
+        slab_of = table.many.slot[rows] // blocks.slabs.slab_bytes
         last_used = np.zeros(int(slab_of.max()) + 1, dtype=np.int64)
-        np.maximum.at(last_used, slab_of, many.used[rows])
-        coldest = sorted(others, key=lambda slab: int(last_used[slab]))[:_SLABS_LOOKED_AT]
-        for slab in coldest:
-            if last_used[slab] >= colder_than:
-                return False
+        np.maximum.at(last_used, slab_of, self._last_use(rows, tenant, more, spare_own=owed))
+        coldest = sorted((slab for slab in others if last_used[slab] < colder_than), key=lambda slab: last_used[slab])
+        for slab in coldest[:_SLABS_LOOKED_AT]:
             doomed = self._with_descendants(rows[slab_of == slab].tolist())
             if self._may_go(doomed, tenant, more):
                 for row in doomed:
-                    if blocks.table.state[row] != FREE:  # else it went along with its last child
+                    if table.state[row] != FREE:  # else it went along with its last child
                         blocks.evict(row, now_ms)
                 self.evictions += len(doomed)
                 self.slab_moves += 1
                 return True
         return False
+
+    def _any_leaf(self, slabs: dict[int, int], tenant: Tenant, more: int, now_ms: int) -> bool:
+        """Whether a block can go at all in slabs of these sizes: found in the queues, before anything is scanned."""
+        return any(self._victim(tenant, size, more, now_ms) != NO_ROW for size in set(slabs.values()))
+
+    def _last_use(self, rows: NDArray[np.int64], tenant: Tenant, more: int, spare_own: bool) -> NDArray[np.int64]:
+        """When each row or anything below it was last used; _NEVER in the past for what must stay."""
+        table, many = self._blocks.table, self._blocks.table.many
+        takes_from_others = tenant.quota_bytes is None or tenant.entitled_to(more)
+        stays = many.pins[rows] > 0
+        for other in self._blocks.tenants:
+            mine = other is tenant
+            if (mine and spare_own) or (not mine and not (takes_from_others and other.may_lose(1))):
+                stays |= many.tenant[rows] == other.number
+        return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
 
     def _with_descendants(self, rows: list[int]) -> list[int]:
         """The rows and all below them, each once, children before their parents."""

@@ -38,8 +38,9 @@ class Slabs:
             counts[size] = counts.get(size, 0) + 1
         return counts
 
-    def slabs_of_other_sizes(self, slot_bytes: int) -> list[int]:
-        return [slab for slab, size in self._slot_bytes.items() if size != slot_bytes]
+    def slabs_of_other_sizes(self, slot_bytes: int) -> dict[int, int]:
+        """Slab -> its slot size."""
+        return {slab: size for slab, size in self._slot_bytes.items() if size != slot_bytes}
 
     def per_slab(self, slot_bytes: int) -> int:
         return self.slab_bytes // slot_bytes

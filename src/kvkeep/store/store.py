@@ -297,6 +297,8 @@ class Store:
         """Follows the chain as far as it is known. Returns (position, row) of blocks that lack the shard and that
         nobody is writing it to, the position of the first unknown key, and the last known row."""
         table, joined = self.blocks.table, []
+        if above != NO_ROW and table.layout[above] != shape.number:
+            raise RequestError("broken_chain", "the parent is a block of another layout", field="parent")
         index: dict[bytes, int] = owner.index if owner else {}
         new_from = len(wanted)
         for position, key in enumerate(wanted):

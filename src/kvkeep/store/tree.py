@@ -117,3 +117,20 @@ def subtree(table: BlockTable, row: int, without: Collection[int] = ()) -> list[
     for each in found:
         found.extend(child for child in children(table, each) if child not in without)
     return found
+
+
+def latest_below(table: BlockTable, rows: NDArray[np.int64], used: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each of all live rows the largest `used` of itself and everything below it.
+
+    Every round doubles how far up a row reports, so a chain of 2,000 blocks takes eleven rounds.
+    """
+    latest = np.zeros(int(rows.max()) + 1, dtype=np.int64)
+    latest[rows] = used
+    above = np.full(len(latest) + 1, NO_ROW, dtype=np.int64)  # one more: NO_ROW is its own ancestor
+    above[rows] = table.many.parent[rows]
+    below = rows[above[rows] != NO_ROW]
+    while len(below):
+        np.maximum.at(latest, above[below], latest[below])
+        above[below] = above[above[below]]
+        below = below[above[below] != NO_ROW]
+    return latest[rows]

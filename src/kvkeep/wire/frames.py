@@ -1,8 +1,11 @@
 """A message as ZMQ frames and back. The only place that reads bytes a peer sent.
 
-    frame 0   header, 24 bytes:  magic "KVKP" | version u16 | 0 u16 | session u64 | number u64   (little-endian)
+    frame 0   header, 28 bytes, little-endian:  magic "KVKP" | version u16 | 0 u16 | session u64 | number u64 | crc u32
     frame 1   the message, MessagePack
-    frame 2…  payload, on the network plane only
+    frame 2…  payload, on the network plane only; each block is covered by its own checksum
+
+The CRC is CRC-32 of the header before it and of frame 1. A flipped bit in a list of slots would put a block's bytes
+under another block's key: the one thing that may never happen, and TCP's own 16-bit sum is too weak to promise it.
 
 The header keeps its shape in all versions, so that peers of different versions can tell each other so.
 """
@@ -13,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -21,7 +25,8 @@ from kvkeep.wire.messages import PROTOCOL_VERSION, Message, Reply, Request
 
 _MAGIC = b"KVKP"
 _HEADER = struct.Struct("<4sHHQQ")
-HEADER_BYTES = _HEADER.size
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CRC.size
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -39,20 +44,20 @@ class Header:
 
 def encode(header: Header, message: Message, payload: Sequence[Any] = ()) -> list[Any]:
     """The frames of a message. Payload frames are anything with a buffer, and are not copied here."""
-    return [
-        _HEADER.pack(_MAGIC, header.version, 0, header.session, header.number),
-        _encoder.encode(message),
-        *payload,
-    ]
+    head = _HEADER.pack(_MAGIC, header.version, 0, header.session, header.number)
+    body = _encoder.encode(message)
+    return [head + _CRC.pack(crc32(body, crc32(head))), body, *payload]
 
 
 def decode_header(frames: Sequence[bytes]) -> Header:
-    """Reads frame 0. Raises ProtocolError if it is no header of ours: then nobody can be answered."""
-    if not frames or len(frames[0]) != HEADER_BYTES:
+    """Reads frame 0 and checks the CRC. Raises ProtocolError if it is no message of ours: nobody can be answered."""
+    if not frames or len(frames[0]) != HEADER_BYTES or frames[0][: len(_MAGIC)] != _MAGIC:
         raise ProtocolError("a message without a kvkeep header", "is something else talking to this port?")
-    magic, version, _, session, number = _HEADER.unpack(frames[0])
-    if magic != _MAGIC:
-        raise ProtocolError("a message without a kvkeep header", "is something else talking to this port?")
+    head = frames[0][: _HEADER.size]
+    _, version, _, session, number = _HEADER.unpack(head)
+    (crc,) = _CRC.unpack(frames[0][_HEADER.size :])
+    if crc32(frames[1] if len(frames) > 1 else b"", crc32(head)) != crc:
+        raise ProtocolError("a message was damaged on its way")
     return Header(session, number, version)
 
 

@@ -1,0 +1,122 @@
+"""What a lookup costs, against a ping to the same server, in the same run.
+
+The floor is a ping: one round trip with a tiny message. A miss should cost little more, a full hit (slots and checksums
+of every block, leased) a few pings, and neither should grow with what is stored. Pings and lookups alternate, so that
+noise of the machine meets both; ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.errors import Unavailable
+from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
+
+_BLOCKS = (128, 512, 2048, 8192)
+_LONGEST = max(_BLOCKS)
+_SLOT_BYTES = 4096
+_DEADLINE_MS = 10_000
+
+
+def run(resident: tuple[int, ...] = (10_000, 1_000_000), rounds: int = 300) -> dict[str, Any]:
+    """Starts a server for each number of resident blocks and measures misses and full hits of several lengths."""
+    rows: list[dict[str, Any]] = []
+    pings: list[float] = []
+    for blocks in resident:
+        pool_mib = blocks * _SLOT_BYTES // (1 << 20) * 11 // 10 + 64
+        with ServerProcess("--pool-size", f"{pool_mib}MiB") as server:
+            rows += _rows(server.address, blocks, rounds, pings)
+    for row in rows:
+        smallest = next(r for r in rows if (r["blocks"], r["kind"]) == (row["blocks"], row["kind"]))
+        row["growth"] = round(row["p50_us"] / smallest["p50_us"], 2)
+    return {"ping_us": _percentiles(pings), "rows": rows}
+
+
+def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[dict[str, Any]]:
+    identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, layout="bench lookup")
+    connection = Connection(BlockShape(identity, (_SLOT_BYTES,)), ClientOptions(address=address))
+    if not connection.wait_until_up(10_000):
+        raise Unavailable(f"no session with {address}: {connection.refusal}")
+    chains = _fill(connection, resident)
+    rows = []
+    for blocks in _BLOCKS:
+        for kind in ("miss", "hit"):
+            own_pings, lookups = _measure(connection, chains, blocks, kind, rounds)
+            pings += own_pings
+            p50, ping = float(np.median(lookups)), float(np.median(own_pings))
+            rows.append(
+                {
+                    "blocks": blocks,
+                    "kind": kind,
+                    "resident": resident,
+                    **{f"{name}_us": value for name, value in _percentiles(lookups).items()},
+                    "ratio_to_ping": round(p50 / ping, 2),
+                }
+            )
+    connection.close()
+    return rows
+
+
+def _fill(connection: Connection, resident: int) -> list[bytes]:
+    """Stores chains until so many blocks are resident; a quarter of them in long chains, which are returned."""
+    chains: list[bytes] = []
+    stored = 0
+    while stored < resident:
+        long = not chains or len(chains) * _LONGEST < resident // 4
+        count = min(_LONGEST if long else 512, resident - stored)
+        keys = os.urandom(count * KEY_BYTES)
+        write = connection.call(m.PrepareStore(DEFAULT_TENANT, _layout(connection), 0, b"", keys), _DEADLINE_MS)
+        plan = connection.wait(write)
+        if not isinstance(plan, m.Prepared) or plan.refused:
+            time.sleep(0.05)  # the pool is still being filled
+            connection.give_up(write)
+            continue
+        done = connection.wait(connection.call(m.CompleteStore(write.number, bytes(8 * count)), _DEADLINE_MS))
+        assert isinstance(done, m.Done) and done.count == count
+        stored += count
+        if count == _LONGEST:
+            chains.append(keys)
+    return chains
+
+
+def _measure(
+    connection: Connection, chains: list[bytes], blocks: int, kind: str, rounds: int
+) -> tuple[list[float], list[float]]:
+    pings, lookups = [], []
+    for turn in range(rounds + 10):
+        chain = chains[turn % len(chains)] if kind == "hit" else os.urandom(_LONGEST * KEY_BYTES)
+        message = m.Lookup(DEFAULT_TENANT, _layout(connection), chain[: blocks * KEY_BYTES])
+        ping_us, _ = _timed(connection, m.Ping())
+        lookup_us, (lease, found) = _timed(connection, message)
+        assert isinstance(found, m.Found) and found.blocks == (blocks if kind == "hit" else 0)
+        _timed(connection, m.Release([lease]))
+        if turn >= 10:
+            pings.append(ping_us)
+            lookups.append(lookup_us)
+    return pings, lookups
+
+
+def _timed(connection: Connection, message: m.Message) -> tuple[float, tuple[int, m.Reply | None]]:
+    started = time.perf_counter()
+    call = connection.call(message, _DEADLINE_MS)
+    reply = connection.wait(call)
+    return (time.perf_counter() - started) * 1e6, (call.number, reply)
+
+
+def _layout(connection: Connection) -> int:
+    assert connection.layout is not None
+    return connection.layout.layout
+
+
+def _percentiles(microseconds: list[float]) -> dict[str, float]:
+    return {"p50": round(float(np.median(microseconds)), 1), "p99": round(float(np.percentile(microseconds, 99)), 1)}

@@ -1,0 +1,155 @@
+"""`kvkeep bench NAME`: runs `kvkeep.bench.NAME.run` and shows its numbers, with the machine they belong to.
+
+A benchmark's options are the keyword arguments of its `run`, so a new one needs no line here but its name. Modules
+are imported when they are asked for: some need what only development has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import typer
+from rich.console import RenderableType
+from typer.core import TyperCommand
+
+from kvkeep.cli import machine
+from kvkeep.cli.output import Json, console, help_section, note, show_facts, show_json, show_table
+from kvkeep.errors import SettingsError
+
+BENCHES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "lookup": "How long a lookup takes, against a ping.",
+        "transfer": "How fast blocks are stored and loaded, against a plain copy.",
+        "index": "What a resident block costs in memory, and how fast blocks come and go.",
+        "checksum": "How fast checksums are taken.",
+        "keys": "What a block's key costs, for each hash we could have taken.",
+    }
+)
+
+app = typer.Typer(no_args_is_help=True, help="Measure this machine. Options of each are in its --help.")
+
+
+class BenchCommand(TyperCommand):
+    """Adds the options of the benchmark's `run` to the help page."""
+
+    def get_help(self, ctx: Any) -> str:
+        assert self.name is not None
+        rows = [(flag, f"[default: {default}]") for flag, default in options_of(_load(self.name).run)]
+        return help_section(super().get_help(ctx), "Options of this benchmark", rows)
+
+
+def _add(name: str) -> None:
+    def command(context: typer.Context, json: Json = False) -> None:
+        measure(name, context.args, json)
+
+    command.__doc__ = BENCHES[name]
+    extra = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, cls=BenchCommand, context_settings=extra)(command)
+
+
+for _bench in BENCHES:
+    _add(_bench)
+
+
+def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
+    """Runs one benchmark and prints its result."""
+    module = _load(name)
+    options = read_options(module.run, argv)
+    command = shlex.join(["kvkeep", "bench", name, *argv, *["--json"] * as_json])
+    on = machine.describe()
+    note(f"$ {command}")
+    note(", ".join(f"{fact}: {value}" for fact, value in on.items()))
+    result: dict[str, Any] = module.run(**options)
+    if as_json:
+        show_json({**result, "machine": on, "command": command})
+    elif hasattr(module, "table"):
+        rendered: RenderableType = module.table(result)
+        console().print(rendered)
+    else:
+        show(result)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Any result: single values in lines, then a table for each list of rows and each mapping."""
+    show_facts((key, _text(value)) for key, value in result.items() if not _is_table(value))
+    for key, value in result.items():
+        if not _is_table(value):
+            continue
+        print()
+        if isinstance(value, dict):
+            show_table((key, ""), list(value.items()))
+        else:
+            columns = list(dict.fromkeys(column for row in value for column in row))
+            show_table(columns, [[row.get(column) for column in columns] for row in value])
+
+
+def _is_table(value: Any) -> bool:
+    rows = value if isinstance(value, list) and value else [None]
+    return isinstance(value, dict) or all(isinstance(row, dict) for row in rows)
+
+
+def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value`, `--switch` and `--no-switch` as keyword arguments of `run`."""
+    parameters = inspect.signature(run).parameters
+    options: dict[str, Any] = {}
+    rest = iter(argv)
+    for argument in rest:
+        flag, equals, text = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--no-") and isinstance(_default(parameters, name.removeprefix("no_")), bool):
+            options[name.removeprefix("no_")] = False
+            continue
+        if not flag.startswith("--") or name not in parameters:
+            known = ", ".join(flag for flag, _ in options_of(run)) or "none"
+            raise SettingsError(f'unknown option "{flag}"', f"options of this benchmark: {known}")
+        default = parameters[name].default
+        if isinstance(default, bool) and not equals:
+            options[name] = True
+            continue
+        text = text if equals else next(rest, "")
+        try:
+            options[name] = _convert(default, text)
+        except ValueError:
+            raise SettingsError(f'{flag} "{text}": expected a value such as {_text(default)}') from None
+    return options
+
+
+def _convert(default: Any, text: str) -> Any:
+    """`text` as a value of the default's type; what has several values takes them with commas between."""
+    if isinstance(default, tuple | list):
+        return type(default)(_convert(default[0], part) for part in text.split(","))
+    if isinstance(default, bool):
+        return {"true": True, "false": False}.get(text, text == "1")
+    if isinstance(default, int | float):
+        return type(default)(text)
+    if not text:
+        raise ValueError
+    return text
+
+
+def _load(name: str) -> Any:
+    try:
+        return importlib.import_module(f"kvkeep.bench.{name}")
+    except ImportError as error:
+        raise SettingsError(f"benchmark {name} cannot be loaded: {error}", "install kvkeep[dev]") from error
+
+
+def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
+    return parameters[name].default if name in parameters else None
+
+
+def options_of(run: Callable[..., Any]) -> list[tuple[str, str]]:
+    """Flag and default of each option."""
+    parameters = inspect.signature(run).parameters
+    return [(f"--{name.replace('_', '-')}", _text(parameter.default)) for name, parameter in parameters.items()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,76 @@
+"""Answers on stdout, as tables for people or JSON for programs; everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_HELP_WIDTH = 110
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
+
+
+def show_json(data: Any) -> None:
+    print(json.dumps(data, indent=2))
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table whose numbers stand right. Piped into a file it is not cut to the width of a terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    rows = [[_cell(value) for value in row] for row in rows]
+    for index, column in enumerate(columns):
+        numbers = all(_is_number(row[index]) for row in rows)
+        table.add_column(column, justify="right" if numbers and rows else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def show_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Names and values, one pair a line."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, value)
+    console().print(table)
+
+
+def console() -> Console:
+    width = None if sys.stdout.isatty() else 1000
+    return Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+
+
+def help_section(help_text: str, title: str, rows: Sequence[tuple[str, str]], after: str = "") -> str:
+    """A help page with one more section at its end, in the manner of those before it."""
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [f"{help_text}", "", f"{title}:"]
+    for name, text in rows:
+        lines += textwrap.wrap(
+            text, _HELP_WIDTH, initial_indent=f"  {name:{width}}  ", subsequent_indent=" " * (width + 4)
+        )
+    return "\n".join([*lines, *(["", after] if after else [])])
+
+
+def note(text: str) -> None:
+    """For people who watch: never part of the answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _is_number(text: str) -> bool:
+    return text == "-" or text[:1].isdigit()

@@ -1,0 +1,76 @@
+"""The admin API from the other side, with the standard library alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep.errors import RequestError, SettingsError, Unavailable
+from kvkeep.server.setting_kinds import split_host
+from kvkeep.server.settings import TABLE
+
+DEFAULT_ADDRESS = TABLE["http_address"].default
+_ANSWER_WITHIN_S = 15.0
+
+Http = Annotated[
+    str,
+    typer.Option(
+        "--http",
+        envvar="KVKEEP_HTTP",
+        metavar="HOST:PORT",
+        help="Where the server's admin API is.",
+        show_default=True,
+    ),
+]
+
+# A proxy from the environment is for the world outside; the server listens on loopback.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def ask(address: str, path: str, method: str = "GET", body: Any = None, timeout_s: float = _ANSWER_WITHIN_S) -> Any:
+    """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for a refusal."""
+    url = _url(address)
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"}, method=method)
+    try:
+        with _opener.open(request, timeout=timeout_s) as reply:
+            answer = reply.read()
+        return json.loads(answer) if answer else None
+    except urllib.error.HTTPError as error:
+        raise _refusal(error, url) from None
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
+        raise Unavailable(
+            f"no kvkeep server answers at {url}: {getattr(why, 'strerror', None) or why}",
+            "start one with `kvkeep serve`, or say where it is with --http HOST:PORT or KVKEEP_HTTP",
+        ) from None
+    except ValueError:
+        raise _stranger(url) from None
+
+
+def _url(address: str) -> str:
+    text = address.removeprefix("http://").rstrip("/")
+    try:
+        split_host(text)
+    except ValueError:
+        raise SettingsError(f'--http "{address}": expected host:port', f"the default is {DEFAULT_ADDRESS}") from None
+    return f"http://{text}"
+
+
+def _refusal(error: urllib.error.HTTPError, url: str) -> RequestError | Unavailable:
+    """What the server said, as the exception it was there."""
+    with error:
+        try:
+            said = json.loads(error.read())
+            return RequestError(said["error"], said["message"], field=said["field"], hint=said["hint"])
+        except (ValueError, KeyError, TypeError, OSError):
+            return _stranger(url)
+
+
+def _stranger(url: str) -> Unavailable:
+    return Unavailable(f"what answers at {url} is no kvkeep server", "say where it is with --http HOST:PORT")

@@ -1,0 +1,128 @@
+"""`kvkeep serve`: a server in the foreground, from its settings to its orderly end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from kvkeep.cli import logs
+from kvkeep.cli.output import help_section, note
+from kvkeep.errors import SettingsError
+from kvkeep.server.daemon import Daemon
+from kvkeep.server.http import HttpServer
+from kvkeep.server.settings import ENV_PREFIX, TABLE, Settings
+from kvkeep.units import format_size
+
+_FIRST_PROGRESS_AFTER_S = 2.0
+
+
+class ServeCommand(TyperCommand):
+    """Adds all settings to the help page. They are read by Settings.load, which knows more than options do."""
+
+    def get_help(self, ctx: Any) -> str:
+        rows = [
+            (f"--{name.replace('_', '-')}", f"{line.help} [default: {line.default}]{' (live)' * line.live}")
+            for name, line in TABLE.items()
+        ]
+        return help_section(
+            super().get_help(ctx),
+            f"Settings, as a flag, as {ENV_PREFIX}NAME in the environment, or as a name in FILE",
+            rows,
+            "Settings marked (live) can change while the server runs: `kvkeep settings set`.",
+        )
+
+
+def serve(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,
+    ready_json: Annotated[bool, typer.Option("--json", help="Say that the server is ready as a line of JSON.")] = False,
+) -> None:
+    """Run a server until SIGTERM or SIGINT."""
+    signals = Signals()
+    settings = Settings.load(config, os.environ, context.args)
+    logs.set_up(settings.log_level, settings.log_json)
+    daemon = Daemon(settings)
+    http: HttpServer | None = None
+    try:
+        http = HttpServer(daemon)
+        signals.then(daemon.stop)
+        http.start()
+        _say_ready(daemon, http, ready_json)
+        threading.Thread(target=_report_progress, args=(daemon,), daemon=True).start()
+        daemon.run()
+    finally:
+        if http is not None:
+            http.stop()
+        daemon.close()
+
+
+class Signals:
+    """The first SIGTERM or SIGINT asks for an orderly end; the second one does not wait for it.
+
+    Either way the pool is removed: the second signal raises SystemExit, which the caller's `finally` sees. Only a
+    third one ends the process on the spot.
+    """
+
+    def __init__(self) -> None:
+        self._stop: Callable[[], None] | None = None
+        self._asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
+
+    def then(self, stop: Callable[[], None]) -> None:
+        """What an orderly end is, from now on."""
+        self._stop = stop
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is not None and not self._asked:
+            self._asked = True
+            self._stop()
+            return
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+
+def _say_ready(daemon: Daemon, http: HttpServer, as_json: bool) -> None:
+    """Sockets listen from here on; what engines send waits for the loop, which is about to turn."""
+    pool_bytes = daemon.pool.pool_bytes
+    if as_json:
+        line = json.dumps(
+            {
+                "address": daemon.address,
+                "http": http.address,
+                "pid": os.getpid(),
+                "pool_bytes": pool_bytes,
+                "name": daemon.settings.name,
+            }
+        )
+    else:
+        size = format_size(pool_bytes)
+        line = f"kvkeep is serving: engines on {daemon.address}, HTTP on http://{http.address}, pool {size}"
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        raise SettingsError(f"stdout cannot be written: {error.strerror}") from error
+    if sys.stdout.isatty():
+        note("stop it with Ctrl-C")
+
+
+def _report_progress(daemon: Daemon) -> None:
+    """A large pool takes a while to fill; who watches should see that it does. Says nothing about a quick one."""
+    waited = False
+    while not daemon.ready.wait(_FIRST_PROGRESS_AFTER_S) and not daemon.stopping:
+        waited = True
+        pool = daemon.pool
+        note(f"filling the pool: {format_size(pool.filled_bytes)} of {format_size(pool.pool_bytes)}")
+    if waited and daemon.ready.is_set():
+        note(f"the pool is filled: {format_size(daemon.pool.filled_bytes)}")

@@ -1,0 +1,160 @@
+"""`kvkeep tenants ...`: usage, quotas, clearing.
+
+A tenant is named by its id. Who knows only the salt gives it on stdin, or types it unseen: the id is made here, so the
+salt reaches neither server nor log, neither the shell's history nor the list of processes.
+"""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep.cli.output import Json, note, show_json, show_table
+from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, ask
+from kvkeep.errors import RequestError, SettingsError
+from kvkeep.kv.identity import is_tenant, tenant_of
+from kvkeep.units import format_size, parse_size
+
+MAX_SALT_BYTES = 64 * 1024
+_CLEAR_WITHIN_S = 600.0
+
+app = typer.Typer(no_args_is_help=True, help="Show tenants, set their quotas, clear their blocks.")
+
+SaltStdin = Annotated[
+    bool,
+    typer.Option("--salt-stdin", help="Name the tenant by its salt, read from stdin (or typed unseen), not by its id."),
+]
+Tenant = Annotated[str | None, typer.Argument(help="A tenant id: `default`, or `t-` and 32 hex digits.")]
+
+
+@app.command("list")
+def list_tenants(
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 1000,
+    http: Http = DEFAULT_ADDRESS,
+    json: Json = False,
+) -> None:
+    """Show tenants with their usage and quota, largest first."""
+    said = ask(http, f"/v1/tenants?limit={limit}")
+    if json:
+        show_json(said)
+        return
+    show_table(*tenant_rows(said["tenants"]))
+    if said["total"] > len(said["tenants"]):
+        note(f"{said['total'] - len(said['tenants'])} more: use a larger --limit")
+
+
+@app.command("set-quota")
+def set_quota(
+    words: Annotated[list[str], typer.Argument(metavar="[TENANT] SIZE", help="A tenant id, and a size such as 8GiB.")],
+    salt_stdin: SaltStdin = False,
+    http: Http = DEFAULT_ADDRESS,
+    json: Json = False,
+) -> None:
+    """Promise a tenant memory. Kept over restarts."""
+    if len(words) != (1 if salt_stdin else 2):
+        raise SettingsError("expected TENANT and SIZE, or --salt-stdin and SIZE")
+    try:
+        quota_bytes = parse_size(words[-1])
+    except ValueError as error:
+        raise SettingsError(f"the quota: expected {error}") from None
+    tenant = named(None if salt_stdin else words[0], salt_stdin)
+    ask(http, f"/v1/tenants/{tenant}/quota", "PUT", {"quota_bytes": quota_bytes})
+    _say(json, {"tenant": tenant, "quota_bytes": quota_bytes}, f"{tenant} has a quota of {format_size(quota_bytes)}")
+
+
+@app.command("unset-quota")
+def unset_quota(
+    tenant: Tenant = None, salt_stdin: SaltStdin = False, http: Http = DEFAULT_ADDRESS, json: Json = False
+) -> None:
+    """Give a tenant the default quota again."""
+    name = named(tenant, salt_stdin)
+    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": None})
+    _say(json, {"tenant": name, "quota_bytes": None}, f"{name} has the default quota")
+
+
+@app.command("clear")
+def clear(
+    tenant: Tenant = None, salt_stdin: SaltStdin = False, http: Http = DEFAULT_ADDRESS, json: Json = False
+) -> None:
+    """Take all blocks of a tenant out of use."""
+    name = named(tenant, salt_stdin)
+    said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", timeout_s=_CLEAR_WITHIN_S)
+    _say(json, {"tenant": name, **said}, f"{said['blocks']:,} blocks of {name} are out of use")
+
+
+@app.command("clear-all")
+def clear_all(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    http: Http = DEFAULT_ADDRESS,
+    json: Json = False,
+) -> None:
+    """Take all blocks of all tenants out of use."""
+    if not yes and not (sys.stdin.isatty() and typer.confirm("Take every block out of use?", err=True)):
+        raise SettingsError("nothing was cleared", "say --yes if every block of every tenant is meant")
+    said = ask(http, "/v1/blocks?confirm=everything", "DELETE", timeout_s=_CLEAR_WITHIN_S)
+    _say(json, said, f"{said['blocks']:,} blocks are out of use")
+
+
+@app.command("id")
+def show_id(json: Json = False) -> None:
+    """Print the tenant id of a salt that is read from stdin (or typed unseen)."""
+    tenant = tenant_of(read_salt())
+    _say(json, {"tenant": tenant}, tenant)
+
+
+def named(tenant: str | None, salt_stdin: bool) -> str:
+    """The tenant that is meant. What is no id is not quoted: it may be a salt."""
+    if (tenant is not None) == salt_stdin:
+        raise SettingsError("expected either TENANT or --salt-stdin")
+    if tenant is None:
+        return tenant_of(read_salt())
+    if not is_tenant(tenant):
+        raise RequestError(
+            "bad_tenant",
+            "a tenant is named `default` or `t-` and 32 hex digits",
+            field="tenant",
+            hint="if that was a salt, give it on stdin with --salt-stdin: on the command line others can see it",
+        )
+    return tenant
+
+
+def read_salt() -> str:
+    """From stdin, without the line end; from a terminal unseen."""
+    if sys.stdin.isatty():
+        salt = getpass.getpass("salt: ")
+    else:
+        data = sys.stdin.buffer.read(MAX_SALT_BYTES + 1)
+        if len(data) > MAX_SALT_BYTES:
+            raise SettingsError(f"a salt has at most {MAX_SALT_BYTES} bytes")
+        try:
+            salt = data.decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError:
+            raise SettingsError("the salt on stdin is not UTF-8") from None
+    if not salt:
+        raise SettingsError("stdin gave no salt", "requests without a salt belong to the tenant `default`")
+    return salt
+
+
+def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[Any]]]:
+    """Columns and rows of a table of tenants."""
+    return ("tenant", "blocks", "usage", "quota", ""), [
+        (
+            t["tenant"],
+            t["blocks"],
+            format_size(t["usage_bytes"]),
+            None if t["quota_bytes"] is None else format_size(t["quota_bytes"]),
+            "own" if t["own_quota"] else "",
+        )
+        for t in tenants
+    ]
+
+
+def _say(as_json: bool, data: dict[str, Any], text: str) -> None:
+    if as_json:
+        show_json(data)
+    else:
+        print(text)

@@ -1,0 +1,1 @@
+"""Kernels for blocks that lie in GPU memory. Needs torch and triton."""

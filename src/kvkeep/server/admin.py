@@ -1,0 +1,282 @@
+"""What operators ask for and change while the server runs.
+
+Called from any thread but the loop's. Whatever touches the store is done in the loop's thread, in short pieces, and
+waited for with a limit; files are written in the caller's thread, so that a slow disk keeps no engine waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from kvkeep import __version__
+from kvkeep.errors import RequestError
+from kvkeep.kv.identity import is_tenant
+from kvkeep.server.counters import Counters
+from kvkeep.server.daemon import Daemon
+from kvkeep.server.quotas import KeptQuotas
+from kvkeep.server.settings import Settings
+from kvkeep.server.snapshot import (
+    PoolShown,
+    QuotasShown,
+    SessionShown,
+    Snapshot,
+    largest_tenants,
+    shown,
+    take,
+)
+from kvkeep.store.operators import check_default_quota, check_quota, set_default_quota, set_quota
+from kvkeep.store.plans import TenantUsage
+from kvkeep.store.store import Store
+from kvkeep.store.table import NO_ROW
+from kvkeep.store.tenants import Tenant
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOP_WAIT_S = 5.0
+_BLOCKS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their turn
+
+
+@dataclass(frozen=True)
+class Status:
+    """The server as `kvkeep status` shows it."""
+
+    name: str
+    version: str
+    pid: int
+    epoch: str
+    address: str
+    http_address: str
+    uptime_s: float
+    ready: bool
+    stopping: bool
+    pool: PoolShown
+    quotas: QuotasShown
+    sessions: list[SessionShown]
+    leases: int
+    writes: int
+    layouts: int
+    tenants: int
+    largest_tenants: list[TenantUsage]
+    counters: dict[str, int]
+    refusals: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TenantList:
+    """The largest tenants first. `total` counts those that were left out as well."""
+
+    total: int
+    tenants: list[TenantUsage]
+
+
+@dataclass(frozen=True)
+class SettingShown:
+    """A setting, where its value came from, and whether it can change while the server runs."""
+
+    name: str
+    value: str
+    source: str
+    live: bool
+    help: str
+
+
+class Admin:
+    """One for each daemon: changes go one after the other."""
+
+    def __init__(self, daemon: Daemon, loop_wait_s: float = LOOP_WAIT_S) -> None:
+        self.daemon = daemon
+        self.http_address = ""
+        self._loop_wait_s = loop_wait_s
+        self._changing = threading.Lock()
+
+    def in_loop(self, duty: Callable[[], T]) -> T:
+        """Runs `duty` in the loop's thread. `loop_busy` if it was not begun in time, and then it never will be."""
+        future = self.daemon.run_in_loop(duty)
+        with contextlib.suppress(TimeoutError, CancelledError):
+            return future.result(self._loop_wait_s)
+        if future.cancel():
+            raise RequestError(
+                "loop_busy",
+                f"the server's loop did not answer within {self._loop_wait_s:g} s; nothing was done",
+                hint="try again; if it stays so, see the server's log",
+            )
+        try:
+            return future.result(self._loop_wait_s)
+        except TimeoutError:
+            raise RequestError(
+                "outcome_unknown", "the request is still being carried out", hint="ask for the status later"
+            ) from None
+
+    # -- asking
+
+    def snapshot(self) -> Snapshot:
+        return self.in_loop(lambda: take(self.daemon))
+
+    def status(self) -> Status:
+        daemon, now = self.daemon, self.snapshot()
+        counted = [field.name for field in fields(Counters) if field.name not in ("refusals", "latency")]
+        counters = {name: getattr(now.counters, name) for name in counted}
+        return Status(
+            name=daemon.settings.name,
+            version=__version__,
+            pid=os.getpid(),
+            epoch=f"{daemon.epoch:016x}",
+            address=daemon.address,
+            http_address=self.http_address,
+            uptime_s=round(time.time() - daemon.started, 1),
+            ready=now.ready,
+            stopping=now.stopping,
+            pool=now.pool,
+            quotas=now.quotas,
+            sessions=now.sessions,
+            leases=now.leases,
+            writes=now.writes,
+            layouts=now.layouts,
+            tenants=now.tenants,
+            largest_tenants=now.largest_tenants,
+            counters=counters | {"evictions": now.evictions, "slab_moves": now.slab_moves},
+            refusals=now.counters.refusals,
+        )
+
+    def tenants(self, limit: int) -> TenantList:
+        store = self.daemon.store
+        return self.in_loop(lambda: TenantList(len(store.tenants), largest_tenants(store, limit)))
+
+    def tenant(self, tenant: str) -> TenantUsage:
+        _check_tenant(tenant)
+        return self.in_loop(lambda: shown(_known(self.daemon.store, tenant)))
+
+    def settings(self) -> list[SettingShown]:
+        return [SettingShown(*row) for row in self.daemon.settings.describe()]
+
+    # -- changing
+
+    def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
+        """Gives a tenant a quota of its own, or with None the default again. Saved before it is in force."""
+        _check_tenant(tenant)
+        store, now_ms = self.daemon.store, self.daemon.now_ms()
+        with self._one_change_at_a_time():
+            self.in_loop(lambda: check_quota(store, tenant, quota_bytes))
+            others = {name: quota for name, quota in self.daemon.kept_quotas.tenants.items() if name != tenant}
+            kept = others if quota_bytes is None else others | {tenant: quota_bytes}
+            with self._saved(replace(self.daemon.kept_quotas, tenants=kept)):
+                self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
+        log.info("quota of tenant %s: %s", tenant, "the default" if quota_bytes is None else f"{quota_bytes} bytes")
+
+    def change_settings(self, changes: Mapping[str, str]) -> list[SettingShown]:
+        """Changes live settings, all or none. A default quota is saved like a tenant's; others last until the end."""
+        store = self.daemon.store
+        with self._one_change_at_a_time():
+            changed = self.daemon.settings
+            for name, text in changes.items():
+                changed = changed.changed(name, text)
+            if "default_quota" in changes:
+                self.in_loop(lambda: check_default_quota(store, changed.default_quota))
+                kept = replace(self.daemon.kept_quotas, default_set=True, default_bytes=changed.default_quota)
+                with self._saved(kept):
+                    self.in_loop(lambda: self._put_in_force(changed))
+            else:
+                self.in_loop(lambda: self._put_in_force(changed))
+        for name in changes:
+            log.info("%s = %s", name, getattr(changed, name))
+        return self.settings()
+
+    def clear(self, tenant: str) -> int:
+        """Takes all blocks out of use that the tenant has now. Returns how many."""
+        _check_tenant(tenant)
+        self.in_loop(lambda: _known(self.daemon.store, tenant))
+        dropped = self._clear(tenant)
+        log.info("cleared %d blocks of tenant %s", dropped, tenant)
+        return dropped
+
+    def clear_all(self) -> int:
+        """Takes all blocks out of use. Returns how many."""
+        store = self.daemon.store
+        names = self.in_loop(lambda: [tenant.name for tenant in store.tenants])
+        dropped = sum(self._clear(name) for name in names)
+        log.info("cleared all %d blocks", dropped)
+        return dropped
+
+    # -- inside
+
+    def _clear(self, tenant: str) -> int:
+        """Youngest blocks first, so that no piece takes a whole tree of descendants along at once."""
+        store = self.daemon.store
+        keys = self.in_loop(lambda: list(owner.index) if (owner := store.tenants.get(tenant)) else [])
+        dropped = 0
+        while keys:
+            piece = keys[-_BLOCKS_CLEARED_A_TURN:]
+            del keys[-_BLOCKS_CLEARED_A_TURN:]
+            dropped += self.in_loop(lambda piece=piece: _drop(store, tenant, piece))  # type: ignore[misc]
+        return dropped
+
+    def _put_in_force(self, changed: Settings) -> None:
+        daemon = self.daemon
+        if changed.default_quota != daemon.settings.default_quota:
+            set_default_quota(daemon.store, changed.default_quota, daemon.now_ms())
+        daemon.service.verify = changed.verify
+        logging.getLogger("kvkeep").setLevel(changed.log_level.upper())
+        daemon.settings = changed
+
+    @contextlib.contextmanager
+    def _one_change_at_a_time(self) -> Iterator[None]:
+        if not self._changing.acquire(timeout=self._loop_wait_s):
+            raise RequestError("loop_busy", "another change is being saved", hint="try again")
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+    @contextlib.contextmanager
+    def _saved(self, kept: KeptQuotas) -> Iterator[None]:
+        """Saves `kept` before the body puts it in force, and what was kept before if the body did not."""
+        before = self.daemon.kept_quotas
+        try:
+            self.daemon.quotas.save(kept)
+        except OSError as error:
+            raise RequestError(
+                "not_saved",
+                f"{self.daemon.quotas.path} cannot be written: {error.strerror}; nothing was changed",
+                hint="see that --state-dir can be written and has room",
+            ) from error
+        try:
+            yield
+        except RequestError as error:
+            if error.code != "outcome_unknown":
+                self.daemon.quotas.save(before)
+            raise
+        self.daemon.kept_quotas = kept
+
+
+def _check_tenant(tenant: str) -> None:
+    """The text is not quoted: it may be a salt that somebody took for a tenant's name."""
+    if not is_tenant(tenant):
+        raise RequestError(
+            "bad_tenant",
+            "a tenant is named `default` or `t-` and 32 hex digits",
+            field="tenant",
+            hint="`kvkeep tenants id` makes it from a salt",
+        )
+
+
+def _known(store: Store, tenant: str) -> Tenant:
+    check_quota(store, tenant, None)  # raises unknown_tenant
+    owner = store.tenants.get(tenant)
+    assert owner is not None
+    return owner
+
+
+def _drop(store: Store, tenant: str, keys: list[bytes]) -> int:
+    owner = store.tenants.get(tenant)
+    rows = [owner.index.get(key, NO_ROW) for key in keys] if owner else []
+    return store.blocks.drop([row for row in rows if row != NO_ROW])

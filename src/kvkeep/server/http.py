@@ -1,0 +1,303 @@
+"""Health, metrics and the admin API over HTTP, in a thread of their own.
+
+    /healthz             is the server alive? Red while its loop is stuck, however well this thread still answers
+    /readyz              may engines be sent here? Not while the pool is being filled, nor while the server stops
+    /metrics             for Prometheus
+    /v1/...              status, tenants, quotas, settings; described by /openapi.json and /docs
+
+Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from typing import Annotated, Any, Final
+
+import uvicorn
+from fastapi import Body, FastAPI, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from kvkeep import __version__
+from kvkeep.errors import KVKeepError, RequestError, SettingsError
+from kvkeep.server.admin import Admin, SettingShown, Status, TenantList
+from kvkeep.server.daemon import Daemon
+from kvkeep.server.guard import Guard
+from kvkeep.server.metrics import make_registry
+from kvkeep.server.setting_kinds import split_host
+from kvkeep.store.plans import TenantUsage
+
+log = logging.getLogger(__name__)
+
+STUCK_AFTER_S = 5.0
+TENANTS_SHOWN, TENANTS_SHOWN_AT_MOST = 1000, 100_000
+CONFIRMATION: Final = "everything"
+_STOP_WITHIN_S = 5.0
+
+_STATUS: Final = {
+    "unknown_tenant": 404,
+    "quota_too_large": 409,
+    "too_many_tenants": 409,
+    "loop_busy": 503,
+    "outcome_unknown": 504,
+    "not_saved": 500,
+}
+_HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
+
+
+class Problem(BaseModel):
+    """What every error looks like."""
+
+    error: str
+    message: str
+    field: str = ""
+    hint: str = ""
+
+
+class QuotaChange(BaseModel):
+    """A quota in bytes, or null for the default again."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    quota_bytes: int | None = Field(ge=0)
+
+
+class Cleared(BaseModel):
+    """How many blocks were taken out of use."""
+
+    blocks: int
+
+
+class Health(BaseModel):
+    """Whether the loop turns, and for how long it has been busy with one turn."""
+
+    healthy: bool
+    busy_s: float
+
+
+class Readiness(BaseModel):
+    """Whether engines may be sent here, and if not, why."""
+
+    ready: bool
+    reason: str
+    pool_bytes: int
+    filled_bytes: int
+    degraded: str
+
+
+Tenant = Annotated[str, Path(description="A tenant id: `default`, or `t-` and 32 hex digits. Never a salt.")]
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Problem} for code in (403, 404, 409, 413, 422, 500, 503, 504)
+}
+
+
+def make_app(admin: Admin, stuck_after_s: float = STUCK_AFTER_S) -> FastAPI:
+    """The application over one daemon."""
+    app = FastAPI(
+        title="kvkeep",
+        version=__version__,
+        description="Health, metrics and administration of one kvkeep server.",
+        responses=_PROBLEMS,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.add_middleware(Guard)
+    app.add_exception_handler(KVKeepError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_problem)
+    app.add_exception_handler(Exception, _failed)
+    _add_health(app, admin.daemon, stuck_after_s)
+    _add_metrics(app, admin)
+    _add_tenants(app, admin)
+    _add_settings(app, admin)
+    return app
+
+
+def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:
+    # Coroutines, so that they answer although all worker threads may be waiting for a loop that is stuck.
+    @app.get("/healthz", tags=["health"], summary="Whether the server is alive")
+    async def healthz(response: Response) -> Health:
+        busy_since = daemon.busy_since
+        busy_s = 0.0 if busy_since is None else time.monotonic() - busy_since
+        healthy = busy_s <= stuck_after_s
+        response.status_code = 200 if healthy else 503
+        return Health(healthy=healthy, busy_s=round(busy_s, 3))
+
+    @app.get("/readyz", tags=["health"], summary="Whether engines may be sent here")
+    async def readyz(response: Response) -> Readiness:
+        pool, busy_since = daemon.pool, daemon.busy_since
+        reason = ""
+        if daemon.stopping:
+            reason = "the server is stopping"
+        elif busy_since is not None and time.monotonic() - busy_since > stuck_after_s:
+            reason = "the server's loop is stuck"
+        elif not daemon.ready.is_set():
+            reason = f"the pool is being filled: {pool.filled_bytes} of {pool.pool_bytes} bytes"
+        elif not pool.filled_bytes:
+            reason = "the pool has no memory"
+        response.status_code = 503 if reason else 200
+        return Readiness(
+            ready=not reason,
+            reason=reason,
+            pool_bytes=pool.pool_bytes,
+            filled_bytes=pool.filled_bytes,
+            degraded=daemon.degraded,
+        )
+
+
+def _add_metrics(app: FastAPI, admin: Admin) -> None:
+    registry = make_registry(admin.snapshot, admin.daemon.started)
+
+    @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", response_class=Response)
+    def metrics(request: Request) -> Response:
+        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encoder(registry), headers={"content-type": content_type})
+
+    @app.get("/v1/status", tags=["status"], summary="The server at this moment")
+    def status() -> Status:
+        return admin.status()
+
+
+def _add_tenants(app: FastAPI, admin: Admin) -> None:
+    @app.get("/v1/tenants", tags=["tenants"], summary="Tenants, largest first")
+    def list_tenants(
+        limit: Annotated[int, Query(ge=1, le=TENANTS_SHOWN_AT_MOST)] = TENANTS_SHOWN,
+    ) -> TenantList:
+        return admin.tenants(limit)
+
+    @app.get("/v1/tenants/{tenant}", tags=["tenants"], summary="One tenant")
+    def get_tenant(tenant: Tenant) -> TenantUsage:
+        return admin.tenant(tenant)
+
+    @app.put("/v1/tenants/{tenant}/quota", tags=["tenants"], summary="Set a tenant's quota", status_code=204)
+    def put_quota(tenant: Tenant, change: QuotaChange) -> None:
+        admin.set_quota(tenant, change.quota_bytes)
+
+    @app.delete("/v1/tenants/{tenant}/blocks", tags=["tenants"], summary="Clear a tenant")
+    def clear_tenant(tenant: Tenant) -> Cleared:
+        return Cleared(blocks=admin.clear(tenant))
+
+    @app.delete("/v1/blocks", tags=["tenants"], summary="Clear everything")
+    def clear_all(confirm: Annotated[str, Query(description=f"Must be `{CONFIRMATION}`.")] = "") -> Cleared:
+        if confirm != CONFIRMATION:
+            raise RequestError(
+                "not_confirmed",
+                "this takes every block of every tenant out of use",
+                field="confirm",
+                hint=f"add ?confirm={CONFIRMATION} if that is meant",
+            )
+        return Cleared(blocks=admin.clear_all())
+
+
+def _add_settings(app: FastAPI, admin: Admin) -> None:
+    @app.get("/v1/settings", tags=["settings"], summary="All settings and where each came from")
+    def get_settings() -> list[SettingShown]:
+        return admin.settings()
+
+    @app.patch("/v1/settings", tags=["settings"], summary="Change live settings, all or none")
+    def patch_settings(
+        changes: Annotated[
+            dict[str, str | bool | int | None],
+            Body(min_length=1, examples=[{"default_quota": "2GiB", "log_level": "debug"}]),
+        ],
+    ) -> list[SettingShown]:
+        return admin.change_settings({name: _as_text(value) for name, value in changes.items()})
+
+
+def _as_text(value: str | bool | int | None) -> str:
+    """Settings are read from text wherever they come from; null is their word `none`."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- errors
+
+
+def _problem(status: int, error: str, message: str, field: str = "", hint: str = "") -> JSONResponse:
+    return JSONResponse({"error": error, "message": message, "field": field, "hint": hint}, status)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return _problem(_STATUS.get(error.code, 422), error.code, error.message, error.field, error.hint)
+    assert isinstance(error, KVKeepError)
+    code = "bad_setting" if isinstance(error, SettingsError) else "internal_error"
+    return _problem(422 if code == "bad_setting" else 500, code, error.message, "", error.hint)
+
+
+def _invalid(request: Request, error: Exception) -> Response:
+    """Names what was wrong, never what was sent: that may be a salt."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = str(first["loc"][1]) if len(first["loc"]) > 1 and first["type"] != "json_invalid" else ""
+    return _problem(422, "bad_request", first["msg"], field)
+
+
+def _http_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = _HTTP_CODES.get(error.status_code, "bad_request")
+    response = _problem(error.status_code, code, str(error.detail), hint="/docs lists what there is")
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return _problem(500, "internal_error", "the server failed on this request", hint="see the server's log")
+
+
+# -- the thread
+
+
+class HttpServer:
+    """Listens from construction on, serves from `start` to `stop`."""
+
+    def __init__(self, daemon: Daemon, stuck_after_s: float = STUCK_AFTER_S, **admin_options: float) -> None:
+        self.admin = Admin(daemon, **admin_options)
+        self._socket = _listen(daemon.settings.http_address)
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.admin.http_address = self.address
+        config = uvicorn.Config(
+            make_app(self.admin, stuck_after_s),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            limit_concurrency=256,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="kvkeep-http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and closes the port. Fine also where it was never started."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(_STOP_WITHIN_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = split_host(address)
+    host = "127.0.0.1" if host == "localhost" else host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {address} for HTTP: {error.strerror}",
+            "is another server running there? choose another --http-address",
+        ) from error

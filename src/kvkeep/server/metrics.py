@@ -1,0 +1,155 @@
+"""What Prometheus sees. Every family is listed here and described in docs/reference/metrics.md.
+
+A scrape takes one snapshot in the loop's thread, so its numbers belong together, and gives up with an error if the
+loop does not answer: a graph that stops tells an operator more than one that goes on with old numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvkeep import __version__
+from kvkeep.server.counters import LATENCY_BUCKETS_US, Latency
+from kvkeep.server.snapshot import Snapshot
+from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
+
+# Field of Counters -> metric (without `_total`) and help.
+COUNTED: Final[dict[str, tuple[str, str]]] = {
+    "lookups": ("kvkeep_lookups", "Lookups answered."),
+    "lookup_blocks": ("kvkeep_lookup_blocks", "Blocks asked for in lookups."),
+    "hit_blocks": ("kvkeep_hit_blocks", "Blocks asked for in lookups that were ready."),
+    "stored_blocks": ("kvkeep_stored_blocks", "Shards of blocks that were stored."),
+    "stored_bytes": ("kvkeep_stored_bytes", "Bytes that were stored."),
+    "refused_blocks": ("kvkeep_refused_blocks", "Blocks that were to be stored and found no room or no parent."),
+    "orphan_blocks": ("kvkeep_orphan_blocks", "Those of the refused blocks whose parent was not here."),
+    "abandoned_stores": ("kvkeep_abandoned_stores", "Stores that were begun and given up."),
+    "bad_blocks": ("kvkeep_bad_blocks", "Blocks that did not match their checksum and were dropped."),
+    "bad_frames": ("kvkeep_bad_frames", "Messages without a kvkeep header: something else talks to this port."),
+    "repeated_requests": ("kvkeep_repeated_requests", "Requests that arrived twice and were carried out once."),
+    "internal_errors": ("kvkeep_internal_errors", "Requests that failed inside the server; each is in the log."),
+    "sessions_opened": ("kvkeep_sessions_opened", "Sessions that said Hello."),
+    "sessions_ended": ("kvkeep_sessions_ended", "Sessions that said Goodbye."),
+    "sessions_died": ("kvkeep_sessions_died", "Sessions that ended without Goodbye."),
+    "network_bytes_in": ("kvkeep_network_in_bytes", "Bytes of blocks received from sessions on other hosts."),
+    "network_bytes_out": ("kvkeep_network_out_bytes", "Bytes of blocks sent to sessions on other hosts."),
+}
+
+NOT_ATTACHED = "none"
+
+
+class ServerCollector(Collector):
+    """Asks for a snapshot at every scrape. Whatever `snapshot` raises ends the scrape."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot], started: float) -> None:
+        self._snapshot = snapshot
+        self._started = started
+
+    def collect(self) -> Iterable[Metric]:
+        return list(families(self._snapshot(), self._started))
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # or registering would take a snapshot before the loop runs
+
+
+def make_registry(snapshot: Callable[[], Snapshot], started: float) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(ServerCollector(snapshot, started))
+    return registry
+
+
+def families(now: Snapshot, started: float) -> Iterator[Metric]:
+    """All families with their samples. `started` is seconds since 1970."""
+    yield InfoMetricFamily("kvkeep_build", "The server's version.", {"version": __version__})
+    yield _gauge("kvkeep_start_time_seconds", "When the server started, in seconds since 1970.", started)
+    yield _gauge("kvkeep_ready", "1 when the pool is filled and the server is not stopping.", _is_ready(now))
+    yield from _pool(now)
+    yield from _holders(now)
+    yield from _quotas(now)
+    counters = now.counters
+    for field, (name, text) in COUNTED.items():
+        yield CounterMetricFamily(name, text, getattr(counters, field))
+    yield CounterMetricFamily("kvkeep_evictions", "Blocks that made way for others.", now.evictions)
+    yield CounterMetricFamily("kvkeep_slab_moves", "Slabs that changed their slot size.", now.slab_moves)
+    refusals = CounterMetricFamily("kvkeep_refusals", "Requests that were refused, by code.", labels=["code"])
+    for code, count in sorted(counters.refusals.items()):
+        refusals.add_metric([code], count)
+    yield refusals
+    yield _latency(counters.latency)
+
+
+def _is_ready(now: Snapshot) -> bool:
+    return now.ready and not now.stopping
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, float(value))
+
+
+def _pool(now: Snapshot) -> Iterator[Metric]:
+    pool = now.pool
+    yield _gauge("kvkeep_pool_bytes", "Memory that the pool was given.", pool.pool_bytes)
+    yield _gauge("kvkeep_pool_filled_bytes", "Memory of the pool that is there already.", pool.filled_bytes)
+    yield _gauge("kvkeep_pool_degraded", "1 when less memory could be had than was asked for.", bool(pool.degraded))
+    used = GaugeMetricFamily("kvkeep_pool_used_bytes", "Memory in slots of blocks, by state.", labels=["state"])
+    blocks = GaugeMetricFamily("kvkeep_blocks", "Blocks, by state.", labels=["state"])
+    for state, count in pool.blocks.items():
+        used.add_metric([state], pool.used_bytes[state])
+        blocks.add_metric([state], count)
+    yield used
+    yield blocks
+    yield _gauge("kvkeep_slabs", "Slabs that the pool is cut into.", pool.slabs)
+    yield _gauge("kvkeep_unused_slabs", "Slabs without a single block.", pool.unused_slabs)
+
+
+def _holders(now: Snapshot) -> Iterator[Metric]:
+    sessions = GaugeMetricFamily("kvkeep_sessions", "Open sessions, by data plane.", labels=["plane"])
+    for plane in (SHARED_MEMORY, NETWORK, NOT_ATTACHED):
+        sessions.add_metric([plane], sum((session.plane or NOT_ATTACHED) == plane for session in now.sessions))
+    yield sessions
+    yield _gauge("kvkeep_leases", "Lookups whose blocks are being loaded.", now.leases)
+    yield _gauge("kvkeep_writes", "Stores under way.", now.writes)
+    yield _gauge("kvkeep_layouts", "Block layouts in use.", now.layouts)
+    yield _gauge("kvkeep_tenants", "Tenants with blocks or a quota of their own.", now.tenants)
+
+
+def _quotas(now: Snapshot) -> Iterator[Metric]:
+    quotas = now.quotas
+    yield _gauge("kvkeep_quota_promised_bytes", "Sum of the tenants' own quotas.", quotas.promised_bytes)
+    yield _gauge(
+        "kvkeep_quota_in_force_bytes", "Sum of all tenants' quotas, the default included.", quotas.in_force_bytes
+    )
+    yield _gauge("kvkeep_quotas_overcommitted", "1 when quotas in force exceed the pool.", quotas.overcommitted)
+    default = GaugeMetricFamily(
+        "kvkeep_default_quota_bytes", "Quota of tenants without one of their own; absent if none."
+    )
+    if quotas.default_bytes is not None:
+        default.add_metric([], quotas.default_bytes)
+    yield default
+    usage = GaugeMetricFamily("kvkeep_tenant_usage_bytes", "Memory in use, largest tenants only.", labels=["tenant"])
+    quota = GaugeMetricFamily(
+        "kvkeep_tenant_quota_bytes", "Quota in force, largest tenants only; absent if none.", labels=["tenant"]
+    )
+    for tenant in now.largest_tenants:
+        usage.add_metric([tenant.tenant], tenant.usage_bytes)
+        if tenant.quota_bytes is not None:
+            quota.add_metric([tenant.tenant], tenant.quota_bytes)
+    yield usage
+    yield quota
+
+
+def _latency(latency: dict[str, Latency]) -> Metric:
+    family = HistogramMetricFamily(
+        "kvkeep_request_duration_seconds", "Time inside the server, by kind of message.", labels=["kind"]
+    )
+    edges = [*(str(edge / 1e6) for edge in LATENCY_BUCKETS_US), "+Inf"]
+    for kind, measured in sorted(latency.items()):
+        buckets = list(zip(edges, accumulate(measured.counts), strict=True))
+        family.add_metric([kind], buckets, measured.total_us / 1e6)
+    return family

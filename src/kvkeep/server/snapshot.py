@@ -1,0 +1,168 @@
+"""The server at one moment: what metrics and status are made from, taken at once in the loop's thread.
+
+Taking it must not keep engines waiting. At a million blocks it costs about a millisecond, and with a hundred thousand
+tenants some twenty; whatever else is to be made of it (text, JSON, histograms) is made in the thread that asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from kvkeep.server.counters import Counters
+from kvkeep.server.daemon import Daemon
+from kvkeep.store.plans import TenantUsage
+from kvkeep.store.store import Store
+from kvkeep.store.table import FREE, READY, STATE_NAMES
+from kvkeep.store.tenants import Tenant
+
+# Each tenant is a label value, and a metrics database pays for every one of them for months.
+LARGEST_TENANTS = 20
+
+
+@dataclass(frozen=True)
+class SessionShown:
+    """One engine process as operators see it. Its token stays with its owner."""
+
+    session: int
+    client: str
+    pid: int
+    plane: str
+    leases: int
+    writing_blocks: int
+
+
+@dataclass(frozen=True)
+class PoolShown:
+    """The memory. `used_bytes` and `blocks` are by state: writing, waiting, ready, evicting."""
+
+    pool_bytes: int
+    filled_bytes: int
+    slab_bytes: int
+    slabs: int
+    unused_slabs: int
+    degraded: str
+    used_bytes: dict[str, int]
+    blocks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class QuotasShown:
+    """What is promised. `promised_bytes` is the sum of tenants' own quotas; `in_force_bytes` adds the default for
+    every tenant without one. The first always fits the pool; where the second does not, quotas are overcommitted and
+    a tenant may find that its default quota cannot be had."""
+
+    default_bytes: int | None
+    promised_bytes: int
+    in_force_bytes: int
+    overcommitted: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything at one moment. Nothing in it changes afterwards."""
+
+    pool: PoolShown
+    quotas: QuotasShown
+    sessions: list[SessionShown]
+    leases: int
+    writes: int
+    layouts: int
+    tenants: int
+    largest_tenants: list[TenantUsage]
+    evictions: int
+    slab_moves: int
+    counters: Counters
+    ready: bool
+    stopping: bool
+
+
+def take(daemon: Daemon) -> Snapshot:
+    """Takes the snapshot. In the loop's thread only."""
+    store = daemon.store
+    return Snapshot(
+        pool=_pool(daemon),
+        quotas=_quotas(store),
+        sessions=_sessions(daemon),
+        leases=sum(len(session.leases) for session in store.sessions.values()),
+        writes=sum(len(session.writes) for session in store.sessions.values()),
+        layouts=sum(1 for _ in store.layouts),
+        tenants=len(store.tenants),
+        largest_tenants=largest_tenants(store, LARGEST_TENANTS),
+        evictions=store.room.evictions,
+        slab_moves=store.room.slab_moves,
+        counters=copy.deepcopy(daemon.service.counters),
+        ready=daemon.ready.is_set(),
+        stopping=daemon.stopping,
+    )
+
+
+def largest_tenants(store: Store, limit: int) -> list[TenantUsage]:
+    """Those that use most, at most `limit`, largest first."""
+    return [shown(tenant) for tenant in heapq.nlargest(limit, store.tenants, key=attrgetter("usage_bytes"))]
+
+
+def shown(tenant: Tenant) -> TenantUsage:
+    own_quota = tenant.own_quota_bytes is not None
+    return TenantUsage(tenant.name, tenant.blocks, tenant.usage_bytes, tenant.quota_bytes, own_quota)
+
+
+def _pool(daemon: Daemon) -> PoolShown:
+    slabs = daemon.store.slabs
+    blocks, used_bytes = _by_state(daemon.store)
+    return PoolShown(
+        pool_bytes=daemon.pool.pool_bytes,
+        filled_bytes=daemon.pool.filled_bytes,
+        slab_bytes=daemon.pool.slab_bytes,
+        slabs=slabs.slabs,
+        unused_slabs=slabs.unused_slabs,
+        degraded=daemon.degraded,
+        used_bytes=used_bytes,
+        blocks=blocks,
+    )
+
+
+def _by_state(store: Store) -> tuple[dict[str, int], dict[str, int]]:
+    """Blocks and bytes in each state. Nearly all are ready: only the others are looked at one by one."""
+    many = store.blocks.table.many
+    others = np.flatnonzero((many.state != READY) & (many.state != FREE))
+    blocks = dict.fromkeys(STATE_NAMES[1:], 0)
+    used_bytes = dict.fromkeys(STATE_NAMES[1:], 0)
+    blocks[STATE_NAMES[READY]] = len(store.blocks.table) - len(others)
+    used_bytes[STATE_NAMES[READY]] = sum(layout.blocks * layout.slot_bytes for layout in store.layouts)
+    kinds, counts = np.unique(np.stack([many.state[others], many.layout[others]]), axis=1, return_counts=True)
+    for (state, layout), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
+        nbytes = count * store.layouts[layout].slot_bytes
+        blocks[STATE_NAMES[state]] += count
+        used_bytes[STATE_NAMES[state]] += nbytes
+        used_bytes[STATE_NAMES[READY]] -= nbytes
+    return blocks, used_bytes
+
+
+def _quotas(store: Store) -> QuotasShown:
+    own = [tenant.own_quota_bytes for tenant in store.tenants if tenant.own_quota_bytes is not None]
+    default_bytes = store.tenants.default_quota_bytes
+    promised_bytes = sum(own)
+    in_force_bytes = promised_bytes + (default_bytes or 0) * (len(store.tenants) - len(own))
+    return QuotasShown(default_bytes, promised_bytes, in_force_bytes, in_force_bytes > store.pool_bytes)
+
+
+def _sessions(daemon: Daemon) -> list[SessionShown]:
+    rows = []
+    for session in daemon.service.sessions.all():
+        held = daemon.store.sessions[session.number]
+        rows.append(
+            SessionShown(
+                session.number,
+                session.client,
+                session.pid,
+                session.plane,
+                len(held.leases),
+                held.writing_blocks,
+            )
+        )
+    return rows

@@ -1,0 +1,55 @@
+"""A whole server in this process, without sockets, threads or shared memory: store, service, a pool of plain bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.server.service import Service
+from kvkeep.store.plans import Limits
+from kvkeep.store.store import Store
+from kvkeep.wire.messages import PoolPlace, WireLimits
+
+
+class PlainMemory:
+    """A pool that is one array."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes: NDArray[np.uint8] = np.zeros(nbytes, dtype=np.uint8)
+
+    def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        assert offset >= 0 and offset + nbytes <= len(self.bytes)
+        return self.bytes[offset : offset + nbytes]
+
+
+class SimulatedServer:
+    """A server that clients on a SimulatedNetwork can talk to. They all use the network data plane."""
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        slab_bytes: int,
+        *,
+        epoch: int = 1,
+        limits: Limits | None = None,
+        frame_bytes: int = 1 << 20,
+        network_timeout_ms: int = 30_000,
+    ) -> None:
+        limits = limits or Limits()
+        self.memory = PlainMemory(pool_bytes)
+        self.store = Store(pool_bytes, slab_bytes, limits)
+        self.store.add_slabs(0, pool_bytes // slab_bytes)
+        self.service = Service(
+            self.store,
+            self.memory,
+            PoolPlace("", "", slab_bytes, pool_bytes),
+            WireLimits(
+                frame_bytes,
+                limits.blocks_per_request,
+                limits.leases_per_session,
+                limits.writing_blocks_per_session,
+            ),
+            epoch,
+            lambda number: None,
+            network_timeout_ms,
+        )

@@ -1,0 +1,123 @@
+"""A network in memory that loses, delays, doubles, reorders and corrupts messages, all by one seed.
+
+    network = SimulatedNetwork(seed=7, faults=Faults(loss=0.1, duplication=0.1, delay_ms=(0, 40)))
+    network.serve(service)
+    connection = Connection(shape, options, transport=network.transport(), clock=network.clock)
+
+Time is simulated: waiting for an answer lets the network deliver what is due, and takes no real time. The same seed
+gives the same run, message by message.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvkeep.testing.clock import SimulatedClock
+
+
+class Server(Protocol):
+    """What answers requests: a Service, or whatever stands in for one."""
+
+    def handle(self, frames: Sequence[bytes], now_ms: int) -> list[Any] | None: ...
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Probabilities for each message, in each direction. Different delays are what reorders."""
+
+    loss: float = 0.0
+    duplication: float = 0.0
+    corruption: float = 0.0
+    delay_ms: tuple[int, int] = (0, 0)
+
+
+class SimulatedNetwork:
+    """Messages between any number of clients and one server."""
+
+    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+        self.clock = SimulatedClock()
+        self.faults = faults or Faults()
+        self.counts = {"sent": 0, "lost": 0, "duplicated": 0, "corrupted": 0}
+        self._random = random.Random(seed)
+        self._server: Server | None = None
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._next_event = 0
+
+    def serve(self, server: Server | None) -> None:
+        """From now on this server gets the messages; None: nobody does, as when a server is down."""
+        self._server = server
+
+    def transport(self) -> SimulatedTransport:
+        return SimulatedTransport(self)
+
+    def run_until(self, now_ms: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Delivers everything due by then, in order, or less if `stop` says so."""
+        while self._events and self._events[0][0] <= now_ms and not stop():
+            due_ms, _, deliver = heapq.heappop(self._events)
+            self.clock.advance_to(max(due_ms, self.clock.now_ms))
+            deliver()
+        if not stop():
+            self.clock.advance_to(max(now_ms, self.clock.now_ms))
+
+    def to_server(self, sender: SimulatedTransport, frames: Sequence[Any]) -> None:
+        def deliver(message: list[bytes]) -> None:
+            if self._server is not None:
+                reply = self._server.handle(message, self.clock.now_ms)
+                if reply is not None:
+                    self._post(sender.inbox.append, reply)
+
+        self._post(deliver, frames)
+
+    def _post(self, deliver: Callable[[list[bytes]], None], frames: Sequence[Any]) -> None:
+        self.counts["sent"] += 1
+        message = [bytes(frame) for frame in frames]
+        if self._random.random() < self.faults.loss:
+            self.counts["lost"] += 1
+            return
+        copies = 1
+        if self._random.random() < self.faults.duplication:
+            self.counts["duplicated"] += 1
+            copies = 2
+        for _ in range(copies):
+            arriving = self._corrupted(message) if self._random.random() < self.faults.corruption else message
+            due_ms = self.clock.now_ms + self._random.randint(*self.faults.delay_ms)
+            heapq.heappush(self._events, (due_ms, self._next_event, lambda m=arriving: deliver(m)))  # type: ignore[misc]
+            self._next_event += 1
+
+    def _corrupted(self, message: list[bytes]) -> list[bytes]:
+        """One bit of one frame, flipped."""
+        self.counts["corrupted"] += 1
+        frames = list(message)
+        at = self._random.randrange(len(frames))
+        if frames[at]:
+            frame = bytearray(frames[at])
+            frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
+            frames[at] = bytes(frame)
+        return frames
+
+
+class SimulatedTransport:
+    """One client's end of the network."""
+
+    def __init__(self, network: SimulatedNetwork) -> None:
+        self.inbox: deque[list[bytes]] = deque()
+        self._network = network
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        self._network.to_server(self, frames)
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def wait(self, timeout_ms: int) -> None:
+        """Lets the network run until something has arrived here or the time is over."""
+        self._network.run_until(self._network.clock.now_ms + timeout_ms, stop=lambda: bool(self.inbox))
+
+    def close(self) -> None:
+        self.inbox.clear()
