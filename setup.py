@@ -10,7 +10,7 @@ setup(
         Extension(
             "kvkeep.kv._native",
             sources=["src/kvkeep/kv/_native.c"],
-            extra_compile_args=["-O3", "-std=gnu11"],
+            extra_compile_args=["-O3", "-g0", "-std=gnu11"],
             optional=True,
         )
     ]

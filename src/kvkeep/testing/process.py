@@ -33,6 +33,7 @@ class ServerProcess:
         self.address = ""
         self.http = ""
         self.process: subprocess.Popen[str] | None = None
+        self._said = ""
 
     @property
     def pid(self) -> int:
@@ -72,11 +73,15 @@ class ServerProcess:
             self.process.send_signal(number)
         self.process.communicate(timeout=60)
         self.process = None
-        return self.log()
+        self._said = self.log()
+        self._log.close()
+        return self._said
 
     def log(self) -> str:
         """What the server has written to its log."""
-        with os.fdopen(os.dup(self._log.fileno()), "r") as log:
+        if self._log.closed:
+            return self._said
+        with os.fdopen(os.dup(self._log.fileno())) as log:
             log.seek(0)
             return log.read()
 

@@ -1,0 +1,62 @@
+"""Layouts: where shards lie in a slot, one fingerprint one shape, and room for new ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvkeep.errors import RequestError
+from kvkeep.store.layouts import Layout, Layouts
+
+
+def test_shards_lie_on_cache_lines_and_slots_are_whole_blocks_of_4_kib() -> None:
+    layout = Layout(1, b"f", (100, 64, 1))
+    assert layout.shard_offsets == (0, 128, 192)
+    assert (layout.shards, layout.slot_bytes) == (3, 4096)
+    assert Layout(2, b"g", (4096, 1)).slot_bytes == 8192
+
+
+def test_rows_of_checksums_are_reused_and_survive_growth() -> None:
+    layout = Layout(1, b"f", (64, 64))
+    rows = layout.take_checks(200)
+    layout.checks[rows, 1] = rows.astype(np.uint64)
+    layout.give_checks(int(rows[5]))
+    more = layout.take_checks(300)
+    assert int(rows[5]) in more.tolist() and len({*rows.tolist(), *more.tolist()}) == 499
+    assert layout.checks[rows, 1].tolist() == rows.tolist()
+
+
+def test_one_fingerprint_is_one_layout() -> None:
+    layouts = Layouts(4, 1 << 20)
+    layout = layouts.open(1, b"f", (64,))
+    assert layouts.open(2, b"f", (64,)) is layout and layout.sessions == {1, 2}
+    with pytest.raises(RequestError, match=r"known with shards of \[64\] bytes, not \[65\]") as error:
+        layouts.open(1, b"f", (65,))
+    assert (error.value.code, error.value.field) == ("layout_conflict", "shard_bytes")
+
+
+def test_a_block_that_fits_no_slab_is_refused_with_the_remedy() -> None:
+    with pytest.raises(RequestError, match="8192 bytes does not fit a slab of 4096") as error:
+        Layouts(4, 4096).open(1, b"f", (4097,))
+    assert error.value.field == "shard_bytes" and "--slab-size" in error.value.hint
+
+
+def test_an_unknown_number_is_refused_with_the_remedy() -> None:
+    with pytest.raises(RequestError, match="number 9") as error:
+        Layouts(4, 4096).get(9)
+    assert error.value.field == "layout" and "OpenLayout" in error.value.hint
+
+
+def test_at_the_limit_a_layout_that_nobody_needs_makes_way() -> None:
+    layouts = Layouts(2, 1 << 20)
+    first, second = layouts.open(1, b"a", (64,)), layouts.open(2, b"b", (64,))
+    with pytest.raises(RequestError, match="2 layouts are in use") as error:
+        layouts.open(1, b"c", (64,))
+    assert error.value.field == "fingerprint" and "--max-layouts" in error.value.hint
+    second.blocks = 1
+    layouts.forget_session(2)
+    with pytest.raises(RequestError):
+        layouts.open(1, b"c", (64,))
+    second.blocks = 0
+    third = layouts.open(1, b"c", (64,))
+    assert list(layouts) == [first, third] and third.number == 3

@@ -1,0 +1,46 @@
+"""Rows: handed out once, reused, and the same memory behind columns and views however often the table grows."""
+
+from __future__ import annotations
+
+from kvkeep.store.table import FREE, READY, BlockTable
+
+
+def test_rows_are_handed_out_once_and_reused() -> None:
+    table = BlockTable()
+    rows = table.take(3).tolist()
+    table.many.state[rows] = READY
+    assert sorted(rows) == [0, 1, 2] and len(table) == 3
+    table.give(rows[1])
+    assert len(table) == 2 and table.state[rows[1]] == FREE and table.queued[rows[1]] == -1
+    assert table.live_rows().tolist() == [rows[0], rows[2]]
+    again = table.take(2).tolist()
+    assert rows[1] in again and len({*rows, *again}) == 4
+
+
+def test_a_freed_row_forgets_its_key() -> None:
+    table = BlockTable()
+    (row,) = table.take(1).tolist()
+    table.keys[row] = b"k" * 16
+    table.give(row)
+    assert table.keys[row] == b""
+
+
+def test_columns_and_views_are_one_memory_before_and_after_growth() -> None:
+    table = BlockTable()
+    first = table.take(1000)
+    table.many.slot[first] = first * 4096
+    table.many.state[first] = READY
+    more = table.take(5000)
+    assert len(table) == 6000 and len(table.keys) >= 6000
+    assert [table.slot[row] for row in first.tolist()] == [row * 4096 for row in first.tolist()]
+    table.used[int(more[-1])] = 17
+    assert table.many.used[more[-1]] == 17
+    table.many.pins[more[0]] = 3
+    assert table.pins[int(more[0])] == 3
+
+
+def test_fresh_rows_after_growth_are_free() -> None:
+    table = BlockTable()
+    table.take(1024)
+    assert table.state[int(table.take(1)[0])] == FREE
+    assert len(table.live_rows()) == 0

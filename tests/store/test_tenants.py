@@ -1,0 +1,82 @@
+"""Tenants: usage exact, quotas own or default, borrowing noted, and nobody remembered without a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvkeep.errors import RequestError
+from kvkeep.store.tenants import COMMONS, Tenants
+
+
+def test_a_tenant_without_a_quota_may_lose_everything_and_is_entitled_to_nothing() -> None:
+    tenant = Tenants(4, None).get_or_add("t")
+    tenant.usage_bytes = 10
+    assert tenant.owner == COMMONS and tenant.may_lose(10) and not tenant.entitled_to(1)
+
+
+def test_a_tenant_with_a_quota_loses_only_what_it_borrows() -> None:
+    tenants = Tenants(4, 100)
+    tenant = tenants.get_or_add("t")
+    tenants.charge(tenant, 1, 90)
+    assert tenant.owner == tenant.number and tenant.entitled_to(10) and not tenant.entitled_to(11)
+    assert not tenant.may_lose(1) and tenant not in tenants.borrowers
+    tenants.charge(tenant, 1, 30)
+    assert tenant.may_lose(20) and not tenant.may_lose(21) and tenant in tenants.borrowers
+    tenants.charge(tenant, -1, -20)
+    assert tenant not in tenants.borrowers
+    tenants.check_integrity()
+
+
+def test_own_quotas_beat_the_default_and_give_way_to_it() -> None:
+    tenants = Tenants(4, 100)
+    own, default = tenants.get_or_add("own"), tenants.get_or_add("default")
+    for tenant in (own, default):
+        tenants.charge(tenant, 1, 60)
+    tenants.set_quota(own, 50)
+    tenants.set_default_quota(40)
+    assert (own.quota_bytes, default.quota_bytes) == (50, 40) and set(tenants.borrowers) == {own, default}
+    tenants.set_default_quota(None)
+    assert (own.quota_bytes, default.quota_bytes) == (50, None) and set(tenants.borrowers) == {own}
+    tenants.set_quota(own, None)
+    assert own.quota_bytes is None and not tenants.borrowers
+    tenants.check_integrity()
+
+
+def test_promises_are_own_quotas_only() -> None:
+    tenants = Tenants(4, 100)
+    a, b = tenants.get_or_add("a"), tenants.get_or_add("b")
+    tenants.set_quota(a, 30)
+    tenants.set_quota(b, 20)
+    tenants.get_or_add("c")
+    assert tenants.promised_bytes() == 50 and tenants.promised_bytes(without=a) == 20
+
+
+def test_idle_tenants_are_forgotten_unless_they_have_a_quota_or_are_storing() -> None:
+    tenants = Tenants(4, None)
+    idle, promised, storing = (tenants.get_or_add(name) for name in ("idle", "promised", "storing"))
+    tenants.set_quota(promised, 10)
+    storing.storing = True
+    for tenant in (idle, promised, storing):
+        tenants.forget_if_idle(tenant)
+    assert [tenant.name for tenant in tenants] == ["promised", "storing"]
+
+
+def test_the_limit_names_its_field_and_remedy() -> None:
+    tenants = Tenants(1, None)
+    known = tenants.get_or_add("a")
+    with pytest.raises(RequestError, match="1 tenants") as error:
+        tenants.get_or_add("b")
+    assert (error.value.code, error.value.field) == ("too_many_tenants", "tenant")
+    assert "--max-tenants" in error.value.hint and tenants.get("b") is None
+    assert tenants.get_or_add("a") is known
+
+
+def test_integrity_finds_borrowing_that_nobody_noted() -> None:
+    tenants = Tenants(4, 10)
+    tenant = tenants.get_or_add("t")
+    with pytest.raises(AssertionError, match="forgotten"):
+        tenants.check_integrity()
+    tenants.charge(tenant, 1, 5)
+    tenant.usage_bytes = 11
+    with pytest.raises(AssertionError, match="borrowing"):
+        tenants.check_integrity()
