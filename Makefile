@@ -34,8 +34,7 @@ $(STAMP): $(INSTALL_INPUTS)
 	@touch $@
 
 demo: $(STAMP)
-	@echo "demo: a server and two client processes that share blocks"
-	@$(BIN)/python examples/share_blocks.py
+	@$(BIN)/kvkeep demo
 
 test: check
 	@echo "test: pytest"

@@ -34,7 +34,7 @@ def test_slots_are_neighbours_in_ascending_order(slabs: Slabs) -> None:
 
 
 def test_sizes_do_not_mix_in_a_slab(slabs: Slabs) -> None:
-    handed_out = {offset: 4 for offset in slabs.take(4, 1)} | {offset: 6 for offset in slabs.take(6, 3)}
+    handed_out = dict.fromkeys(slabs.take(4, 1), 4) | dict.fromkeys(slabs.take(6, 3), 6)
     assert slabs.sizes() == {4: 1, 6: 2} and slabs.slabs_of_other_sizes(4) == {1: 6, 2: 6}
     assert (slabs.available(4), slabs.available(6)) == (2, 1)
     slabs.check_integrity(handed_out)

@@ -42,5 +42,6 @@ def test_columns_and_views_are_one_memory_before_and_after_growth() -> None:
 def test_fresh_rows_after_growth_are_free() -> None:
     table = BlockTable()
     table.take(1024)
-    assert table.state[int(table.take(1)[0])] == FREE
+    row = int(table.take(1)[0])
+    assert table.state[row] == FREE
     assert len(table.live_rows()) == 0

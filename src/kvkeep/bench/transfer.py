@@ -58,12 +58,12 @@ class _Bench:
         self.blocks = total_bytes // block_bytes
         self.block_bytes, self.total_bytes, self.verify = block_bytes, total_bytes, verify
         rng = np.random.default_rng(0)
-        self.layers = [
-            rng.integers(0, 256, (self.blocks, block_bytes // _LAYERS), dtype=np.uint8) for _ in range(_LAYERS)
-        ]
+        self.layers = [_tensor(self.blocks, block_bytes // _LAYERS) for _ in range(_LAYERS)]
+        for layer in self.layers:
+            layer[:] = rng.integers(0, 256, layer.shape, dtype=np.uint8)
         self.block_ids = rng.permutation(self.blocks).astype(np.int64)
-        self.plain: NDArray[np.uint8] = np.ones(total_bytes, dtype=np.uint8)
-        self.copy: NDArray[np.uint8] = np.zeros(total_bytes, dtype=np.uint8)
+        self.plain, self.copy = _tensor(1, total_bytes), _tensor(1, total_bytes)
+        self.plain[:], self.copy[:] = 1, 0
         self.scheduler = SchedulerAdapter(shape, options)
         self.worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
         self.worker.register_kv_caches({str(i): layer for i, layer in enumerate(self.layers)})
@@ -133,3 +133,10 @@ class _Bench:
 
     def _why(self) -> str:
         return f"{self.worker.connection.counters.failures} {self.worker.connection.refusal}"
+
+
+def _tensor(blocks: int, nbytes: int) -> NDArray[np.uint8]:
+    """Memory on a cache-line boundary, as tensors have it and plain numpy arrays have not."""
+    raw: NDArray[np.uint8] = np.empty(blocks * nbytes + 64, dtype=np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + blocks * nbytes].reshape(blocks, nbytes)

@@ -1,16 +1,15 @@
 """`kvkeep bench NAME`: runs `kvkeep.bench.NAME.run` and shows its numbers, with the machine they belong to.
 
-A benchmark's options are the keyword arguments of its `run`, so a new one needs no line here but its name. Modules
+A benchmark's options are the keyword arguments of its `run`, so a new one needs no more than its name here. Modules
 are imported when they are asked for: some need what only development has.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 import typer
@@ -27,6 +26,7 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "transfer": "How fast blocks are stored and loaded, against a plain copy.",
         "index": "What a resident block costs in memory, and how fast blocks come and go.",
         "checksum": "How fast checksums are taken.",
+        "copy": "How fast blocks are gathered and scattered, with and without a checksum on the way.",
         "keys": "What a block's key costs, for each hash we could have taken.",
     }
 )
@@ -132,9 +132,34 @@ def _convert(default: Any, text: str) -> Any:
     return text
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> ModuleType:
+    """Imports by name, where `test_tidy` sees that they are used."""
     try:
-        return importlib.import_module(f"kvkeep.bench.{name}")
+        match name:
+            case "lookup":
+                from kvkeep.bench import lookup
+
+                return lookup
+            case "transfer":
+                from kvkeep.bench import transfer
+
+                return transfer
+            case "index":
+                from kvkeep.bench import index
+
+                return index
+            case "checksum":
+                from kvkeep.bench import checksum
+
+                return checksum
+            case "copy":
+                from kvkeep.bench import copy
+
+                return copy
+            case _:
+                from kvkeep.bench import keys
+
+                return keys
     except ImportError as error:
         raise SettingsError(f"benchmark {name} cannot be loaded: {error}", "install kvkeep[dev]") from error
 

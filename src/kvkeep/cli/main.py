@@ -19,6 +19,7 @@ import typer
 
 from kvkeep import __version__
 from kvkeep.cli import bench, settings, tenants
+from kvkeep.cli.demo import demo
 from kvkeep.cli.output import note
 from kvkeep.cli.serve import ServeCommand, serve
 from kvkeep.cli.status import status
@@ -38,6 +39,7 @@ app.command("serve", cls=ServeCommand, context_settings={"allow_extra_args": Tru
     serve
 )
 app.command("status")(status)
+app.command("demo")(demo)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(settings.app, name="settings")
 app.add_typer(bench.app, name="bench")

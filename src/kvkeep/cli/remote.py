@@ -68,7 +68,7 @@ def _refusal(error: urllib.error.HTTPError, url: str) -> RequestError | Unavaila
         try:
             said = json.loads(error.read())
             return RequestError(said["error"], said["message"], field=said["field"], hint=said["hint"])
-        except (ValueError, KeyError, TypeError, OSError):
+        except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
             return _stranger(url)
 
 

@@ -119,10 +119,11 @@ class WorkerAdapter:
     # -- the thread
 
     def _run(self) -> None:
+        populating = False
         while not self._closing:
             self.connection.poll()
             with self._wake:
-                if not (self._loads or self._stores or self._closing):
+                if not (self._loads or self._stores or self._closing) and not populating:
                     self._wake.wait(_IDLE_S)
                 load = self._loads.popleft() if self._loads else None
                 store = self._stores.popleft() if self._stores and load is None else None
@@ -130,6 +131,9 @@ class WorkerAdapter:
                 self._load(*load)
             elif store is not None:
                 self._store(*store)
+            else:
+                segments = self.connection.segments
+                populating = segments is not None and segments.populate_next()
 
     def _load(self, job: Hashable, request: LoadRequest) -> None:
         assert self._transfer is not None

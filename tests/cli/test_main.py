@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from kvkeep import __version__
+from kvkeep.cli import main as module
+from kvkeep.errors import KVKeepError, PoolError, ProtocolError, RequestError, SettingsError, Unavailable
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_version_and_help(kvkeep: Run) -> None:
+    assert kvkeep("--version").stdout == f"kvkeep {__version__}\n"
+    text = kvkeep("--help").stdout
+    for command in ("serve", "status", "tenants", "settings", "bench"):
+        assert f"  {command} " in text
+    assert kvkeep("no-such-command").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SettingsError("m", "h"), 2),
+        (PoolError("m", "h"), 2),
+        (RequestError("bad_tenant", "m", hint="h"), 2),
+        (RequestError("quota_too_large", "m", hint="h"), 1),
+        (ProtocolError("m", "h"), 1),
+        (Unavailable("m", "h"), 3),
+    ],
+)
+def test_each_error_has_its_exit_code_and_two_lines(
+    error: KVKeepError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "app", fail)
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    assert caught.value.code == code
+    assert capsys.readouterr().err == "error: m\nhint: h\n"

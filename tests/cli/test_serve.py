@@ -1,0 +1,178 @@
+"""`kvkeep serve` as an operator meets it: starting, failing to start, ending."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvkeep as package
+from kvkeep.client.options import ClientOptions
+from kvkeep.server.settings import TABLE
+from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+SHM = Path("/dev/shm")
+FREE_PORTS = ("--address", "tcp://127.0.0.1:0", "--http-address", "127.0.0.1:0")
+
+
+def assert_explained(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, an error and a hint that hold the words, no traceback, no word of serving."""
+    assert done.returncode == 2, done.stderr
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order_and_removes_the_pool(number: signal.Signals) -> None:
+    with ServerProcess("--pool-size", "32MiB") as server:
+        directory = SHM / f"kvkeep-{server.name}"
+        assert directory.is_dir()
+        process = server.process
+        assert process is not None
+        log = server.stop(number)
+        assert process.returncode == 0
+        assert not directory.exists()
+        assert "stopped" in log
+
+
+def test_a_second_signal_does_not_wait_for_sessions() -> None:
+    with ServerProcess("--pool-size", "32MiB", "--shutdown-grace", "1h") as server:
+        cache = package.connect(
+            server.address,
+            model="m",
+            revision="1",
+            block_tokens=4,
+            block_shape=(8,),
+            dtype="uint8",
+            required=True,
+            wait_ms=10_000,
+            options=ClientOptions(address=server.address),
+        )
+        # A store that is never completed keeps the server waiting for its end.
+        reply = cache.connection.call(
+            m.PrepareStore("default", cache.connection.layout.number, 0, b"", b"k" * 16), 10_000
+        )
+        assert isinstance(reply, m.Prepared)
+        process = server.process
+        assert process is not None
+        server.send(signal.SIGTERM)
+        while readiness(server.http)[0] != 503:
+            time.sleep(0.01)
+        server.send(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert not (SHM / f"kvkeep-{server.name}").exists()
+        cache.close()
+
+
+def readiness(http: str) -> tuple[int, dict[str, object]]:
+    try:
+        with urllib.request.urlopen(f"http://{http}/readyz") as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_it_says_for_people_where_it_serves(tmp_path: Path) -> None:
+    server = ServerProcess("--pool-size", "32MiB", state_dir=tmp_path)
+    command = [word for word in server.command() if word != "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.terminate()
+        assert process.wait(60) == 0
+    assert line.startswith("kvkeep is serving: engines on tcp://127.0.0.1:")
+    assert "HTTP on http://127.0.0.1:" in line and line.endswith("pool 32MiB\n")
+
+
+def test_a_port_in_use_is_found_before_it_says_that_it_serves(kvkeep: Run, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        common = ("--pool-size", "32MiB", "--name", f"port-{port}", "--state-dir", str(tmp_path))
+        address = ("--address", f"tcp://127.0.0.1:{port}", "--http-address", "127.0.0.1:0")
+        assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", "--address")
+        address = ("--address", "tcp://127.0.0.1:0", "--http-address", f"127.0.0.1:{port}")
+        assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", "--http-address")
+    assert not (SHM / f"kvkeep-port-{port}").exists()
+
+
+def test_a_second_server_of_one_name_is_refused_and_the_first_serves_on(kvkeep: Run, tmp_path: Path) -> None:
+    with ServerProcess("--pool-size", "32MiB") as server:
+        words = ("--name", server.name, "--pool-size", "32MiB", "--state-dir", str(tmp_path))
+        assert_explained(kvkeep("serve", *FREE_PORTS, *words), f"process {server.pid}", "hint: ", "--name")
+        assert readiness(server.http)[0] == 200
+
+
+def test_a_pool_larger_than_shared_memory_is_refused(kvkeep: Run, tmp_path: Path) -> None:
+    done = kvkeep("serve", *FREE_PORTS, "--pool-size", "60TiB", "--name", "huge", "--state-dir", str(tmp_path))
+    assert_explained(done, "60TiB does not fit", "--pool-size")
+    assert not (SHM / "kvkeep-huge").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--pool-sise", "1GiB"), "--pool-size"),
+        (("--pool-size", "much"), "expected a size"),
+        (("--pool-size",), "--pool-size needs a value"),
+        (("--default-quota", "1GiB", "--pool-size", "32MiB"), "default_quota = 1GiB (flag --default-quota)"),
+        (("here",), 'unexpected argument "here"'),
+        (("--config", "/nowhere.toml"), "/nowhere.toml cannot be read"),
+    ],
+)
+def test_a_wrong_setting_stops_the_start(kvkeep: Run, tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+    done = kvkeep("serve", *FREE_PORTS, "--state-dir", str(tmp_path), "--name", "wrong", *words)
+    assert_explained(done, expected)
+
+
+def test_an_unknown_variable_names_the_nearest(kvkeep: Run) -> None:
+    done = kvkeep("serve", env={"KVKEEP_POOL_SISE": "1GiB"})
+    assert_explained(done, "KVKEEP_POOL_SISE", "hint: the nearest known one is KVKEEP_POOL_SIZE")
+
+
+def test_kept_quotas_that_no_longer_fit_stop_the_start(kvkeep: Run, tmp_path: Path) -> None:
+    tenant = "t-" + "5" * 32
+    kept = tmp_path / "small" / "quotas.json"
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({"version": 1, "tenants": {tenant: 1 << 30}}))
+    words = ("--state-dir", str(tmp_path), "--name", "small", "--pool-size", "32MiB")
+    assert_explained(kvkeep("serve", *FREE_PORTS, *words), str(kept), "--pool-size")
+    kept.write_text("{")
+    assert_explained(kvkeep("serve", *FREE_PORTS, *words), str(kept), "mend it")
+    assert not (SHM / "kvkeep-small").exists()
+
+
+def test_settings_come_from_file_environment_and_flags(kvkeep: Run, tmp_path: Path) -> None:
+    config = tmp_path / "kvkeep.toml"
+    config.write_text('max_sessions = 7\npool_size = "32MiB"\n')
+    with ServerProcess("--config", str(config), "--max-layouts", "9") as server:
+        done = kvkeep("settings", "list", "--json", env={"KVKEEP_HTTP": server.http})
+        values = {row["name"]: (row["value"], row["source"]) for row in json.loads(done.stdout)}
+    assert values["max_sessions"] == ("7", f"file {config}")
+    assert values["max_layouts"] == ("9", "flag --max-layouts")
+
+
+def test_the_log_can_be_json() -> None:
+    with ServerProcess("--pool-size", "32MiB", "--log-json") as server:
+        lines = server.stop().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert any(event["message"].startswith("serving on") and event["level"] == "info" for event in events)
+
+
+def test_help_lists_every_setting_with_its_default(kvkeep: Run) -> None:
+    text = " ".join(kvkeep("serve", "--help").stdout.split())
+    for name, line in TABLE.items():
+        assert f"--{name.replace('_', '-')} {line.help} [default: {line.default}]" in text

@@ -1,0 +1,147 @@
+"""`kvkeep tenants` against a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvkeep as package
+from kvkeep.client.options import ClientOptions
+from kvkeep.kv.identity import tenant_of
+from kvkeep.testing.process import ServerProcess
+from kvkeep.units import MIB
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+TENANT = "t-" + "b" * 32
+SALT = "a-salt-that-nobody-sees"
+
+
+def put_blocks(server: ServerProcess, salt: str, blocks: int = 4) -> int:
+    with package.connect(
+        model="m",
+        revision="1",
+        block_tokens=4,
+        block_shape=(1024,),
+        dtype="uint8",
+        required=True,
+        wait_ms=10_000,
+        options=ClientOptions(address=server.address),
+    ) as cache:
+        return int(cache.put(list(range(4 * blocks)), np.ones((blocks, 1024), "uint8"), salt=salt))
+
+
+def usage(kvkeep: Run, server: ServerProcess) -> dict[str, dict[str, object]]:
+    done = kvkeep("tenants", "list", "--http", server.http, "--json")
+    assert done.returncode == 0, done.stderr
+    return {row["tenant"]: row for row in json.loads(done.stdout)["tenants"]}
+
+
+def test_quotas_are_set_shown_and_taken_back(kvkeep: Run, server: ServerProcess) -> None:
+    done = kvkeep("tenants", "set-quota", TENANT, "8MiB", "--http", server.http)
+    assert (done.returncode, done.stdout) == (0, f"{TENANT} has a quota of 8MiB\n")
+    assert usage(kvkeep, server)[TENANT]["quota_bytes"] == 8 * MIB
+    assert TENANT in kvkeep("tenants", "list", "--http", server.http).stdout
+    done = kvkeep("tenants", "unset-quota", TENANT, "--http", server.http, "--json")
+    assert json.loads(done.stdout) == {"tenant": TENANT, "quota_bytes": None}
+    assert TENANT not in usage(kvkeep, server)
+
+
+def test_a_tenant_can_be_named_by_its_salt(kvkeep: Run, server: ServerProcess) -> None:
+    done = kvkeep("tenants", "id", stdin=f"{SALT}\n")
+    assert done.stdout == f"{tenant_of(SALT)}\n"
+    done = kvkeep("tenants", "set-quota", "--salt-stdin", "4MiB", "--http", server.http, "--json", stdin=SALT)
+    assert json.loads(done.stdout) == {"tenant": tenant_of(SALT), "quota_bytes": 4 * MIB}
+    assert put_blocks(server, SALT) == 4
+    assert usage(kvkeep, server)[tenant_of(SALT)]["blocks"] == 4
+    done = kvkeep("tenants", "clear", "--salt-stdin", "--http", server.http, stdin=SALT)
+    assert done.stdout == f"4 blocks of {tenant_of(SALT)} are out of use\n"
+    assert usage(kvkeep, server)[tenant_of(SALT)]["blocks"] == 0
+    assert kvkeep("tenants", "unset-quota", "--salt-stdin", "--http", server.http, stdin=SALT).returncode == 0
+
+
+def test_clearing_everything_must_be_meant(kvkeep: Run, server: ServerProcess) -> None:
+    put_blocks(server, "one")
+    put_blocks(server, "two")
+    done = kvkeep("tenants", "clear-all", "--http", server.http)
+    assert done.returncode == 2 and "--yes" in done.stderr
+    assert len(usage(kvkeep, server)) == 2
+    done = kvkeep("tenants", "clear-all", "--yes", "--http", server.http, "--json")
+    assert json.loads(done.stdout) == {"blocks": 8}
+    assert usage(kvkeep, server) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "code", "expected"),
+    [
+        (("set-quota", TENANT, "much"), "", 2, "expected a size"),
+        (("set-quota", TENANT), "", 2, "expected TENANT and SIZE"),
+        (("set-quota", TENANT, "1GiB", "--salt-stdin"), "s", 2, "expected TENANT and SIZE"),
+        (("set-quota", TENANT, "1TiB"), "", 1, "does not fit"),
+        (("unset-quota", TENANT), "", 1, "has no blocks and no quota"),
+        (("clear", TENANT), "", 1, "has no blocks and no quota"),
+        (("clear",), "", 2, "either TENANT or --salt-stdin"),
+        (("clear", TENANT, "--salt-stdin"), "s", 2, "either TENANT or --salt-stdin"),
+        (("clear", "--salt-stdin"), "", 2, "no salt"),
+        (("clear", "--salt-stdin"), "x" * 70_000, 2, "at most"),
+    ],
+)
+def test_mistakes_are_explained(
+    kvkeep: Run, server: ServerProcess, words: tuple[str, ...], stdin: str, code: int, expected: str
+) -> None:
+    done = kvkeep("tenants", *words, "--http", server.http, stdin=stdin)
+    assert done.returncode == code
+    assert expected in done.stderr and done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_salt_given_as_a_tenant_is_not_repeated(kvkeep: Run, server: ServerProcess) -> None:
+    done = kvkeep("tenants", "clear", SALT, "--http", server.http)
+    assert done.returncode == 2 and "--salt-stdin" in done.stderr
+    assert SALT not in done.stderr + done.stdout
+
+
+def test_quotas_survive_a_restart(kvkeep: Run, tmp_path: Path) -> None:
+    for expected in (0, 8 * MIB):
+        with ServerProcess("--pool-size", "32MiB", name="restarted", state_dir=tmp_path) as server:
+            assert usage(kvkeep, server).get(TENANT, {}).get("quota_bytes", 0) == expected
+            assert kvkeep("tenants", "set-quota", TENANT, "8MiB", "--http", server.http).returncode == 0
+            changed = kvkeep("settings", "set", "default_quota", "1MiB", "--http", server.http, "--json")
+            assert json.loads(changed.stdout)["value"] == "1MiB"
+    with ServerProcess("--pool-size", "32MiB", name="restarted", state_dir=tmp_path) as server:
+        rows = json.loads(kvkeep("settings", "list", "--http", server.http, "--json").stdout)
+        default = next(row for row in rows if row["name"] == "default_quota")
+        assert default["value"] == "1MiB" and default["source"].startswith("kept in ")
+
+
+def test_a_salt_is_nowhere_to_be_seen(kvkeep: Run, tmp_path: Path) -> None:
+    """Not in the log, metrics, status, settings, file names or files, for a tenant with blocks and a quota."""
+    with ServerProcess("--pool-size", "32MiB", "--log-level", "debug", state_dir=tmp_path) as server:
+        assert put_blocks(server, SALT) == 4
+        kvkeep("tenants", "set-quota", "--salt-stdin", "1MiB", "--http", server.http, stdin=SALT)
+        kvkeep("tenants", "set-quota", SALT, "1MiB", "--http", server.http)
+        said = [ask(server.http, path) for path in ("/metrics", "/v1/status", "/v1/tenants", "/v1/settings")]
+        said += [ask(server.http, f"/v1/tenants/{SALT}")]
+        pool = Path("/dev/shm") / f"kvkeep-{server.name}"
+        files = [*tmp_path.rglob("*"), *pool.rglob("*")]
+        assert any(file.name == "quotas.json" for file in files)
+        said += [str(file) for file in files]
+        said += [file.read_bytes().decode("latin-1") for file in tmp_path.rglob("*") if file.is_file()]
+        said.append(server.stop())
+    assert tenant_of(SALT) in said[0] and tenant_of(SALT) in said[1] and "quota of tenant" in said[-1]
+    assert not [text for text in said if SALT in text]
+
+
+def ask(http: str, path: str) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{http}{path}") as reply:
+            return str(reply.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode()

@@ -1,0 +1,162 @@
+"""Making room: who gives way to whom, never more than needed, and slabs that change their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvkeep.store.room import _BORROWERS_LOOKED_AT
+
+
+def test_exactly_what_is_needed_goes(hand: Callable[..., Any]) -> None:
+    h = hand(8)
+    h.put("abcdefg")
+    h.put("xyz")
+    assert h.store.room.evictions == 2 and h.chains() == {"a", "ab", "abc", "abcd", "abcde", "x", "xy", "xyz"}
+
+
+def test_without_quotas_the_pool_is_one_lru(hand: Callable[..., Any]) -> None:
+    h = hand(4)
+    h.put("ab", "ann")
+    h.put("cd", "bob")
+    h.put("e", "bob")
+    assert (h.usage("ann"), h.usage("bob")) == (1, 3)
+
+
+def test_a_flood_takes_nothing_from_a_tenant_within_its_quota(hand: Callable[..., Any]) -> None:
+    h = hand(6)
+    h.quota("ann", 3)
+    h.put("abc", "ann")
+    for word in ("defg", "hijk", "lmno"):
+        h.put(word, "bob")
+    assert h.usage("ann") == 3 and h.usage("bob") == 3
+
+
+def test_a_tenant_beyond_its_quota_evicts_its_own(hand: Callable[..., Any]) -> None:
+    h = hand(6, default_quota=3)
+    h.put("abc", "ann")
+    h.put("xyz", "bob")
+    h.put("def", "ann")
+    assert h.usage("ann") == 3 and h.usage("bob") == 3 and h.chains("ann") == {"d", "de", "def"}
+
+
+def test_unused_quota_is_borrowed_and_given_back(hand: Callable[..., Any]) -> None:
+    h = hand(6)
+    h.quota("ann", 3)
+    h.quota("bob", 3)
+    assert h.put("abcdef", "ann") == 0 and h.usage("ann") == 6
+    assert h.put("xyz", "bob") == 0
+    assert h.chains("ann") == {"a", "ab", "abc"} and h.usage("bob") == 3
+    h.put("w", "bob")
+    assert (h.usage("ann"), h.usage("bob")) == (3, 3)
+
+
+def test_a_tenant_without_a_quota_lives_on_what_others_leave(hand: Callable[..., Any]) -> None:
+    h = hand(4)
+    h.quota("ann", 4)
+    h.put("abc", "ann")
+    assert h.put("xy", "bob") == 1 and h.usage("bob") == 1
+    assert h.put("abcd", "ann") == 0 and h.usage("bob") == 0
+    assert h.put("x", "bob") == 1
+
+
+def test_a_borrower_never_falls_below_its_quota_by_a_large_block(hand: Callable[..., Any]) -> None:
+    h = hand(6)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    h.quota("ann", 3)
+    h.put("ab", "ann", layout=large)  # 4 slots' worth: one above its quota
+    h.put("xy", "bob")
+    assert h.put("pq", "cy", layout=large) == 1, "cy gets bob's; ann may lose one slot, and has only pairs"
+    assert h.usage("ann") == 4
+
+
+def test_the_chain_that_is_extended_does_not_make_way_for_itself(hand: Callable[..., Any]) -> None:
+    h = hand(3)
+    h.put("abc")
+    _, plan = h.prepare("de", after="abc")
+    assert plan.refused == 2 and h.chains() == {"a", "ab", "abc"}
+
+
+def test_the_beginning_is_stored_if_there_is_no_room_for_all(hand: Callable[..., Any]) -> None:
+    h = hand(4)
+    _, plan = h.prepare("abcdef")
+    assert plan.positions.tolist() == [0, 1, 2, 3] and plan.refused == 2
+
+
+def test_with_very_many_borrowers_old_ones_still_go(hand: Callable[..., Any]) -> None:
+    count = 3 * _BORROWERS_LOOKED_AT
+    h = hand(count, default_quota=0)
+    for i in range(count):
+        h.put("a", f"tenant-{i}")
+    h.quota("new", 20)
+    assert h.put("abcdefghij", "new") == 0 and h.store.room.evictions == 10
+
+
+def test_a_stale_model_gives_slabs_to_one_of_another_size(hand: Callable[..., Any]) -> None:
+    h = hand(4, slabs=4)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    for word in ("abcd", "efgh", "ijkl", "mnop"):
+        h.put(word)
+    assert h.usage() == 16
+    for word in ("ABCD", "EFGH"):
+        assert h.put(word, layout=large) == 0
+    assert h.store.slabs.sizes() == {8192: 4} and h.store.room.slab_moves == 4
+    assert h.put("abcd") == 0 and h.store.slabs.sizes() == {8192: 3, 4096: 1}
+
+
+def test_a_new_model_beside_a_busy_one_gets_slabs_and_does_not_starve(hand: Callable[..., Any]) -> None:
+    h = hand(4, slabs=4)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    for word in ("abcd", "efgh", "ijkl", "mnop"):
+        h.put(word)
+    for i in range(200):
+        h.put(chr(0x100 + i))  # the first model goes on
+        assert h.put(chr(0x1000 + i % 4), layout=large) == 0
+    assert set(h.store.slabs.sizes()) == {4096, 8192}
+    assert all(h.lookup(chr(0x1000 + i), layout=large).blocks for i in range(4)), "what is in use has stayed"
+
+
+def test_slabs_of_the_prefix_of_a_busy_chain_are_not_cold(hand: Callable[..., Any]) -> None:
+    h = hand(4, slabs=3)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    h.put("abcd")  # a slab that is never the end of a hit
+    h.put("efgh")
+    h.put("abcdijkl")
+    h.lookup("abcdijkl")
+    assert h.put("A", layout=large) == 0
+    assert h.lookup("abcdijkl").blocks == 8 and h.lookup("e").blocks == 0
+
+
+def test_a_leased_slab_does_not_move_and_the_next_one_does(hand: Callable[..., Any]) -> None:
+    h = hand(2, slabs=3)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    for word in ("ab", "cd", "ef"):
+        h.put(word)
+    leases = [h.lease("ab")[0], h.lease("c")[0]]
+    assert h.put("AB", layout=large) == 1 and h.chains() >= {"a", "ab", "c"}
+    for lease in leases:
+        h.store.release(1, lease, h.now_ms)
+    assert h.put("ABC", layout=large) == 0
+
+
+def test_borrowed_memory_comes_back_across_sizes(hand: Callable[..., Any]) -> None:
+    h = hand(2, slabs=4)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    h.quota("ann", 6)
+    h.put("ab", "ann")
+    h.put("XYZ", "bob", layout=large)
+    for i in range(20):
+        h.lookup("XYZ", "bob", layout=large)  # bob's are always the youngest
+        h.put(chr(0x100 + i), "ann")
+    assert h.usage("ann") == 6 and h.usage("bob") == 2
+
+
+def test_slabs_move_only_within_quotas(hand: Callable[..., Any]) -> None:
+    h = hand(4, slabs=2)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    h.quota("ann", 5)
+    h.put("abcdefgh", "ann")
+    assert h.put("XY", "bob", layout=large) == 2, "either slab would take ann below its quota"
+    assert h.usage("ann") == 8 and h.store.room.slab_moves == 0
+    h.quota("ann", 4)
+    assert h.put("XY", "bob", layout=large) == 0 and h.usage("ann") == 4

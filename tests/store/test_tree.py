@@ -1,0 +1,114 @@
+"""Chains: longest hits by bisection, nothing described that is no chain, and links in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.store.table import NO_ROW, READY, BlockTable
+from kvkeep.store.tree import (
+    children,
+    latest_below,
+    link_chain,
+    longest_hit,
+    rows_of_chain,
+    split_keys,
+    subtree,
+    unlink_leaf,
+)
+
+
+def a_tree() -> tuple[BlockTable, list[int]]:
+    """Rows a b c d in a chain, and e f that branch off b."""
+    table = BlockTable()
+    rows = table.take(6)
+    table.many.state[rows] = READY
+    link_chain(table, rows[:4], NO_ROW)
+    link_chain(table, rows[4:], int(rows[1]))
+    return table, rows.tolist()
+
+
+def test_keys_are_cut_apart() -> None:
+    assert split_keys(b"a" * 16 + b"b" * 16) == [b"a" * 16, b"b" * 16]
+    assert split_keys(b"") == []
+
+
+@pytest.mark.parametrize("resident", [0, 1, 2, 63, 64, 99, 100])
+def test_the_longest_hit_of_a_hundred(resident: int) -> None:
+    table, keys = BlockTable(), [f"{i}".encode().ljust(16, b".") for i in range(100)]
+    rows = table.take(100)
+    table.many.state[rows[:resident]] = READY
+    index = dict(zip(keys, rows.tolist(), strict=True))
+    assert longest_hit(table, index, b"".join(keys)) == resident
+    assert longest_hit(table, {key: index[key] for key in keys[:resident]}, b"".join(keys)) == resident
+    assert longest_hit(table, index, b"") == 0
+
+
+def test_links_go_both_ways() -> None:
+    table, (a, b, c, d, e, f) = a_tree()
+    assert [table.parent[row] for row in (a, b, c, d, e, f)] == [NO_ROW, a, b, c, b, e]
+    assert children(table, a) == [b] and set(children(table, b)) == {c, e} and children(table, d) == []
+
+
+def test_subtrees_name_parents_first() -> None:
+    table, (a, b, c, d, e, f) = a_tree()
+    found = subtree(table, a)
+    assert sorted(found) == sorted([a, b, c, d, e, f])
+    assert all(table.parent[row] == NO_ROW or found.index(table.parent[row]) < found.index(row) for row in found)
+    assert sorted(subtree(table, b, without={c})) == sorted([b, e, f])
+
+
+def test_leaves_come_off_in_any_order() -> None:
+    table, (_, b, c, d, e, f) = a_tree()
+    assert unlink_leaf(table, f) == e
+    assert unlink_leaf(table, e) == b and children(table, b) == [c]
+    assert unlink_leaf(table, d) == c and unlink_leaf(table, c) == b and children(table, b) == []
+    with pytest.raises(AssertionError):
+        unlink_leaf(table, table.parent[b])
+
+
+def test_the_middle_of_three_siblings_comes_off() -> None:
+    table = BlockTable()
+    rows = table.take(4).tolist()
+    link_chain(table, np.array(rows[:2]), NO_ROW)
+    for row in rows[2:]:
+        link_chain(table, np.array([row]), rows[0])
+    middle = children(table, rows[0])[1]
+    unlink_leaf(table, middle)
+    assert set(children(table, rows[0])) == {*rows[1:]} - {middle}
+
+
+def test_the_latest_use_below_reaches_every_ancestor() -> None:
+    table, (a, b, c, d, e, f) = a_tree()
+    rows = np.array([a, b, c, d, e, f])
+    assert latest_below(table, rows, np.array([1, 2, 3, 4, 5, 6])).tolist() == [6, 6, 4, 4, 6, 6]
+    deep = BlockTable()
+    chain = deep.take(2000)
+    deep.many.state[chain] = READY
+    link_chain(deep, chain, NO_ROW)
+    used = np.arange(2000) % 7
+    used[1500] = 99
+    assert latest_below(deep, chain, used).tolist() == np.maximum.accumulate(used[::-1])[::-1].tolist()
+
+
+def test_garbage_keys_describe_nothing_but_chains(hand: Callable[..., Any]) -> None:
+    h = hand(16)
+    h.put("abcd")
+    h.put("xyz")
+    table, index = h.store.blocks.table, h.store.tenants.get("t").index
+    k = h.key
+    for keys, skip, wanted in (
+        ([k("a"), k("abcd"), k("abc")], 0, ["a"]),
+        ([k("ab"), k("abc")], 0, []),
+        ([k("a"), k("xy"), k("abc")], 0, ["a"]),
+        ([k("x"), k("ab"), k("abc")], 1, []),
+        ([k("nothere"), k("ab")], 1, []),
+        ([k("a"), k("a")], 0, ["a"]),
+        ([k("a"), k("nothere"), k("abc")], 0, ["a"]),
+        ([k("a"), k("ab"), k("abc")], 2, ["abc"]),
+    ):
+        rows = rows_of_chain(table, index, b"".join(keys), skip, len(keys)).tolist()
+        assert rows == [h.row(word) for word in wanted]
