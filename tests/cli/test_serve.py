@@ -62,10 +62,10 @@ def test_a_second_signal_does_not_wait_for_sessions() -> None:
             options=ClientOptions(address=server.address),
         )
         # A store that is never completed keeps the server waiting for its end.
-        reply = cache.connection.call(
-            m.PrepareStore("default", cache.connection.layout.number, 0, b"", b"k" * 16), 10_000
-        )
-        assert isinstance(reply, m.Prepared)
+        connection = cache.connection
+        assert connection.layout is not None
+        prepare = m.PrepareStore("default", connection.layout.layout, 0, b"", b"k" * 16)
+        assert isinstance(connection.wait(connection.call(prepare, 10_000)), m.Prepared)
         process = server.process
         assert process is not None
         server.send(signal.SIGTERM)

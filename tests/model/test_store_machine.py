@@ -360,35 +360,42 @@ class StoreMachine(PromisesMachine):
         tenant, layout, path = self.any_chain(pick)
         self.look(session, number, tenant, layout, keys_of(path, layout), skip)
 
-    def look(self, session: int, lease: int, tenant: str, layout: int, keys: list[bytes], skip: int) -> None:
-        answers = self.both(
-            lambda: self.model.lookup(session, lease, tenant, keys, skip),
-            lambda: self.store.lookup(session, lease, tenant, layout, b"".join(keys), skip, self.now_ms),
-        )
-        if answers is not None:
-            found, hit = answers
-            assert hit.blocks == len(found)
-            self.check_described(hit, found[skip:])
-
     def lookup_garbage(self, pick: Random) -> None:
-        """Keys that form no chain may give any count, but nothing is leased or described that is not one."""
         session, keys = self.any_session(pick), self.garbage(pick)
         tenant, layout, skip = pick.choice(TENANTS), pick.choice(LAYOUTS), pick.randint(0, 2)
-        lease = self.fresh_number(session)
-        answers = self.both(
-            lambda: self.model.check_lookup(session, lease, keys, skip),
-            lambda: self.store.lookup(session, lease, tenant, layout, b"".join(keys), skip, self.now_ms),
-        )
-        if answers is None or not len(answers[1].slots):
+        self.look(session, self.fresh_number(session), tenant, layout, keys, skip)
+
+    def look(self, session: int, lease: int, tenant: str, layout: int, keys: list[bytes], skip: int) -> None:
+        def in_store() -> Hit:
+            return self.store.lookup(session, lease, tenant, layout, b"".join(keys), skip, self.now_ms)
+
+        if self.is_chain(tenant, layout, keys):
+            answers = self.both(lambda: self.model.lookup(session, lease, tenant, keys, skip), in_store)
+            if answers is not None:
+                found, hit = answers
+                assert hit.blocks == len(found)
+                self.check_described(hit, found[skip:])
             return
-        hit = answers[1]
-        deepest = self.model.find(tenant, keys[hit.blocks - 1])
-        assert deepest is not None
-        found = self.model.chain(deepest)[-len(hit.slots) :]
-        assert [block.key for block in found] == keys[skip : hit.blocks]
-        assert all(block.state == "ready" and block.layout == layout for block in found)
-        self.check_described(hit, found)
-        self.model.lease(session, lease, deepest)
+        # Keys that form no chain may give any count, but nothing is leased or described that is not one.
+        answers = self.both(lambda: self.model.check_lookup(session, lease, keys, skip), in_store)
+        if answers is not None and len(answers[1].slots):
+            hit = answers[1]
+            deepest = self.model.find(tenant, keys[hit.blocks - 1])
+            assert deepest is not None
+            found = self.model.chain(deepest)[-len(hit.slots) :]
+            assert [block.key for block in found] == keys[skip : hit.blocks]
+            assert all(block.state == "ready" and block.layout == layout for block in found)
+            self.check_described(hit, found)
+            self.model.lease(session, lease, deepest)
+
+    def is_chain(self, tenant: str, layout: int, keys: list[bytes]) -> bool:
+        """Whether those of the keys that are known hang on one another. What was stored as garbage does not."""
+        blocks = [self.model.find(tenant, key) for key in keys]
+        known = [block for block in blocks if block is not None]
+        return blocks[: len(known)] == known and all(
+            block.parent is above and block.layout == layout
+            for above, block in zip([None, *known], known, strict=False)
+        )
 
     def check_described(self, hit: Hit, found: list[ModelBlock]) -> None:
         assert len(hit.slots) == len(found)

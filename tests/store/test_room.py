@@ -98,9 +98,9 @@ def test_a_stale_model_gives_slabs_to_one_of_another_size(hand: Callable[..., An
     for word in ("abcd", "efgh", "ijkl", "mnop"):
         h.put(word)
     assert h.usage() == 16
-    for word in ("ABCD", "EFGH"):
+    for word in ("ABCD", "EFGH", "IJKL", "MNOP"):
         assert h.put(word, layout=large) == 0
-    assert h.store.slabs.sizes() == {8192: 4} and h.store.room.slab_moves == 4
+    assert h.store.slabs.sizes() == {8192: 4} and h.store.room.slab_moves == 4 and h.usage() == 16
     assert h.put("abcd") == 0 and h.store.slabs.sizes() == {8192: 3, 4096: 1}
 
 

@@ -1,4 +1,4 @@
-"""What the index costs: memory a block, and time to store and to evict one, with a million blocks and with ten thousand.
+"""What the index costs: memory a block, time to store and time to evict one, at a million blocks and at ten thousand.
 
 Conversations of 64 blocks are stored turn by turn; groups of them begin with the same system prompt. Evictions are
 measured by storing on into the full pool, so they include the store that asks for the room. The two sizes take turns

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -18,10 +18,12 @@ from typer.core import TyperCommand
 from kvkeep.cli import logs
 from kvkeep.cli.output import help_section, note
 from kvkeep.errors import SettingsError
-from kvkeep.server.daemon import Daemon
-from kvkeep.server.http import HttpServer
 from kvkeep.server.settings import ENV_PREFIX, TABLE, Settings
 from kvkeep.units import format_size
+
+if TYPE_CHECKING:
+    from kvkeep.server.daemon import Daemon
+    from kvkeep.server.http import HttpServer
 
 _FIRST_PROGRESS_AFTER_S = 2.0
 
@@ -48,6 +50,10 @@ def serve(
     ready_json: Annotated[bool, typer.Option("--json", help="Say that the server is ready as a line of JSON.")] = False,
 ) -> None:
     """Run a server until SIGTERM or SIGINT."""
+    # Not at the top: every other command would load a web framework before it says a word.
+    from kvkeep.server.daemon import Daemon
+    from kvkeep.server.http import HttpServer
+
     signals = Signals()
     settings = Settings.load(config, os.environ, context.args)
     logs.set_up(settings.log_level, settings.log_json)

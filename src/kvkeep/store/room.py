@@ -106,7 +106,11 @@ class Room:
         slab_of = table.many.slot[rows] // blocks.slabs.slab_bytes
         last_used = np.zeros(int(slab_of.max()) + 1, dtype=np.int64)
         np.maximum.at(last_used, slab_of, self._last_use(rows, tenant, more, spare_own=owed))
-        coldest = sorted((slab for slab in others if last_used[slab] < colder_than), key=lambda slab: last_used[slab])
+        hanging_on = self._hanging_on(rows, len(last_used))
+        coldest = sorted(
+            (slab for slab in others if last_used[slab] < colder_than),
+            key=lambda slab: (last_used[slab], hanging_on[slab]),
+        )
         for slab in coldest[:_SLABS_LOOKED_AT]:
             doomed = self._with_descendants(rows[slab_of == slab].tolist())
             if self._may_go(doomed, tenant, more):
@@ -132,6 +136,14 @@ class Room:
             if (mine and spare_own) or (not mine and not (takes_from_others and other.may_lose(1))):
                 stays |= many.tenant[rows] == other.number
         return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
+
+    def _hanging_on(self, rows: NDArray[np.int64], slabs: int) -> NDArray[np.int64]:
+        """For each slab how many blocks in others are children of its own. A chain that fills several slabs has one
+        last use: its tail, on which nothing hangs, goes first."""
+        many, slab_bytes = self._blocks.table.many, self._blocks.slabs.slab_bytes
+        rows = rows[many.parent[rows] != NO_ROW]
+        slab_above = many.slot[many.parent[rows]] // slab_bytes
+        return np.bincount(slab_above[slab_above != many.slot[rows] // slab_bytes], minlength=slabs)
 
     def _with_descendants(self, rows: list[int]) -> list[int]:
         """The rows and all below them, each once, children before their parents."""

@@ -1,0 +1,229 @@
+"""The store's requests one by one: what they answer, what they refuse, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.errors import RequestError
+from kvkeep.store.plans import Limits
+
+Hands = Callable[..., Any]
+
+
+def refused(request: Callable[[], object], code: str, field: str, hint: str = "") -> None:
+    with pytest.raises(RequestError) as error:
+        request()
+    assert (error.value.code, error.value.field) == (code, field)
+    assert hint in error.value.hint
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------
+
+
+def test_a_hit_is_leased_and_described_from_skip_on(hand: Hands) -> None:
+    h = hand()
+    h.put("abc")
+    _, hit = h.lease("abcd", skip=1)
+    assert hit.blocks == 3 and hit.slots.tolist() == [4096, 8192] and hit.checksums.tolist() == [[7], [7]]
+    assert list(h.store.sessions[1].leases.values()) == [h.row("abc")]
+
+
+@pytest.mark.parametrize(("chain", "skip", "blocks"), [("abc", 3, 3), ("abcd", 4, 3), ("xyz", 0, 0), ("", 0, 0)])
+def test_nothing_beyond_skip_is_no_lease(hand: Hands, chain: str, skip: int, blocks: int) -> None:
+    h = hand()
+    h.put("abc")
+    _, hit = h.lease(chain, skip=skip)
+    assert hit.blocks == blocks and len(hit.slots) == 0 and hit.checksums.shape == (0, 1)
+    assert h.store.sessions[1].leases == {}
+
+
+def test_tenants_never_share_blocks(hand: Hands) -> None:
+    h = hand()
+    h.put("ab", "ann")
+    assert h.lookup("ab", "bob").blocks == 0 and h.put("ab", "bob") == 0
+    assert set(h.lookup("ab", "ann").slots.tolist()).isdisjoint(h.lookup("ab", "bob").slots.tolist())
+
+
+def test_a_block_of_another_layout_is_a_miss(hand: Hands) -> None:
+    h = hand()
+    other = h.store.open_layout(1, b"other", (64,)).number
+    h.put("ab")
+    assert h.store.lookup(1, 1, "t", other, h.keys("ab"), 0, 0).blocks == 0
+
+
+def test_lookups_are_refused_with_field_and_remedy(hand: Hands) -> None:
+    h = hand(limits=Limits(blocks_per_request=4, leases_per_session=1))
+    h.put("ab")
+    look = h.store.lookup
+    refused(lambda: look(9, 1, "t", 1, b"", 0, 0), "unknown_session", "session", "Hello")
+    refused(lambda: look(1, 1, "t", 9, b"", 0, 0), "unknown_layout", "layout", "OpenLayout")
+    refused(lambda: look(1, 1, "t", 1, b"x", 0, 0), "bad_keys", "keys")
+    refused(lambda: look(1, 1, "t", 1, bytes(80), 0, 0), "too_many_blocks", "keys", "--max-blocks-per-request")
+    for skip in (-1, 3):
+        refused(lambda skip=skip: look(1, 1, "t", 1, h.keys("ab"), skip, 0), "bad_skip", "skip")
+    lease, _ = h.lease("ab")
+    refused(lambda: look(1, lease, "t", 1, b"", 0, 0), "lease_exists", "lease")
+    refused(lambda: look(1, lease + 1, "t", 1, b"", 0, 0), "too_many_leases", "lease", "--max-leases-per-session")
+
+
+def test_releasing_twice_is_no_error(hand: Hands) -> None:
+    h = hand()
+    h.put("ab")
+    lease, _ = h.lease("ab")
+    assert h.store.release(1, lease, 0) and not h.store.release(1, lease, 0)
+
+
+# -- stores ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_there_or_on_its_way_is_not_written_again(hand: Hands) -> None:
+    h = hand(8)
+    h.put("ab")
+    h.store.open_session(2)
+    _, mine = h.prepare("abcd")
+    _, theirs = h.prepare("abcde", session=2)
+    assert mine.positions.tolist() == [2, 3] and theirs.positions.tolist() == [4] and theirs.refused == 0
+
+
+def test_each_shard_is_written_once_by_whoever_has_it(hand: Hands) -> None:
+    h = hand(shard_bytes=(64, 64))
+    h.store.open_session(2)
+    first, left = h.prepare("ab", shard=0)
+    second, right = h.prepare("ab", shard=1, session=2)
+    assert left.slots.tolist() == right.slots.tolist()
+    assert h.prepare("ab", shard=1)[1].positions.tolist() == []
+    h.complete(second, session=2)
+    assert h.lookup("ab").blocks == 0
+    h.complete(first)
+    assert h.lookup("ab").blocks == 2
+
+
+def test_a_store_without_its_parent_is_an_orphan(hand: Hands) -> None:
+    h = hand()
+    _, plan = h.prepare("cd", after="ab")
+    assert plan.orphan and plan.refused == 2 and len(plan.slots) == 0 and h.states() == []
+
+
+def test_a_store_of_nothing_new_leaves_no_write(hand: Hands) -> None:
+    h = hand()
+    h.put("ab")
+    for chain, after in (("ab", ""), ("", "ab"), ("", "")):
+        _, plan = h.prepare(chain, after=after)
+        assert len(plan.positions) == plan.refused == 0 and h.store.sessions[1].writes == {}
+
+
+def test_keys_that_form_no_chain_are_refused(hand: Hands) -> None:
+    h = hand(8)
+    h.put("abc")
+    other = h.store.open_layout(1, b"other", (64,)).number
+
+    def store(parent: bytes, *keys: bytes, layout: int = 1) -> Callable[[], object]:
+        return lambda: h.store.prepare_store(1, 50, "t", layout, 0, parent, b"".join(keys), 0)
+
+    k = h.key
+    for request in (
+        store(b"", k("ab")),
+        store(b"", k("a"), k("abc")),
+        store(b"", k("x"), k("a")),
+        store(b"", k("x"), k("x")),
+        store(k("a"), k("a")),
+        store(k("a"), k("x"), k("a")),
+        store(b"", k("a"), layout=other),
+    ):
+        refused(request, "broken_chain", "keys")
+    refused(store(k("a"), k("x"), layout=other), "broken_chain", "parent")
+    assert h.chains() == {"a", "ab", "abc"} and h.store.sessions[1].writes == {}
+
+
+def test_stores_are_refused_with_field_and_remedy(hand: Hands) -> None:
+    h = hand(8, limits=Limits(blocks_per_request=4, writing_blocks_per_session=3, tenants=1))
+    ask = h.prepare
+    refused(lambda: ask("abcde"), "too_many_blocks", "keys", "--max-blocks-per-request")
+    refused(lambda: ask("a", shard=1), "bad_shard", "shard")
+    refused(lambda: ask("a", shard=-1), "bad_shard", "shard")
+    refused(lambda: ask("a", priority=101), "bad_priority", "priority")
+    refused(lambda: ask("a", priority=-1), "bad_priority", "priority")
+    refused(lambda: ask("a", ttl_ms=-1), "bad_ttl", "ttl_ms")
+    refused(lambda: h.store.prepare_store(1, 1, "t", 1, 0, b"short", b"", 0), "bad_keys", "parent")
+    write, _ = ask("a")
+    refused(lambda: ask("b", write=write), "write_exists", "write")
+    refused(lambda: ask("a", "another"), "too_many_tenants", "tenant", "--max-tenants")
+    _, plan = ask("bcde", after="a")
+    assert plan.positions.tolist() == [0, 1] and plan.refused == 2
+    refused(lambda: ask("x"), "too_many_writes", "keys", "--max-writing-blocks-per-session")
+
+
+def test_the_limit_on_writes_counts_joined_blocks_too(hand: Hands) -> None:
+    h = hand(8, shard_bytes=(64, 64), limits=Limits(writing_blocks_per_session=2))
+    h.store.open_session(2)
+    h.prepare("ab")
+    h.prepare("cd", after="ab", session=2)
+    h.store.open_session(3)
+    _, plan = h.prepare("abcde", shard=1, session=3)
+    assert plan.positions.tolist() == [0, 1] and plan.refused == 3
+
+
+def test_completing_needs_a_checksum_a_block(hand: Hands) -> None:
+    h = hand()
+    write, _ = h.prepare("ab")
+    refused(lambda: h.store.complete_store(1, write, np.zeros(1, np.uint64), 0), "bad_checksums", "checksums")
+    refused(lambda: h.store.complete_store(1, 999, np.zeros(0, np.uint64), 0), "unknown_write", "write")
+    assert h.lookup("ab").blocks == 0
+    stored = h.store.complete_store(1, write, np.array([5, 2**64 - 1], np.uint64), 0)
+    assert (stored.blocks, stored.nbytes) == (2, 128)
+    assert h.lookup("ab").checksums.tolist() == [[5], [2**64 - 1]]
+
+
+def test_abandoning_twice_is_no_error(hand: Hands) -> None:
+    h = hand()
+    write, _ = h.prepare("ab")
+    assert h.store.abandon_store(1, write, 0) and not h.store.abandon_store(1, write, 0)
+    assert h.states() == []
+
+
+# -- sessions and layouts ----------------------------------------------------------------------------------------
+
+
+def test_a_session_that_ends_gives_everything_back(hand: Hands) -> None:
+    h = hand(8)
+    h.put("ab")
+    h.store.open_session(2)
+    h.lease("ab", session=2)
+    h.prepare("cd", after="ab", session=2)
+    h.prepare("xy", session=2)
+    h.store.close_session(2, h.now_ms)
+    assert h.chains() == {"a", "ab"} and 2 not in h.store.sessions and h.store.writers == {}
+    refused(lambda: h.store.close_session(2, h.now_ms), "unknown_session", "session")
+
+
+def test_sessions_are_limited_and_unique(hand: Hands) -> None:
+    h = hand(limits=Limits(sessions=2))
+    refused(lambda: h.store.open_session(1), "session_exists", "session")
+    h.store.open_session(2)
+    refused(lambda: h.store.open_session(3), "too_many_sessions", "session", "--max-sessions")
+
+
+def test_layouts_have_shards_of_at_least_a_byte(hand: Hands) -> None:
+    h = hand(limits=Limits(shards=2))
+    for shard_bytes in ((), (1, 1, 1), (0,), (64, -1)):
+        refused(lambda shard_bytes=shard_bytes: h.store.open_layout(1, b"x", shard_bytes), "bad_shards", "shard_bytes")
+
+
+def test_finish_says_whether_the_block_is_here(hand: Hands) -> None:
+    h = hand()
+    h.put("ab")
+    assert h.finish("ab") and not h.finish("abc") and not h.finish("ab", "nobody")
+
+
+def test_thousands_of_blocks_in_one_request(hand: Hands) -> None:
+    h = hand(3000)
+    keys = b"".join(i.to_bytes(16, "big") for i in range(3000))
+    plan = h.store.prepare_store(1, 1, "t", 1, 0, b"", keys, 0)
+    assert plan.positions.tolist() == list(range(3000)) and plan.slots.tolist() == list(range(0, 3000 * 4096, 4096))
+    h.store.complete_store(1, 1, np.arange(3000, dtype=np.uint64), 0)
+    hit = h.store.lookup(1, 1, "t", 1, keys, 1000, 0)
+    assert hit.blocks == 3000 and hit.checksums[:, 0].tolist() == list(range(1000, 3000))
