@@ -6,18 +6,22 @@ import json
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import kvkeep as package
+from kvkeep.cli import serve as module
 from kvkeep.client.options import ClientOptions
 from kvkeep.server.settings import TABLE
 from kvkeep.testing.process import ServerProcess
+from kvkeep.units import GIB
 from kvkeep.wire import messages as m
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -170,6 +174,29 @@ def test_the_log_can_be_json() -> None:
         lines = server.stop().splitlines()
     events = [json.loads(line) for line in lines]
     assert any(event["message"].startswith("serving on") and event["level"] == "info" for event in events)
+
+
+def test_who_watches_a_large_pool_being_filled_sees_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_PROGRESS_AFTER_S", 0.01)
+
+    class Ready(threading.Event):
+        """Ready at the third look."""
+
+        looks = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.looks += 1
+            if self.looks == 3:
+                self.set()
+            return self.is_set()
+
+    pool = SimpleNamespace(filled_bytes=GIB, pool_bytes=8 * GIB)
+    module._report_progress(SimpleNamespace(ready=Ready(), stopping=False, pool=pool))  # type: ignore[arg-type]
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["filling the pool: 1GiB of 8GiB"] * 2 + ["the pool is filled: 1GiB"]
+    assert not said.out
 
 
 def test_help_lists_every_setting_with_its_default(kvkeep: Run) -> None:

@@ -26,7 +26,7 @@ from kvkeep.testing.store_model import ModelBlock, StoreModel
 
 EXAMPLES = int(os.environ.get("KVKEEP_TEST_EXAMPLES", "0"))
 SETTINGS = settings(
-    max_examples=EXAMPLES or 200,
+    max_examples=EXAMPLES or 400,
     stateful_step_count=100,
     derandomize=not EXAMPLES,
     database=None,

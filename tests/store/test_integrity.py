@@ -76,6 +76,11 @@ def a_child_of_nobody(store: Store) -> None:
     table.first_child[rows[1]] = -1
 
 
+def a_child_of_another(store: Store) -> None:
+    table, rows = store.blocks.table, rows_of(store)
+    table.first_child[rows[3]] = rows[0]
+
+
 def a_lost_queue(store: Store) -> None:
     store.release(1, next(iter(store.sessions[1].leases)), 0)
     for write in list(store.sessions[1].writes):
@@ -117,6 +122,7 @@ FAULTS: dict[str, Callable[[Store], None]] = {
             a_wrong_count,
             a_lost_mask,
             a_child_of_nobody,
+            a_child_of_another,
             a_lost_queue,
             a_lost_slot,
             two_writers,

@@ -3,6 +3,7 @@
 options.py      addresses, deadlines
 transport.py    frames over a ZMQ socket (a simulated one in tests)
 calls.py        requests on their way, and what became of them
+replies.py      what a server's replies must be like before anyone relies on them
 connection.py   a session with the server: made, kept, made again
 keeper.py       a thread that keeps connections alive while the engine does something else
 transfer.py     blocks between engine memory and the server, on either data plane

@@ -9,15 +9,19 @@ blocks = cache.get(tokens)                                 # here, or in any oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
 from kvkeep.client.keeper import Keeper
-from kvkeep.client.options import DEFAULT_ADDRESS, ClientOptions
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.replies import Hit, read_found
 from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
 from kvkeep.errors import RequestError, Unavailable
 from kvkeep.kv.identity import ModelIdentity, tenant_of
@@ -28,7 +32,7 @@ from kvkeep.wire import messages as m
 
 
 def connect(
-    address: str = DEFAULT_ADDRESS,
+    address: str | None = None,
     *,
     model: str,
     revision: str,
@@ -39,23 +43,27 @@ def connect(
     wait_ms: int = 2_000,
     options: ClientOptions | None = None,
 ) -> Cache:
-    """A cache for blocks of one model, on the server at `address`.
+    """A cache for blocks of one model, on the server at `address` (else that of `options`, tcp://localhost:5555).
 
     A server that is not there is no error: everything misses until it appears. With `required`, Unavailable is raised
     if there is no session within `wait_ms`.
     """
     shape, kind = tuple(int(size) for size in block_shape), np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    if nbytes < 1:
+    nbytes = math.prod(shape) * kind.itemsize
+    if min(shape, default=1) < 1 or nbytes < 1:
         raise RequestError("bad_shape", f"a block of shape {shape} has no bytes", field="block_shape")
+    if kind.hasobject:
+        raise RequestError("bad_dtype", f"{kind} holds Python objects, which cannot be stored", field="dtype")
     identity = ModelIdentity(
         model=model,
         revision=revision,
-        kv_dtype=kind.str,
+        kv_dtype=kind.str if kind.kind != "V" else f"{kind.str} {kind}",  # "V": several types share one short name
         block_tokens=block_tokens,
         layout="array " + "x".join(map(str, shape)),
     )
-    chosen = options or ClientOptions(address=address)
+    chosen = options or ClientOptions()
+    if address is not None:
+        chosen = replace(chosen, address=address)
     connection = Connection(BlockShape(identity, (nbytes,)), chosen)
     Keeper.keep(connection)
     if not connection.wait_until_up(wait_ms) and required:
@@ -90,6 +98,9 @@ class Cache:
         ttl_ms: int = 0,
     ) -> int:
         """Stores the full blocks of `tokens`. Returns how many were written: what is there already is not."""
+        if isinstance(blocks, np.ndarray) and blocks.dtype != self._dtype:
+            problem = f"the blocks are {blocks.dtype}, this cache keeps {self._dtype} and does not round"
+            raise RequestError("bad_dtype", problem, field="blocks", hint=f"pass blocks.astype({str(self._dtype)!r})")
         array = np.ascontiguousarray(blocks, dtype=self._dtype)
         chain = self._chain(tokens, salt)
         if array.shape != (len(chain), *self._shape):
@@ -106,37 +117,23 @@ class Cache:
     def get(self, tokens: Sequence[int], *, salt: str | None = None) -> NDArray[Any]:
         """The leading blocks of `tokens` that the server has, verified: an array [n, *block_shape], n may be 0."""
         chain = self._chain(tokens, salt)
-        connection, layout = self.connection, self.connection.layout
-        message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, chain.keys())
-        call = connection.call(message, connection.options.lookup_deadline_ms)
-        epoch = connection.epoch
-        found = connection.wait(call)
-        if not isinstance(found, m.Found) or not found.blocks:
-            return np.empty((0, *self._shape), dtype=self._dtype)
-        blocks = np.empty((found.blocks, *self._shape), dtype=self._dtype)
-        request = LoadRequest(
-            tenant_of(salt),
-            chain.keys(),
-            0,
-            np.arange(found.blocks),
-            epoch,
-            np.frombuffer(found.slots, dtype="<i8"),
-            np.frombuffer(found.checksums, dtype="<u8").reshape(-1, 1),
-        )
-        loaded = Transfer(connection, BlockRuns.of([blocks]), 0).load(request)
-        connection.give_up(call)
-        whole = int(np.argmin(loaded)) if not loaded.all() else found.blocks
-        return blocks[:whole]
+        call, hit = self._lookup(chain, salt)
+        try:
+            if hit is None or not hit.blocks:
+                return np.empty((0, *self._shape), dtype=self._dtype)
+            blocks = np.empty((hit.blocks, *self._shape), dtype=self._dtype)
+            ids = np.arange(hit.blocks)
+            request = LoadRequest(tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums)
+            loaded = Transfer(self.connection, BlockRuns.of([blocks]), 0).load(request)
+        finally:
+            self.connection.give_up(call)
+        return blocks[: hit.blocks if loaded.all() else int(np.argmin(loaded))]
 
     def contains(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
         """How many leading blocks of `tokens` the server has."""
-        chain = self._chain(tokens, salt)
-        connection, layout = self.connection, self.connection.layout
-        message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, chain.keys())
-        call = connection.call(message, connection.options.lookup_deadline_ms)
-        found = connection.wait(call)
-        connection.give_up(call)
-        return found.blocks if isinstance(found, m.Found) else 0
+        call, hit = self._lookup(self._chain(tokens, salt), salt)
+        self.connection.give_up(call)
+        return hit.blocks if hit else 0
 
     def close(self) -> None:
         self.connection.close()
@@ -151,6 +148,12 @@ class Cache:
         chain = KeyChain(root_key(self.identity, salt), self.identity.block_tokens)
         chain.extend(tokens)
         return chain
+
+    def _lookup(self, chain: KeyChain, salt: str | None) -> tuple[Call, Hit | None]:
+        connection, layout = self.connection, self.connection.layout
+        message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, chain.keys())
+        call = connection.call(message, connection.options.lookup_deadline_ms)
+        return call, read_found(connection.wait(call), chain.keys(), 0, shards=1)
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any]:

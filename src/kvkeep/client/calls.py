@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvkeep.wire.messages import Reply
+from kvkeep.wire.messages import MAX_LIST_ITEMS, AbandonStore, Done, Message, Release, Reply
+
+_SAY_AGAIN_MS = 1_000
 
 
 @dataclass(eq=False)
@@ -15,6 +17,8 @@ class Call:
     number: int
     deadline_ms: int
     gives: str = ""  # what the answer gives that must be given back: a "lease", a "write" or nothing
+    session: int = 0  # the session it was sent in, and the server process that its slots belong to
+    epoch: int = 0
     reply: Reply | None = None
     payload: Sequence[bytes] = ()
     failure: str = ""
@@ -43,6 +47,44 @@ class Breaker:
         self.failures += 1
         if self.failures == self.failures_to_open:
             self.opened += 1
+
+
+class Debts:
+    """Leases and slots that are to be given back. Each is said to the server until it has confirmed it."""
+
+    def __init__(self) -> None:
+        self._owed: dict[str, set[int]] = {"lease": set(), "write": set()}
+        self._said: list[tuple[Call, str, set[int]]] = []
+        self._next_ms = 0
+
+    def add(self, call: Call) -> None:
+        """Notes what a call gave, or may yet give. Giving back what was never given is no error."""
+        if call.gives:
+            self._owed[call.gives].add(call.number)
+            self._next_ms = 0
+
+    def pay(self, now_ms: int, send: Callable[[Message, int], Call]) -> None:
+        """Says Release and AbandonStore, each at most once an interval for what was not confirmed."""
+        unanswered = []
+        for call, kind, numbers in self._said:
+            if not call.done:
+                unanswered.append((call, kind, numbers))
+            elif not isinstance(call.reply, Done):
+                self._owed[kind] |= numbers
+        self._said = unanswered
+        if now_ms < self._next_ms:
+            return
+        self._next_ms = now_ms + _SAY_AGAIN_MS
+        for kind, give_back in (("lease", Release), ("write", AbandonStore)):
+            if numbers := set(sorted(self._owed[kind])[:MAX_LIST_ITEMS]):
+                self._owed[kind] -= numbers
+                self._said.append((send(give_back(sorted(numbers)), _SAY_AGAIN_MS), kind, numbers))
+
+    def clear(self) -> None:
+        """The session is over, and with it everything that it held."""
+        for numbers in self._owed.values():
+            numbers.clear()
+        self._said.clear()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     down ── Hello ──► greeting ── Attach ──► attaching ── OpenLayout ──► opening ──► up
       ▲                                                                              │
-      └──────────────── refused, no answer in time, unknown_session ─────────────────┘
+      └────────── refused, no or no sound answer in time, unknown_session ───────────┘
 
 `poll` does all the work and never blocks; whoever owns the connection calls it often (an engine in each step, a worker
 thread in its loop, a Keeper otherwise). Only when up do calls go out; at all other times they fail at once, which the
@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkeep.client.calls import Breaker, Call, ClientCounters
+from kvkeep.client.calls import Breaker, Call, ClientCounters, Debts
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.replies import is_sound_layout, is_sound_welcome
 from kvkeep.client.transport import Transport, ZmqTransport
 from kvkeep.errors import ProtocolError
 from kvkeep.kv.shape import BlockShape
@@ -32,9 +33,9 @@ from kvkeep.wire.segments import Segments, is_same_pool
 
 log = logging.getLogger(__name__)
 
-_UNDO_INTERVAL_MS = 1_000
 _FIRST_RETRY_MS = 5
 _WAIT_SLICE_MS = 20
+_MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
 def monotonic_ms() -> int:
@@ -70,13 +71,17 @@ class Connection:
         self._attempts = 0
         self._next_attempt_ms = 0
         self._next_ping_ms = 0
-        self._next_undo_ms = 0
-        self._lost_leases: set[int] = set()
-        self._lost_writes: set[int] = set()
-        self._undo: list[tuple[Call, set[int], set[int]]] = []
+        self._debts = Debts()
         self._fence = -1
         self._warned = False
+        self._closing = False
         self._closed = False
+
+    def __del__(self) -> None:
+        # Dropped without `close`: with the lock and the socket gone, the server takes back what the session held.
+        if hasattr(self, "_closed") and not self._closed:
+            self._let_go_of_lock()
+            self._transport.close()
 
     # -- what callers see
 
@@ -87,13 +92,23 @@ class Connection:
     @property
     def epoch(self) -> int:
         """The server process that slots belong to; 0 while there is none."""
-        return self.welcome.epoch if self.welcome and self.up else 0
+        welcome = self.welcome  # read once: another thread may end the session meanwhile
+        return welcome.epoch if welcome and self.up else 0
 
     @property
     def verify(self) -> bool:
         if self.options.verify is not None:
             return self.options.verify
-        return self.welcome.verify if self.welcome else True
+        welcome = self.welcome
+        return welcome.verify if welcome else True
+
+    def pool(self, epoch: int, session: int = 0) -> tuple[Segments, m.LayoutOpened] | None:
+        """The pool's memory and where blocks lie in it, as long as `epoch` (and `session`, if one is named) is still
+        the one that we are in: slots of another would be somebody else's memory."""
+        with self._lock:
+            if self.epoch != epoch or self.segments is None or self.layout is None or self.welcome is None:
+                return None
+            return (self.segments, self.layout) if session in (0, self.welcome.session) else None
 
     def call(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
         """Sends a request. Never blocks, never raises: what cannot go out has failed when this returns."""
@@ -102,6 +117,8 @@ class Connection:
                 return self._failed("not_connected")
             if self.breaker.is_open:
                 return self._failed("breaker_open")
+            if isinstance(message, m.Lookup | m.PrepareStore) and self.layout and message.layout != self.layout.layout:
+                return self._failed("session_lost")  # made for a server before this one
             return self._send(message, deadline_ms, payload)
 
     def give_up(self, call: Call) -> None:
@@ -110,7 +127,7 @@ class Connection:
         with self._lock:
             if self._calls.pop(call.number, None) is not None:
                 call.failure = "given_up"
-            self._lose(call)
+            self._owe(call)
 
     def poll(self) -> None:
         """Takes in what has arrived, ends what is overdue, keeps the session alive."""
@@ -118,9 +135,17 @@ class Connection:
             if self._closed:
                 return
             now_ms = self._clock()
-            self._receive(now_ms)
-            self._expire(now_ms)
-            self._keep_session(now_ms)
+            try:
+                self._receive()
+                self._expire(now_ms)
+                if not self._closing:
+                    self._keep_session(now_ms)
+            except Exception:  # guard: whatever a server made us stumble over, the engine serves on
+                self.counters.fail("internal_error")
+                if not self._warned:
+                    log.exception("kvkeep: the session with %s failed inside the client", self.options.address)
+                self._warned = True
+                self._go_down("internal_error")
 
     def wait(self, call: Call) -> m.Reply | None:
         """Waits for a call to end, at most until its deadline. For callers that may block."""
@@ -134,8 +159,10 @@ class Connection:
     def wait_until_up(self, timeout_ms: int) -> bool:
         """Waits for the session, for those who may block."""
         deadline_ms = self._clock() + timeout_ms
-        while not self.up and self._clock() < deadline_ms and not self._closed:
+        while not self.up and self._clock() < deadline_ms:
             with self._lock:
+                if self._closed:
+                    break
                 self.poll()
                 if not self.up:
                     self._transport.wait(_WAIT_SLICE_MS)
@@ -146,6 +173,7 @@ class Connection:
         with self._lock:
             if self._closed:
                 return
+            self._closing = True
             if self.welcome is not None:
                 self.wait(self._send(m.Goodbye(), self.options.lookup_deadline_ms))
             self._go_down("closed")
@@ -156,16 +184,16 @@ class Connection:
 
     def _send(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
         gives = "lease" if isinstance(message, m.Lookup) else "write" if isinstance(message, m.PrepareStore) else ""
-        call = Call(self._next_number, self._clock() + deadline_ms, gives)
+        session, epoch = (self.welcome.session, self.welcome.epoch) if self.welcome else (0, 0)
+        call = Call(self._next_number, self._clock() + deadline_ms, gives, session, epoch)
         self._next_number += 1
-        session = self.welcome.session if self.welcome else 0
         frames = encode(Header(session, call.number), message, payload)
         limit = self.welcome.limits.frame_bytes if self.welcome else len(frames[1])
         if len(frames[1]) > limit:
             call.failure = "frame_too_large"
         elif not self._transport.send(frames):
             call.failure = "unreachable"
-            self.breaker.fail()
+            self._strain()
         if call.failure:
             self.counters.fail(call.failure)
         else:
@@ -179,31 +207,54 @@ class Connection:
         self._next_number += 1
         return call
 
-    def _receive(self, now_ms: int) -> None:
-        while (frames := self._transport.receive()) is not None:
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_A_POLL):
+            frames = self._transport.receive()
+            if frames is None:
+                return
             try:
                 header = decode_header(frames)
-                call = self._calls.pop(header.number, None)
-                if call is None:
-                    self.counters.late_replies += 1
-                    continue
-                call.reply = decode_reply(header, frames)
-                call.payload = frames[2:]
-            except ProtocolError as error:
-                self.refusal = str(error)
-                self.counters.fail("protocol")
+            except ProtocolError as error:  # whose reply it was, nobody can tell: that call's deadline will end it
+                self._note_nonsense(error)
                 continue
-            self.counters.answered += 1
-            self.breaker.succeed()
-            if isinstance(call.reply, m.Refused):
-                self._refused(call, call.reply)
+            call = self._calls.pop(header.number, None)
+            if call is None:
+                self.counters.late_replies += 1
+                continue
+            try:
+                reply = decode_reply(header, frames)
+            except ProtocolError as error:
+                self._note_nonsense(error)
+                call.failure = "protocol"
+                self._owe(call)
+                continue
+            self._answered(call, reply, frames[2:])
 
-    def _refused(self, call: Call, refusal: m.Refused) -> None:
-        self.counters.fail(refusal.code)
-        self.refusal = f"{refusal.message} ({refusal.hint})" if refusal.hint else refusal.message
-        call.failure, call.reply = refusal.code, None
-        if refusal.code == "unknown_session":
+    def _answered(self, call: Call, reply: m.Reply, payload: Sequence[bytes]) -> None:
+        self.counters.answered += 1
+        self.breaker.succeed()
+        if self._warned and self.up:
+            self._say_connected()
+        if not isinstance(reply, m.Refused):
+            call.payload = payload  # first: another thread may wait for the reply
+            call.reply = reply
+            return
+        code = reply.code or "refused"
+        self.counters.fail(code)
+        self.refusal = f"{reply.message} ({reply.hint})" if reply.hint else reply.message
+        call.failure = code
+        if code == "unknown_session":
             self._go_down("the server does not know this session any more")
+
+    def _note_nonsense(self, error: ProtocolError) -> None:
+        self.refusal = f"{error.message} ({error.hint})" if error.hint else error.message
+        self.counters.fail("protocol")
+
+    def _strain(self) -> None:
+        """Counts a failure to reach the server; enough of them are an outage."""
+        self.breaker.fail()
+        if self.up and self.breaker.is_open:
+            self._warn_once("it does not answer")
 
     def _expire(self, now_ms: int) -> None:
         overdue = [call for call in self._calls.values() if call.deadline_ms <= now_ms]
@@ -211,14 +262,12 @@ class Connection:
             del self._calls[call.number]
             call.failure = "deadline"
             self.counters.fail("deadline")
-            self.breaker.fail()
-            self._lose(call)
+            self._strain()
+            self._owe(call)
 
-    def _lose(self, call: Call) -> None:
-        """Notes what to give back. Giving back what was never given is no error."""
-        if call.gives and self.up:
-            (self._lost_leases if call.gives == "lease" else self._lost_writes).add(call.number)
-            self._next_undo_ms = 0
+    def _owe(self, call: Call) -> None:
+        if self.up and self.welcome is not None and call.session == self.welcome.session:
+            self._debts.add(call)
 
     # -- the session
 
@@ -232,7 +281,7 @@ class Connection:
             if self._ping is None and now_ms >= self._next_ping_ms:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
                 self._ping = self._send(m.Ping(), self.options.ping_interval_ms)
-            self._give_back(now_ms)
+            self._debts.pay(now_ms, self._send)
         else:
             self._advance_handshake()
 
@@ -242,32 +291,42 @@ class Connection:
         self._next_attempt_ms = now_ms + patience_ms
         self._attempts += 1
         self._handshake = self._send(m.Hello(self.options.client, os.getpid()), self.options.handshake_deadline_ms)
-        if self._handshake.failure:
-            self._warn_once()
-        else:
+        if not self._handshake.failure:
+            self.refusal = ""
             self.state = "greeting"
+        elif patience_ms == self.options.reconnect_interval_ms:
+            self._warn_once("nobody listens there")
 
     def _advance_handshake(self) -> None:
-        step = self._handshake
+        step, deadline_ms = self._handshake, self.options.handshake_deadline_ms
         assert step is not None
         if not step.done:
             return
-        if step.failure:
-            self._go_down(step.failure)
-            self._warn_once()
-            return
-        deadline_ms = self.options.handshake_deadline_ms
-        if isinstance(step.reply, m.Welcome):
-            self.welcome = step.reply
-            self.state = "attaching"
-            self._handshake = self._send(m.Attach(self._choose_plane(step.reply)), deadline_ms)
-        elif self.state == "attaching":
-            self.state = "opening"
-            opening = m.OpenLayout(self.shape.fingerprint, list(self.shape.shard_bytes))
-            self._handshake = self._send(opening, deadline_ms)
-        elif isinstance(step.reply, m.LayoutOpened):
-            self.layout = step.reply
-            self._come_up()
+        match self.state, step.reply:
+            case "greeting", m.Welcome() as welcome if is_sound_welcome(welcome):
+                self.welcome = welcome
+                self.state = "attaching"
+                self._handshake = self._send(m.Attach(self._choose_plane(welcome)), deadline_ms)
+            case "attaching", m.Done():
+                self.state = "opening"
+                opening = m.OpenLayout(self.shape.fingerprint, list(self.shape.shard_bytes))
+                self._handshake = self._send(opening, deadline_ms)
+            case "opening", m.LayoutOpened() as opened if is_sound_layout(opened, self.shape.shard_bytes):
+                self.layout = opened
+                self._come_up()
+            case state, reply:
+                self._break_off(step, state, reply)
+
+    def _break_off(self, step: Call, state: str, reply: m.Reply | None) -> None:
+        """The handshake has failed. A session that was opened is ended: the server has a limited number of them."""
+        if reply is not None:
+            self.counters.fail("protocol")
+            self.refusal = f"it sent {type(reply).__name__}, or nonsense in it, while we were {state}"
+        why = self.refusal or ("it does not answer" if step.failure == "deadline" else step.failure)
+        if self.welcome is not None:
+            self._send(m.Goodbye(), self.options.handshake_deadline_ms)
+        self._go_down(why)
+        self._warn_once(why)
 
     def _choose_plane(self, welcome: m.Welcome) -> str:
         """Shared memory if the pool is really here and its lock can be had, else the network."""
@@ -276,7 +335,7 @@ class Connection:
         if self.options.shared_memory and place.lock and is_same_pool(directory, welcome.epoch):
             try:
                 self._fence = hold(Path(place.lock))
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
             else:
                 self.segments = Segments(directory, place.segment_bytes, place.pool_bytes)
@@ -291,7 +350,10 @@ class Connection:
         self._next_ping_ms = self._clock() + self.options.ping_interval_ms
         self.refusal = ""
         if self._warned or self.counters.sessions > 1:
-            log.warning("kvkeep: connected to %s", self.options.address)
+            self._say_connected()
+
+    def _say_connected(self) -> None:
+        log.warning("kvkeep: connected to %s", self.options.address)
         self._warned = False
 
     def _go_down(self, reason: str) -> None:
@@ -299,46 +361,26 @@ class Connection:
         for call in self._calls.values():
             call.failure = "session_lost"
         self._calls.clear()
-        self._lost_leases.clear()
-        self._lost_writes.clear()
-        self._undo.clear()
+        self._debts.clear()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
         self.segments = None  # copies still under way keep their mapping alive
+        self._let_go_of_lock()
+        log.debug("kvkeep: session ended: %s", reason)
+
+    def _let_go_of_lock(self) -> None:
         if self._fence >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fence)
             self._fence = -1
-        log.debug("kvkeep: session ended: %s", reason)
 
-    def _give_back(self, now_ms: int) -> None:
-        """Says Release and AbandonStore for what is not needed; what was not confirmed is said again."""
-        waiting = []
-        for call, leases, writes in self._undo:
-            if call.reply is None and call.failure:
-                self._lost_leases |= leases
-                self._lost_writes |= writes
-            elif not call.done:
-                waiting.append((call, leases, writes))
-        self._undo = waiting
-        if now_ms < self._next_undo_ms:
-            return
-        self._next_undo_ms = now_ms + _UNDO_INTERVAL_MS
-        if self._lost_leases:
-            leases, self._lost_leases = self._lost_leases, set()
-            self._undo.append((self._send(m.Release(sorted(leases)), _UNDO_INTERVAL_MS), leases, set()))
-        if self._lost_writes:
-            writes, self._lost_writes = self._lost_writes, set()
-            self._undo.append((self._send(m.AbandonStore(sorted(writes)), _UNDO_INTERVAL_MS), set(), writes))
-
-    def _warn_once(self) -> None:
-        """One clear message an outage, once it is one: what was tried, what it means, what to do."""
-        if not self._warned and self._next_attempt_ms >= self._clock() + self.options.reconnect_interval_ms:
+    def _warn_once(self, why: str) -> None:
+        """One clear message an outage: what was tried, what it means, what to do."""
+        if not self._warned:
             self._warned = True
-            why = f": {self.refusal}" if self.refusal else ""
             log.warning(
-                "kvkeep: no server at %s%s. Serving without the cache; it will be used as soon as the server is there. "
-                "Start one with `kvkeep serve`.",
+                "kvkeep: no server at %s: %s. Serving without the cache; it will be used as soon as the server is "
+                "there. Start one with `kvkeep serve`.",
                 self.options.address,
                 why,
             )

@@ -19,13 +19,14 @@ class Keeper:
     def __init__(self) -> None:
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="kvkeep-keeper", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kvkeep-keeper", daemon=True)
+        self._thread.start()
 
     @classmethod
     def keep(cls, connection: Connection) -> None:
         """Polls this connection from now on."""
         with cls._instance_lock:
-            if cls._instance is None:
+            if cls._instance is None or not cls._instance._thread.is_alive():  # a fork leaves the thread behind
                 cls._instance = Keeper()
         with cls._instance._lock:
             cls._instance._connections.add(connection)
@@ -35,7 +36,6 @@ class Keeper:
         while True:
             with self._lock:
                 connections = list(self._connections)
-            for connection in connections:
-                connection.poll()
-            del connections
+            while connections:
+                connections.pop().poll()
             pause.wait(_INTERVAL_S)

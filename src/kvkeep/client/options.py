@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from kvkeep.errors import SettingsError
 
 DEFAULT_ADDRESS = "tcp://localhost:5555"
 
@@ -21,3 +23,10 @@ class ClientOptions:
     failures_to_open: int = 3  # consecutive failures after which the breaker answers at once
     verify: bool | None = None  # None: as the server says
     shared_memory: bool = True  # False: move bytes through the socket even on the same host
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError, naming the option, for a deadline, an interval or a count that is none."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.type == "int" and (type(value) is not int or value < 1):
+                raise SettingsError(f"{option.name} must be an integer of at least 1, not {value!r}")

@@ -18,6 +18,7 @@ from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
 from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.replies import read_found
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
@@ -98,15 +99,10 @@ class SchedulerAdapter:
         self.connection.close()
 
     def _read(self, asked: _Asked) -> Answer:
-        found = asked.call.reply
-        if not isinstance(found, m.Found):
+        hit = read_found(asked.call.reply, asked.keys, asked.skip, self._shards)
+        if hit is None:
             nothing = np.empty((0, self._shards), dtype=np.uint64)
             failure = asked.call.failure or "protocol"
             return Answer(0, asked.skip, 0, np.empty(0, dtype=np.int64), nothing, failure)
-        return Answer(
-            found.blocks,
-            asked.skip,
-            self.connection.epoch,
-            np.frombuffer(found.slots, dtype="<i8"),
-            np.frombuffer(found.checksums, dtype="<u8").reshape(-1, self._shards),
-        )
+        # The epoch of the server that was asked, which need not be the one that we are connected to by now.
+        return Answer(hit.blocks, asked.skip, asked.call.epoch, hit.slots, hit.checksums)

@@ -4,7 +4,7 @@ they run in a worker's own thread or for a caller who asked for it; none raises 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
+from kvkeep.client.replies import Plan, read_found, read_plan
 from kvkeep.errors import PoolError
 from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.copy import gather, scatter
@@ -65,24 +66,44 @@ class Transfer:
 
     # -- store
 
-    def store(self, request: StoreRequest) -> int:
-        """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised."""
-        stored = 0
-        calls: list[tuple[Call, Call]] = []
+    def store(self, request: StoreRequest, between_parts: Callable[[], None] = lambda: None) -> int:
+        """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised.
+
+        `between_parts` is called where something else may be done. Slots that are not filled are given back, also when
+        this raises for a request that is wrong in itself.
+        """
         parts = self._parts(request)
-        prepare: tuple[tuple[int, int], Call] | None = self._prepare(request, next(parts))
-        while prepare is not None:
-            part, call = prepare
-            answer = self._connection.wait(call)
-            if not isinstance(answer, m.Prepared):
-                break
-            # Ask for the next part's slots now: the server works while this part is copied.
-            following = next(parts, None)
-            prepare = self._prepare(request, following) if following and not answer.refused else None
-            completion = self._write_part(request, part, call, answer)
-            if completion is not None:
-                calls.append((call, completion))
-        for written, completion in calls:
+        first = self._prepare(request, next(parts))
+        ahead: tuple[tuple[int, int], Call] | None = first
+        begun = [first[1]]  # not yet completed
+        completions: list[tuple[Call, Call]] = []
+        try:
+            while ahead is not None:
+                part, call = ahead
+                plan = read_plan(self._connection.wait(call), part[1] - part[0])
+                if plan is None:
+                    break
+                # Ask for the next part's slots now: the server works while this part is copied.
+                following = next(parts, None) if not plan.refused else None
+                ahead = self._prepare(request, following) if following else None
+                if ahead is not None:
+                    begun.append(ahead[1])
+                if len(plan.positions):
+                    completion = self._write_part(request, part, call, plan)
+                    if completion is None:
+                        break
+                    completions.append((call, completion))
+                begun.remove(call)
+                if ahead is not None:
+                    between_parts()
+        finally:
+            for call in begun:
+                self._connection.give_up(call)
+        return self._count_stored(completions)
+
+    def _count_stored(self, completions: list[tuple[Call, Call]]) -> int:
+        stored = 0
+        for written, completion in completions:
             done = self._connection.wait(completion)
             if isinstance(done, m.Done):
                 stored += done.count
@@ -92,7 +113,9 @@ class Transfer:
 
     def _parts(self, request: StoreRequest) -> Iterator[tuple[int, int]]:
         count = len(request.block_ids)
-        size = max(1, min(_BLOCKS_A_PART, _BYTES_A_PART // self._runs.nbytes))
+        welcome = self._connection.welcome
+        allowed = welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART
+        size = max(1, min(_BLOCKS_A_PART, allowed, _BYTES_A_PART // self._runs.nbytes))
         return ((start, min(start + size, count)) for start in range(0, max(count, 1), size))
 
     def _prepare(self, request: StoreRequest, part: tuple[int, int]) -> tuple[tuple[int, int], Call]:
@@ -110,21 +133,16 @@ class Transfer:
         )
         return part, self._connection.call(message, self._store_deadline_ms)
 
-    def _write_part(self, request: StoreRequest, part: tuple[int, int], call: Call, plan: m.Prepared) -> Call | None:
-        """Copies the blocks that the plan names and says that it is done. None: there was nothing to write, or it
-        could not be written."""
-        positions = np.frombuffer(plan.positions, dtype="<i4")
-        if not len(positions):
-            return None
-        block_ids = request.block_ids[part[0] : part[1]][positions]
-        checksums = self._into_slots(block_ids, plan) if plan.slots else self._into_puts(call, block_ids)
+    def _write_part(self, request: StoreRequest, part: tuple[int, int], call: Call, plan: Plan) -> Call | None:
+        """Copies the blocks that the plan names and says that it is done. None: they could not be written."""
+        block_ids = request.block_ids[part[0] : part[1]][plan.positions]
+        checksums = self._into_slots(call, block_ids, plan) if len(plan.slots) else self._into_puts(call, block_ids)
         if checksums is None:
-            self._connection.give_up(call)
             return None
         return self._connection.call(m.CompleteStore(call.number, checksums.tobytes()), self._store_deadline_ms)
 
-    def _into_slots(self, block_ids: NDArray[np.int64], plan: m.Prepared) -> NDArray[np.uint64] | None:
-        addresses = self._addresses(np.frombuffer(plan.slots, dtype="<i8"))
+    def _into_slots(self, call: Call, block_ids: NDArray[np.int64], plan: Plan) -> NDArray[np.uint64] | None:
+        addresses = self._addresses(plan.slots, call.epoch, call.session)
         if addresses is None:
             return None
         checksums = gather(self._runs, block_ids, addresses, verify=self._connection.verify)
@@ -156,12 +174,15 @@ class Transfer:
             return nothing
         if self._connection.segments is None:
             return self._load_by_fetch(request)
-        addresses = self._addresses(request.slots)
+        if len(request.slots) != len(request.block_ids):
+            self._connection.counters.fail("no_slots")
+            return nothing
+        addresses = self._addresses(request.slots, request.epoch)
         if addresses is None:
             return nothing
         expected = request.checksums[:, self._shard] if self._connection.verify else None
         loaded = scatter(self._runs, request.block_ids, addresses, expected)
-        self._report_bad(request, loaded)
+        self._report_bad(request, np.flatnonzero(~loaded))
         return loaded
 
     def _load_by_fetch(self, request: LoadRequest) -> NDArray[np.bool_]:
@@ -169,38 +190,37 @@ class Transfer:
         loaded = np.zeros(len(request.block_ids), dtype=np.bool_)
         message = m.Lookup(request.tenant, layout.layout if layout else 0, request.keys, request.skip)
         lookup = connection.call(message, connection.options.lookup_deadline_ms)
-        found = connection.wait(lookup)
-        if isinstance(found, m.Found):
-            count = min(max(found.blocks - request.skip, 0), len(loaded))
-            shards = len(connection.shape.shard_bytes)
-            checksums = np.frombuffer(found.checksums, dtype="<u8").reshape(-1, shards)[:, self._shard]
-            self._fetch(lookup.number, request.block_ids[:count], checksums[:count], loaded[:count])
-            self._report_bad(request, loaded, looked_at=count)
+        hit = read_found(connection.wait(lookup), request.keys, request.skip, len(connection.shape.shard_bytes))
+        if hit is not None:
+            count = min(len(hit.checksums), len(loaded))
+            fetched = self._fetch(lookup.number, request.block_ids[:count], hit.checksums[:count, self._shard])
+            loaded[: len(fetched)] = fetched
+            self._report_bad(request, np.flatnonzero(~fetched))
         connection.give_up(lookup)
         return loaded
 
-    def _fetch(
-        self, lease: int, block_ids: NDArray[np.int64], checksums: NDArray[np.uint64], loaded: NDArray[np.bool_]
-    ) -> None:
+    def _fetch(self, lease: int, block_ids: NDArray[np.int64], checksums: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Whether each block that came is good and in place. Shorter than `block_ids` if not all came."""
         nbytes, at_a_time = self._runs.nbytes, self._blocks_a_message()
+        fetched = np.zeros(0, dtype=np.bool_)
         for start in range(0, len(block_ids), at_a_time):
             some = block_ids[start : start + at_a_time]
             call = self._connection.call(m.Fetch(lease, self._shard, start, len(some)), self._store_deadline_ms)
             if not isinstance(self._connection.wait(call), m.Done):
-                return
+                break
             if [len(frame) for frame in call.payload] != [nbytes] * len(some):
                 self._connection.counters.fail("bad_payload")
-                return
+                break
             buffer = np.frombuffer(b"".join(call.payload), dtype=np.uint8).reshape(len(some), nbytes)
             # Bytes that crossed a network are checked always, and before they touch engine memory.
             good = checksum_at(_rows(buffer), nbytes) == checksums[start : start + len(some)]
             scatter(self._runs, some[good], _rows(buffer)[good], None)
-            loaded[start : start + len(some)] = good
+            fetched = np.concatenate((fetched, good))
+        return fetched
 
-    def _report_bad(self, request: LoadRequest, loaded: NDArray[np.bool_], looked_at: int | None = None) -> None:
+    def _report_bad(self, request: LoadRequest, positions: NDArray[np.int64]) -> None:
         """Tells the server which blocks did not match; it looks for itself. Nobody waits for the answer."""
-        bad = np.flatnonzero(~loaded[:looked_at]).tolist()
-        for position in bad:
+        for position in positions.tolist():
             at = (request.skip + position) * KEY_BYTES
             self._connection.counters.fail("bad_block")
             self._connection.call(
@@ -209,11 +229,13 @@ class Transfer:
 
     # -- places
 
-    def _addresses(self, slots: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+    def _addresses(self, slots: NDArray[np.int64], epoch: int, session: int = 0) -> NDArray[np.uint64] | None:
         """Where this shard's part of each slot is in this process. None if the pool is gone or never had it."""
-        segments, layout = self._connection.segments, self._connection.layout
-        if segments is None or layout is None:
+        pool = self._connection.pool(epoch, session)
+        if pool is None:
+            self._connection.counters.fail("stale_epoch")
             return None
+        segments, layout = pool
         try:
             return segments.addresses(slots + layout.shard_offsets[self._shard], self._runs.nbytes)
         except PoolError as error:

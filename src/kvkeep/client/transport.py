@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import zmq
 
+from kvkeep.errors import SettingsError
+
 
 class Transport(Protocol):
     """What a connection needs of a network. `kvkeep.testing` has one that loses, delays, doubles and reorders."""
@@ -33,7 +35,12 @@ class ZmqTransport:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         self._socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            hint = "write tcp://host:port or ipc://path"
+            raise SettingsError(f"{address!r} is no address to connect to: {error.strerror}", hint) from None
 
     def send(self, frames: Sequence[Any]) -> bool:
         try:

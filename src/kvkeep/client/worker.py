@@ -64,7 +64,10 @@ class WorkerAdapter:
         self._thread = threading.Thread(target=self._run, name="kvkeep-worker", daemon=True)
 
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
-        """Says where the engine's blocks are, one tensor a layer. Raises for tensors that do not fit the shape."""
+        """Says, once, where the engine's blocks are, one tensor a layer. Raises for tensors that do not fit."""
+        if self._transfer is not None:
+            problem = "the tensors are registered already"
+            raise RequestError("registered", problem, field="layers", hint="close this adapter and make another")
         runs = BlockRuns.of(layers, block_dim)
         expected = self.shape.shard_bytes[self.strategy.kv_rank]
         if runs.nbytes != expected:
@@ -80,9 +83,7 @@ class WorkerAdapter:
     def store(self, job: Hashable, request: StoreRequest) -> None:
         """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
         with self._wake:
-            if not self.strategy.stores or len(self._stores) >= _JOBS_QUEUED:
-                if self.strategy.stores:
-                    self.connection.counters.fail("queue_full")
+            if not self.strategy.stores or not self._has_room(self._stores):
                 self._finished.stored[job] = 0
                 return
             self._stores.append((job, request))
@@ -91,10 +92,8 @@ class WorkerAdapter:
     def load(self, job: Hashable, request: LoadRequest) -> None:
         """Loads blocks in the background."""
         with self._wake:
-            if len(self._loads) >= _JOBS_QUEUED:
-                self.connection.counters.fail("queue_full")
-                self._finished.loaded.append(job)
-                self._finished.failed[job] = request.block_ids.tolist()
+            if not self._has_room(self._loads):
+                self._end_load(job, request.block_ids.tolist())
                 return
             self._loads.append((job, request))
             self._wake.notify()
@@ -106,9 +105,12 @@ class WorkerAdapter:
         return finished
 
     def close(self) -> None:
-        """Ends the thread after the job in hand, then the session. Queued jobs are dropped."""
+        """Ends the thread after the job in hand, then the session. Queued jobs end undone, and later ones at once."""
         with self._wake:
             self._closing = True
+            for job, request in self._loads:
+                self._end_load(job, request.block_ids.tolist())
+            self._finished.stored.update((job, 0) for job, _ in self._stores)
             self._loads.clear()
             self._stores.clear()
             self._wake.notify()
@@ -135,6 +137,15 @@ class WorkerAdapter:
                 segments = self.connection.segments
                 populating = segments is not None and segments.populate_next()
 
+    def _load_what_waits(self) -> None:
+        """Loads that came while a store is under way: the engine waits for those, and for no store."""
+        while True:
+            with self._wake:
+                if not self._loads:
+                    return
+                load = self._loads.popleft()
+            self._load(*load)
+
     def _load(self, job: Hashable, request: LoadRequest) -> None:
         assert self._transfer is not None
         failed = request.block_ids.tolist()
@@ -144,15 +155,13 @@ class WorkerAdapter:
         except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
             self._failed_inside("load")
         with self._wake:
-            self._finished.loaded.append(job)
-            if failed:
-                self._finished.failed[job] = failed
+            self._end_load(job, failed)
 
     def _store(self, job: Hashable, request: StoreRequest) -> None:
         assert self._transfer is not None
         stored = 0
         try:
-            stored = self._transfer.store(request)
+            stored = self._transfer.store(request, self._load_what_waits)
         except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
             self._failed_inside("store")
         with self._wake:
@@ -161,3 +170,16 @@ class WorkerAdapter:
     def _failed_inside(self, what: str) -> None:
         self.connection.counters.fail("internal_error")
         log.exception("kvkeep: a %s failed inside the client", what)
+
+    # -- with the lock held
+
+    def _has_room(self, queue: deque[Any]) -> bool:
+        if self._closing or len(queue) >= _JOBS_QUEUED:
+            self.connection.counters.fail("closed" if self._closing else "queue_full")
+            return False
+        return True
+
+    def _end_load(self, job: Hashable, failed: list[int]) -> None:
+        self._finished.loaded.append(job)
+        if failed:
+            self._finished.failed[job] = failed

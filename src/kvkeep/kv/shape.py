@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
@@ -18,6 +19,10 @@ class BlockShape:
     shard_bytes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        try:  # numpy's integers too; what is sent must be plain ones
+            object.__setattr__(self, "shard_bytes", tuple(map(index, self.shard_bytes)))
+        except TypeError as error:
+            raise RequestError("bad_shards", f"shard_bytes: {error}", field="shard_bytes") from None
         if len(self.shard_bytes) != self.identity.kv_world_size:
             raise RequestError(
                 "bad_shards",

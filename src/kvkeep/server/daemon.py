@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import secrets
 import socket
@@ -53,16 +52,18 @@ class Daemon:
         self._stopping = False
         self._filler: threading.Thread | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._context = zmq.Context()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
         slab_bytes = settings.slab_size or slab_bytes_for(settings.pool_size)
         self.pool = Pool(settings.shm_dir, settings.name, settings.pool_size, slab_bytes, self.epoch)
+        self._context = zmq.Context()
         try:
             self.store = self._make_store()
+            # The first segment is there before anyone can connect: who stores at once finds room.
+            self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
             self._socket, self.address = self._bind()
             self._waker, self._wake = self._make_waker()
-        except BaseException:
+        except BaseException:  # guard: whatever it is, nothing of a server that does not start may stay behind
             self.close()
             raise
 
@@ -213,8 +214,9 @@ class Daemon:
         router.setsockopt(zmq.MAXMSGSIZE, self.settings.max_frame_size + _FRAME_SLACK_BYTES)
         router.setsockopt(zmq.IPV6, 1 if "[" in self.settings.address else 0)
         address = self.settings.address
-        if address.startswith("ipc://") and _is_listening(address.removeprefix("ipc://")):
-            raise SettingsError(f"another server listens on {address}", "stop it, or choose another --address")
+        path = _socket_path(address)
+        if path is not None:
+            _check_free(path, address)
         try:
             router.bind(address.replace("//localhost:", "//127.0.0.1:"))
         except zmq.ZMQError as error:
@@ -224,8 +226,8 @@ class Daemon:
             ) from error
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
-        if address.startswith("ipc://"):
-            os.chmod(address.removeprefix("ipc://"), 0o600)
+        if path is not None:
+            path.chmod(0o600)
         return router, endpoint.rstrip(b"\0").decode()
 
     def _make_waker(self) -> tuple[socket.socket, socket.socket]:
@@ -237,9 +239,20 @@ class Daemon:
         return waker, wake
 
 
-def _is_listening(path: str) -> bool:
-    """Whether somebody answers on a Unix socket. (ZMQ would silently take it over.)"""
-    if not Path(path).exists():
-        return False
+def _socket_path(address: str) -> Path | None:
+    """The file of an ipc:// address. None for tcp, and for a name that begins with @: those have no file."""
+    scheme, _, rest = address.partition("://")
+    return Path(rest) if scheme == "ipc" and not rest.startswith("@") else None
+
+
+def _check_free(path: Path, address: str) -> None:
+    """Raises if the path is in use. (ZMQ would silently take over another server's socket, and delete a file.)"""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise SettingsError(
+            f"cannot listen on {address}: there is a file that is no socket", "choose another --address"
+        )
     with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
+        if probe.connect_ex(str(path)) == 0:
+            raise SettingsError(f"another server listens on {address}", "stop it, or choose another --address")

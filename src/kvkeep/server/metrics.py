@@ -31,7 +31,7 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
     "orphan_blocks": ("kvkeep_orphan_blocks", "Those of the refused blocks whose parent was not here."),
     "abandoned_stores": ("kvkeep_abandoned_stores", "Stores that were begun and given up."),
     "bad_blocks": ("kvkeep_bad_blocks", "Blocks that did not match their checksum and were dropped."),
-    "bad_frames": ("kvkeep_bad_frames", "Messages without a kvkeep header: something else talks to this port."),
+    "bad_frames": ("kvkeep_bad_frames", "Messages without a kvkeep header, or damaged on their way."),
     "repeated_requests": ("kvkeep_repeated_requests", "Requests that arrived twice and were carried out once."),
     "internal_errors": ("kvkeep_internal_errors", "Requests that failed inside the server; each is in the log."),
     "sessions_opened": ("kvkeep_sessions_opened", "Sessions that said Hello."),

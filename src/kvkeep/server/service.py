@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 FINGERPRINT_BYTES = 16
 _CLIENT_NAME_CHARS = 120
+_MESSAGE_CHARS = 1_000  # of a refusal: it may quote what came, and what came may be long
+_LONGEST_TTL_MS = 1 << 53  # beyond that times no longer fit; it is 285,000 years
 
 
 class Service:
@@ -93,7 +95,7 @@ class Service:
                 return None
         except RequestError as error:
             self.counters.refuse(error.code)
-            reply = m.Refused(error.code, error.message, error.field, error.hint)
+            reply = m.Refused(error.code, error.message[:_MESSAGE_CHARS], error.field, error.hint)
         except Exception:  # guard: a fault of ours in one request must neither end the server nor go unanswered
             self.counters.internal_errors += 1
             self.counters.refuse("internal_error")
@@ -254,6 +256,8 @@ class Service:
         self._check_not_cancelled(session, number)
         if self.draining:
             raise RequestError("shutting_down", "the server is shutting down and stores nothing more")
+        if request.ttl_ms > _LONGEST_TTL_MS:
+            raise RequestError("bad_ttl", f"ttl_ms is {request.ttl_ms}; 0 means for ever", field="ttl_ms")
         plan = self.store.prepare_store(
             session.number,
             number,

@@ -89,28 +89,21 @@ class Blocks:
         if table.state[row] == EVICTING:
             self._free_evicting(row)
         elif not table.pins[row]:
-            if self._is_empty(row):
-                self.evict(row, now_ms)
-            else:
-                self.order.enqueue(row, now_ms)
+            self._became_leaf(row, now_ms)
 
-    def evict(self, row: int, now_ms: int) -> None:
+    def evict(self, row: int, now_ms: int) -> int:
         """Frees an evictable leaf at once. Its parent inherits its last use, and whether its session has finished.
 
-        A parent that nothing was ever written to goes along: it would only be in the way.
+        Exactly one block goes, so that whoever chose it knows what its tenant loses. Returns the parent.
         """
         table = self.table
-        while True:
-            used, finished = table.used[row], table.finished[row]
-            parent = self._free(row)
-            if parent == NO_ROW:
-                return
+        used, finished = table.used[row], table.finished[row]
+        parent = self._free(row)
+        if parent != NO_ROW:
             if used >= table.used[parent]:
                 table.used[parent], table.finished[parent] = used, finished
-            if not self._is_empty(parent):
-                self.order.enqueue(parent, now_ms)
-                return
-            row = parent
+            self.order.enqueue(parent, now_ms)
+        return parent
 
     def drop(self, rows: Iterable[int]) -> int:
         """Takes blocks and all below them out of the index at once, and frees those that nobody reads or writes.
@@ -157,10 +150,16 @@ class Blocks:
             if table.pins[row] or table.first_child[row] != NO_ROW:
                 return
             row = self._free(row)
-        if row != NO_ROW and self._is_empty(row):
-            self.evict(row, self.order.noted_ms)
-        elif row != NO_ROW:
-            self.order.enqueue(row, self.order.noted_ms)
+        if row != NO_ROW:
+            self._became_leaf(row, self.order.noted_ms)
+
+    def _became_leaf(self, row: int, now_ms: int) -> None:
+        """Puts a block in line that somebody let go. One that nothing was ever written to goes at once, and so do
+        its ancestors as far as they are like it: they would only be in the way."""
+        while row != NO_ROW and self._is_empty(row):
+            row = self.evict(row, now_ms)
+        if row != NO_ROW:
+            self.order.enqueue(row, now_ms)
 
     def _free(self, row: int) -> int:
         table = self.table

@@ -33,6 +33,7 @@ def _check_tree(store: Store) -> None:
     table = store.blocks.table
     for row in table.live_rows().tolist():
         parent = table.parent[row]
+        assert all(table.parent[child] == row for child in children(table, row)), f"row {row}: another's child"
         if parent == NO_ROW:
             continue
         assert table.state[parent] != FREE, f"row {row} outlived its parent"

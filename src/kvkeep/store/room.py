@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.layouts import Layout
-from kvkeep.store.table import FREE, NO_ROW
+from kvkeep.store.table import NO_ROW
 from kvkeep.store.tenants import COMMONS, Tenant
 from kvkeep.store.tree import latest_below, subtree
 
@@ -115,8 +115,7 @@ class Room:
             doomed = self._with_descendants(rows[slab_of == slab].tolist())
             if self._may_go(doomed, tenant, more):
                 for row in doomed:
-                    if table.state[row] != FREE:  # else it went along with its last child
-                        blocks.evict(row, now_ms)
+                    blocks.evict(row, now_ms)
                 self.evictions += len(doomed)
                 self.slab_moves += 1
                 return True
@@ -156,10 +155,9 @@ class Room:
         return found
 
     def _may_go(self, rows: list[int], tenant: Tenant, more: int) -> bool:
-        """Whether nobody reads or writes these blocks and their owners may lose them to this tenant."""
+        """Whether the owners of these blocks may lose them to this tenant. Nobody reads or writes them."""
         table, tenants = self._blocks.table, self._blocks.tenants
-        if table.many.pins[rows].any():
-            return False
+        assert not table.many.pins[rows].any()
         losses: dict[int, int] = {}
         for row in rows:
             nbytes = self._blocks.layouts[table.layout[row]].slot_bytes

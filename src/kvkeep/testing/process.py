@@ -49,7 +49,9 @@ class ServerProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise Unavailable(f"the server did not start: {self.stop().strip()}")
+            said = self.stop().strip()
+            self._clean_up()
+            raise Unavailable(f"the server did not start: {said}")
         ready = json.loads(line)
         self.address, self.http = ready["address"], ready["http"]
         return self
@@ -94,6 +96,9 @@ class ServerProcess:
         if self.process is not None and self.process.poll() is None:
             self.send(signal.SIGCONT)  # a paused process cannot end
         self.stop()
+        self._clean_up()
+
+    def _clean_up(self) -> None:
         if self._own_state:
             self._own_state.cleanup()
 

@@ -108,9 +108,12 @@ class StoreModel:
         self.sessions[session] = ModelSession()
 
     def close_session(self, session: int) -> None:
-        self._session(session)
+        state = self._session(session)
+        for lease in list(state.leases):
+            self.release(session, lease)
+        for write in list(state.writes):
+            self.abandon_store(session, write)
         del self.sessions[session]
-        self._tidy()
 
     def check_lookup(self, session: int, lease: int, keys: list[bytes], skip: int) -> None:
         """Refuses what a lookup refuses."""
@@ -137,9 +140,9 @@ class StoreModel:
         self.sessions[session].leases[lease] = deepest
 
     def release(self, session: int, lease: int) -> bool:
-        released = self._session(session).leases.pop(lease, None) is not None
-        self._tidy()
-        return released
+        released = self._session(session).leases.pop(lease, None)
+        self._let_go([] if released is None else [released])
+        return released is not None
 
     def finish(self, session: int, tenant: str, key: bytes) -> bool:
         self._session(session)
@@ -182,6 +185,7 @@ class StoreModel:
         state.writes[write] = work
         if above is not None:
             above.used = self._next_use()
+        last_known = above
         room = self._make_room(tenant, room, above, now_ms) if room else 0
         use = self._next_use()
         for key in keys[taken : taken + room]:
@@ -191,7 +195,8 @@ class StoreModel:
             work.blocks.append(above)
         if not work.blocks:
             del state.writes[write]
-        self._tidy()
+        if last_known is not None:
+            self._let_go([last_known])
         return ModelPlan([*joined, *range(taken, taken + room)], len(keys) - taken - room)
 
     def complete_store(self, session: int, write: int, checksums: list[int]) -> int:
@@ -210,13 +215,13 @@ class StoreModel:
         for block in self.blocks:
             if block.state == "waiting" and all(b.state in ("waiting", "ready") for b in self.chain(block)):
                 block.state = "ready"
-        self._tidy()
+        self._let_go(work.blocks)
         return len(work.blocks)
 
     def abandon_store(self, session: int, write: int) -> bool:
-        abandoned = self._session(session).writes.pop(write, None) is not None
-        self._tidy()
-        return abandoned
+        abandoned = self._session(session).writes.pop(write, None)
+        self._let_go(abandoned.blocks if abandoned else [])
+        return abandoned is not None
 
     # -- what operators do -----------------------------------------------------------------------------------------
 
@@ -337,7 +342,6 @@ class StoreModel:
             if not choice:
                 break
             self._evict(min(choice, key=lambda b: self._rank(b, now_ms)))
-            self._tidy(spare=above)
         return min(wanted, self.pool_slots - len(self.blocks))
 
     def _may_lose_one(self, tenant: str) -> bool:
@@ -354,21 +358,21 @@ class StoreModel:
         leaving = [block for block in blocks if block.state != "evicting"]
         for block in leaving:
             block.state = "evicting"
-        self._tidy()
+        self._let_go(leaving)
         return len(leaving)
 
-    def _tidy(self, spare: ModelBlock | None = None) -> None:
-        """What nobody holds goes: evicting leaves, and leaves that nothing was ever written to."""
-        while True:
-            leaves = [b for b in self.blocks if b is not spare and self._free_leaf(b)]
-            gone = [b for b in leaves if b.state == "evicting"]
-            empty = [b for b in leaves if b.state == "writing" and not b.checksums]
-            if not gone and not empty:
-                return
-            for block in gone:
-                self.blocks.remove(block)
-            for block in empty:
-                self._evict(block)
+    def _let_go(self, blocks: list[ModelBlock]) -> None:
+        """These are no longer held. Evicting leaves go, and leaves that nothing was ever written to; upwards too."""
+        for block in reversed(blocks):
+            each: ModelBlock | None = block
+            while each is not None and each in self.blocks and self._free_leaf(each):
+                if each.state == "evicting":
+                    self.blocks.remove(each)
+                elif each.state == "writing" and not each.checksums:
+                    self._evict(each)
+                else:
+                    break
+                each = each.parent
 
 
 def _refuse(code: str) -> NoReturn:

@@ -84,20 +84,20 @@ class SimulatedNetwork:
             self.counts["duplicated"] += 1
             copies = 2
         for _ in range(copies):
-            arriving = self._corrupted(message) if self._random.random() < self.faults.corruption else message
+            damaged = self._random.random() < self.faults.corruption and any(message)
+            arriving = self._corrupted(message) if damaged else message
             due_ms = self.clock.now_ms + self._random.randint(*self.faults.delay_ms)
             heapq.heappush(self._events, (due_ms, self._next_event, lambda m=arriving: deliver(m)))  # type: ignore[misc]
             self._next_event += 1
 
     def _corrupted(self, message: list[bytes]) -> list[bytes]:
-        """One bit of one frame, flipped."""
-        self.counts["corrupted"] += 1
+        """One bit of one frame, flipped. Frames without bytes have none to flip."""
         frames = list(message)
-        at = self._random.randrange(len(frames))
-        if frames[at]:
-            frame = bytearray(frames[at])
-            frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
-            frames[at] = bytes(frame)
+        at = self._random.choice([at for at, frame in enumerate(frames) if frame])
+        frame = bytearray(frames[at])
+        frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
+        frames[at] = bytes(frame)
+        self.counts["corrupted"] += 1
         return frames
 
 

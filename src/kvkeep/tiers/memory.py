@@ -16,11 +16,10 @@ import shutil
 from pathlib import Path
 
 from kvkeep.errors import PoolError
-from kvkeep.units import format_size
+from kvkeep.units import MIB, format_size
 from kvkeep.wire.liveness import Watch
 from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
 
-MIB = 1 << 20
 _SEGMENT_BYTES = 256 * MIB
 _LARGEST_SLAB_BYTES = 64 * MIB
 _SLABS_AT_LEAST = 16
@@ -45,8 +44,10 @@ class Pool:
             self._remove_files()
             _check_space(shm_dir, self.pool_bytes)
             (self.directory / EPOCH_FILE).write_text(f"{epoch:016x}")
-        except BaseException:
+        except BaseException as error:  # guard: whatever it is, no directory and no lock may stay behind
             self.close()
+            if isinstance(error, OSError):
+                raise PoolError(f"cannot make {self.directory}: {error.strerror}", "check --shm-dir") from error
             raise
         self.segments = Segments(self.directory, self.segment_bytes, self.pool_bytes)
 
@@ -94,15 +95,21 @@ class Pool:
         self._lock = -1
 
     def _remove_files(self) -> None:
-        for path in self.directory.iterdir():
-            if path.name != "daemon.lock":
-                path.unlink()
+        """All but the lock, which goes last: whoever can take it must find no leftovers that are still going."""
+        with contextlib.suppress(FileNotFoundError):  # somebody else removed the directory: so much the better
+            for path in self.directory.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != "daemon.lock":
+                    path.unlink(missing_ok=True)
 
 
 def _own(directory: Path) -> int:
     """Makes the directory and takes its lock, or says who has it."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.is_symlink():  # anyone may put one into shared memory, and what it points at would be emptied
+            raise PoolError(f"{directory} is a symbolic link", "remove it, or choose another --name")
         status = directory.stat()
         if status.st_uid != os.getuid():
             raise PoolError(f"{directory} belongs to another user", "choose another --name")

@@ -12,6 +12,7 @@ The header keeps its shape in all versions, so that peers of different versions 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ _MAGIC = b"KVKP"
 _HEADER = struct.Struct("<4sHHQQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
+
+# Where msgspec names a field: "Expected `int`, got `str` - at `$.layout`", "Object missing required field `pid`".
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_NAME = re.compile(r" field `([^`]*)`")
+_QUOTED_CHARS = 200  # of what a peer sent: an error is no echo
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -81,7 +87,8 @@ def decode_request(header: Header, frames: Sequence[bytes], frame_bytes: int) ->
     try:
         return _requests.decode(frames[1])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError("bad_message", f"the message cannot be read: {error}", field=_field(error)) from None
+        text = f"the message cannot be read: {str(error)[:_QUOTED_CHARS]}"
+        raise RequestError("bad_message", text, field=_field(error)) from None
 
 
 def decode_reply(header: Header, frames: Sequence[bytes]) -> Reply:
@@ -96,10 +103,10 @@ def decode_reply(header: Header, frames: Sequence[bytes]) -> Reply:
     try:
         return _replies.decode(frames[1])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the server's reply cannot be read: {error}") from None
+        raise ProtocolError(f"the server's reply cannot be read: {str(error)[:_QUOTED_CHARS]}") from None
 
 
 def _field(error: Exception) -> str:
-    """The field that msgspec names at the end of its message: "Expected `int` - at `$.layout`"."""
-    _, _, path = str(error).rpartition("at `$")
-    return path.rstrip("`").lstrip(".")
+    """The field that msgspec names, with the path to it; empty where the bytes are no message at all."""
+    found = [pattern.search(str(error)) for pattern in (_PATH, _NAME)]
+    return ".".join(match[1] for match in found if match and match[1])[:_QUOTED_CHARS]

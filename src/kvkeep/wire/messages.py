@@ -8,7 +8,8 @@ a late reply is then dropped.
 and where the pool's shared memory lies. A client that can see that memory (the epoch file in it tells) takes the
 session's lock and says Attach("shared_memory"): from then on the kernel tells the daemon when the process is gone. A
 client elsewhere says Attach("network"), gets no slots to touch, and moves bytes with Fetch and Put. After Attach the
-client opens its layout, and everything else names that layout by number.
+client says OpenLayout, and everything else names that layout by the number in LayoutOpened. Ping asks whether the
+session is still there; Goodbye ends it. Requests that have nothing to tell are answered by Done.
 
 **Epoch.** A random number of this server process. A session ends with its epoch: a request that names a session
 unknown to the server is refused with `unknown_session`, and the client says Hello again. Slots of an older epoch are
@@ -19,29 +20,34 @@ Lookup that asked for it, a write the number of its PrepareStore. So a client th
 or AbandonStore, and a request that arrives twice is carried out once.
 
 **Load.** Lookup names the keys of a whole prompt and how many leading blocks to `skip` (the engine has them). The
-answer counts the leading blocks that are ready and gives, beyond `skip`, each block's slot and checksums, under a
-lease. Workers copy from the slots themselves, verify, and the client says Release. A block whose checksum does not
+answer, Found, counts the leading blocks that are ready and gives, beyond `skip`, each block's slot and checksums, under
+a lease. Workers copy from the slots themselves, verify, and the client says Release. A block whose checksum does not
 match is named in ReportBad.
 
-**Store.** PrepareStore names the keys and, if the first is not a root, its parent. The answer says which blocks to
-write and where: those that exist already, or that another session is writing, are left out. The worker copies, then
-says CompleteStore with the checksums, or AbandonStore. A block is visible when all its shards are in.
+**Store.** PrepareStore names the keys and, if the first is not a root, its parent. The answer, Prepared, says which
+blocks to write and where: those that exist already, or that another session is writing, are left out. The worker
+copies, then says CompleteStore with the checksums, or AbandonStore. A block is visible when all its shards are in.
 
 **Hints.** PrepareStore carries a priority (0 to 100, 50 is normal, higher stays longer) and a time to live; Finish
 says that whoever used a chain is done with it. Hints only change the order in which blocks are evicted.
 
 **Arrays** travel as little-endian bytes: keys of 16 bytes each, slots int64, positions int32, checksums uint64 (block
-after block, a block's shards together).
+after block, a block's shards together). Lists have at most 65,536 items: one message must not keep the others waiting.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 PROTOCOL_VERSION = 1
+MAX_LIST_ITEMS = 65_536
 
 SHARED_MEMORY, NETWORK = "shared_memory", "network"
 CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints")
+
+Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LIST_ITEMS)]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +79,7 @@ class OpenLayout(Message, frozen=True):
     Answered by LayoutOpened."""
 
     fingerprint: bytes
-    shard_bytes: list[int]
+    shard_bytes: Numbers
 
 
 class Lookup(Message, frozen=True):
@@ -88,7 +94,7 @@ class Lookup(Message, frozen=True):
 class Release(Message, frozen=True):
     """Ends leases, named by the numbers of their Lookups. Unknown ones are no error. Answered by Done."""
 
-    leases: list[int]
+    leases: Numbers
 
 
 class Finish(Message, frozen=True):
@@ -120,7 +126,7 @@ class CompleteStore(Message, frozen=True):
 class AbandonStore(Message, frozen=True):
     """Gives slots back unwritten, by the numbers of their PrepareStores. Answered by Done."""
 
-    writes: list[int]
+    writes: Numbers
 
 
 class ReportBad(Message, frozen=True):

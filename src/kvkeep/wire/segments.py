@@ -9,6 +9,7 @@ segment into the next. A segment is mapped when it is first needed and stays map
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -53,8 +54,8 @@ class Segments:
         if not len(offsets):
             return np.empty(0, dtype=np.uint64)
         numbers, within = np.divmod(offsets, self._segment_bytes)
-        inside = (offsets >= 0) & (offsets + nbytes <= self._pool_bytes) & (within + nbytes <= self._segment_bytes)
-        if not inside.all():
+        inside = (offsets >= 0) & (offsets <= self._pool_bytes - nbytes) & (within <= self._segment_bytes - nbytes)
+        if nbytes < 1 or not inside.all():
             raise PoolError(f"offset {int(offsets[np.argmin(inside)])} with {nbytes} bytes is not in the pool")
         for number in np.unique(numbers).tolist():
             if self._arrays[number] is None:
@@ -90,11 +91,12 @@ class Segments:
         return False
 
     def close(self) -> None:
-        """Unmaps everything. No address or view from here may be used afterwards."""
+        """Unmaps everything. No address from here may be used afterwards; a view still held keeps its own mapping."""
         self._arrays = [None] * len(self._arrays)
         for number, mapped in enumerate(self._maps):
             if mapped is not None:
-                mapped.close()
+                with contextlib.suppress(BufferError):  # somebody holds a view; the mapping goes with it
+                    mapped.close()
                 self._maps[number] = None
 
     def _map(self, number: int) -> None:

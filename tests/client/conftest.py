@@ -1,0 +1,158 @@
+"""A server in this process on either data plane, on a network in simulated time; and a real one for what needs it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.client.cache import Cache
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.shape import BlockShape
+from kvkeep.server.service import Service
+from kvkeep.store.integrity import check_integrity
+from kvkeep.store.plans import Limits
+from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.server import SimulatedServer
+from kvkeep.testing.wire import Faults, SimulatedNetwork
+from kvkeep.tiers.memory import Pool
+from kvkeep.wire import messages as m
+from kvkeep.wire.frames import Header, decode_header, decode_request, encode
+
+SLOT = 4096
+IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, layout="sim")
+PASS = object()  # an `instead` that answers this lets the service answer
+
+Instead = Callable[[Header, m.Request], Any]
+
+
+class Recorder:
+    """Stands between the network and a service: remembers what came, and answers in its place if told to."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.came: list[m.Request] = []
+        self.instead: Instead | None = None
+
+    def handle(self, frames: Sequence[bytes], now_ms: int) -> list[Any] | None:
+        header = decode_header(frames)
+        request = decode_request(header, frames, 1 << 30)
+        self.came.append(request)
+        answer = self.instead(header, request) if self.instead else PASS
+        if answer is PASS:
+            return self.service.handle(frames, now_ms)
+        return encode(Header(header.session, header.number), answer) if isinstance(answer, m.Message) else answer
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(request, kind) for request in self.came)
+
+
+class Simulation:
+    """One server, any number of clients, and time that passes only when somebody waits."""
+
+    def __init__(self, directory: Path, *, shared_memory: bool, slots: int, limits: Limits | None) -> None:
+        self.network = SimulatedNetwork(1)
+        self._directory, self._shared_memory, self._slots, self._limits = directory, shared_memory, slots, limits
+        self._pools: list[Pool] = []
+        self.connections: list[Connection] = []
+        self.replace_server(epoch=1)
+
+    def replace_server(self, epoch: int) -> None:
+        """A new server process takes the place of the one before, with a pool of the same name."""
+        self.server = SimulatedServer(self._slots * SLOT, SLOT, epoch=epoch, limits=self._limits)
+        if self._shared_memory:
+            while self._pools:
+                self._pools.pop().close()
+            pool = Pool(self._directory, "sim", self._slots * SLOT, SLOT, epoch)
+            pool.fill_next()
+            self._pools.append(pool)
+            limits = self.server.service._limits
+            place = m.PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
+            self.server.service = Service(self.server.store, pool.segments, place, limits, epoch, pool.watch)
+        self.recorder = Recorder(self.server.service)
+        self.network.serve(self.recorder)
+
+    @property
+    def store(self) -> Any:
+        return self.server.store
+
+    def connection(self, *shard_bytes: int, identity: ModelIdentity = IDENTITY, **options: Any) -> Connection:
+        options = {"lookup_deadline_ms": 200, "store_deadline_ms": 300, "handshake_deadline_ms": 200} | options
+        options = {"ping_interval_ms": 500, "reconnect_interval_ms": 100, "address": "tcp://cache:5555"} | options
+        shape = BlockShape(identity, shard_bytes or (1000,))
+        made = Connection(shape, ClientOptions(**options), self.network.transport(), self.network.clock)
+        self.connections.append(made)
+        return made
+
+    def connected(self, *shard_bytes: int, **options: Any) -> Connection:
+        connection = self.connection(*shard_bytes, **options)
+        assert connection.wait_until_up(2_000)
+        return connection
+
+    def cache(self, **options: Any) -> Cache:
+        return Cache(self.connected(1000, **options), IDENTITY, (1000,), np.dtype(np.uint8))
+
+    def run(self, for_ms: int, step_ms: int = 10) -> None:
+        """Lets time pass, with every client polling."""
+        for _ in range(for_ms // step_ms):
+            self.network.run_until(self.network.clock.now_ms + step_ms)
+            for connection in self.connections:
+                connection.poll()
+
+    def lose_everything(self) -> None:
+        self.network.faults = Faults(loss=1.0)
+
+    def held(self) -> list[tuple[int, int]]:
+        """Leases and writes that each session holds."""
+        return [(len(session.leases), len(session.writes)) for session in self.store.sessions.values()]
+
+    def close(self) -> None:
+        self.network.faults = Faults()
+        for connection in self.connections:
+            connection.close()
+        check_integrity(self.store)
+        while self._pools:
+            self._pools.pop().close()
+
+
+@pytest.fixture
+def simulation(tmp_path: Path) -> Iterator[Callable[..., Simulation]]:
+    """Makes Simulations. Whatever a test did, their stores are sound at the end."""
+    made: list[Simulation] = []
+
+    def make(*, shared_memory: bool = False, slots: int = 64, limits: Limits | None = None) -> Simulation:
+        made.append(Simulation(tmp_path, shared_memory=shared_memory, slots=slots, limits=limits))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def sim(simulation: Callable[..., Simulation]) -> Simulation:
+    return simulation()
+
+
+@pytest.fixture
+def passing() -> object:
+    """What an `instead` answers to let the service answer."""
+    return PASS
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A real server for a whole module: tests use models or salts of their own."""
+    with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms") as running:
+        yield running
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.node.name)

@@ -1,0 +1,132 @@
+"""Changes by operators: saved first, all or nothing, and never long in the loop."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvkeep.errors import RequestError
+from kvkeep.server import admin as module
+from kvkeep.server.admin import Admin
+from kvkeep.store.integrity import check_integrity
+from kvkeep.units import MIB
+
+TENANT = "t-" + "a" * 32
+OTHER = "t-" + "b" * 32
+Start = Callable[..., Any]
+
+
+def fail_to_save(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refusal(change: Callable[[], Any]) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        change()
+    return caught.value
+
+
+def test_a_quota_is_saved_before_it_is_in_force(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = start()
+    admin: Admin = running.http.admin
+    admin.set_quota(TENANT, 8 * MIB)
+    assert running.daemon.quotas.load().tenants == {TENANT: 8 * MIB}
+    monkeypatch.setattr(running.daemon.quotas, "save", fail_to_save)
+    error = refusal(lambda: admin.set_quota(TENANT, 4 * MIB))
+    assert error.code == "not_saved" and "No space left" in error.message
+    assert admin.tenant(TENANT).quota_bytes == 8 * MIB
+    assert refusal(lambda: admin.change_settings({"default_quota": "1MiB", "verify": "false"})).code == "not_saved"
+    assert running.daemon.settings.default_quota is None and running.daemon.service.verify is True
+
+
+def test_what_was_saved_but_could_not_be_put_in_force_is_taken_back(start: Start) -> None:
+    running = start("--max-tenants", "1")
+    admin: Admin = running.http.admin
+    admin.set_quota(TENANT, MIB)
+    assert refusal(lambda: admin.set_quota(OTHER, MIB)).code == "too_many_tenants"
+    assert running.daemon.quotas.load().tenants == {TENANT: MIB}
+    assert running.daemon.kept_quotas.tenants == {TENANT: MIB}
+
+
+def test_own_quotas_together_fit_the_pool(start: Start) -> None:
+    admin: Admin = start().http.admin
+    admin.set_quota(TENANT, 20 * MIB)
+    assert refusal(lambda: admin.set_quota(OTHER, 20 * MIB)).code == "quota_too_large"
+    admin.set_quota(TENANT, 10 * MIB)
+    admin.set_quota(OTHER, 20 * MIB)
+
+
+def test_quotas_and_the_default_survive_a_restart(start: Start, stop: Callable[[Any], None]) -> None:
+    first = start()
+    first.http.admin.set_quota(TENANT, 8 * MIB)
+    first.http.admin.change_settings({"default_quota": "0"})
+    stop(first)
+    again = start()
+    assert again.http.admin.tenant(TENANT).quota_bytes == 8 * MIB
+    assert again.daemon.store.tenants.default_quota_bytes == 0
+    again.http.admin.set_quota(TENANT, None)
+    again.http.admin.change_settings({"default_quota": "none"})
+    stop(again)
+    last = start("--default-quota", "1MiB")
+    assert last.http.admin.tenants(10).total == 0
+    assert last.daemon.settings.default_quota is None, "what was set at run time overrules flags"
+
+
+def test_clearing_is_done_in_pieces_youngest_first(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCKS_CLEARED_A_TURN", 7)
+    running = start()
+    running.store(TENANT, 50)
+    running.store(OTHER, 20)
+    turns: list[int] = []
+    dropped = module._drop
+
+    def counted(store: Any, tenant: str, keys: list[bytes]) -> int:
+        turns.append(dropped(store, tenant, keys))
+        return turns[-1]
+
+    monkeypatch.setattr(module, "_drop", counted)
+    assert running.http.admin.clear(TENANT) == 50
+    assert turns == [7] * 7 + [1], "a piece never takes a whole chain along"
+    assert running.http.admin.clear_all() == 20
+    running.in_loop(lambda: check_integrity(running.daemon.store))
+
+
+def test_clearing_blocks_that_are_held_waits_for_their_holders(start: Start) -> None:
+    running = start()
+    running.store(TENANT, 4, complete=False)
+    assert running.http.admin.clear(TENANT) == 4
+    assert running.http.admin.snapshot().pool.blocks["evicting"] == 4
+    running.in_loop(lambda: running.daemon.store.close_session(1, 0))
+    assert running.http.admin.snapshot().pool.blocks["evicting"] == 0
+
+
+def test_what_the_loop_has_begun_has_an_unknown_outcome(start: Start) -> None:
+    running = start(loop_wait_s=0.05)
+    release = threading.Event()
+    assert refusal(lambda: running.http.admin.in_loop(lambda: release.wait(60))).code == "outcome_unknown"
+    release.set()
+
+
+def test_one_change_at_a_time(start: Start) -> None:
+    running = start(loop_wait_s=0.05)
+    with running.http.admin._one_change_at_a_time():
+        assert refusal(lambda: running.http.admin.set_quota(TENANT, MIB)).code == "loop_busy"
+    running.http.admin.set_quota(TENANT, MIB)
+
+
+@pytest.mark.parametrize("name", ["", "t-", "a-salt", "T-" + "a" * 32, "t-" + "g" * 32, "default "])
+def test_what_is_no_tenant_id_is_refused_and_not_repeated(start: Start, name: str) -> None:
+    admin: Admin = start().http.admin
+    calls: list[Callable[[], Any]] = [
+        lambda: admin.tenant(name),
+        lambda: admin.clear(name),
+        lambda: admin.set_quota(name, 1),
+    ]
+    for call in calls:
+        error = refusal(call)
+        assert error.code == "bad_tenant"
+        assert "a-salt" not in str(error)

@@ -1,0 +1,292 @@
+"""Health, readiness and the admin API, spoken to over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.errors import SettingsError
+from kvkeep.server.http import HttpServer
+from kvkeep.units import MIB
+
+TENANT = "t-" + "a" * 32
+OTHER = "t-" + "b" * 32
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def running(start: Start) -> Any:
+    return start()
+
+
+@pytest.fixture
+def stuck(start: Start) -> Iterator[Any]:
+    """A server whose loop does not turn until the test is over."""
+    running = start(stuck_after_s=0.2, loop_wait_s=0.2)
+    release, entered = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        release.wait(60)
+
+    running.daemon.run_in_loop(block)
+    assert entered.wait(60)
+    yield running
+    release.set()
+
+
+# -- health
+
+
+def test_a_server_that_runs_is_healthy_and_ready(running: Any) -> None:
+    assert running.ask("/healthz") == (200, {"healthy": True, "busy_s": pytest.approx(0, abs=5)})
+    status, said = running.ask("/readyz")
+    assert status == 200 and said["ready"] is True and said["filled_bytes"] == said["pool_bytes"] == 32 * MIB
+
+
+def test_an_idle_server_stays_healthy(start: Start) -> None:
+    """The loop sleeps for an hour here: waiting for work is not being stuck."""
+    flags = ("--session-check-interval", "1h", "--network-session-timeout", "2h")
+    running = start(*flags, stuck_after_s=0.05)
+    time.sleep(0.2)
+    assert running.ask("/healthz")[0] == 200
+
+
+def test_health_is_red_while_the_loop_is_stuck(stuck: Any) -> None:
+    while stuck.ask("/healthz")[0] == 200:
+        time.sleep(0.01)
+    status, said = stuck.ask("/healthz")
+    assert status == 503 and said["healthy"] is False and said["busy_s"] > 0
+    assert stuck.ask("/readyz")[1]["reason"] == "the server's loop is stuck"
+
+
+def test_a_stuck_loop_fails_a_scrape_and_does_not_hang_it(stuck: Any) -> None:
+    for path in ("/metrics", "/v1/status", "/v1/tenants"):
+        status, said = stuck.ask(path)
+        assert status == 503 and said["error"] == "loop_busy"
+
+
+def test_a_change_that_a_stuck_loop_did_not_begin_never_happens(stuck: Any) -> None:
+    quota = {"quota_bytes": MIB}
+    assert stuck.ask(f"/v1/tenants/{TENANT}/quota", "PUT", quota)[1]["error"] == "loop_busy"
+    assert not stuck.daemon.quotas.path.exists()
+
+
+def test_many_questions_to_a_stuck_loop_do_not_break_it(stuck: Any) -> None:
+    """Each one wakes the loop through a socket, whose buffer holds only so many."""
+    for _ in range(2000):
+        stuck.daemon.run_in_loop(lambda: None)
+
+
+def test_a_pool_that_is_being_filled_is_not_ready(start: Start) -> None:
+    running = start(loop=False)  # nobody fills it any further
+    running.daemon.pool.filled_bytes = MIB
+    status, said = running.ask("/readyz")
+    assert status == 503 and f"being filled: {MIB} of {32 * MIB}" in said["reason"] and said["filled_bytes"] == MIB
+    assert running.ask("/healthz")[0] == 200
+
+
+def test_who_stores_at_once_finds_room(start: Start) -> None:
+    assert start(loop=False).daemon.store.slabs.capacity_bytes == 32 * MIB
+
+
+def test_a_degraded_pool_is_ready_and_says_so_unless_it_is_empty(running: Any) -> None:
+    running.daemon.degraded = "no more memory"
+    status, said = running.ask("/readyz")
+    assert status == 200 and said["degraded"] == "no more memory"
+    running.daemon.pool.filled_bytes = 0
+    assert running.ask("/readyz")[1]["reason"] == "the pool has no memory"
+
+
+def test_a_server_that_stops_is_not_ready(start: Start) -> None:
+    running = start("--shutdown-grace", "1h")
+    running.store("default", 1, complete=False)  # keeps it waiting
+    running.daemon.stop()
+    status, said = running.ask("/readyz")
+    assert status == 503 and said["reason"] == "the server is stopping"
+    running.in_loop(lambda: running.daemon.store.close_session(1, 0))
+
+
+# -- tenants and quotas
+
+
+def test_quotas_are_set_and_taken_back(running: Any) -> None:
+    assert running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 8 * MIB}) == (204, "")
+    assert running.ask(f"/v1/tenants/{TENANT}") == (
+        200,
+        {"tenant": TENANT, "blocks": 0, "usage_bytes": 0, "quota_bytes": 8 * MIB, "own_quota": True},
+    )
+    assert running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": None}) == (204, "")
+    assert running.ask(f"/v1/tenants/{TENANT}")[0] == 404
+
+
+def test_tenants_are_listed_largest_first(running: Any) -> None:
+    running.store("default", 2)
+    running.store(TENANT, 5)
+    running.store(OTHER, 3)
+    status, said = running.ask("/v1/tenants?limit=2")
+    assert status == 200 and said["total"] == 3
+    assert [row["tenant"] for row in said["tenants"]] == [TENANT, OTHER]
+    assert said["tenants"][0]["usage_bytes"] == 5 * 4096
+
+
+def test_clearing_one_tenant_leaves_the_others(running: Any) -> None:
+    running.store(TENANT, 5)
+    running.store(OTHER, 3)
+    assert running.ask(f"/v1/tenants/{TENANT}/blocks", "DELETE") == (200, {"blocks": 5})
+    assert running.ask(f"/v1/tenants/{OTHER}")[1]["blocks"] == 3
+    assert running.ask(f"/v1/tenants/{TENANT}/blocks", "DELETE")[0] == 404
+
+
+def test_clearing_everything_must_be_confirmed(running: Any) -> None:
+    running.store(TENANT, 5)
+    running.store("default", 3)
+    status, said = running.ask("/v1/blocks", "DELETE")
+    assert status == 422 and said["error"] == "not_confirmed" and "?confirm=everything" in said["hint"]
+    assert running.ask("/v1/blocks?confirm=everything", "DELETE") == (200, {"blocks": 8})
+    assert running.ask("/v1/tenants")[1]["total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body", "status", "error", "field"),
+    [
+        (f"/v1/tenants/{TENANT}", "GET", None, 404, "unknown_tenant", "tenant"),
+        ("/v1/tenants/my-salt", "GET", None, 422, "bad_tenant", "tenant"),
+        (f"/v1/tenants/{TENANT.upper()}", "GET", None, 422, "bad_tenant", "tenant"),
+        ("/v1/tenants?limit=0", "GET", None, 422, "bad_request", "limit"),
+        ("/v1/tenants?limit=many", "GET", None, 422, "bad_request", "limit"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": None}, 404, "unknown_tenant", "tenant"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": -1}, 422, "bad_request", "quota_bytes"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": "8GiB"}, 422, "bad_request", "quota_bytes"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": True}, 422, "bad_request", "quota_bytes"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1.5}, 422, "bad_request", "quota_bytes"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 33 * MIB}, 409, "quota_too_large", "quota_bytes"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1 << 200}, 409, "quota_too_large", "quota_bytes"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {}, 422, "bad_request", "quota_bytes"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1, "more": 1}, 422, "bad_request", "more"),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", [1], 422, "bad_request", ""),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", b"{", 422, "bad_request", ""),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", b"\xff\xfe", 422, "bad_request", ""),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", b'{"quota_bytes": ' + b"9" * 5000 + b"}", 400, "bad_request", ""),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", b"[" * 60_000, 400, "bad_request", ""),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", b"x" * 70_000, 413, "body_too_large", ""),
+        (f"/v1/tenants/{TENANT}/quota", "PUT", None, 422, "bad_request", ""),
+        (f"/v1/tenants/{TENANT}/blocks", "DELETE", None, 404, "unknown_tenant", "tenant"),
+        ("/v1/settings", "PATCH", {"pool_size": "1GiB"}, 422, "bad_setting", ""),
+        ("/v1/settings", "PATCH", {"log_level": "loud"}, 422, "bad_setting", ""),
+        ("/v1/settings", "PATCH", {"default_quota": -5}, 422, "bad_setting", ""),
+        ("/v1/settings", "PATCH", {"default_quota": "33MiB"}, 409, "quota_too_large", "default_quota"),
+        ("/v1/settings", "PATCH", {"verify": []}, 422, "bad_request", "verify"),
+        ("/v1/settings", "PATCH", {}, 422, "bad_request", ""),
+        ("/v1/nothing", "GET", None, 404, "not_found", ""),
+        ("/v1/status", "POST", None, 405, "method_not_allowed", ""),
+    ],
+)
+def test_bad_requests_are_refused_and_change_nothing(
+    running: Any, path: str, method: str, body: Any, status: int, error: str, field: str
+) -> None:
+    settings = running.ask("/v1/settings")
+    got, said = running.ask(path, method, body)
+    assert (got, said["error"], said["field"]) == (status, error, field), said
+    assert said["message"] and set(said) == {"error", "message", "field", "hint"}
+    assert "my-salt" not in str(said)
+    assert running.ask("/v1/tenants")[1]["total"] == 0
+    assert running.ask("/v1/settings") == settings
+    assert not running.daemon.quotas.path.exists()
+
+
+def test_an_unknown_setting_names_the_nearest(running: Any) -> None:
+    status, said = running.ask("/v1/settings", "PATCH", {"defualt_quota": "1MiB"})
+    assert status == 422 and "default_quota" in said["hint"]
+
+
+# -- settings
+
+
+def test_live_settings_change_what_they_say(running: Any) -> None:
+    try:
+        changes = {"default_quota": "2MiB", "verify": False, "log_level": "error"}
+        status, said = running.ask("/v1/settings", "PATCH", changes)
+        assert status == 200
+        values = {row["name"]: row["value"] for row in said}
+        assert (values["default_quota"], values["verify"], values["log_level"]) == ("2MiB", "false", "error")
+        assert running.daemon.service.verify is False
+        assert running.daemon.store.tenants.default_quota_bytes == 2 * MIB
+        assert logging.getLogger("kvkeep").level == logging.ERROR
+        assert running.ask("/v1/settings", "PATCH", {"default_quota": None})[0] == 200
+        assert running.daemon.store.tenants.default_quota_bytes is None
+    finally:
+        logging.getLogger("kvkeep").setLevel(logging.NOTSET)
+
+
+def test_several_settings_change_all_or_none(running: Any) -> None:
+    status, said = running.ask("/v1/settings", "PATCH", {"verify": False, "log_level": "loud"})
+    assert status == 422 and said["error"] == "bad_setting"
+    assert running.daemon.service.verify is True
+
+
+# -- the whole
+
+
+def test_status_tells_the_addresses_and_what_is_held(running: Any) -> None:
+    running.store(TENANT, 3)
+    running.store("default", 2, complete=False)
+    status, said = running.ask("/v1/status")
+    assert status == 200
+    assert said["address"] == running.daemon.address and said["http_address"] == running.http.address
+    assert said["pool"]["blocks"] == {"writing": 2, "waiting": 0, "ready": 3, "evicting": 0}
+    assert said["writes"] == 1 and said["tenants"] == 2
+
+
+def test_openapi_describes_every_route(running: Any) -> None:
+    status, said = running.ask("/openapi.json")
+    assert status == 200
+    assert {"/healthz", "/readyz", "/metrics", "/v1/status", "/v1/tenants/{tenant}/quota"} <= set(said["paths"])
+    assert running.ask("/docs")[0] == 200
+
+
+def test_web_sites_are_kept_out(running: Any) -> None:
+    running.store(TENANT, 1)
+    status, said = running.ask("/v1/status", headers={"Host": "rebound.example"})
+    assert status == 403 and said["error"] == "bad_host"
+    origin = {"Origin": "http://other.example"}
+    status, said = running.ask("/v1/blocks?confirm=everything", "DELETE", headers=origin)
+    assert status == 403 and said["error"] == "bad_origin"
+    assert running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 1
+    own = {"Origin": f"http://{running.http.address}"}
+    assert running.ask("/v1/blocks?confirm=everything", "DELETE", headers=own)[0] == 200
+
+
+def test_a_port_in_use_is_refused_at_once(start: Start) -> None:
+    running = start()
+    with pytest.raises(SettingsError, match="cannot listen on") as caught:
+        start("--name", "second", "--http-address", running.http.address)
+    assert "--http-address" in caught.value.hint
+
+
+def test_localhost_and_ipv6_can_be_listened_on(start: Start) -> None:
+    assert start("--http-address", "localhost:0").ask("/healthz")[0] == 200
+    if has_ipv6():
+        assert start("--name", "six", "--http-address", "[::1]:0").ask("/healthz")[0] == 200
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_server_that_never_started_can_be_stopped(start: Start, tmp_path: Path) -> None:
+    running = start()
+    extra = HttpServer(running.daemon)
+    extra.stop()
+    extra.stop()

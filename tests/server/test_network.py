@@ -1,0 +1,224 @@
+"""Tests for the network data plane: bytes in and out through the daemon, checked before anyone sees them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvkeep.kv.checksum import checksum
+from kvkeep.store.integrity import check_integrity
+from kvkeep.testing.peer import Peer, chain
+from kvkeep.testing.server import SimulatedServer
+from kvkeep.wire import messages as m
+
+NBYTES = 1_000
+BLOCKS = [bytes([at + 1]) * NBYTES for at in range(4)]
+KEYS = chain("a", 4)
+
+
+class World:
+    """A server and peers on its network plane."""
+
+    def __init__(self) -> None:
+        self.server = SimulatedServer(16 * 4096, 4 * 4096, frame_bytes=3 * NBYTES)
+        self.peer = self.new_peer()
+        self.layout = self.peer.open_layout(NBYTES)
+
+    def new_peer(self) -> Peer:
+        return Peer(lambda frames: self.server.service.handle(frames, 0)).attach()
+
+    def prepare(self, keys: bytes = KEYS) -> int:
+        """Takes slots; returns the write."""
+        self.peer.ask(m.Prepared, m.PrepareStore("default", self.layout, 0, b"", keys))
+        return self.peer.number
+
+    def lease(self, keys: bytes = KEYS) -> int:
+        self.peer.ask(m.Found, m.Lookup("default", self.layout, keys))
+        return self.peer.number
+
+    def visible(self) -> int:
+        found = self.peer.ask(m.Found, m.Lookup("default", self.layout, KEYS))
+        self.peer.say(m.Release([self.peer.number]))
+        return found.blocks
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def stored(world: World) -> World:
+    world.peer.store(world.layout, KEYS[:32], BLOCKS[:2])
+    world.peer.store(world.layout, KEYS, BLOCKS)
+    return world
+
+
+def sums(blocks: list[bytes]) -> bytes:
+    return np.array([checksum(block) for block in blocks], dtype="<u8").tobytes()
+
+
+# -- bytes out
+
+
+def test_a_client_elsewhere_gets_no_slots(stored: World) -> None:
+    found = stored.peer.ask(m.Found, m.Lookup("default", stored.layout, KEYS))
+    assert found.slots == b"" and len(found.checksums) == 4 * 8
+    assert stored.peer.ask(m.Prepared, m.PrepareStore("default", stored.layout, 0, b"", chain("b", 1))).slots == b""
+
+
+def test_any_range_of_a_lease_can_be_fetched(stored: World) -> None:
+    lease = stored.lease()
+    for start, count in [(0, 1), (1, 3), (3, 1), (0, 3)]:
+        assert stored.peer.ask(m.Done, m.Fetch(lease, 0, start, count)).count == count
+        assert stored.peer.payload == BLOCKS[start : start + count]
+
+
+def test_fetched_blocks_count_from_the_first_described_one(stored: World) -> None:
+    stored.peer.ask(m.Found, m.Lookup("default", stored.layout, KEYS, 3))
+    stored.peer.ask(m.Done, m.Fetch(stored.peer.number, 0, 0, 1))
+    assert stored.peer.payload == [BLOCKS[3]]
+
+
+@pytest.mark.parametrize(
+    ("shard", "start", "count", "code"),
+    [
+        (0, 0, 5, "bad_range"),
+        (0, 4, 1, "bad_range"),
+        (0, -1, 1, "bad_range"),
+        (0, 0, 0, "bad_range"),
+        (0, 2, -1, "bad_range"),
+        (0, 2**63, 2**63, "bad_range"),
+        (1, 0, 1, "bad_shard"),
+        (-1, 0, 1, "bad_shard"),
+        (0, 0, 4, "reply_too_large"),
+    ],
+)
+def test_what_is_not_in_the_lease_is_refused(stored: World, shard: int, start: int, count: int, code: str) -> None:
+    lease = stored.lease()
+    assert stored.peer.refusal(m.Fetch(lease, shard, start, count)) == code
+    assert stored.peer.payload == []
+
+
+def test_a_released_lease_gives_nothing(stored: World) -> None:
+    lease = stored.lease()
+    stored.peer.ask(m.Done, m.Release([lease]))
+    assert stored.peer.refusal(m.Fetch(lease, 0, 0, 1)) == "unknown_lease"
+
+
+def test_another_sessions_lease_gives_nothing(stored: World) -> None:
+    lease = stored.lease()
+    assert stored.new_peer().refusal(m.Fetch(lease, 0, 0, 1)) == "unknown_lease"
+
+
+def test_a_lookup_that_found_nothing_leaves_no_lease(world: World) -> None:
+    assert world.peer.refusal(m.Fetch(world.lease(), 0, 0, 1)) == "unknown_lease"
+
+
+def test_a_block_dropped_while_it_is_leased_can_still_be_fetched(stored: World) -> None:
+    lease = stored.lease()
+    row = stored.server.store.tenants.get("default").index[KEYS[:16]]  # type: ignore[union-attr]
+    stored.server.store.blocks.drop([row])
+    assert stored.visible() == 0
+    stored.peer.ask(m.Done, m.Fetch(lease, 0, 0, 3))
+    assert stored.peer.payload == BLOCKS[:3]
+
+
+# -- bytes in
+
+
+def test_blocks_may_come_in_any_order_and_again(world: World) -> None:
+    write = world.prepare()
+    world.peer.ask(m.Done, m.Put(write, 2), BLOCKS[2:])
+    world.peer.ask(m.Done, m.Put(write, 0), [b"x" * NBYTES])
+    assert world.peer.ask(m.Done, m.Put(write, 0), BLOCKS[:2]).count == 2
+    assert world.peer.ask(m.Done, m.CompleteStore(write, sums(BLOCKS))).count == 4
+    assert world.peer.load(world.layout, KEYS[:48]) == BLOCKS[:3]
+
+
+@pytest.mark.parametrize(
+    ("start", "payload", "code"),
+    [
+        (0, [], "bad_range"),
+        (-1, [BLOCKS[0]], "bad_range"),
+        (4, [BLOCKS[0]], "bad_range"),
+        (3, BLOCKS[:2], "bad_range"),
+        (2**64 - 1, [BLOCKS[0]], "bad_range"),
+        (0, [b""], "bad_payload"),
+        (0, [bytes(NBYTES - 1)], "bad_payload"),
+        (0, [bytes(NBYTES + 1)], "bad_payload"),
+        (0, [BLOCKS[0], bytes(NBYTES - 1)], "bad_payload"),
+        (0, [bytes(3 * NBYTES + 1)], "frame_too_large"),
+    ],
+)
+def test_what_does_not_fit_the_write_is_refused_and_writes_nothing(
+    world: World, start: int, payload: list[bytes], code: str
+) -> None:
+    write = world.prepare()
+    before = world.server.memory.bytes.copy()
+    assert world.peer.refusal(m.Put(write, start), payload) == code
+    assert (world.server.memory.bytes == before).all()
+    assert world.peer.refusal(m.CompleteStore(write, sums(BLOCKS))) == "incomplete_write"
+
+
+def test_a_write_with_a_block_missing_cannot_be_completed(world: World) -> None:
+    write = world.prepare()
+    world.peer.ask(m.Done, m.Put(write, 0), BLOCKS[:3])
+    refused = world.peer.ask(m.Refused, m.CompleteStore(write, sums(BLOCKS)))
+    assert refused.code == "incomplete_write"
+    assert "1 of 4" in refused.message
+    assert world.visible() == 0
+
+
+def test_bytes_that_are_not_those_that_were_sent_stay_invisible(world: World) -> None:
+    write = world.prepare()
+    world.peer.ask(m.Done, m.Put(write, 0), [*BLOCKS[:3], b"z" * NBYTES])
+    assert world.peer.refusal(m.CompleteStore(write, sums(BLOCKS))) == "bad_checksum"
+    assert world.visible() == 0
+    world.peer.ask(m.Done, m.Put(write, 3), BLOCKS[3:])
+    assert world.peer.ask(m.Done, m.CompleteStore(write, sums(BLOCKS))).count == 4, "sent again, they are right"
+    assert world.visible() == 4
+
+
+@pytest.mark.parametrize("checksums", [b"", bytes(7), bytes(8), sums(BLOCKS)[:24], sums([*BLOCKS, BLOCKS[0]])])
+def test_a_wrong_number_of_checksums_is_refused(world: World, checksums: bytes) -> None:
+    write = world.prepare()
+    world.peer.ask(m.Done, m.Put(write, 0), BLOCKS)
+    assert world.peer.refusal(m.CompleteStore(write, checksums)) in ("bad_checksums", "bad_checksum")
+    assert world.visible() == 0
+
+
+@pytest.mark.parametrize("end", ["completed", "abandoned"])
+def test_a_write_that_ended_takes_no_more_bytes(world: World, end: str) -> None:
+    write = world.prepare()
+    world.peer.ask(m.Done, m.Put(write, 0), BLOCKS)
+    last = m.CompleteStore(write, sums(BLOCKS)) if end == "completed" else m.AbandonStore([write])
+    world.peer.ask(m.Done, last)
+    assert world.peer.refusal(m.Put(write, 0), BLOCKS[:1]) == "unknown_write"
+    assert world.peer.refusal(m.CompleteStore(write, sums(BLOCKS))) == "unknown_write"
+    check_integrity(world.server.store)
+
+
+def test_another_sessions_write_takes_no_bytes(world: World) -> None:
+    write = world.prepare()
+    other = world.new_peer()
+    assert other.refusal(m.Put(write, 0), BLOCKS) == "unknown_write"
+    assert other.refusal(m.CompleteStore(write, sums(BLOCKS))) == "unknown_write"
+    assert other.ask(m.Done, m.AbandonStore([write])).count == 0
+    world.peer.ask(m.Done, m.Put(write, 0), BLOCKS)
+
+
+def test_shards_go_to_places_of_their_own(world: World) -> None:
+    layout = world.peer.open_layout(100, 200, 300, fingerprint=b"three of a block")
+    shards = [[bytes([10 * shard + at]) * 100 * (shard + 1) for at in range(2)] for shard in range(3)]
+    for shard in (2, 0, 1):
+        assert world.peer.store(layout, chain("s", 2), shards[shard], shard=shard) == 2
+    for shard in range(3):
+        assert world.peer.load(layout, chain("s", 2), shard=shard) == shards[shard]
+
+
+def test_bytes_are_counted_both_ways(stored: World) -> None:
+    counters = stored.server.service.counters
+    assert (counters.network_bytes_in, counters.network_bytes_out) == (4 * NBYTES, 0)
+    stored.peer.ask(m.Done, m.Fetch(stored.lease(), 0, 0, 3))
+    assert (counters.network_bytes_in, counters.network_bytes_out) == (4 * NBYTES, 3 * NBYTES)

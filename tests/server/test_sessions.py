@@ -1,0 +1,118 @@
+"""Tests for sessions: what a server remembers of an engine process, and when it is gone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvkeep.errors import RequestError
+from kvkeep.server.sessions import ServerSession, Sessions
+from kvkeep.wire.liveness import Watch, hold
+from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
+
+TIMEOUT_MS = 30_000
+
+
+def session(plane: str = "", watch: Watch | None = None) -> ServerSession:
+    return ServerSession(1, 1, "engine", 4711, watch, last_seen_ms=1_000, plane=plane)
+
+
+# -- repeated and cancelled requests
+
+
+def test_a_number_is_repeated_from_its_second_time_on() -> None:
+    one = session()
+    assert [one.is_repeated(number) for number in (1, 2, 1, 2, 3)] == [False, False, True, True, False]
+
+
+def test_numbers_need_no_order() -> None:
+    one = session()
+    assert not any(one.is_repeated(number) for number in (5, 2**64 - 1, 0, 3))
+
+
+def test_only_the_last_numbers_are_remembered() -> None:
+    one = session()
+    for number in range(10_000):
+        assert not one.is_repeated(number)
+    assert one.is_repeated(9_999) and one.is_repeated(9_999 - 4_095)
+    assert not one.is_repeated(9_999 - 4_096), "an older one is forgotten"
+    assert len(one._seen) == len(one._seen_order) == 4_096
+
+
+def test_a_request_that_has_come_cannot_be_cancelled() -> None:
+    one = session()
+    one.is_repeated(5)
+    one.cancel(5)
+    one.cancel(6)
+    assert list(one.cancelled) == [6]
+
+
+def test_cancellations_do_not_pile_up() -> None:
+    one = session()
+    for number in range(10_000):
+        one.cancel(number)
+    assert len(one.cancelled) == 4_096
+    assert min(one.cancelled) == 10_000 - 4_096, "the oldest made way"
+
+
+# -- when one is gone
+
+
+def test_a_network_session_is_gone_after_silence() -> None:
+    one = session(NETWORK)
+    assert not one.is_gone(1_000 + TIMEOUT_MS, TIMEOUT_MS)
+    assert one.is_gone(1_001 + TIMEOUT_MS, TIMEOUT_MS)
+
+
+def test_a_session_that_never_attached_is_gone_after_ten_seconds() -> None:
+    assert not session().is_gone(11_000, TIMEOUT_MS)
+    assert session().is_gone(11_001, TIMEOUT_MS)
+
+
+def test_no_time_ends_a_session_in_shared_memory(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "lock")
+    one = session(SHARED_MEMORY, watch)
+    fence = hold(watch.path)
+    assert not one.is_gone(2**60, TIMEOUT_MS)
+    os.close(fence)
+    assert one.is_gone(1_000, TIMEOUT_MS), "and none is needed once its lock has fallen"
+    watch.close()
+
+
+# -- all of them
+
+
+def test_a_session_is_found_by_its_token_only() -> None:
+    sessions = Sessions()
+    one = sessions.add(sessions.next_number(), "engine", 1, None, 0)
+    assert sessions.get(one.token) is one
+    with pytest.raises(RequestError) as caught:
+        sessions.get(one.number)
+    assert (caught.value.code, caught.value.field) == ("unknown_session", "session")
+    assert "Hello" in caught.value.hint
+
+
+def test_tokens_cannot_be_guessed_and_are_never_zero() -> None:
+    sessions = Sessions()
+    tokens = {sessions.add(sessions.next_number(), "engine", 1, None, 0).token for _ in range(1_000)}
+    assert len(tokens) == len(sessions) == 1_000
+    assert all(0 < token < 2**63 for token in tokens)
+    assert max(tokens) > 2**60
+
+
+def test_numbers_are_not_used_again() -> None:
+    sessions = Sessions()
+    first = sessions.add(sessions.next_number(), "engine", 1, None, 0)
+    sessions.remove(first)
+    assert sessions.next_number() != first.number
+
+
+def test_removing_a_session_removes_its_lock_file(tmp_path: Path) -> None:
+    sessions = Sessions()
+    one = sessions.add(sessions.next_number(), "engine", 1, Watch(tmp_path / "lock"), 0)
+    sessions.remove(one)
+    sessions.remove(one)
+    assert not (tmp_path / "lock").exists()
+    assert sessions.all() == []

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Start = Callable[..., Any]
+
+
+def test_bytes_by_state_add_up_over_several_layouts(start: Start) -> None:
+    running = start()
+    running.store("default", 10)
+    running.store("default", 4, first=100, complete=False)
+    store = running.daemon.store
+
+    def other_size() -> None:
+        layout = store.open_layout(1, b"g" * 16, (100_000,))
+        store.prepare_store(1, 1000, "default", layout.number, 0, b"", b"k" * 16, 0)
+
+    running.in_loop(other_size)
+    pool = running.http.admin.snapshot().pool
+    assert pool.blocks == {"writing": 5, "waiting": 0, "ready": 10, "evicting": 0}
+    assert pool.used_bytes == {"writing": 4 * 4096 + 102_400, "waiting": 0, "ready": 40_960, "evicting": 0}
+    assert sum(pool.used_bytes.values()) == store.tenants.get("default").usage_bytes
+    assert pool.slabs - pool.unused_slabs == 2
+
+
+def test_a_snapshot_does_not_change_with_the_server(start: Start) -> None:
+    running = start()
+    before = running.http.admin.snapshot()
+    running.store("default", 3)
+    running.daemon.service.counters.refuse("bad_keys")
+    assert before.pool.blocks["ready"] == 0 and before.counters.refusals == {}
+    after = running.http.admin.snapshot()
+    assert after.pool.blocks["ready"] == 3 and after.counters.refusals == {"bad_keys": 1}
+    assert [row.tenant for row in after.largest_tenants] == ["default"]

@@ -1,0 +1,255 @@
+"""The reference says all that there is, and nothing that is gone.
+
+What is made from code (settings, options, metrics, messages, routes) must stand in docs/reference row for row as
+written here; `python tests/test_docs.py` prints the rows. What needs words of its own (refusals, bodies of routes) must
+have its row, and no other.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+from fastapi.routing import APIRoute
+
+from kvkeep.cli.bench import BENCHES
+from kvkeep.cli.main import app as command_line
+from kvkeep.server.counters import Counters
+from kvkeep.server.http import make_app
+from kvkeep.server.metrics import families
+from kvkeep.server.settings import TABLE
+from kvkeep.server.snapshot import PoolShown, QuotasShown, Snapshot
+from kvkeep.wire import messages
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+# Codes that are put together: what the source says -> what it can become.
+COMPOSED_CODES = {"f'bad_{field}'": {"bad_salt", "bad_lora", "bad_extra"}}
+# Codes that are answers of HTTP itself and not raised as RequestError.
+HTTP_CODES = {"not_found", "method_not_allowed", "bad_request", "bad_setting", "internal_error"}
+
+
+def table_rows(name: str) -> list[str]:
+    """Rows of the tables of a reference page whose first cell is code."""
+    lines = (REFERENCE / name).read_text().splitlines()
+    return [line for line in lines if re.match(r"\| `", line)]
+
+
+def first_cells(name: str) -> list[str]:
+    return [row.split("`")[1] for row in table_rows(name)]
+
+
+# -- what there is
+
+
+def setting_rows() -> list[str]:
+    return [
+        f"| `{name}` | `{line.default}` | {'yes' if line.live else 'no'} | {line.help} |"
+        for name, line in TABLE.items()
+    ]
+
+
+def metric_rows() -> list[str]:
+    pool = PoolShown(0, 0, 0, 0, 0, "", {}, {})
+    empty = Snapshot(pool, QuotasShown(0, 0, 0, False), [], 0, 0, 0, 0, [], 0, 0, Counters(), True, False)
+    suffixes = {"counter": "_total", "info": "_info"}
+    rows = []
+    for family in families(empty, 0.0):
+        labels = getattr(family, "_labelnames", ())
+        labelled = ", ".join(f"`{label}`" for label in labels)
+        name = family.name + suffixes.get(family.type, "")
+        rows.append(f"| `{name}` | {family.type} | {labelled} | {family.documentation} |")
+    return rows
+
+
+def message_rows() -> list[str]:
+    rows = []
+    for message in (*get_args(messages.Request), *get_args(messages.Reply)):
+        fields = ", ".join(f"`{field}`" for field in message.__struct_fields__)
+        rows.append(f"| `{message.__name__}` | {fields} | {' '.join((message.__doc__ or '').split())} |")
+    return rows
+
+
+def routes() -> list[APIRoute]:
+    class Nothing:
+        started, snapshot = 0.0, None
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+    nothing: Any = Nothing()
+    return [route for route in make_app(nothing).routes if isinstance(route, APIRoute)]
+
+
+def commands(group: Any = None, words: tuple[str, ...] = ("kvkeep",)) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command with the words that call it; groups are walked."""
+    group = group or typer.main.get_command(command_line)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+def option_rows(command: Any) -> list[str]:
+    rows = []
+    for parameter in command.params:
+        is_option = parameter.param_type_name == "option"
+        name = parameter.opts[-1] if is_option else parameter.metavar or parameter.name.upper()
+        rows.append(f"| `{name}` | {parameter.help} |")
+    return rows
+
+
+def refusal_codes() -> set[str]:
+    """The first argument of every RequestError and Refused in the source."""
+    codes = set(HTTP_CODES)
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and node.args and _called(node) in ("RequestError", "Refused"):
+                codes |= _codes(node.args[0])
+    return codes
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+
+
+def _codes(argument: ast.expr) -> set[str]:
+    if isinstance(argument, ast.Constant):
+        return {str(argument.value)}
+    if isinstance(argument, ast.JoinedStr):
+        return COMPOSED_CODES[ast.unparse(argument)]
+    return set()  # passed on from elsewhere
+
+
+# -- and what is said about it
+
+
+def test_every_setting_is_documented() -> None:
+    assert table_rows("settings.md") == setting_rows()
+
+
+def test_every_metric_is_documented() -> None:
+    assert table_rows("metrics.md") == metric_rows()
+
+
+def test_every_message_is_documented() -> None:
+    assert table_rows("protocol.md") == message_rows()
+
+
+def test_every_refusal_is_documented() -> None:
+    documented = first_cells("errors.md")
+    assert len(documented) == len(set(documented))
+    assert set(documented) == refusal_codes()
+
+
+def test_every_route_is_documented() -> None:
+    documented = first_cells("http-api.md")
+    there = [f"{method} {route.path}" for route in routes() for method in sorted(route.methods)]
+    assert sorted(documented) == sorted(there)
+
+
+def test_every_command_and_option_is_documented() -> None:
+    sections = re.split(r"^## `(kvkeep[^`]*)`$", (REFERENCE / "commands.md").read_text(), flags=re.MULTILINE)
+    documented = dict(zip(sections[1::2], sections[2::2], strict=True))
+    expected = {" ".join(words): option_rows(command) for words, command in commands()}
+    benches = {name for name in expected if name.startswith("kvkeep bench ")}
+    # All benchmarks share a section: each has --json, and the arguments of its own `run`.
+    assert benches == {f"kvkeep bench {name}" for name in BENCHES}
+    assert set(documented) == set(expected) - benches | {"kvkeep bench NAME"}
+    for name, rows in expected.items():
+        text = documented["kvkeep bench NAME" if name in benches else name]
+        missing = [row for row in rows if row not in text.splitlines()]
+        assert not missing, name
+        if name not in benches:
+            assert len(re.findall(r"^\| `", text, flags=re.MULTILINE)) == len(rows), f"{name}: a row too many"
+    for bench in BENCHES:
+        assert f"| `{bench}` | {BENCHES[bench]} |" in documented["kvkeep bench NAME"]
+
+
+# -- links and samples in all documents
+
+
+def code_lines(text: str) -> Iterator[str]:
+    """Lines of code blocks, fenced or indented."""
+    fenced = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            yield line.strip()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_in_samples_exist(document: Path) -> None:
+    known = {words[1:]: command for words, command in commands()}
+    for line in code_lines(document.read_text()):
+        match = re.match(r"(?:\$ )?(?:.*\| )?kvkeep (?!is )(.*)", line)
+        if not match or not re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:printf .*\| |echo .*\| )?kvkeep ", line):
+            continue
+        words = shlex.split(match[1], comments=True)
+        if words[:1] in (["--version"], ["--help"]):
+            continue
+        path = next((tuple(words[:n]) for n in (2, 1) if tuple(words[:n]) in known), None)
+        assert path is not None, f"{line}: no such command"
+        unknown = [word for word in words[len(path) :] if word.startswith("--") and not has_option(path, word, known)]
+        assert not unknown, f"{line}: {unknown}"
+
+
+def has_option(path: tuple[str, ...], word: str, known: dict[tuple[str, ...], Any]) -> bool:
+    flag = word.partition("=")[0]
+    if flag == "--help" or any(flag in parameter.opts for parameter in known[path].params):
+        return True
+    name = flag.removeprefix("--").replace("-", "_")
+    if path == ("serve",):
+        return name in TABLE or name.removeprefix("no_") in TABLE
+    return path[0] == "bench" and name in inspect.signature(_bench(path[1]).run).parameters
+
+
+def _bench(name: str) -> Any:
+    from kvkeep.cli.bench import _load
+
+    return _load(name)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), f"{target} leads nowhere"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text()), f"{target}: no such heading"
+
+
+def anchors(text: str) -> set[str]:
+    """Headings as the usual Markdown viewers name them."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_samples_of_a_command_that_is_gone_are_found(tmp_path: Path) -> None:
+    document = tmp_path / "a.md"
+    for bad in ("    kvkeep fly", "```\n$ kvkeep status --nothing\n```", "    kvkeep serve --pool-sise 1GiB"):
+        document.write_text(bad)
+        with pytest.raises(AssertionError):
+            test_commands_in_samples_exist(document)
+
+
+if __name__ == "__main__":
+    for rows in (setting_rows(), metric_rows(), message_rows()):
+        print("\n".join(rows), end="\n\n")
+    for words, command in commands():
+        print(" ".join(words), *option_rows(command), sep="\n")

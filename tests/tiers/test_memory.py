@@ -1,0 +1,277 @@
+"""Tests for the memory tier: a pool made, filled, guarded and removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvkeep.errors import PoolError
+from kvkeep.tiers import memory
+from kvkeep.tiers.memory import Pool, slab_bytes_for
+from kvkeep.units import GIB, KIB, MIB, parse_size
+from kvkeep.wire.segments import is_same_pool
+
+SLAB = 64 * KIB
+SEGMENT = 4 * SLAB
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pool]]:
+    """Makes pools with segments of four slabs."""
+    monkeypatch.setattr(memory, "_SEGMENT_BYTES", SEGMENT)
+    made: list[Pool] = []
+
+    def make_pool(pool_bytes: int = 10 * SLAB, name: str = "test", slab_bytes: int = SLAB, epoch: int = 77) -> Pool:
+        made.append(Pool(tmp_path, name, pool_bytes, slab_bytes, epoch))
+        return made[-1]
+
+    yield make_pool
+    for pool in made:
+        pool.close()
+
+
+def fill(pool: Pool) -> list[tuple[int, int]]:
+    filled = []
+    while (part := pool.fill_next()) != (0, 0):
+        filled.append(part)
+    return filled
+
+
+# -- on disk
+
+
+def test_a_pool_is_a_directory_of_these_files(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    fill(pool)
+    watch = pool.watch(3)
+    assert pool.directory == tmp_path / "kvkeep-test"
+    assert {path.name: path.stat().st_size for path in pool.directory.iterdir()} == {
+        "daemon.lock": len(f"{os.getpid()}\n"),
+        "epoch": 16,
+        "segment-00000": SEGMENT,
+        "segment-00001": SEGMENT,
+        "segment-00002": 2 * SLAB,
+        "session-3.lock": 0,
+    }
+    watch.close()
+
+
+def test_only_the_owner_may_touch_it(make: Callable[..., Pool]) -> None:
+    before = os.umask(0)
+    try:
+        pool = make()
+        fill(pool)
+        watch = pool.watch(3)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in pool.directory.iterdir()}
+    finally:
+        os.umask(before)
+    watch.close()
+    assert pool.directory.stat().st_mode & 0o777 == 0o700
+    assert {name for name, mode in modes.items() if mode != 0o600} <= {"epoch"}, "epoch is no secret"
+
+
+def test_a_directory_left_open_to_others_is_closed_to_them(make: Callable[..., Pool], tmp_path: Path) -> None:
+    (tmp_path / "kvkeep-test").mkdir(mode=0o777)
+    assert make().directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_client_can_tell_that_the_pool_is_here(make: Callable[..., Pool]) -> None:
+    assert is_same_pool(make(epoch=2**63 - 1).directory, 2**63 - 1)
+
+
+def test_closing_removes_everything(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    fill(pool)
+    pool.segments.view(0, 16)
+    pool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_twice_is_no_error(make: Callable[..., Pool]) -> None:
+    pool = make()
+    pool.close()
+    pool.close()
+
+
+def test_closing_when_somebody_removed_the_directory_is_no_error(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    for path in pool.directory.iterdir():
+        path.unlink()
+    pool.directory.rmdir()
+    pool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_leaves_other_pools_alone(make: Callable[..., Pool]) -> None:
+    first, second = make(name="first"), make(name="second")
+    first.close()
+    assert fill(second)
+
+
+# -- one owner
+
+
+def test_a_second_server_is_told_who_has_the_pool(make: Callable[..., Pool]) -> None:
+    pool = make()
+    fill(pool)
+    with pytest.raises(PoolError, match=rf"in use by another kvkeep server \(process {os.getpid()}\)") as caught:
+        make()
+    assert "--name" in caught.value.hint
+    assert len(list(pool.directory.iterdir())) == 5, "the first one lost nothing"
+
+
+def test_a_closed_pool_can_be_made_again(make: Callable[..., Pool]) -> None:
+    make().close()
+    assert fill(make())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvkeep.tiers.memory import Pool
+pool = Pool(Path(sys.argv[1]), "test", 1 << 20, 1 << 16, 5)
+pool.fill_next()
+pool.watch(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_server_left_is_cleaned(make: Callable[..., Pool], tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert (tmp_path / "kvkeep-test" / "segment-00000").exists(), "it was killed before it could clean up"
+    assert (tmp_path / "kvkeep-test" / "session-1.lock").exists()
+    pool = make(epoch=6)
+    assert sorted(path.name for path in pool.directory.iterdir()) == ["daemon.lock", "epoch"]
+    assert is_same_pool(pool.directory, 6)
+
+
+def test_leftovers_of_any_kind_are_cleaned(make: Callable[..., Pool], tmp_path: Path) -> None:
+    left = tmp_path / "kvkeep-test"
+    (left / "folder").mkdir(parents=True)
+    (left / "folder" / "file").write_text("x")
+    (left / "link").symlink_to(tmp_path / "nowhere")
+    assert sorted(path.name for path in make().directory.iterdir()) == ["daemon.lock", "epoch"]
+
+
+def test_a_symbolic_link_is_not_followed(make: Callable[..., Pool], tmp_path: Path) -> None:
+    """Shared memory is writable to all: who follows a link there empties what it points at."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep me")
+    (tmp_path / "kvkeep-test").symlink_to(precious)
+    with pytest.raises(PoolError, match="symbolic link"):
+        make()
+    assert [path.name for path in precious.iterdir()] == ["file"]
+
+
+def test_a_file_in_the_way_is_an_error_that_says_so(make: Callable[..., Pool], tmp_path: Path) -> None:
+    (tmp_path / "kvkeep-test").write_text("in the way")
+    with pytest.raises(PoolError, match="File exists"):
+        make()
+
+
+def test_a_directory_that_is_not_there_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="No such file") as caught:
+        Pool(tmp_path / "nowhere", "test", MIB, SLAB, 1)
+    assert "--shm-dir" in caught.value.hint
+
+
+# -- sizes
+
+
+def test_a_pool_larger_than_the_file_system_is_refused_with_a_size_that_fits(
+    make: Callable[..., Pool], tmp_path: Path
+) -> None:
+    space = os.statvfs(tmp_path)
+    free_bytes = space.f_bavail * space.f_frsize
+    with pytest.raises(PoolError, match="does not fit") as caught:
+        make(pool_bytes=free_bytes + 64 * GIB)
+    said = caught.value.hint.split("--pool-size ")[1].split(",")[0]
+    assert 0 < parse_size(said) <= free_bytes
+    assert list(tmp_path.iterdir()) == [], "nothing is left of a pool that was not made"
+
+
+def test_leftovers_do_not_count_as_used(make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is started again after a crash gets the memory that its predecessor had."""
+    seen: list[list[str]] = []
+    pool = make()
+    left = pool.directory
+    pool.close()
+    left.mkdir()
+    (left / "segment-00000").write_bytes(bytes(SLAB))
+    monkeypatch.setattr(memory, "_check_space", lambda *_: seen.append(sorted(path.name for path in left.iterdir())))
+    make()
+    assert seen == [["daemon.lock"]]
+
+
+def test_segments_are_filled_in_order(make: Callable[..., Pool]) -> None:
+    pool = make(pool_bytes=10 * SLAB)
+    assert pool.slabs == 10
+    steps = []
+    while (part := pool.fill_next()) != (0, 0):
+        steps.append((part, pool.filled_bytes))
+    assert steps == [((0, 4), 4 * SLAB), ((4, 4), 8 * SLAB), ((8, 2), 10 * SLAB)]
+    assert pool.fill_next() == (0, 0)
+
+
+def test_a_pool_of_whole_segments_fills_them(make: Callable[..., Pool]) -> None:
+    assert fill(make(pool_bytes=2 * SEGMENT)) == [(0, 4), (4, 4)]
+
+
+def test_what_is_less_than_a_slab_is_left_out(make: Callable[..., Pool]) -> None:
+    pool = make(pool_bytes=5 * SLAB + SLAB // 2)
+    assert pool.pool_bytes == 5 * SLAB
+    assert fill(pool) == [(0, 4), (4, 1)]
+
+
+def test_a_slab_larger_than_a_segment_makes_segments_of_one_slab(make: Callable[..., Pool]) -> None:
+    pool = make(pool_bytes=2 * MIB, slab_bytes=MIB)
+    assert pool.segment_bytes == MIB
+    assert fill(pool) == [(0, 1), (1, 1)]
+
+
+def test_every_byte_of_a_filled_pool_can_be_written(make: Callable[..., Pool]) -> None:
+    pool = make()
+    for first, count in fill(pool):
+        pool.segments.view(first * SLAB, count * SLAB)[:] = 255
+
+
+def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make()
+    assert pool.fill_next() == (0, 4)
+
+    def no_space(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", no_space)
+        with pytest.raises(PoolError, match="256KiB more of shared memory could not be had: No space left") as caught:
+            pool.fill_next()
+    assert "stays at 256KiB" in caught.value.hint and "--pool-size" in caught.value.hint
+    assert not (pool.directory / "segment-00001").exists()
+    assert pool.filled_bytes == SEGMENT
+    assert pool.fill_next() == (4, 4), "with memory back it goes on"
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "slab_bytes"),
+    [
+        (MIB, MIB),
+        (16 * MIB, MIB),
+        (31 * MIB, MIB),
+        (32 * MIB, 2 * MIB),
+        (GIB, 64 * MIB),
+        (GIB - 1, 63 * MIB),
+        (1024 * GIB, 64 * MIB),
+    ],
+)
+def test_a_small_pool_has_small_slabs(pool_bytes: int, slab_bytes: int) -> None:
+    assert slab_bytes_for(pool_bytes) == slab_bytes

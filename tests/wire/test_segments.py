@@ -1,0 +1,142 @@
+"""Tests for the pool's memory as a process maps it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkeep.errors import PoolError
+from kvkeep.wire.segments import EPOCH_FILE, Segments, is_same_pool, segment_path
+
+SEGMENT = 8192
+POOL = 2 * SEGMENT + 4096  # the last segment is half as long
+
+
+@pytest.fixture
+def segments(tmp_path: Path) -> Iterator[Segments]:
+    """Three segments; each byte tells its place in the pool, modulo 251."""
+    content = (np.arange(POOL) % 251).astype(np.uint8).tobytes()
+    for number in range(3):
+        segment_path(tmp_path, number).write_bytes(content[number * SEGMENT : (number + 1) * SEGMENT])
+    segments = Segments(tmp_path, SEGMENT, POOL)
+    yield segments
+    segments.close()
+
+
+def offsets(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def test_addresses_are_where_the_bytes_are(segments: Segments) -> None:
+    wanted = offsets(0, 4096, SEGMENT, SEGMENT + 100, 2 * SEGMENT, POOL - 16)
+    addresses = segments.addresses(wanted, 16)
+    assert addresses.dtype == np.uint64
+    for offset, address in zip(wanted.tolist(), addresses.tolist(), strict=True):
+        assert ctypes.string_at(address, 16) == segments.view(offset, 16).tobytes()
+        assert ctypes.string_at(address, 1)[0] == offset % 251
+
+
+def test_no_offsets_have_no_addresses(segments: Segments) -> None:
+    assert len(segments.addresses(offsets(), 16)) == 0
+
+
+def test_addresses_stay_the_same(segments: Segments) -> None:
+    wanted = offsets(0, SEGMENT)
+    assert (segments.addresses(wanted, 1) == segments.addresses(wanted, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (-1, 1),
+        (-SEGMENT, 16),
+        (-(2**63), 16),
+        (POOL, 1),
+        (POOL - 15, 16),
+        (2**40, 16),
+        (2**63 - 1, 1),
+        (2**63 - 16, 16),
+        (SEGMENT - 8, 16),
+        (0, SEGMENT + 1),
+        (0, POOL),
+        (0, 2**62),
+        (0, 0),
+        (0, -1),
+        (POOL, 0),
+    ],
+)
+def test_what_is_not_inside_one_segment_is_refused(segments: Segments, offset: int, nbytes: int) -> None:
+    with pytest.raises(PoolError, match="not in the pool"):
+        segments.addresses(offsets(offset), nbytes)
+    with pytest.raises(PoolError, match="not in the pool"):
+        segments.view(offset, nbytes)
+
+
+def test_one_bad_offset_among_good_ones_is_named(segments: Segments) -> None:
+    with pytest.raises(PoolError, match=f"offset {POOL} with 16 bytes"):
+        segments.addresses(offsets(0, 4096, POOL, 8192), 16)
+
+
+def test_a_whole_segment_is_inside(segments: Segments) -> None:
+    assert len(segments.view(SEGMENT, SEGMENT)) == SEGMENT
+    assert len(segments.view(2 * SEGMENT, POOL - 2 * SEGMENT)) == POOL - 2 * SEGMENT
+
+
+def test_a_view_writes_through_to_every_process(segments: Segments, tmp_path: Path) -> None:
+    segments.view(SEGMENT + 10, 4)[:] = (1, 2, 3, 4)
+    assert segment_path(tmp_path, 1).read_bytes()[10:14] == bytes((1, 2, 3, 4))
+    other = Segments(tmp_path, SEGMENT, POOL)
+    assert other.view(SEGMENT + 10, 4).tolist() == [1, 2, 3, 4]
+    other.close()
+
+
+def test_a_segment_is_mapped_when_it_is_needed(segments: Segments, tmp_path: Path) -> None:
+    segment_path(tmp_path, 2).unlink()
+    assert len(segments.view(0, 16)) == 16
+    with pytest.raises(PoolError, match=r"segment-00002: No such file") as caught:
+        segments.view(2 * SEGMENT, 16)
+    assert "restarted" in caught.value.hint
+
+
+def test_a_segment_shorter_than_was_said_is_refused(segments: Segments, tmp_path: Path) -> None:
+    """To map it would be a bus error later."""
+    segment_path(tmp_path, 0).write_bytes(bytes(SEGMENT - 1))
+    with pytest.raises(PoolError, match="shorter"):
+        segments.view(0, 16)
+
+
+def test_closing_unmaps(segments: Segments) -> None:
+    segments.view(0, 16)
+    before = mapped_segments()
+    segments.close()
+    assert mapped_segments() == before - 1
+
+
+def test_a_view_that_is_still_held_outlives_closing(segments: Segments) -> None:
+    view = segments.view(100, 16)
+    segments.close()
+    assert view[0] == 100
+
+
+def mapped_segments() -> int:
+    return Path("/proc/self/maps").read_text().count("/segment-")
+
+
+def test_the_pool_of_that_epoch_is_here(tmp_path: Path) -> None:
+    (tmp_path / EPOCH_FILE).write_text(f"{77:016x}")
+    assert is_same_pool(tmp_path, 77)
+
+
+@pytest.mark.parametrize("content", [b"", b"000000000000004e", b"4d", b"\xff\xfe\xfd", b"000000000000004d\n"])
+def test_the_pool_of_another_epoch_is_another(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / EPOCH_FILE).write_bytes(content)
+    assert not is_same_pool(tmp_path, 77)
+
+
+@pytest.mark.parametrize("name", ["nothing", "nul\0", "x" * 5000])
+def test_a_directory_that_is_not_here_is_no_pool(tmp_path: Path, name: str) -> None:
+    assert not is_same_pool(tmp_path / name, 77)
