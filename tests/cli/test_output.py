@@ -34,7 +34,7 @@ def test_json_alone_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(said.out) == {"a": [1]} and said.err == "for people\n"
 
 
-def test_a_help_page_grows_by_a_section() -> None:
+def test_a_help_text_grows_by_a_section() -> None:
     text = help_section("Usage: x", "Things", [("--a", "word " * 60), ("--longer", "b")], "The end.")
     assert text.startswith("Usage: x\n\nThings:\n  --a       word")
     assert text.endswith("  --longer  b\n\nThe end.")

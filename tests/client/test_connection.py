@@ -162,6 +162,7 @@ def test_a_new_server_is_noticed_and_calls_on_their_way_to_the_old_one_fail(sim:
     connection = sim.connected()
     sim.recorder.instead = lambda *_: None
     call = look_up(connection, deadline_ms=60_000)
+    sim.run(10)
     sim.replace_server(epoch=2)
     sim.run(1_000)
     assert (call.failure, call.reply) == ("session_lost", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvkeep.store.integrity import check_integrity
@@ -33,7 +34,7 @@ def out_of_the_index(store: Store) -> None:
 
 
 def another_key(store: Store) -> None:
-    store.blocks.table.keys[rows_of(store)[1]] = b"another key....."
+    store.blocks.table.keys.put(np.array([rows_of(store)[1]]), b"another key.....")
 
 
 def one_slot_twice(store: Store) -> None:

@@ -20,7 +20,7 @@ def test_rows_of_checksums_are_reused_and_survive_growth() -> None:
     layout = Layout(1, b"f", (64, 64))
     rows = layout.take_checks(200)
     layout.checks[rows, 1] = rows.astype(np.uint64)
-    layout.give_checks(int(rows[5]))
+    layout.give_checks([int(rows[5])])
     more = layout.take_checks(300)
     assert int(rows[5]) in more.tolist() and len({*rows.tolist(), *more.tolist()}) == 499
     assert layout.checks[rows, 1].tolist() == rows.tolist()

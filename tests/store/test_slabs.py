@@ -24,7 +24,7 @@ def test_a_slab_takes_its_size_with_the_first_slot_and_loses_it_with_the_last(sl
     (offset,) = slabs.take(4, 1)
     assert slabs.sizes() == {4: 1} and slabs.unused_slabs == 2
     assert (slabs.available(4), slabs.available(6)) == (8, 4)
-    slabs.give(offset)
+    slabs.give([offset])
     assert slabs.sizes() == {} and slabs.available(6) == 6
     slabs.check_integrity({})
 
@@ -53,7 +53,7 @@ def test_slabs_added_later_are_used_last(slabs: Slabs) -> None:
 
 def test_a_slot_given_back_is_taken_before_a_new_slab_is_cut(slabs: Slabs) -> None:
     taken = slabs.take(4, 3)
-    slabs.give(taken[1])
+    slabs.give([taken[1]])
     assert slabs.take(4, 1) == [taken[1]] and slabs.unused_slabs == 2
 
 

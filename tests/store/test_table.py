@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvkeep.store.table import FREE, READY, BlockTable
 
 
@@ -10,19 +12,34 @@ def test_rows_are_handed_out_once_and_reused() -> None:
     rows = table.take(3).tolist()
     table.many.state[rows] = READY
     assert sorted(rows) == [0, 1, 2] and len(table) == 3
-    table.give(rows[1])
+    table.give([rows[1]])
     assert len(table) == 2 and table.state[rows[1]] == FREE and table.queued[rows[1]] == -1
     assert table.live_rows().tolist() == [rows[0], rows[2]]
     again = table.take(2).tolist()
     assert rows[1] in again and len({*rows, *again}) == 4
 
 
-def test_a_freed_row_forgets_its_key() -> None:
+def test_rows_freed_leaf_first_come_back_in_the_order_of_a_chain() -> None:
     table = BlockTable()
-    (row,) = table.take(1).tolist()
-    table.keys[row] = b"k" * 16
-    table.give(row)
-    assert table.keys[row] == b""
+    rows = table.take(5).tolist()
+    table.give(rows[::-1])
+    assert table.take(5).tolist() == rows
+
+
+def test_a_run_of_keys_ends_where_rows_or_keys_do() -> None:
+    table = BlockTable()
+    keys = np.random.default_rng(0).integers(0, 1 << 63, (1024, 2), dtype=np.uint64)
+    rows = table.take(1024)
+    table.keys.put(rows, keys.tobytes())
+    assert table.keys[7] == keys[7].tobytes()
+    assert table.keys.run(0, keys) == 1024
+    assert table.keys.run(1000, keys[1000:]) == 24
+    assert table.keys.run(1000, np.concatenate([keys[1000:], keys[:50]])) == 24, "the table ends here"
+    assert table.keys.run(3, keys[4:]) == 0
+    for broken in (1, 63, 64, 65, 319, 320, 1023):
+        other = keys.copy()
+        other[broken, 1] ^= np.uint64(1)
+        assert table.keys.run(0, other) == broken
 
 
 def test_columns_and_views_are_one_memory_before_and_after_growth() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvkeep.store.layouts import Layout, Layouts
 from kvkeep.store.order import EvictionOrder
 from kvkeep.store.slabs import Slabs
-from kvkeep.store.table import EVICTING, NO_ROW, READY, WAITING, WRITING, BlockTable
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import children, link_chain, subtree, unlink_leaf
 
@@ -51,8 +51,7 @@ class Blocks:
         many.queued[rows] = -1
         link_chain(table, rows, parent)
         row_list = rows.tolist()
-        for row, key in zip(row_list, keys, strict=True):
-            table.keys[row] = key
+        table.keys.put(rows, b"".join(keys))
         tenant.index.update(zip(keys, row_list, strict=True))
         self.shards_in.update(dict.fromkeys(row_list, 0))
         layout.blocks += n
@@ -62,17 +61,19 @@ class Blocks:
                 self.order.expire_later(row)
         return rows
 
-    def shard_arrived(self, row: int, shard: int, layout: Layout) -> None:
-        """Notes one shard; the last one makes the block READY as soon as its ancestors are."""
-        if self.table.state[row] != WRITING:
-            return
-        arrived = self.shards_in[row] | 1 << shard
-        if arrived != (1 << layout.shards) - 1:
-            self.shards_in[row] = arrived
-            return
-        del self.shards_in[row]
-        self.table.state[row] = WAITING
-        self._publish(row)
+    def shard_arrived(self, rows: list[int], shard: int, layout: Layout) -> None:
+        """Notes one shard of some blocks; with its last shard a block is READY as soon as its ancestors are."""
+        state, shards_in = self.table.state, self.shards_in
+        complete, bit = (1 << layout.shards) - 1, 1 << shard
+        for row in rows:
+            if state[row] == WRITING:
+                arrived = shards_in[row] | bit
+                if arrived == complete:
+                    del shards_in[row]
+                    state[row] = WAITING
+                    self._publish(row)
+                else:
+                    shards_in[row] = arrived
 
     def touch(self, row: int, sequence: int) -> None:
         """Notes a use of the whole prefix up to `row`: ancestors inherit it when they become leaves."""
@@ -83,27 +84,59 @@ class Blocks:
 
     def unpin(self, row: int, now_ms: int) -> None:
         """Ends one lease or write on a block; the last one makes it evictable, or sets an evicting block free."""
-        table = self.table
-        table.pins[row] -= 1
-        assert table.pins[row] >= 0
-        if table.state[row] == EVICTING:
-            self._free_evicting(row)
-        elif not table.pins[row]:
-            self._became_leaf(row, now_ms)
+        self.table.pins[row] -= 1
+        self._unpinned(row, now_ms)
 
-    def evict(self, row: int, now_ms: int) -> int:
-        """Frees an evictable leaf at once. Its parent inherits its last use, and whether its session has finished.
+    def pin_many(self, rows: list[int]) -> None:
+        self.table.many.pins[rows] += 1
 
-        Exactly one block goes, so that whoever chose it knows what its tenant loses. Returns the parent.
+    def unpin_many(self, rows: list[int], now_ms: int) -> None:
+        """Ends one write on each of these blocks, parents first. Only leaves and evicting ones need a closer look."""
+        many = self.table.many
+        many.pins[rows] -= 1
+        look = np.array(rows)[(many.first_child[rows] == NO_ROW) | (many.state[rows] == EVICTING)]
+        for row in reversed(look.tolist()):
+            if self.table.state[row] != FREE:  # else it went with its last child
+                self._unpinned(row, now_ms)
+
+    def evict(self, row: int, now_ms: int, limit: int = 1) -> int:
+        """Frees an evictable leaf, and up to `limit` blocks in all as far as its ancestors are next in line anyway.
+
+        The first that stays inherits the last use, and whether the session has finished. Returns how many were freed.
         """
         table = self.table
         used, finished = table.used[row], table.finished[row]
-        parent = self._free(row)
+        chain = self._same_rank_above(row, limit)
+        parent = self._free(chain)
         if parent != NO_ROW:
             if used >= table.used[parent]:
                 table.used[parent], table.finished[parent] = used, finished
             self.order.enqueue(parent, now_ms)
-        return parent
+        return len(chain)
+
+    def _same_rank_above(self, row: int, limit: int) -> list[int]:
+        """The row and ancestors that become leaves of the same rank one after the other: most often the rest of a
+        conversation, which so goes in one step instead of a turn through the queue for each block."""
+        table, chain = self.table, [row]
+        used, state, priority, expires_ms = (
+            table.used[row],
+            table.state[row],
+            table.priority[row],
+            table.expires_ms[row],
+        )
+        while len(chain) < limit and table.next_sibling[row] == NO_ROW == table.prev_sibling[row]:
+            row = table.parent[row]
+            if (
+                row == NO_ROW
+                or table.used[row] > used
+                or table.pins[row]
+                or table.state[row] != state
+                or table.priority[row] != priority
+                or table.expires_ms[row] != expires_ms
+            ):
+                break
+            chain.append(row)
+        return chain
 
     def drop(self, rows: Iterable[int]) -> int:
         """Takes blocks and all below them out of the index at once, and frees those that nobody reads or writes.
@@ -131,13 +164,25 @@ class Blocks:
         return self.shards_in.get(row) == 0 and self.order.evictable(row)
 
     def _publish(self, row: int) -> None:
-        table, waiting = self.table, [row]
+        """Makes a WAITING block READY if its parent is, and then those that waited for it."""
+        table = self.table
+        parent = table.parent[row]
+        if parent != NO_ROW and table.state[parent] != READY:
+            return
+        table.state[row] = READY
+        waiting = children(table, row)
         while waiting:
             row = waiting.pop()
-            parent = table.parent[row]
-            if table.state[row] == WAITING and (parent == NO_ROW or table.state[parent] == READY):
+            if table.state[row] == WAITING:
                 table.state[row] = READY
                 waiting.extend(children(table, row))
+
+    def _unpinned(self, row: int, now_ms: int) -> None:
+        assert self.table.pins[row] >= 0
+        if self.table.state[row] == EVICTING:
+            self._free_evicting(row)
+        elif not self.table.pins[row]:
+            self._became_leaf(row, now_ms)
 
     def _free_evicting(self, row: int) -> None:
         """Frees an EVICTING leaf without pins, then its ancestors as far as that makes them such leaves.
@@ -149,7 +194,7 @@ class Blocks:
         while row != NO_ROW and table.state[row] == EVICTING:
             if table.pins[row] or table.first_child[row] != NO_ROW:
                 return
-            row = self._free(row)
+            row = self._free([row])
         if row != NO_ROW:
             self._became_leaf(row, self.order.noted_ms)
 
@@ -157,23 +202,31 @@ class Blocks:
         """Puts a block in line that somebody let go. One that nothing was ever written to goes at once, and so do
         its ancestors as far as they are like it: they would only be in the way."""
         while row != NO_ROW and self._is_empty(row):
-            row = self.evict(row, now_ms)
+            parent = self.table.parent[row]
+            self.evict(row, now_ms)
+            row = parent
         if row != NO_ROW:
             self.order.enqueue(row, now_ms)
 
-    def _free(self, row: int) -> int:
-        table = self.table
-        parent = unlink_leaf(table, row)
-        tenant = self.tenants.by_number[table.tenant[row]]
-        layout = self.layouts[table.layout[row]]
-        if table.state[row] != EVICTING:
-            del tenant.index[table.keys[row]]
-            self.shards_in.pop(row, None)
-        self.slabs.give(table.slot[row])
-        layout.give_checks(table.check[row])
-        layout.blocks -= 1
-        table.give(row)
-        self.tenants.charge(tenant, -1, -layout.slot_bytes)
+    def _free(self, chain: list[int]) -> int:
+        """Frees a leaf and the ancestors that follow it in `chain`, each the only child of the next. Returns the
+        parent of the last one."""
+        table, leaf, top = self.table, chain[0], chain[-1]
+        assert table.first_child[leaf] == NO_ROW
+        table.first_child[top] = NO_ROW
+        parent = unlink_leaf(table, top)
+        tenant = self.tenants.by_number[table.tenant[leaf]]
+        layout = self.layouts[table.layout[leaf]]
+        if table.state[leaf] != EVICTING:
+            index, keys = tenant.index, table.keys
+            for row in chain:
+                del index[keys[row]]
+                self.shards_in.pop(row, None)
+        self.slabs.give(table.many.slot[chain].tolist())
+        layout.give_checks(table.many.check[chain].tolist())
+        layout.blocks -= len(chain)
+        table.give(chain)
+        self.tenants.charge(tenant, -len(chain), -len(chain) * layout.slot_bytes)
         if not tenant.blocks:
             self.order.forget_owner(tenant.number)
             self.tenants.forget_if_idle(tenant)

@@ -66,8 +66,8 @@ class Layout:
         self._next_check += fresh
         return np.array(rows, dtype=np.int64)
 
-    def give_checks(self, row: int) -> None:
-        self._free_checks.append(row)
+    def give_checks(self, rows: list[int]) -> None:
+        self._free_checks.extend(rows)
 
 
 class Layouts:

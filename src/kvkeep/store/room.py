@@ -55,10 +55,23 @@ class Room:
             if not (compare and self._empty_a_slab(tenant, slot_bytes, more, row, now_ms)):
                 if row == NO_ROW:
                     break
-                self._blocks.evict(row, now_ms)
-                self.evictions += 1
+                limit = self._limit(tenant, row, slot_bytes, available, wanted)
+                evicted = self._blocks.evict(row, now_ms, limit)
+                self._evicted_since_look[slot_bytes] = self._evicted_since_look.get(slot_bytes, 0) + evicted
+                self.evictions += evicted
             available = slabs.available(slot_bytes)
         return min(wanted, available)
+
+    def _limit(self, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int) -> int:
+        """How many blocks of one chain may go before whoever gives way has to be looked for again."""
+        loser = self._blocks.tenants.by_number[self._blocks.table.tenant[row]]
+        limit = wanted - available
+        if loser is not tenant:
+            if loser.quota_bytes is not None:
+                limit = min(limit, (loser.usage_bytes - loser.quota_bytes) // slot_bytes)
+            if tenant.quota_bytes is not None:
+                limit = min(limit, (tenant.quota_bytes - tenant.usage_bytes) // slot_bytes - available)
+        return max(1, limit)
 
     def _victim(self, tenant: Tenant, slot_bytes: int, more: int, now_ms: int) -> int:
         order = self._blocks.order
@@ -87,9 +100,10 @@ class Room:
     def _time_to_compare_sizes(self, slot_bytes: int) -> bool:
         """Once for every slab's worth of evictions, or less often when there is much to scan: what an eviction costs
         must not grow with the pool."""
-        count = self._evicted_since_look.get(slot_bytes, 0) + 1
-        due = count >= max(self._blocks.slabs.per_slab(slot_bytes), len(self._blocks.table) // _ROWS_PER_EVICTION)
-        self._evicted_since_look[slot_bytes] = 0 if due else count
+        every = max(self._blocks.slabs.per_slab(slot_bytes), len(self._blocks.table) // _ROWS_PER_EVICTION)
+        due = self._evicted_since_look.get(slot_bytes, 0) + 1 >= every
+        if due:
+            self._evicted_since_look[slot_bytes] = 0
         return due
 
     def _empty_a_slab(self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int) -> bool:

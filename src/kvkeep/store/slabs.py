@@ -70,19 +70,21 @@ class Slabs:
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) - n
         return taken
 
-    def give(self, offset: int) -> None:
-        """Takes one slot back. A slab that is all free loses its slot size."""
-        slab = offset // self.slab_bytes
-        slot_bytes = self._slot_bytes[slab]
-        partial = self._partial[slot_bytes]
-        free = partial.setdefault(slab, [])
-        free.append(offset)
-        self._free_slots[slot_bytes] += 1
-        per_slab = self.per_slab(slot_bytes)
-        if len(free) == per_slab:
-            del partial[slab], self._slot_bytes[slab]
-            self._free_slots[slot_bytes] -= per_slab
-            self._unused.append(slab)
+    def give(self, offsets: list[int]) -> None:
+        """Takes slots of one size back. A slab that is all free loses its slot size."""
+        slab_bytes, slot_bytes = self.slab_bytes, self._slot_bytes[offsets[0] // self.slab_bytes]
+        partial, per_slab = self._partial[slot_bytes], self.per_slab(slot_bytes)
+        self._free_slots[slot_bytes] += len(offsets)
+        for offset in offsets:
+            slab = offset // slab_bytes
+            free = partial.get(slab)
+            if free is None:
+                free = partial[slab] = []
+            free.append(offset)
+            if len(free) == per_slab:
+                del partial[slab], self._slot_bytes[slab]
+                self._free_slots[slot_bytes] -= per_slab
+                self._unused.append(slab)
 
     def check_integrity(self, handed_out: dict[int, int]) -> None:
         """Asserts that free and handed-out slots (offset -> slot size) together fill every slab exactly."""

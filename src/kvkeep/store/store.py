@@ -217,8 +217,7 @@ class Store:
             )
         table = self.blocks.table
         work.layout.checks[table.many.check[work.rows], work.shard] = checksums
-        for row in work.rows:
-            self.blocks.shard_arrived(row, work.shard, work.layout)
+        self.blocks.shard_arrived(work.rows, work.shard, work.layout)
         self._end_write(state, write, now_ms)
         return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])
 
@@ -316,7 +315,7 @@ class Store:
                     joined.append((position, row))
             above = row
         rest = wanted[new_from:]
-        if len(set(rest)) != len(rest) or any(key in index for key in rest):
+        if len(set(rest)) != len(rest) or not index.keys().isdisjoint(rest):
             raise RequestError("broken_chain", "a key appears twice, or before its parent", field="keys")
         return joined, new_from, above
 
@@ -347,21 +346,19 @@ class Store:
         return rows
 
     def _add_to_write(self, state: Session, work: Write, rows: list[int]) -> None:
-        bit = 1 << work.shard
+        bit, writers = 1 << work.shard, self.writers
+        self.blocks.pin_many(rows)
         for row in rows:
-            self.blocks.pin(row)
-            self.writers[row] = self.writers.get(row, 0) | bit
+            writers[row] = writers.get(row, 0) | bit
         work.rows.extend(rows)
         state.writing_blocks += len(rows)
 
     def _end_write(self, state: Session, write: int, now_ms: int) -> None:
         work = state.writes.pop(write)
         state.writing_blocks -= len(work.rows)
-        bit = 1 << work.shard
-        for row in reversed(work.rows):
-            left = self.writers[row] & ~bit
+        bit, writers = 1 << work.shard, self.writers
+        for row in work.rows:
+            left = writers.pop(row) & ~bit
             if left:
-                self.writers[row] = left
-            else:
-                del self.writers[row]
-            self.blocks.unpin(row, now_ms)
+                writers[row] = left
+        self.blocks.unpin_many(work.rows, now_ms)

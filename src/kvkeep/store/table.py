@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.kv.keys import KEY_BYTES
+
 NO_ROW = -1
 
 # The life of a block: WRITING -> READY -> EVICTING. Between the first two a block that has all its shards may be
@@ -22,6 +24,8 @@ FREE, WRITING, WAITING, READY, EVICTING = 0, 1, 2, 3, 4
 STATE_NAMES = ("free", "writing", "waiting", "ready", "evicting")
 
 _FIRST_CAPACITY = 1024
+_WORDS_A_KEY = KEY_BYTES // 8
+_FIRST_STEP = 64
 _TYPES: dict[str, tuple[str, type[np.generic]]] = {
     "state": ("b", np.int8),
     "priority": ("B", np.uint8),
@@ -64,6 +68,41 @@ class Views:
     queue_owner: NDArray[np.int32]
 
 
+class KeyColumn:
+    """The key of each row. Neighbouring rows mostly hold neighbouring keys, and can then be compared in one go."""
+
+    def __init__(self) -> None:
+        self.words: NDArray[np.uint64] = np.zeros((0, _WORDS_A_KEY), dtype=np.uint64)
+        self._bytes = memoryview(b"")
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, row: int) -> bytes:
+        return self._bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES].tobytes()
+
+    def put(self, rows: NDArray[np.int64], keys: bytes) -> None:
+        self.words[rows] = np.frombuffer(keys, dtype=np.uint64).reshape(-1, _WORDS_A_KEY)
+
+    def run(self, row: int, keys: NDArray[np.uint64]) -> int:
+        """How many of `keys` are, in order, those of `row` and the rows after it."""
+        same, step = 0, _FIRST_STEP
+        while same < len(keys):
+            ahead = keys[same : same + step]
+            found = self.words[row + same : row + same + len(ahead)]
+            equal = (found == ahead[: len(found)]).all(axis=1)
+            if len(found) < len(ahead) or not equal.all():
+                return same + (int(np.argmin(equal)) if not equal.all() else len(found))
+            same += len(ahead)
+            step *= 4
+        return same
+
+    def grow(self, capacity: int) -> None:
+        words = np.zeros((capacity, _WORDS_A_KEY), dtype=np.uint64)
+        words[: len(self.words)] = self.words
+        self.words, self._bytes = words, words.view(np.uint8).reshape(-1).data
+
+
 class BlockTable:
     """Rows are handed out by `take` and come back by `give`; a free row has state FREE and no key."""
 
@@ -86,7 +125,7 @@ class BlockTable:
     queue_owner: array[int]  # whose queue that entry is in
 
     def __init__(self) -> None:
-        self.keys: list[bytes] = []
+        self.keys = KeyColumn()
         self.many = Views()
         self._free: list[int] = []
         self._next = 0
@@ -102,6 +141,7 @@ class BlockTable:
         """Takes n rows. Their columns hold anything: the caller sets them all."""
         reused = min(n, len(self._free))
         rows = self._free[len(self._free) - reused :]
+        rows.reverse()  # what was evicted leaf first comes back in the order of a chain
         del self._free[len(self._free) - reused :]
         fresh = n - reused
         if self._next + fresh > len(self.keys):
@@ -110,12 +150,11 @@ class BlockTable:
         self._next += fresh
         return np.array(rows, dtype=np.int64)
 
-    def give(self, row: int) -> None:
-        """Takes a row back. Whatever still points at it (a queue entry) is told apart by `queued` being -1."""
-        self.state[row] = FREE
-        self.queued[row] = -1
-        self.keys[row] = b""
-        self._free.append(row)
+    def give(self, rows: list[int]) -> None:
+        """Takes rows back. Whatever still points at one (a queue entry) is told apart by `queued` being -1."""
+        self.many.state[rows] = FREE
+        self.many.queued[rows] = -1
+        self._free.extend(rows)
 
     def live_rows(self) -> NDArray[np.int64]:
         """All rows in use, for scans that are rare enough to look at everything."""
@@ -130,4 +169,4 @@ class BlockTable:
             setattr(self, name, new)
             view: NDArray[Any] = np.frombuffer(new, dtype=dtype)
             setattr(self.many, name, view)
-        self.keys.extend([b""] * (capacity - len(self.keys)))
+        self.keys.grow(capacity)

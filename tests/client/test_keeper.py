@@ -1,0 +1,105 @@
+"""The keeper's thread keeps connections alive that nobody polls, and none that nobody holds."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kvkeep.client.connection import Connection
+from kvkeep.client.keeper import Keeper
+from kvkeep.client.options import ClientOptions
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.process import ServerProcess
+
+Make = Callable[..., Any]
+SHAPE = BlockShape(ModelIdentity(model="k", revision="1", kv_dtype="|u1", block_tokens=4, layout="l"), (64,))
+
+
+def eventually(happens: Callable[[], bool]) -> bool:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if happens():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_server_that_comes_late_and_one_that_comes_back_are_found_without_anyone_polling() -> None:
+    server = ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB")
+    with server:
+        address = server.address
+        server.stop()
+        connection = Connection(SHAPE, ClientOptions(address=address, ping_interval_ms=50, reconnect_interval_ms=50))
+        Keeper.keep(connection)
+        assert not connection.up
+        epochs = []
+        for _ in range(2):
+            server.start()
+            assert eventually(lambda: connection.up and connection.epoch not in epochs)
+            epochs.append(connection.epoch)
+            server.stop()
+        connection.close()
+    assert connection.counters.sessions == 2
+
+
+def test_one_thread_keeps_all_connections() -> None:
+    polled: list[str] = []
+    kept = [Polled(polled, name) for name in "abc"]
+    for each in kept:
+        Keeper.keep(each)  # type: ignore[arg-type]
+    assert eventually(lambda: {"a", "b", "c"} <= set(polled))
+    assert sum(thread.name == "kvkeep-keeper" for thread in threading.enumerate()) == 1
+
+
+class Polled:
+    def __init__(self, polled: list[str], name: str) -> None:
+        self.polled, self.name = polled, name
+
+    def poll(self) -> None:
+        self.polled.append(self.name)
+
+
+def test_a_dropped_connection_is_not_kept_alive_and_its_lock_falls(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    sim.connected()
+    connection = weakref.ref(sim.connections[-1])
+    Keeper.keep(sim.connections.pop())
+    (session,) = sim.server.service.sessions.all()
+    assert session.watch.is_held() or connection() is None
+    gc.collect()
+    assert eventually(lambda: connection() is None)
+    assert not session.watch.is_held()
+    assert sim.server.service.end_dead_sessions(sim.network.clock.now_ms) == 1
+    assert not sim.store.sessions
+
+
+AFTER_A_FORK = """
+import os, threading
+from kvkeep.client.keeper import Keeper
+
+class Polled:
+    def __init__(self): self.seen = threading.Event()
+    def poll(self): self.seen.set()
+
+before = Polled()
+Keeper.keep(before)
+assert before.seen.wait(30)
+child = os.fork()
+if not child:
+    after = Polled()
+    Keeper.keep(after)
+    os._exit(0 if after.seen.wait(30) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_gets_a_keeper_of_its_own() -> None:
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", AFTER_A_FORK], check=False).returncode == 0

@@ -1,0 +1,199 @@
+"""Lookups that never block: asked once, answered always the same, and given back on every path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.transfer import StoreRequest, Transfer
+from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.store.table import READY
+from kvkeep.testing.wire import Faults
+from kvkeep.wire import messages as m
+
+Make = Callable[..., Any]
+
+
+def keys(count: int, name: str = "k") -> bytes:
+    return b"".join(f"{name}{at}".encode().ljust(16, b".") for at in range(count))
+
+
+def store(sim: Any, count: int, name: str = "k", salt: str | None = None) -> None:
+    connection = sim.connected()
+    blocks = np.full((count, 1000), 7, dtype=np.uint8)
+    request = StoreRequest(tenant_of(salt), b"", keys(count, name), np.arange(count))
+    assert Transfer(connection, BlockRuns.of([blocks]), 0).store(request) == count
+
+
+def adapter(sim: Any, **options: Any) -> SchedulerAdapter:
+    connection = sim.connected(**options)
+    return SchedulerAdapter(connection.shape, connection=connection)
+
+
+def leases(sim: Any) -> int:
+    return sum(held for held, _ in sim.held())
+
+
+def test_a_lookup_is_none_until_the_answer_has_come_and_then_always_the_same(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    store(sim, 3)
+    scheduler = adapter(sim)
+    sim.network.faults = Faults(delay_ms=(10, 10))
+    for _ in range(5):
+        assert scheduler.lookup("r", None, keys(5)) is None
+    sim.run(30)
+    answer = scheduler.lookup("r", None, keys(5))
+    assert answer is not None
+    assert (answer.blocks, answer.skip, answer.epoch, answer.failure) == (3, 0, 1, "")
+    assert answer.slots.shape == (3,)
+    assert answer.checksums.shape == (3, 1)
+    for _ in range(5):
+        assert scheduler.lookup("r", None, keys(5)) is answer
+    assert sim.recorder.count(m.Lookup) == 1
+    assert leases(sim) == 1
+
+
+def test_an_answer_stays_under_its_lease_until_it_is_released(sim: Any) -> None:
+    store(sim, 3)
+    scheduler = adapter(sim)
+    scheduler.lookup("r", None, keys(3))
+    sim.run(60_000, step_ms=100)
+    assert leases(sim) == 1
+    scheduler.release("r")
+    sim.run(20)
+    assert leases(sim) == 0
+    scheduler.release("r")
+    scheduler.cancel("never asked")
+    sim.run(20)
+    assert sim.recorder.count(m.Release) == 1
+
+
+def test_grown_keys_another_skip_or_another_salt_are_asked_anew(sim: Any) -> None:
+    store(sim, 4)
+    scheduler = adapter(sim)
+
+    def ask(*arguments: Any) -> tuple[int, int]:
+        answer = scheduler.lookup("r", *arguments)
+        while answer is None:
+            sim.run(10)
+            answer = scheduler.lookup("r", *arguments)
+        return answer.blocks, len(answer.checksums)
+
+    assert ask(None, keys(2)) == (2, 2)
+    assert ask(None, keys(4)) == (4, 4)
+    assert ask(None, keys(4), 3) == (4, 1)
+    assert ask("salt", keys(4)) == (0, 0)
+    assert sim.recorder.count(m.Lookup) == 4
+    sim.run(20)
+    assert leases(sim) == 0, "an answer replaced is given back"
+
+
+def test_a_lookup_cancelled_while_on_its_way_leaves_no_lease(sim: Any) -> None:
+    store(sim, 3)
+    scheduler = adapter(sim)
+    sim.network.faults = Faults(delay_ms=(20, 20))
+    assert scheduler.lookup("r", None, keys(3)) is None
+    scheduler.cancel("r")
+    sim.run(200)
+    assert sim.recorder.count(m.Lookup) == 1
+    assert leases(sim) == 0
+    assert scheduler.connection.counters.late_replies == 1
+
+
+def test_two_requests_for_the_same_prefix_have_a_lease_each(sim: Any) -> None:
+    store(sim, 3)
+    scheduler = adapter(sim)
+    for request in (1, 2):
+        scheduler.lookup(request, None, keys(3))
+    sim.run(20)
+    assert leases(sim) == 2
+    scheduler.release(1)
+    sim.run(20)
+    assert leases(sim) == 1
+
+
+def test_a_finished_conversation_is_evicted_before_older_ones(simulation: Make) -> None:
+    sim = simulation(slots=6)
+    store(sim, 3, "old")
+    store(sim, 3, "new")
+    scheduler = adapter(sim)
+    scheduler.lookup("r", None, keys(3, "new"))
+    sim.run(20)
+    scheduler.end_session("r", None, keys(3, "new")[-16:], finished=True)
+    sim.run(20)
+    assert leases(sim) == 0
+    store(sim, 2, "another")
+    tenant = sim.store.tenants.get("default")
+    left = {key.decode().rstrip(".") for key, row in tenant.index.items() if sim.store.blocks.table.state[row] == READY}
+    assert left == {"old0", "old1", "old2", "new0", "another0", "another1"}
+
+
+def test_a_request_that_merely_ends_gives_no_hint(sim: Any) -> None:
+    scheduler = adapter(sim)
+    scheduler.end_session("r", None, keys(1))
+    scheduler.end_session("r", None, b"", finished=True)
+    sim.run(20)
+    assert sim.recorder.count(m.Finish) == 0
+
+
+@pytest.mark.parametrize("fault", ["down", "silent", "breaker", "refused", "nonsense"])
+def test_a_fault_is_an_empty_answer_that_says_why(sim: Any, fault: str, passing: object) -> None:
+    scheduler = (
+        adapter(sim) if fault != "down" else SchedulerAdapter(sim.connection().shape, connection=sim.connection())
+    )
+    expected = {"down": "not_connected", "silent": "deadline", "breaker": "breaker_open", "refused": "cross"}
+    if fault in ("silent", "down"):
+        sim.network.serve(None)
+    if fault == "breaker":
+        scheduler.connection.breaker.failures = 3
+    reply = m.Refused("cross", "no") if fault == "refused" else m.Found(7, b"", b"")
+    if fault in ("refused", "nonsense"):
+        sim.recorder.instead = lambda header, request: reply if isinstance(request, m.Lookup) else passing
+    answer = scheduler.lookup("r", None, keys(3))
+    while answer is None:
+        sim.run(10)
+        answer = scheduler.lookup("r", None, keys(3))
+    assert (answer.blocks, answer.epoch, len(answer.slots), answer.checksums.shape) == (0, 0, 0, (0, 1))
+    assert answer.failure == expected.get(fault, "protocol")
+    assert scheduler.lookup("r", None, keys(3)) is answer, "and it is not asked again in every step"
+
+
+def test_an_answer_names_the_epoch_that_gave_it_even_if_it_is_read_later(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    store(sim, 3)
+    scheduler = adapter(sim)
+    scheduler.lookup("r", None, keys(3))
+    sim.run(20)
+    sim.replace_server(epoch=2)
+    sim.run(2_000)
+    assert scheduler.connection.epoch == 2
+    answer = scheduler.lookup("r", None, keys(3))
+    assert answer is not None
+    assert (answer.blocks, answer.epoch) == (3, 1)
+
+
+def test_only_keys_and_the_tenants_digest_leave_the_engine(sim: Any) -> None:
+    scheduler = adapter(sim)
+    scheduler.lookup("r", "a secret salt", keys(2))
+    scheduler.end_session("r", "a secret salt", keys(1), finished=True)
+    sim.run(20)
+    (asked,) = [request for request in sim.recorder.came if isinstance(request, m.Lookup)]
+    assert (asked.tenant, asked.keys) == (tenant_of("a secret salt"), keys(2))
+    assert all("secret" not in repr(request) for request in sim.recorder.came)
+
+
+def test_close_ends_the_session_and_what_it_held(sim: Any) -> None:
+    store(sim, 3)
+    scheduler = adapter(sim)
+    scheduler.lookup("r", None, keys(3))
+    sim.run(20)
+    scheduler.close()
+    assert leases(sim) == 0
+    answer = scheduler.lookup("r", None, keys(3))
+    assert answer is not None
+    assert answer.failure == "not_connected"
