@@ -51,6 +51,7 @@ class Daemon:
         self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
         self._stopping = False
         self._filler: threading.Thread | None = None
+        self._socket_file: Path | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
         slab_bytes = settings.slab_size or slab_bytes_for(settings.pool_size)
@@ -111,6 +112,9 @@ class Daemon:
         self._stopping = True
         if self._filler is not None:
             self._filler.join()  # or it would put its next segment into a directory that is being removed
+        if self._socket_file is not None:
+            self._socket_file.unlink(missing_ok=True)  # while it is still ours: nobody takes over a socket that listens
+            self._socket_file = None
         self._context.destroy(linger=0)
         if hasattr(self, "_wake"):
             self._wake.close()
@@ -227,6 +231,7 @@ class Daemon:
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         if path is not None:
+            self._socket_file = path
             path.chmod(0o600)
         return router, endpoint.rstrip(b"\0").decode()
 

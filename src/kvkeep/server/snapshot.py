@@ -1,7 +1,7 @@
 """The server at one moment: what metrics and status are made from, taken at once in the loop's thread.
 
 Taking it must not keep engines waiting. At a million blocks it costs about a millisecond, and with a hundred thousand
-tenants some twenty; whatever else is to be made of it (text, JSON, histograms) is made in the thread that asked.
+tenants some ten; whatever else is to be made of it (text, JSON, histograms) is made in the thread that asked.
 """
 
 from __future__ import annotations

@@ -143,11 +143,12 @@ class Room:
         """When each row or anything below it was last used; _NEVER in the past for what must stay."""
         table, many = self._blocks.table, self._blocks.table.many
         takes_from_others = tenant.quota_bytes is None or tenant.entitled_to(more)
-        stays = many.pins[rows] > 0
+        owners = many.tenant[rows]
+        protected = np.zeros(int(owners.max()) + 1, dtype=np.bool_)  # by tenant number
         for other in self._blocks.tenants:
-            mine = other is tenant
-            if (mine and spare_own) or (not mine and not (takes_from_others and other.may_lose(1))):
-                stays |= many.tenant[rows] == other.number
+            if other.blocks and (spare_own if other is tenant else not (takes_from_others and other.may_lose(1))):
+                protected[other.number] = True
+        stays = (many.pins[rows] > 0) | protected[owners]
         return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
 
     def _hanging_on(self, rows: NDArray[np.int64], slabs: int) -> NDArray[np.int64]:

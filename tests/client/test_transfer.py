@@ -1,0 +1,325 @@
+"""Blocks between engine memory and the server, on both data planes: in parts, verified, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvkeep.client import transfer as module
+from kvkeep.client.connection import Connection
+from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
+from kvkeep.errors import RequestError
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.store.plans import Limits
+from kvkeep.wire import messages as m
+
+Make = Callable[..., Any]
+NBYTES = 1000
+TWO_SHARDS = ModelIdentity(model="s", revision="1", kv_dtype="|u1", block_tokens=4, layout="l", kv_world_size=2)
+
+
+def keys(count: int, name: str = "k") -> bytes:
+    return b"".join(f"{name}{at}".encode().ljust(16, b".") for at in range(count))
+
+
+def memory(blocks: int = 40, seed: int = 0, nbytes: int = NBYTES) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (blocks, nbytes), dtype=np.uint8)
+
+
+def transfer(connection: Connection, engine: NDArray[np.uint8], shard: int = 0) -> Transfer:
+    return Transfer(connection, BlockRuns.of([engine]), shard)
+
+
+def storing(ids: list[int], name: str = "k", parent: bytes = b"", **hints: int) -> StoreRequest:
+    return StoreRequest("default", parent, keys(len(ids), name), np.array(ids, dtype=np.int64), **hints)
+
+
+def look_up(connection: Connection, count: int, ids: list[int], skip: int = 0, name: str = "k") -> LoadRequest:
+    """A lookup as a scheduler does it, and the load that follows from it. The lease stays."""
+    assert connection.layout is not None
+    message = m.Lookup("default", connection.layout.layout, keys(count, name), skip)
+    call = connection.call(message, 200)
+    found = connection.wait(call)
+    assert isinstance(found, m.Found)
+    shards = len(connection.shape.shard_bytes)
+    return LoadRequest(
+        "default",
+        keys(count, name),
+        skip,
+        np.array(ids, dtype=np.int64),
+        call.epoch,
+        np.frombuffer(found.slots, "<i8"),
+        np.frombuffer(found.checksums, "<u8").reshape(-1, shards),
+    )
+
+
+@pytest.fixture(params=["network", "shared_memory"])
+def sim(request: pytest.FixtureRequest, simulation: Make) -> Iterator[Any]:
+    return simulation(shared_memory=request.param == "shared_memory")
+
+
+def test_blocks_come_back_as_they_were_stored_from_and_to_any_block_ids(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    stored = engine.copy()
+    assert transfer(connection, engine).store(storing([3, 17, 0, 39])) == 4
+    assert (engine == stored).all()
+    request = look_up(connection, 4, [5, 1, 20, 8])
+    assert transfer(connection, engine).load(request).all()
+    assert (engine[[5, 1, 20, 8]] == stored[[3, 17, 0, 39]]).all()
+    untouched = [block for block in range(40) if block not in (5, 1, 20, 8)]
+    assert (engine[untouched] == stored[untouched]).all()
+    assert sim.held() in ([(1, 0)], [(0, 0)])
+
+
+def test_skipped_blocks_are_not_loaded(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1, 2, 3]))
+    target = np.zeros_like(engine)
+    assert transfer(connection, target).load(look_up(connection, 4, [7, 9], skip=2)).tolist() == [True, True]
+    assert (target[[7, 9]] == engine[[2, 3]]).all()
+    assert not target[[0, 1, 2, 3]].any()
+
+
+def test_what_is_there_is_not_stored_again(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    assert transfer(connection, engine).store(storing([0, 1])) == 2
+    assert transfer(connection, engine).store(storing([0, 1, 2])) == 1
+    assert transfer(connection, engine).store(storing([0, 1, 2])) == 0
+    assert transfer(connection, engine).store(storing([])) == 0
+    assert sim.held() == [(0, 0)]
+
+
+@pytest.mark.parametrize("blocks_a_part", [1, 3, 4, 11, 12, 100])
+def test_a_store_in_parts_is_the_same_as_one_at_once(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, blocks_a_part: int
+) -> None:
+    monkeypatch.setattr(module, "_BYTES_A_PART", blocks_a_part * NBYTES)
+    connection, engine = sim.connected(), memory()
+    ids = [*range(20, 32)]
+    between = []
+    assert transfer(connection, engine).store(storing(ids), lambda: between.append(sim.held())) == 12
+    parts = -(-12 // blocks_a_part)
+    prepared = [request for request in sim.recorder.came if isinstance(request, m.PrepareStore)]
+    assert [request.parent for request in prepared] == [
+        keys(12)[start * 16 - 16 : start * 16] for start in range(0, 12, blocks_a_part)
+    ]
+    assert b"".join(request.keys for request in prepared) == keys(12)
+    assert len(between) == parts - 1, "between two parts something else may be done"
+    target = np.zeros_like(engine)
+    assert transfer(connection, target).load(look_up(connection, 12, [*range(12)])).all()
+    assert (target[:12] == engine[20:32]).all()
+
+
+def test_a_part_already_there_or_refused_does_not_confuse_the_others(
+    simulation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BYTES_A_PART", 2 * NBYTES)
+    sim = simulation(shared_memory=True, slots=8)
+    connection, engine = sim.connected(), memory()
+    assert transfer(connection, engine).store(storing([0, 1, 2])) == 3
+    assert transfer(connection, engine).store(storing([*range(12)])) == 5, "the pool has eight slots"
+    target = np.zeros_like(engine)
+    assert transfer(connection, target).load(look_up(connection, 12, [*range(8)])).all()
+    assert (target[:8] == engine[:8]).all()
+    assert sim.held()[0][1] == 0
+
+
+def test_parts_keep_to_the_servers_limit_of_blocks_a_request(simulation: Make) -> None:
+    sim = simulation(limits=Limits(blocks_per_request=5))
+    assert transfer(sim.connected(), memory()).store(storing([*range(12)])) == 12
+
+
+def test_blocks_without_their_parent_are_not_stored(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    assert transfer(connection, engine).store(storing([0, 1], parent=b"nobody knows it.")) == 0
+    assert sim.server.service.counters.orphan_blocks == 2
+    transfer(connection, engine).store(storing([0, 1]))
+    assert transfer(connection, engine).store(storing([2], name="tail", parent=keys(2)[16:])) == 1
+
+
+def test_hints_travel_with_every_part(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BYTES_A_PART", NBYTES)
+    transfer(sim.connected(), memory()).store(storing([0, 1, 2], priority=80, ttl_ms=1234))
+    prepared = [request for request in sim.recorder.came if isinstance(request, m.PrepareStore)]
+    assert [(request.priority, request.ttl_ms) for request in prepared] == [(80, 1234)] * 3
+
+
+def test_each_shard_lies_where_its_rank_finds_it(sim: Any) -> None:
+    first, second = memory(seed=1, nbytes=300), memory(seed=2, nbytes=700)
+    connection = sim.connected(300, 700, identity=TWO_SHARDS)
+    assert transfer(connection, first, shard=0).store(storing([0, 1])) == 2
+    assert len(look_up(connection, 2, []).checksums) == 0, "a block is visible when all its shards are in"
+    assert transfer(connection, second, shard=1).store(storing([4, 5])) == 2
+    for shard, engine, ids in ((0, first, [0, 1]), (1, second, [4, 5])):
+        target = np.zeros_like(engine)
+        assert transfer(connection, target, shard).load(look_up(connection, 2, [2, 3])).all()
+        assert (target[[2, 3]] == engine[ids]).all()
+
+
+# -- what must not be used
+
+
+def test_slots_of_another_epoch_are_not_read(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1]))
+    request = look_up(connection, 2, [4, 5])
+    sim.replace_server(epoch=2)
+    sim.run(1_000)
+    assert connection.epoch == 2
+    kept = engine.copy()
+    assert not transfer(connection, engine).load(request).any()
+    assert (engine == kept).all()
+    assert connection.counters.failures["stale_epoch"] == 1
+
+
+def test_slots_given_in_a_session_that_is_over_are_not_written(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    connection = sim.connected()
+
+    wait = connection.wait
+
+    def wait_and_lose_the_session(call: Any) -> Any:
+        answer = wait(call)
+        if isinstance(answer, m.Prepared):
+            sim.replace_server(epoch=2)
+            sim.run(1_000)
+            assert connection.epoch == 2
+        return answer
+
+    connection.wait = wait_and_lose_the_session  # type: ignore[method-assign]
+    assert transfer(connection, memory()).store(storing([0, 1])) == 0
+    assert not sim._pools[0].segments.view(0, 64 * 4096).any(), "not a byte in the new server's pool"
+    assert sim.held() == [(0, 0)]
+
+
+def flip_a_byte(sim: Any, block: NDArray[np.uint8]) -> None:
+    pool = sim._pools[0].segments.view(0, 64 * 4096) if sim._pools else sim.server.memory.bytes
+    pool[pool.tobytes().index(block.tobytes()) + 17] ^= 4
+
+
+def test_a_block_that_does_not_match_is_not_used_and_is_reported(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1, 2, 3]))
+    flip_a_byte(sim, engine[2])
+    request = look_up(connection, 4, [10, 11, 12, 13])
+    assert transfer(connection, engine).load(request).tolist() == [True, True, False, True]
+    assert (engine[[10, 11, 13]] == engine[[0, 1, 3]]).all()
+    sim.run(20)
+    (report,) = [request for request in sim.recorder.came if isinstance(request, m.ReportBad)]
+    assert report.key == keys(4)[32:48]
+    assert sim.server.service.counters.bad_blocks == 1
+    assert len(look_up(connection, 4, []).checksums) == 2, "the bad block and what hung on it are gone"
+
+
+def test_a_load_that_only_got_no_answer_accuses_no_block(simulation: Make, passing: object) -> None:
+    sim = simulation()
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1, 2]))
+    sim.recorder.instead = lambda header, request: None if isinstance(request, m.Fetch) else passing
+    assert not transfer(connection, engine).load(look_up(connection, 3, [5, 6, 7])).any()
+    sim.run(1_000)
+    assert sim.recorder.count(m.ReportBad) == 0
+    assert "bad_block" not in connection.counters.failures
+
+
+def test_blocks_stored_unverified_are_taken_by_those_who_do_not_verify_only(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    careless, careful, engine = sim.connected(verify=False), sim.connected(verify=True), memory()
+    assert transfer(careless, engine).store(storing([0, 1])) == 2
+    request = look_up(careless, 2, [4, 5])
+    assert request.checksums.tolist() == [[0], [0]]
+    assert transfer(careless, engine).load(request).all()
+    assert not transfer(careful, engine).load(look_up(careful, 2, [6, 7])).any()
+    assert transfer(careful, engine).store(storing([0, 1], name="v")) == 2
+    assert transfer(careless, engine).load(look_up(careless, 2, [8, 9], name="v")).all()
+
+
+def test_the_server_decides_about_verification_unless_the_client_does(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    sim.server.service.verify = False
+    assert [sim.connected(verify=choice).verify for choice in (None, True, False)] == [False, True, False]
+
+
+# -- faults
+
+
+@pytest.mark.parametrize("lost", [m.PrepareStore, m.Put, m.CompleteStore])
+def test_a_store_that_gets_no_answer_gives_its_slots_back(simulation: Make, passing: object, lost: type) -> None:
+    sim = simulation()
+    connection = sim.connected()
+    sim.recorder.instead = lambda header, request: None if isinstance(request, lost) else passing
+    assert transfer(connection, memory()).store(storing([0, 1])) == 0
+    sim.run(3_000)
+    assert sim.held() == [(0, 0)]
+    sim.recorder.instead = None
+    assert transfer(connection, memory()).store(storing([0, 1])) == 2
+
+
+def test_a_part_that_cannot_be_written_ends_the_store_and_gives_back_the_next_ones_slots(
+    simulation: Make, monkeypatch: pytest.MonkeyPatch, passing: object
+) -> None:
+    monkeypatch.setattr(module, "_BYTES_A_PART", 2 * NBYTES)
+    sim = simulation()
+    refused = m.Refused("cross", "no")
+    sim.recorder.instead = lambda header, request: refused if isinstance(request, m.Put) else passing
+    assert transfer(sim.connected(), memory()).store(storing([*range(6)])) == 0
+    assert sim.recorder.count(m.Put) == 1
+    sim.run(100)
+    assert sim.held() == [(0, 0)]
+
+
+def test_a_request_that_is_wrong_in_itself_raises_and_leaves_nothing_behind(sim: Any) -> None:
+    connection, engine = sim.connected(), memory(blocks=4)
+    with pytest.raises(RequestError, match="block 4 does not exist"):
+        transfer(connection, engine).store(storing([0, 1, 4]))
+    sim.run(100)
+    assert sim.held() == [(0, 0)]
+    assert transfer(connection, engine).store(storing([0, 1, 3])) == 3
+
+
+def test_without_a_session_nothing_is_stored_or_loaded_and_it_is_counted(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1]))
+    request = look_up(connection, 2, [4, 5])
+    connection.close()
+    assert transfer(connection, engine).store(storing([0, 1])) == 0
+    assert not transfer(connection, engine).load(request).any()
+    assert connection.counters.failures["not_connected"] == 1
+    assert connection.counters.failures["stale_epoch"] == 1
+
+
+def test_a_load_without_slots_is_a_counted_miss(simulation: Make) -> None:
+    """The scheduler has no shared memory with the server, the worker has."""
+    sim = simulation(shared_memory=True)
+    far, near, engine = sim.connected(shared_memory=False), sim.connected(), memory()
+    transfer(near, engine).store(storing([0, 1]))
+    assert not transfer(near, engine).load(look_up(far, 2, [4, 5])).any()
+    assert near.counters.failures["no_slots"] == 1
+
+
+def test_slots_outside_the_pool_are_not_touched(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    connection, engine = sim.connected(), memory()
+    slots, checksums = np.array([1 << 40], dtype=np.int64), np.zeros((1, 1), dtype=np.uint64)
+    request = LoadRequest("default", keys(1), 0, np.array([0]), connection.epoch, slots, checksums)
+    assert not transfer(connection, engine).load(request).any()
+    assert connection.counters.failures["pool"] == 1
+
+
+def test_large_blocks_go_through_the_socket_a_few_at_a_time(simulation: Make) -> None:
+    sim = simulation(slots=64)
+    connection, engine = sim.connected(4096), memory(blocks=300, nbytes=4096)
+    sim.server.service._limits = m.WireLimits(3 * 4096, 65536, 4096, 65536)
+    connection.close()
+    connection = sim.connected(4096)
+    assert transfer(connection, engine).store(storing([*range(8)])) == 8
+    assert sim.recorder.count(m.Put) == 3
+    target = np.zeros_like(engine)
+    assert transfer(connection, target).load(look_up(connection, 8, [*range(8)])).all()
+    assert sim.recorder.count(m.Fetch) == 3
+    assert (target[:8] == engine[:8]).all()

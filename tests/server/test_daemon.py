@@ -1,0 +1,469 @@
+"""Tests for the daemon with real sockets and real memory: what it does at its doors, and to those who push them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kvkeep.errors import KVKeepError, PoolError, SettingsError
+from kvkeep.kv.checksum import checksum
+from kvkeep.server.daemon import Daemon
+from kvkeep.server.settings import Settings
+from kvkeep.store.integrity import check_integrity
+from kvkeep.testing.peer import Peer, chain
+from kvkeep.tiers import memory
+from kvkeep.units import KIB, MIB
+from kvkeep.wire import messages as m
+from kvkeep.wire.frames import Header, encode
+from kvkeep.wire.liveness import hold
+from kvkeep.wire.segments import Segments, is_same_pool
+
+FRAME_BYTES = 64 * KIB
+SLACK_BYTES = MIB
+BLOCKS = [bytes([at + 1]) * 512 for at in range(4)]
+PATIENCE_MS = 30_000  # ends a test that has failed; nothing is measured by it
+
+
+class Running:
+    """A daemon in a thread of its own."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.address = daemon.address
+        self.thread = threading.Thread(target=daemon.run)
+        self.thread.start()
+
+    def in_loop(self, duty: Callable[[], Any]) -> Any:
+        return self.daemon.run_in_loop(duty).result(PATIENCE_MS / 1000)
+
+    def stop(self) -> None:
+        self.daemon.stop()
+        self.thread.join()
+        self.daemon.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+    """Makes daemons that are closed at the end, in a directory that must then be empty of pools."""
+    made: list[Daemon] = []
+    (tmp_path / "shm").mkdir()
+
+    def make_daemon(**changes: str) -> Daemon:
+        given = {
+            "address": "tcp://127.0.0.1:0",
+            "name": "test",
+            "pool-size": "1MiB",
+            "slab-size": "64KiB",
+            "shm-dir": str(tmp_path / "shm"),
+            "state-dir": str(tmp_path / "state"),
+            "max-frame-size": "64KiB",
+            "max-blocks-per-request": "1024",
+            "session-check-interval": "20ms",
+        } | {name.replace("_", "-"): value for name, value in changes.items()}
+        flags = [word for name, value in given.items() for word in (f"--{name}", value)]
+        made.append(Daemon(Settings.load(None, {}, flags)))
+        return made[-1]
+
+    yield make_daemon
+    for daemon in made:
+        daemon.close()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+@pytest.fixture
+def run(make: Callable[..., Daemon]) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def run_daemon(**changes: str) -> Running:
+        started.append(Running(make(**changes)))
+        return started[-1]
+
+    yield run_daemon
+    for running in started:
+        running.stop()
+
+
+@pytest.fixture
+def dealer() -> Iterator[Callable[[str], zmq.Socket[bytes]]]:
+    """Makes sockets to the daemon's address."""
+    context = zmq.Context()
+    made: list[zmq.Socket[bytes]] = []
+
+    def connect(address: str) -> zmq.Socket[bytes]:
+        dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(address)
+        made.append(dealer)
+        return dealer
+
+    yield connect
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def connect(dealer: Callable[[str], zmq.Socket[bytes]]) -> Callable[[str], Peer]:
+    """Makes clients that wait for the answer to what they say."""
+
+    def connected(address: str) -> Peer:
+        wire = dealer(address)
+
+        def exchange(frames: list[bytes]) -> list[bytes] | None:
+            wire.send_multipart(frames)
+            return wire.recv_multipart() if wire.poll(PATIENCE_MS) else None
+
+        return Peer(exchange)
+
+    return connected
+
+
+def store_and_load(peer: Peer, name: str = "a") -> None:
+    """What every client may expect, whatever others do."""
+    layout = peer.open_layout(512)
+    peer.store(layout, chain(name, 4), BLOCKS)
+    assert peer.load(layout, chain(name, 4)) == BLOCKS
+
+
+def settled(happens: Callable[[], bool]) -> bool:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    for _ in range(PATIENCE_MS // 10):
+        if happens():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# -- doors
+
+
+def test_a_client_is_served_over_tcp(run: Callable[..., Running], connect: Callable[[str], Peer]) -> None:
+    running = run()
+    store_and_load(connect(running.address).attach())
+
+
+def test_a_client_is_served_over_a_unix_socket_of_the_owner_only(
+    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvkeep.sock"
+    running = run(address=f"ipc://{path}")
+    assert path.is_socket() and path.stat().st_mode & 0o777 == 0o600
+    store_and_load(connect(running.address).attach())
+    running.stop()
+    assert not path.exists()
+
+
+def test_a_client_is_served_over_a_unix_socket_without_a_file(
+    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+) -> None:
+    store_and_load(connect(run(address=f"ipc://@kvkeep-test-{tmp_path.name}").address).attach())
+
+
+def test_localhost_is_taken_for_127_0_0_1(run: Callable[..., Running], connect: Callable[[str], Peer]) -> None:
+    running = run(address="tcp://localhost:0")
+    assert running.address.startswith("tcp://127.0.0.1:")
+    store_and_load(connect(running.address.replace("127.0.0.1", "localhost")).attach())
+
+
+def refusal(make: Callable[..., Daemon], kind: type[KVKeepError], **changes: str) -> KVKeepError:
+    with pytest.raises(kind) as caught:
+        make(**changes)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_port_in_use_is_a_clear_error_and_costs_the_first_nothing(
+    run: Callable[..., Running], make: Callable[..., Daemon], connect: Callable[[str], Peer], tmp_path: Path
+) -> None:
+    running = run()
+    error = refusal(make, SettingsError, address=running.address, name="second")
+    assert running.address in error.message and "in use" in error.message and "--address" in error.hint
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["kvkeep-test"]
+    store_and_load(connect(running.address).attach())
+
+
+def test_a_second_daemon_on_a_unix_socket_is_refused_and_takes_nothing_over(
+    run: Callable[..., Running], make: Callable[..., Daemon], connect: Callable[[str], Peer], tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path / 'kvkeep.sock'}"
+    running = run(address=address)
+    assert "another server listens" in refusal(make, SettingsError, address=address, name="second").message
+    store_and_load(connect(running.address).attach())
+
+
+def test_a_unix_socket_that_a_killed_daemon_left_is_taken_over(
+    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvkeep.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    store_and_load(connect(run(address=f"ipc://{path}").address).attach())
+
+
+def test_a_file_that_is_no_socket_is_left_alone(make: Callable[..., Daemon], tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    assert "no socket" in refusal(make, SettingsError, address=f"ipc://{precious}").message
+    assert precious.read_text() == "keep me"
+
+
+def test_a_unix_socket_in_a_directory_that_is_not_there_is_a_clear_error(
+    make: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    assert "No such file" in refusal(make, SettingsError, address=f"ipc://{tmp_path}/nowhere/socket").message
+
+
+def test_a_second_daemon_on_the_same_pool_is_refused(
+    run: Callable[..., Running], make: Callable[..., Daemon], connect: Callable[[str], Peer]
+) -> None:
+    running = run()
+    assert "in use by another kvkeep server" in refusal(make, PoolError).message
+    store_and_load(connect(running.address).attach())
+
+
+# -- what a client is told
+
+
+def test_the_welcome_says_where_the_pool_is_and_what_the_limits_are(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
+    running = run(max_leases_per_session="7", max_writing_blocks_per_session="9")
+    welcome = connect(running.address).hello()
+    assert welcome.limits == m.WireLimits(FRAME_BYTES, 1024, 7, 9)
+    assert is_same_pool(Path(welcome.pool.directory), welcome.epoch)
+    assert Path(welcome.pool.lock).stat().st_mode & 0o777 == 0o600
+    assert welcome.pool.pool_bytes == MIB
+
+
+def test_a_local_client_writes_and_reads_the_pool_itself(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
+    running = run()
+    local, far = connect(running.address), connect(running.address).attach()
+    place = local.hello().pool
+    fence = hold(Path(place.lock))
+    local.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    layout = local.open_layout(512)
+    plan = local.ask(m.Prepared, m.PrepareStore("default", layout, 0, b"", chain("a", 4)))
+    write = local.number
+    segments = Segments(Path(place.directory), place.segment_bytes, place.pool_bytes)
+    for slot, block in zip(np.frombuffer(plan.slots, "<i8").tolist(), BLOCKS, strict=True):
+        segments.view(slot, 512)[:] = np.frombuffer(block, np.uint8)
+    sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")
+    local.ask(m.Done, m.CompleteStore(write, sums.tobytes()))
+    assert far.load(far.open_layout(512), chain("a", 4)) == BLOCKS
+    segments.close()
+    os.close(fence)
+
+
+def test_a_session_too_many_is_refused_and_the_others_are_served(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
+    running = run(max_sessions="2")
+    first, second, third = (connect(running.address) for _ in range(3))
+    first.attach()
+    second.attach()
+    refused = third.ask(m.Refused, m.Hello("third", 1))
+    assert refused.code == "too_many_sessions" and "--max-sessions" in refused.hint
+    store_and_load(first)
+    second.ask(m.Done, m.Goodbye())
+    store_and_load(third.attach())
+
+
+# -- those who push
+
+
+def check_healthy(running: Running, peer: Peer) -> None:
+    """The server's inside is sound, and it serves."""
+    store_and_load(peer, name=f"after {peer.number}")
+    running.in_loop(lambda: check_integrity(running.daemon.store))
+    assert running.daemon.service.counters.internal_errors == 0
+
+
+def test_garbage_over_zmq_costs_others_nothing(
+    run: Callable[..., Running],
+    connect: Callable[[str], Peer],
+    dealer: Callable[[str], zmq.Socket[bytes]],
+) -> None:
+    running, rng = run(), random.Random(1)
+    good = connect(running.address).attach()
+    bad = dealer(running.address)
+    for number in range(2_000):
+        frames = [bytes(frame) for frame in encode(Header(rng.choice([0, good.session]), number + 10**6), m.Ping())]
+        match rng.randrange(4):
+            case 0:
+                frames = [rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))]
+            case 1:
+                frames[rng.randrange(2)] = rng.randbytes(28)
+            case 2:
+                frames = frames[:1] + [b""] * rng.randrange(4)
+        bad.send_multipart(frames)
+        if number % 500 == 0:
+            store_and_load(good, name=f"during {number}")
+    assert settled(lambda: running.daemon.service.counters.bad_frames > 500)
+    check_healthy(running, good)
+
+
+def test_garbage_over_plain_tcp_costs_others_nothing(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
+    running, rng = run(), random.Random(2)
+    good = connect(running.address).attach()
+    host, port = running.address.removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    for number in range(2_000):
+        with socket.create_connection((host, int(port))) as raw, contextlib.suppress(ConnectionError):
+            match rng.randrange(4):
+                case 0:
+                    raw.sendall(rng.randbytes(rng.randrange(200)))
+                case 1:
+                    raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                case 2:
+                    raw.sendall(greeting[: rng.randrange(len(greeting))])
+                case _:
+                    raw.sendall(greeting + rng.randbytes(rng.randrange(200)))
+        if number % 500 == 0:
+            store_and_load(good, name=f"during {number}")
+    check_healthy(running, good)
+
+
+def test_a_frame_a_little_too_large_is_answered_with_a_clear_error(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
+    running = run()
+    good, bad = connect(running.address).attach(), connect(running.address).attach()
+    refused = bad.ask(m.Refused, m.Put(1, 0), [bytes(FRAME_BYTES + 1)])
+    assert refused.code == "frame_too_large" and "--max-frame-size" in refused.hint
+    bad.ask(m.Done, m.Ping())
+    check_healthy(running, good)
+
+
+def test_a_huge_frame_costs_its_sender_the_connection_and_nobody_else_anything(
+    run: Callable[..., Running],
+    connect: Callable[[str], Peer],
+    dealer: Callable[[str], zmq.Socket[bytes]],
+) -> None:
+    running = run()
+    good, bad = connect(running.address).attach(), dealer(running.address)
+    monitor = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    bad.send_multipart([b"x", bytes(FRAME_BYTES + SLACK_BYTES + 1)])
+    assert monitor.poll(PATIENCE_MS), "the daemon hung up"
+    monitor.close()
+    bad.disable_monitor()
+    check_healthy(running, good)
+
+
+def test_a_client_that_never_reads_costs_others_nothing(
+    run: Callable[..., Running],
+    connect: Callable[[str], Peer],
+    dealer: Callable[[str], zmq.Socket[bytes]],
+) -> None:
+    running = run()
+    good, bad = connect(running.address).attach(), dealer(running.address)
+    bad.setsockopt(zmq.RCVHWM, 1)
+    for number in range(5_000):
+        bad.send_multipart(encode(Header(0, number), m.Ping()))
+    check_healthy(running, good)
+
+
+def test_a_client_that_is_gone_before_its_answer_costs_others_nothing(
+    run: Callable[..., Running],
+    connect: Callable[[str], Peer],
+    dealer: Callable[[str], zmq.Socket[bytes]],
+) -> None:
+    running = run()
+    good = connect(running.address).attach()
+    for number in range(50):
+        hasty = dealer(running.address)
+        hasty.send_multipart(encode(Header(0, number), m.Hello("hasty", 1)))
+        hasty.close()
+    check_healthy(running, good)
+
+
+# -- the loop and its end
+
+
+def test_the_pool_is_filled_beside_the_loop(make: Callable[..., Daemon]) -> None:
+    running = Running(make())
+    assert running.daemon.ready.wait(PATIENCE_MS / 1000)
+    assert running.in_loop(lambda: running.daemon.store.slabs.slabs) == 16
+    assert running.daemon.degraded == ""
+    running.stop()
+
+
+def test_a_pool_that_cannot_be_filled_is_served_as_far_as_it_goes(
+    make: Callable[..., Daemon], connect: Callable[[str], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_SEGMENT_BYTES", 64 * KIB)
+    daemon = make()
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    running = Running(daemon)
+    assert daemon.ready.wait(PATIENCE_MS / 1000)
+    assert "could not be had" in daemon.degraded
+    peer = connect(running.address).attach()
+    plan = peer.ask(m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 20)))
+    assert plan.refused == 4, "one slab of sixteen slots is there"
+    peer.ask(m.Done, m.AbandonStore([peer.number]))
+    running.stop()
+
+
+def test_a_pool_of_which_nothing_can_be_filled_stops_the_start(
+    make: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    assert "could not be had" in refusal(make, PoolError).message
+
+
+def no_space(descriptor: int, offset: int, nbytes: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_duty_that_fails_fails_for_whoever_asked(run: Callable[..., Running], connect: Callable[[str], Peer]) -> None:
+    running = run()
+    with pytest.raises(ZeroDivisionError):
+        running.in_loop(lambda: 1 // 0)
+    store_and_load(connect(running.address).attach())
+
+
+def test_a_store_in_progress_is_finished_before_the_end(
+    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+) -> None:
+    running = run(shutdown_grace="60s")
+    peer = connect(running.address).attach()
+    layout = peer.open_layout(512)
+    peer.ask(m.Prepared, m.PrepareStore("default", layout, 0, b"", chain("a", 4)))
+    write = peer.number
+    running.daemon.stop()
+    assert settled(lambda: running.daemon.service.draining)
+    assert connect(running.address).refusal(m.Hello("late", 1)) == "shutting_down"
+    assert peer.refusal(m.PrepareStore("default", layout, 0, b"", chain("b", 1))) == "shutting_down"
+    peer.ask(m.Done, m.Put(write, 0), BLOCKS)
+    sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")
+    assert peer.ask(m.Done, m.CompleteStore(write, sums.tobytes())).count == 4
+    running.stop()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_grace_ends_for_a_client_that_does_not_finish(
+    run: Callable[..., Running], connect: Callable[[str], Peer], tmp_path: Path
+) -> None:
+    running = run(shutdown_grace="100ms")
+    peer = connect(running.address).attach()
+    peer.ask(m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 4)))
+    running.stop()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_closing_without_ever_running_leaves_nothing(make: Callable[..., Daemon], tmp_path: Path) -> None:
+    make().close()
+    assert list((tmp_path / "shm").iterdir()) == []
