@@ -17,7 +17,6 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
-from kvkeep.store.integrity import check_integrity
 from kvkeep.testing.server import SimulatedServer
 from kvkeep.testing.wire import Faults, SimulatedNetwork
 
@@ -72,7 +71,7 @@ def drive(network: SimulatedNetwork, server: SimulatedServer, caches: list[Cache
             got += len(blocks)
         for each in caches:
             each.connection.poll()
-        check_integrity(server.store)
+        server.check_integrity()
     return got
 
 
@@ -89,7 +88,7 @@ def assert_nothing_leaked(server: SimulatedServer) -> None:
     for number, session in server.store.sessions.items():
         assert not session.leases, f"session {number} still holds leases"
         assert not session.writes, f"session {number} still holds slots"
-    check_integrity(server.store)
+    server.check_integrity()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

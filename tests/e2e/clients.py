@@ -78,7 +78,8 @@ def store_half(address: str, count: str) -> None:
     plan = connection.wait(call)
     assert isinstance(plan, m.Prepared)
     for slot, block in zip(np.frombuffer(plan.slots, "<i8").tolist(), oracle(tokens), strict=False):
-        connection.segments.view(slot, BLOCK_BYTES // 2)[:] = np.frombuffer(block.tobytes()[: BLOCK_BYTES // 2], np.uint8)
+        half = np.frombuffer(block.tobytes(), np.uint8)[: BLOCK_BYTES // 2]
+        connection.segments.view(slot, len(half))[:] = half
     say(slots=len(plan.slots) // 8)
     sys.stdin.readline()
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from kvkeep.server.daemon import Daemon
 from kvkeep.server.settings import Settings
 from kvkeep.store.integrity import check_integrity
 from kvkeep.testing.peer import Peer, chain
+from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers import memory
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
@@ -452,6 +454,22 @@ def test_a_store_in_progress_is_finished_before_the_end(
     assert peer.ask(m.Done, m.CompleteStore(write, sums.tobytes())).count == 4
     running.stop()
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(connect: Callable[[str], Peer]) -> None:
+    with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB", "--shutdown-grace", "60s") as server:
+        pool = Path("/dev/shm") / f"kvkeep-{server.name}"
+        peer, late = connect(server.address).attach(), connect(server.address)
+        peer.ask(m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 4)))
+        write = peer.number
+        server.send(signal.SIGTERM)
+        assert settled(lambda: isinstance(late.say(m.Hello("late", 1)), m.Refused))
+        assert pool.exists()
+        peer.ask(m.Done, m.Put(write, 0), BLOCKS)
+        sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")
+        assert peer.ask(m.Done, m.CompleteStore(write, sums.tobytes())).count == 4
+        assert server.process is not None and server.process.wait(PATIENCE_MS / 1000) == 0
+        assert not pool.exists()
 
 
 def test_grace_ends_for_a_client_that_does_not_finish(

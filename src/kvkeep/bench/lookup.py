@@ -15,7 +15,7 @@ import numpy as np
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.errors import Unavailable
+from kvkeep.errors import SettingsError, Unavailable
 from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.shape import BlockShape
@@ -30,6 +30,8 @@ _DEADLINE_MS = 10_000
 
 def run(resident: tuple[int, ...] = (10_000, 1_000_000), rounds: int = 300) -> dict[str, Any]:
     """Starts a server for each number of resident blocks and measures misses and full hits of several lengths."""
+    if min(resident) < _LONGEST:
+        raise SettingsError(f"--resident must be at least {_LONGEST}: the longest lookup hits so many blocks")
     rows: list[dict[str, Any]] = []
     pings: list[float] = []
     for blocks in resident:
@@ -38,7 +40,7 @@ def run(resident: tuple[int, ...] = (10_000, 1_000_000), rounds: int = 300) -> d
             rows += _rows(server.address, blocks, rounds, pings)
     for row in rows:
         smallest = next(r for r in rows if (r["blocks"], r["kind"]) == (row["blocks"], row["kind"]))
-        row["growth"] = round(row["p50_us"] / smallest["p50_us"], 2)
+        row["growth"] = round(row["ratio_to_ping"] / smallest["ratio_to_ping"], 2)
     return {"ping_us": _percentiles(pings), "rows": rows}
 
 

@@ -32,10 +32,9 @@ from kvkeep.server.snapshot import (
     shown,
     take,
 )
-from kvkeep.store.operators import check_default_quota, check_quota, set_default_quota, set_quota
+from kvkeep.store.operators import check_default_quota, check_quota, drop_blocks, set_default_quota, set_quota
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
-from kvkeep.store.table import NO_ROW
 from kvkeep.store.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -217,7 +216,7 @@ class Admin:
         while keys:
             piece = keys[-_BLOCKS_CLEARED_A_TURN:]
             del keys[-_BLOCKS_CLEARED_A_TURN:]
-            dropped += self.in_loop(lambda piece=piece: _drop(store, tenant, piece))  # type: ignore[misc]
+            dropped += self.in_loop(lambda piece=piece: drop_blocks(store, tenant, piece))  # type: ignore[misc]
         return dropped
 
     def _put_in_force(self, changed: Settings) -> None:
@@ -274,9 +273,3 @@ def _known(store: Store, tenant: str) -> Tenant:
     owner = store.tenants.get(tenant)
     assert owner is not None
     return owner
-
-
-def _drop(store: Store, tenant: str, keys: list[bytes]) -> int:
-    owner = store.tenants.get(tenant)
-    rows = [owner.index.get(key, NO_ROW) for key in keys] if owner else []
-    return store.blocks.drop([row for row in rows if row != NO_ROW])

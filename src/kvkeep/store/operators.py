@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvkeep.errors import RequestError
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
@@ -9,11 +11,16 @@ from kvkeep.store.table import NO_ROW
 from kvkeep.store.tenants import Tenant
 
 
+def drop_blocks(store: Store, tenant: str, keys: Iterable[bytes]) -> int:
+    """Takes blocks out of use, with everything that hangs on them. Returns how many left; unknown keys are no error."""
+    owner = store.tenants.get(tenant)
+    rows = [owner.index.get(key, NO_ROW) for key in keys] if owner else []
+    return store.blocks.drop([row for row in rows if row != NO_ROW])
+
+
 def drop_block(store: Store, tenant: str, key: bytes) -> int:
     """Takes a block that proved bad out of use, with everything that hangs on it. Returns how many left."""
-    owner = store.tenants.get(tenant)
-    row = owner.index.get(key, NO_ROW) if owner else NO_ROW
-    return 0 if row == NO_ROW else store.blocks.drop([row])
+    return drop_blocks(store, tenant, [key])
 
 
 def clear(store: Store, tenant: str | None = None) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.server.service import Service
+from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
 from kvkeep.wire.messages import PoolPlace, WireLimits
@@ -53,3 +54,7 @@ class SimulatedServer:
             lambda number: None,
             network_timeout_ms,
         )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the store contradicts itself."""
+        check_integrity(self.store)

@@ -1,0 +1,412 @@
+"""Stores and loads in the background, with torch tensors of every shape that engines have, against a real server."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.client import transfer as transfer_module
+from kvkeep.client import worker as module
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.errors import RequestError
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
+
+torch: Any = pytest.importorskip("torch")
+
+BLOCKS, TOKENS, HEADS, SIZE = 12, 4, 2, 8
+_models = itertools.count()
+
+
+def eventually(happens: Callable[[], bool]) -> bool:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if happens():
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def keys(count: int, name: str = "k") -> bytes:
+    return b"".join(f"{name}{at}".encode().ljust(16, b".") for at in range(count))
+
+
+def shape_of(*shard_bytes: int) -> BlockShape:
+    """Of a model that no other test uses."""
+    size = len(shard_bytes)
+    model = ModelIdentity(
+        model=f"w{next(_models)}", revision="1", kv_dtype="any", block_tokens=4, layout="l", kv_world_size=size
+    )
+    return BlockShape(model, shard_bytes)
+
+
+class Engine:
+    """A worker with its memory, and what a scheduler would do for it."""
+
+    def __init__(self, server: ServerProcess, layers: Any, block_dim: int = 0, shape: BlockShape | None = None) -> None:
+        self.shape = shape or shape_of(BlockRuns.of(layers, block_dim).nbytes)
+        options = ClientOptions(address=server.address, ping_interval_ms=100, lookup_deadline_ms=5_000)
+        self.worker = WorkerAdapter(self.shape, ParallelStrategy.of(), options)
+        self.worker.register_kv_caches(layers, block_dim)
+        assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
+        self.tenant = "default"
+        self.prefix = self.shape.identity.model  # keys here are no hashes, so the model must be in them
+
+    @property
+    def connection(self) -> Connection:
+        return self.worker.connection
+
+    def keys(self, count: int) -> bytes:
+        return keys(count, f"{self.prefix}.")
+
+    def stored(self, ids: list[int]) -> int:
+        self.worker.store("s", StoreRequest(self.tenant, b"", self.keys(len(ids)), np.array(ids)))
+        return self.finished().stored["s"]
+
+    def looked_up(self, ids: list[int]) -> LoadRequest:
+        assert self.connection.layout is not None
+        message = m.Lookup(self.tenant, self.connection.layout.layout, self.keys(len(ids)))
+        call = self.connection.call(message, 5_000)
+        found = self.connection.wait(call)
+        assert isinstance(found, m.Found), call.failure
+        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
+        return LoadRequest(self.tenant, self.keys(len(ids)), 0, np.array(ids), call.epoch, slots, checksums)
+
+    def finished(self) -> Finished:
+        """What ends next."""
+        seen = [Finished()]
+
+        def something() -> bool:
+            seen[0] = self.worker.poll()
+            return bool(seen[0].stored or seen[0].loaded)
+
+        assert eventually(something)
+        return seen[0]
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(server: ServerProcess) -> Iterator[Start]:
+    made: list[Engine] = []
+
+    def make(layers: Any, block_dim: int = 0, **more: Any) -> Engine:
+        made.append(Engine(server, layers, block_dim, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.worker.close()
+
+
+# -- tensors
+
+
+def contiguous() -> tuple[Any, int]:
+    return [torch.zeros(BLOCKS, TOKENS, HEADS, SIZE) for _ in range(3)], 0
+
+
+def of_type(name: str) -> tuple[Any, int]:
+    return [torch.zeros(BLOCKS, TOKENS, HEADS, SIZE, dtype=getattr(torch, name)) for _ in range(2)], 0
+
+
+def heads_first_in_memory() -> tuple[Any, int]:
+    return [torch.zeros(BLOCKS, HEADS, TOKENS, SIZE).permute(0, 2, 1, 3) for _ in range(2)], 0
+
+
+def padded() -> tuple[Any, int]:
+    return [torch.zeros(BLOCKS, TOKENS + 3, HEADS, SIZE + 5)[:, :TOKENS, :, 2 : 2 + SIZE] for _ in range(2)], 0
+
+
+def keys_and_values_in_front() -> tuple[Any, int]:
+    return [torch.zeros(2, BLOCKS, TOKENS, HEADS, SIZE, dtype=torch.bfloat16) for _ in range(2)], 1
+
+
+def blocks_last() -> tuple[Any, int]:
+    return [torch.zeros(TOKENS, SIZE, BLOCKS)], -1
+
+
+def slices_of_one_allocation() -> tuple[Any, int]:
+    every = torch.zeros(3, BLOCKS, TOKENS, HEADS, SIZE)
+    return {f"layer{i}": every[i] for i in range(3)}, 0
+
+
+def layers_inside_each_block() -> tuple[Any, int]:
+    every = torch.zeros(BLOCKS, 3, TOKENS, HEADS, SIZE)
+    return {f"layer{i}": every[:, i] for i in range(3)}, 0
+
+
+def keys_and_values_apart() -> tuple[Any, int]:
+    return {f"{part}{i}": torch.zeros(BLOCKS, TOKENS, HEADS, SIZE) for i in range(2) for part in "kv"}, 0
+
+
+LAYOUTS: dict[str, Callable[[], tuple[Any, int]]] = {
+    "contiguous": contiguous,
+    "bfloat16": lambda: of_type("bfloat16"),
+    "float8_e4m3fn": lambda: of_type("float8_e4m3fn"),
+    "float8_e5m2": lambda: of_type("float8_e5m2"),
+    "float16": lambda: of_type("float16"),
+    "uint8": lambda: of_type("uint8"),
+    "heads_first": heads_first_in_memory,
+    "padded": padded,
+    "keys_and_values_in_front": keys_and_values_in_front,
+    "blocks_last": blocks_last,
+    "slices_of_one_allocation": slices_of_one_allocation,
+    "layers_inside_each_block": layers_inside_each_block,
+    "keys_and_values_apart": keys_and_values_apart,
+}
+
+
+def tensors(layers: Any) -> list[Any]:
+    return list(layers.values()) if isinstance(layers, dict) else list(layers)
+
+
+def whole_bytes(tensor: Any) -> Any:
+    """All bytes of the allocation behind a tensor, also those between its elements."""
+    return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def fill(layers: Any) -> None:
+    """Random bytes everywhere, whatever numbers they are: NaNs must come back as the same NaNs."""
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors(layers):
+        area = whole_bytes(tensor)
+        area.copy_(torch.randint(0, 256, area.shape, generator=generator, dtype=torch.uint8))
+
+
+def bytes_of_block(layers: Any, block_dim: int, block: int) -> bytes:
+    parts = [tensor.select(block_dim, block).contiguous().flatten() for tensor in tensors(layers)]
+    return b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_round_trip_is_byte_exact_and_touches_nothing_else(start: Start, layout: str) -> None:
+    layers, block_dim = LAYOUTS[layout]()
+    fill(layers)
+    engine = start(layers, block_dim)
+    source, target = [7, 0, 3, 11], [1, 9, 4, 2]
+    expected = [bytes_of_block(layers, block_dim, block) for block in source]
+    others = {b: bytes_of_block(layers, block_dim, b) for b in range(BLOCKS) if b not in target}
+    assert engine.stored(source) == 4
+    engine.worker.load("l", engine.looked_up(target))
+    finished = engine.finished()
+    assert (finished.loaded, finished.failed) == (["l"], {})
+    assert [bytes_of_block(layers, block_dim, block) for block in target] == expected
+    assert {block: bytes_of_block(layers, block_dim, block) for block in others} == others
+
+
+def test_bytes_between_padded_blocks_stay_as_they_are(start: Start) -> None:
+    layers, _ = padded()
+    fill(layers)
+    engine = start(layers)
+    engine.stored([0, 1])
+    before = [whole_bytes(tensor).clone() for tensor in layers]
+    engine.worker.load("l", engine.looked_up([0, 1]))
+    assert engine.finished().failed == {}
+    assert all(torch.equal(whole_bytes(tensor), area) for tensor, area in zip(layers, before, strict=True))
+
+
+def test_two_layouts_of_the_same_numbers_exchange_nothing_if_their_fingerprint_is_in_the_identity() -> None:
+    plain, permuted = contiguous()[0][:2], heads_first_in_memory()[0]
+    assert BlockRuns.of(plain).nbytes == BlockRuns.of(permuted).nbytes
+    assert BlockRuns.of(plain).fingerprint != BlockRuns.of(permuted).fingerprint
+
+
+def test_tensors_that_do_not_fit_the_shape_are_refused_with_both_sizes(server: ServerProcess) -> None:
+    worker = WorkerAdapter(shape_of(4096), ParallelStrategy.of(), ClientOptions(address=server.address))
+    with pytest.raises(RequestError, match="768 bytes a block, the block shape says 4096") as caught:
+        worker.register_kv_caches(contiguous()[0])
+    assert "shard_bytes" in caught.value.hint
+    worker.close()
+
+
+def test_tensors_are_registered_once(start: Start) -> None:
+    layers, _ = contiguous()
+    with pytest.raises(RequestError, match="registered already"):
+        start(layers).worker.register_kv_caches(layers)
+
+
+def test_a_strategy_that_does_not_fit_the_shape_is_refused() -> None:
+    with pytest.raises(RequestError, match="the strategy has 2 shards, the block shape 1"):
+        WorkerAdapter(shape_of(64), ParallelStrategy.of(tp_size=2))
+
+
+# -- jobs
+
+
+def test_blocks_that_failed_are_named_by_their_ids(start: Start) -> None:
+    layers, _ = contiguous()
+    fill(layers)
+    engine = start(layers)
+    engine.stored([0, 1, 2, 3])
+    request = engine.looked_up([8, 9, 10, 11])
+    checksums = request.checksums.copy()
+    checksums[[1, 3]] ^= 1
+    bad = LoadRequest(**(vars(request) | {"checksums": checksums}))
+    engine.worker.load("l", bad)
+    assert engine.finished() == Finished(loaded=["l"], failed={"l": [9, 11]})
+    assert engine.connection.counters.failures["bad_block"] == 2
+    assert engine.looked_up([0, 1, 2, 3]).slots.shape == (4,), "the server looked for itself and kept its good blocks"
+
+
+def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines_end(start: Start) -> None:
+    engine = start(contiguous()[0])
+    engine.worker.store("s", StoreRequest("default", b"", engine.keys(2), np.array([0, BLOCKS])))
+    assert engine.finished().stored == {"s": 0}
+    engine.stored([0, 1])
+    request = engine.looked_up([0, BLOCKS])
+    engine.worker.load("l", request)
+    assert engine.finished().failed == {"l": [0, BLOCKS]}
+    assert engine.connection.counters.failures["internal_error"] == 2
+    assert engine.worker._thread.is_alive()
+
+
+def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
+    worker = WorkerAdapter(
+        shape_of(768), ParallelStrategy.of(tp_size=8, rank=3, use_mla=True), ClientOptions(address=server.address)
+    )
+    worker.register_kv_caches(contiguous()[0])
+    worker.store("s", StoreRequest("default", b"", keys(1), np.array([0])))
+    assert worker.poll().stored == {"s": 0}
+    assert worker._transfer is not None
+    assert not worker._stores
+    worker.close()
+
+
+def unreachable_worker() -> WorkerAdapter:
+    """Its thread never starts: jobs stay where they are."""
+    return WorkerAdapter(shape_of(768), ParallelStrategy.of(), ClientOptions(address="tcp://127.0.0.1:1"))
+
+
+def some_load(ids: list[int]) -> LoadRequest:
+    nothing = np.zeros(len(ids), dtype=np.int64)
+    return LoadRequest("default", keys(len(ids)), 0, np.array(ids), 1, nothing, np.zeros((len(ids), 1), np.uint64))
+
+
+def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_JOBS_QUEUED", 2)
+    worker = unreachable_worker()
+    for job in range(3):
+        worker.load(job, some_load([5, 6]))
+        worker.store(job, StoreRequest("default", b"", keys(1), np.array([0])))
+    assert worker.poll() == Finished(stored={2: 0}, loaded=[2], failed={2: [5, 6]})
+    assert worker.connection.counters.failures == {"queue_full": 2}
+    assert worker.poll() == Finished(), "everything is told once"
+    worker.close()
+
+
+def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
+    worker = unreachable_worker()
+    worker.load("queued", some_load([5]))
+    worker.store("queued", StoreRequest("default", b"", keys(1), np.array([0])))
+    worker.close()
+    assert worker.poll() == Finished(stored={"queued": 0}, loaded=["queued"], failed={"queued": [5]})
+    worker.load("late", some_load([6]))
+    worker.store("late", StoreRequest("default", b"", keys(1), np.array([0])))
+    assert worker.poll() == Finished(stored={"late": 0}, loaded=["late"], failed={"late": [6]})
+    worker.close()
+
+
+def test_a_load_does_not_wait_for_the_rest_of_a_store(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, _ = contiguous()
+    engine = start(layers)
+    engine.stored([0, 1])
+    request = engine.looked_up([10, 11])
+    monkeypatch.setattr(transfer_module, "_BYTES_A_PART", 1)
+    order: list[str] = []
+    first_part, loads_are_queued = threading.Event(), threading.Event()
+    write_part, load = engine.worker._transfer._write_part, engine.worker._load  # type: ignore[union-attr]
+
+    def write_and_tell(*arguments: Any) -> Any:
+        order.append("part")
+        first_part.set()
+        assert loads_are_queued.wait(30)
+        return write_part(*arguments)
+
+    def load_and_tell(*arguments: Any) -> None:
+        order.append("load")
+        load(*arguments)
+
+    monkeypatch.setattr(engine.worker._transfer, "_write_part", write_and_tell)
+    monkeypatch.setattr(engine.worker, "_load", load_and_tell)
+    engine.worker.store("s", StoreRequest("default", b"", keys(4, f"{engine.prefix}/b"), np.arange(4)))
+    assert first_part.wait(30)
+    engine.worker.load("l", request)
+    loads_are_queued.set()
+    seen = engine.finished()
+    if not seen.stored:
+        assert engine.finished().stored == {"s": 4}
+    assert order == ["part", "load", "part", "part", "part"]
+
+
+# -- a server that goes away
+
+
+def test_a_killed_server_costs_failed_loads_and_no_more() -> None:
+    layers, _ = contiguous()
+    fill(layers)
+    server = ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB")
+    with server:
+        engine = Engine(server, layers)
+        assert engine.stored([0, 1, 2, 3]) == 4
+        request = engine.looked_up([8, 9, 10, 11])
+        expected = [bytes_of_block(layers, 0, block) for block in range(4)]
+        server.stop(signal.SIGKILL)
+        for job in range(20):  # the engine's thread only hands over and polls
+            engine.worker.store(job, StoreRequest("default", b"", keys(4, f"{job}/"), np.arange(4)))
+            engine.worker.load(job, request)
+        done = Finished()
+
+        def all_done() -> bool:
+            seen = engine.worker.poll()
+            done.stored.update(seen.stored)
+            done.loaded.extend(seen.loaded)
+            done.failed.update(seen.failed)
+            return len(done.stored) == len(done.loaded) == 20
+
+        assert eventually(all_done)
+        assert set(done.stored.values()) == {0}
+        for job in range(20):  # its memory is still mapped: what is verified may be used, the rest is named
+            assert done.failed.get(job, []) in ([], [8, 9, 10, 11])
+        assert [bytes_of_block(layers, 0, block) for block in range(4)] == expected
+        server.start()
+        assert eventually(lambda: engine.connection.up and engine.connection.epoch != request.epoch)
+        engine.worker.load("stale", request)
+        assert engine.finished().failed == {"stale": [8, 9, 10, 11]}
+        assert engine.stored([0, 1, 2, 3]) == 4
+        engine.worker.close()
+    assert "internal_error" not in engine.connection.counters.failures
+
+
+def test_a_paused_server_does_not_hold_up_the_engine(server: ServerProcess) -> None:
+    """No clock is looked at: were a call to wait for the server, it would wait for ever, and the test with it."""
+    engine = Engine(server, contiguous()[0])
+    engine.stored([0, 1])
+    request = engine.looked_up([2, 3])
+    server.send(signal.SIGSTOP)
+    try:
+        for job in range(50):
+            engine.worker.load(job, request)
+            engine.worker.store(job, StoreRequest("default", b"", keys(2, f"{job}/"), np.arange(2)))
+            engine.worker.poll()
+        loaded: list[Any] = []
+        assert eventually(lambda: loaded.extend(engine.worker.poll().loaded) or len(loaded) >= 1)
+    finally:
+        server.send(signal.SIGCONT)
+    engine.worker.close()

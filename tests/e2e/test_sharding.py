@@ -1,0 +1,381 @@
+"""Engines of several ranks against a real daemon: who stores which shard, who may see a block, and which bytes it has.
+
+A block's bytes are a function of its key and its shard, so a shard in the wrong place, or a block of another engine,
+fails the run. Ranks are threads of this process, each with a WorkerAdapter, a session and tensors of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.scheduler import Answer, SchedulerAdapter
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.keys import KeyChain, root_key
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.process import ServerProcess
+
+torch: Any = pytest.importorskip("torch")
+
+BLOCKS, BLOCK_TOKENS, SIZE, LAYERS = 8, 4, 16, 4  # blocks a rank has, tokens a block, numbers a head, layers in all
+PROMPT = list(range(BLOCK_TOKENS * 5))
+_models = itertools.count()
+
+
+def eventually(happens: Callable[[], bool]) -> bool:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if happens():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("--pool-size", "32MiB", "--slab-size", "1MiB", "--session-check-interval", "50ms") as running:
+        yield running
+
+
+def counted(server: ServerProcess) -> dict[str, float]:
+    """Counters and histogram counts from /metrics, by name with labels."""
+    with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
+
+
+class Difference:
+    """What a counter has grown by since this was made."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server, self._before = server, counted(server)
+
+    def __call__(self, name: str) -> int:
+        return int(counted(self._server).get(name, 0) - self._before.get(name, 0))
+
+
+@dataclass(frozen=True)
+class Model:
+    """How an engine is cut, and what it computes with."""
+
+    tp: int = 1
+    pp: int = 1
+    mla: bool = False
+    kv_heads: int = 8
+    name: str = "m"
+    revision: str = "1"
+    dtype: str = "float32"
+    block_tokens: int = BLOCK_TOKENS
+    layout: str = "NHD"
+
+    @property
+    def strategies(self) -> list[ParallelStrategy]:
+        heads = None if self.mla else self.kv_heads
+        world = range(self.tp * self.pp)
+        cut = {"tp_size": self.tp, "pp_size": self.pp, "use_mla": self.mla, "num_kv_heads": heads}
+        return [ParallelStrategy.of(rank=rank, **cut) for rank in world]
+
+    @property
+    def heads_a_rank(self) -> int:
+        return 1 if self.mla else max(1, self.kv_heads // self.tp)
+
+    @property
+    def layers_a_rank(self) -> int:
+        return LAYERS // self.pp
+
+    def tensors(self) -> list[Any]:
+        shape = (BLOCKS, 2, self.block_tokens, self.heads_a_rank, SIZE)
+        return [torch.zeros(shape, dtype=getattr(torch, self.dtype)) for _ in range(self.layers_a_rank)]
+
+    @property
+    def shape(self) -> BlockShape:
+        shards = self.strategies[0].kv_world_size
+        tensor = self.tensors()[0]
+        nbytes = tensor[0].numel() * tensor.element_size() * self.layers_a_rank
+        identity = ModelIdentity(
+            model=self.name,
+            revision=self.revision,
+            kv_dtype=self.dtype,
+            block_tokens=self.block_tokens,
+            layout=f"{self.layout} {LAYERS} {self.kv_heads} {SIZE} mla={self.mla} pp={self.pp}",
+            kv_world_size=shards,
+        )
+        return BlockShape(identity, (nbytes,) * shards)
+
+    def keys(self, tokens: list[int], lora: str = "", salt: str | None = None) -> bytes:
+        chain = KeyChain(root_key(self.shape.identity, salt, lora=lora), self.block_tokens)
+        chain.extend(tokens)
+        return chain.keys()
+
+
+def oracle(key: bytes, shard: int, nbytes: int) -> bytes:
+    """What a shard of a block must hold."""
+    return hashlib.shake_128(key + shard.to_bytes(4, "little")).digest(nbytes)
+
+
+class Rank:
+    """One worker of an engine."""
+
+    def __init__(self, model: Model, strategy: ParallelStrategy, address: str) -> None:
+        self.strategy = strategy
+        self.tensors = model.tensors()
+        self.worker = WorkerAdapter(model.shape, strategy, ClientOptions(address=address))
+        self.worker.register_kv_caches({f"layer{i}": tensor for i, tensor in enumerate(self.tensors)})
+
+    def compute(self, block: int, key: bytes) -> None:
+        """Fills a block with what this rank's shard of it must hold."""
+        content = oracle(key, self.strategy.kv_rank, self._nbytes)
+        for tensor, part in zip(
+            self.tensors, np.frombuffer(content, np.uint8).reshape(len(self.tensors), -1), strict=True
+        ):
+            tensor[block].view(torch.uint8).flatten().copy_(torch.from_numpy(part.copy()))
+
+    def is_right(self, block: int, key: bytes) -> bool:
+        held = b"".join(tensor[block].view(torch.uint8).numpy().tobytes() for tensor in self.tensors)
+        return held == oracle(key, self.strategy.kv_rank, self._nbytes)
+
+    def forget(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()
+
+    def finish(self) -> Finished:
+        seen = [Finished()]
+
+        def something() -> bool:
+            seen[0] = self.worker.poll()
+            return bool(seen[0].stored or seen[0].loaded)
+
+        assert eventually(something)
+        return seen[0]
+
+    @property
+    def _nbytes(self) -> int:
+        return self.worker.shape.shard_bytes[self.strategy.kv_rank]
+
+
+class Engine:
+    """A scheduler and all ranks of one engine."""
+
+    def __init__(self, model: Model, address: str) -> None:
+        self.model = model
+        self.scheduler = SchedulerAdapter(model.shape, ClientOptions(address=address))
+        self.ranks = [Rank(model, strategy, address) for strategy in model.strategies]
+        connections = [self.scheduler.connection, *(rank.worker.connection for rank in self.ranks)]
+        assert eventually(lambda: all(connection.up for connection in connections)), connections[0].refusal
+        self._requests = itertools.count()
+
+    def store(self, keys: bytes, ranks: list[Rank] | None = None) -> list[int]:
+        """Every rank computes and stores; how many blocks each wrote."""
+        ids = np.arange(len(keys) // 16)
+        chosen = self.ranks if ranks is None else ranks
+        for rank in chosen:
+            for block in ids.tolist():
+                rank.compute(block, keys[block * 16 : block * 16 + 16])
+            rank.worker.store("s", StoreRequest("default", b"", keys, ids))
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            return [finished.stored["s"] for finished in pool.map(Rank.finish, chosen)]
+
+    def lookup(self, keys: bytes) -> tuple[int, Answer]:
+        request, seen = next(self._requests), []
+
+        def answered() -> bool:
+            seen[:] = [self.scheduler.lookup(request, None, keys)]
+            return seen[0] is not None
+
+        assert eventually(answered)
+        return request, seen[0]
+
+    def hits(self, keys: bytes) -> int:
+        request, answer = self.lookup(keys)
+        self.scheduler.release(request)
+        assert not answer.failure
+        return answer.blocks
+
+    def load(self, keys: bytes) -> int:
+        """Every rank forgets, loads what is there and checks every byte. Returns how many blocks came."""
+        request, answer = self.lookup(keys)
+        ids = np.arange(answer.blocks)[::-1].copy()
+        for rank in self.ranks:
+            rank.forget()
+            load = LoadRequest("default", keys, 0, ids, answer.epoch, answer.slots, answer.checksums)
+            rank.worker.load("l", load)
+        for rank in self.ranks:
+            assert rank.finish() == Finished(loaded=["l"])
+            for at, block in enumerate(ids.tolist()):
+                assert rank.is_right(block, keys[at * 16 : at * 16 + 16]), f"rank {rank.strategy.rank} block {at}"
+        self.scheduler.release(request)
+        return answer.blocks
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.worker.close()
+        self.scheduler.close()
+
+
+@pytest.fixture
+def start(server: ServerProcess) -> Iterator[Callable[[Model], Engine]]:
+    made: list[Engine] = []
+
+    def make(model: Model) -> Engine:
+        made.append(Engine(model, server.address))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+Start = Callable[[Model], Engine]
+
+
+def fresh(**cut: Any) -> Model:
+    """A model that no other test uses."""
+    return Model(name=f"m{next(_models)}", **cut)
+
+
+CUTS = [
+    {"tp": 1, "pp": 1},
+    {"tp": 2, "pp": 1},
+    {"tp": 4, "pp": 1},
+    {"tp": 8, "pp": 1},
+    {"tp": 1, "pp": 4},
+    {"tp": 2, "pp": 2},
+    {"tp": 4, "pp": 2},
+    {"tp": 2, "pp": 4},
+    {"tp": 8, "pp": 1, "kv_heads": 2},
+    {"tp": 4, "pp": 2, "kv_heads": 2},
+    {"tp": 4, "pp": 1, "kv_heads": 1},
+    {"tp": 1, "pp": 1, "mla": True},
+    {"tp": 8, "pp": 1, "mla": True},
+    {"tp": 4, "pp": 2, "mla": True},
+    {"tp": 2, "pp": 4, "mla": True},
+]
+
+
+def named(cut: dict[str, Any]) -> str:
+    return "-".join(f"{name}{value}" for name, value in cut.items())
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=named)
+def test_every_shard_is_stored_once_and_every_rank_loads_its_own(
+    start: Start, server: ServerProcess, cut: dict[str, Any]
+) -> None:
+    model = fresh(**cut)
+    engine, keys, grown = start(model), model.keys(PROMPT), Difference(server)
+    storing = [strategy.stores for strategy in model.strategies]
+    shards = model.strategies[0].kv_world_size
+    assert engine.store(keys) == [5 if stores else 0 for stores in storing]
+    assert grown('kvkeep_request_duration_seconds_count{kind="PrepareStore"}') == sum(storing) == shards
+    assert grown('kvkeep_request_duration_seconds_count{kind="CompleteStore"}') == shards
+    assert grown("kvkeep_stored_blocks_total") == 5 * shards
+    assert grown("kvkeep_stored_bytes_total") == 5 * sum(model.shape.shard_bytes)
+    assert engine.load(keys) == 5
+    assert engine.load(model.keys([*PROMPT[:12], 999, *PROMPT[13:]])) == 3, "as far as the prompts agree"
+
+
+@pytest.mark.parametrize("cut", [{"tp": 4, "pp": 2}, {"tp": 8, "pp": 1, "kv_heads": 4}], ids=named)
+def test_a_block_is_seen_when_its_last_shard_is_in_and_no_sooner(start: Start, cut: dict[str, Any]) -> None:
+    model = fresh(**cut)
+    engine, keys = start(model), model.keys(PROMPT)
+    storing = [rank for rank in engine.ranks if rank.strategy.stores]
+    for rank in reversed(storing):
+        assert engine.hits(keys) == 0
+        assert engine.store(keys, [rank]) == [5]
+    assert engine.load(keys) == 5
+
+
+def test_shards_that_arrive_unevenly_show_what_all_of_them_have(start: Start) -> None:
+    model = fresh(tp=2)
+    engine, keys = start(model), model.keys(PROMPT)
+    first, second = engine.ranks
+    assert engine.store(keys, [first]) == [5]
+    assert engine.store(keys[: 2 * 16], [second]) == [2]
+    assert engine.load(keys) == 2
+    assert engine.store(keys, [second]) == [3]
+    assert engine.load(keys) == 5
+
+
+def test_mla_on_eight_ranks_makes_one_store_of_each_block(start: Start, server: ServerProcess) -> None:
+    model = fresh(tp=8, mla=True)
+    engine, keys, grown = start(model), model.keys(PROMPT), Difference(server)
+    assert engine.store(keys) == [5, 0, 0, 0, 0, 0, 0, 0]
+    assert grown('kvkeep_request_duration_seconds_count{kind="PrepareStore"}') == 1
+    assert grown("kvkeep_stored_blocks_total") == 5
+    assert engine.load(keys) == 5, "and all eight load that copy"
+
+
+def test_all_ranks_of_two_replicas_storing_at_once_write_each_shard_once(start: Start, server: ServerProcess) -> None:
+    model = fresh(tp=2, pp=2)
+    replicas, keys, grown = [start(model), start(model)], model.keys(PROMPT), Difference(server)
+    with ThreadPoolExecutor(2) as pool:
+        written = list(pool.map(lambda replica: replica.store(keys), replicas))
+    assert [sum(counts) for counts in zip(*written, strict=True)] == [5] * 4
+    assert grown("kvkeep_stored_blocks_total") == 20
+    for replica in replicas:
+        assert eventually(lambda replica=replica: replica.hits(keys) == 5)
+        assert replica.load(keys) == 5
+
+
+# -- who never shares
+
+
+def test_engines_cut_differently_never_read_each_others_blocks(start: Start) -> None:
+    name = fresh().name
+    cuts: list[dict[str, Any]] = [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"mla": True}]
+    models = [Model(name=name, **cut) for cut in cuts]
+    engines = [start(model) for model in models]
+    assert len({model.keys(PROMPT) for model in models}) == len(models)
+    for engine, model in zip(engines, models, strict=True):
+        assert engine.hits(model.keys(PROMPT)) == 0
+        engine.store(model.keys(PROMPT))
+    for engine, model in zip(engines, models, strict=True):
+        assert engine.load(model.keys(PROMPT)) == 5
+        for other in models:
+            if other != model:
+                assert engine.hits(other.keys(PROMPT)) == 0, "not even with the other's keys in hand"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "another"},
+        {"revision": "2"},
+        {"dtype": "int32"},
+        {"dtype": "bfloat16"},
+        {"block_tokens": 2},
+        {"layout": "HND"},
+        {"kv_heads": 4},
+    ],
+    ids=named,
+)
+def test_any_change_of_the_model_is_a_miss(start: Start, change: dict[str, Any]) -> None:
+    base = {"name": f"m{next(_models)}"}
+    model, other = Model(**base), Model(**(base | change))
+    start(model).store(model.keys(PROMPT))
+    assert start(other).hits(other.keys(PROMPT)) == 0
+    assert start(model).load(model.keys(PROMPT)) == 5, "an equal engine hits"
+
+
+def test_adapters_and_salts_have_keys_of_their_own(start: Start) -> None:
+    model = fresh(tp=2)
+    engine = start(model)
+    variants = [{}, {"lora": "french"}, {"lora": "polish"}, {"salt": "alice"}, {"salt": "french"}]
+    for variant in variants:
+        assert engine.hits(model.keys(PROMPT, **variant)) == 0
+        assert engine.store(model.keys(PROMPT, **variant)) == [5, 5]
+    for variant in variants:
+        assert engine.load(model.keys(PROMPT, **variant)) == 5
