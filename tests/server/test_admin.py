@@ -82,13 +82,13 @@ def test_clearing_is_done_in_pieces_youngest_first(start: Start, monkeypatch: py
     running.store(TENANT, 50)
     running.store(OTHER, 20)
     turns: list[int] = []
-    dropped = module._drop
+    dropped = module.drop_blocks
 
     def counted(store: Any, tenant: str, keys: list[bytes]) -> int:
         turns.append(dropped(store, tenant, keys))
         return turns[-1]
 
-    monkeypatch.setattr(module, "_drop", counted)
+    monkeypatch.setattr(module, "drop_blocks", counted)
     assert running.http.admin.clear(TENANT) == 50
     assert turns == [7] * 7 + [1], "a piece never takes a whole chain along"
     assert running.http.admin.clear_all() == 20

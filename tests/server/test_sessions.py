@@ -16,7 +16,7 @@ TIMEOUT_MS = 30_000
 
 
 def session(plane: str = "", watch: Watch | None = None) -> ServerSession:
-    return ServerSession(1, 1, "engine", 4711, watch, last_seen_ms=1_000, plane=plane)
+    return ServerSession(1, 1, "engine", 4711, watch, opened_ms=1_000, last_seen_ms=1_000, plane=plane)
 
 
 # -- repeated and cancelled requests

@@ -261,7 +261,7 @@ def test_a_change_that_is_refused_says_why(name: str, text: str, parts: list[str
 
 
 def test_what_is_described_can_be_set_again() -> None:
-    settings = load("--slab-size=65537", "--default-quota=5844MiB", "--no-verify", "--shutdown-grace", "1234.567s")
+    settings = load("--slab-size=69632", "--default-quota=5844MiB", "--no-verify", "--shutdown-grace", "1234.567s")
     flags = [f"--{row.name.replace('_', '-')}={row.value}" for row in settings.describe()]
     assert Settings.load(None, {}, flags) == settings
     assert {row.name: row.value for row in settings.describe()}["default_quota"] == "5844MiB"

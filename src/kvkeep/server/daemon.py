@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -221,6 +222,7 @@ class Daemon:
         path = _socket_path(address)
         if path is not None:
             _check_free(path, address)
+        before = os.umask(0o177)  # an ipc socket is the owner's from its first moment on
         try:
             router.bind(address.replace("//localhost:", "//127.0.0.1:"))
         except zmq.ZMQError as error:
@@ -228,11 +230,12 @@ class Daemon:
                 f"cannot listen on {address}: {error.strerror}",
                 "is another server running there? choose another --address",
             ) from error
+        finally:
+            os.umask(before)
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         if path is not None:
             self._socket_file = path
-            path.chmod(0o600)
         return router, endpoint.rstrip(b"\0").decode()
 
     def _make_waker(self) -> tuple[socket.socket, socket.socket]:

@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 FINGERPRINT_BYTES = 16
 _CLIENT_NAME_CHARS = 120
 _MESSAGE_CHARS = 1_000  # of a refusal: it may quote what came, and what came may be long
-_LONGEST_TTL_MS = 1 << 53  # beyond that times no longer fit; it is 285,000 years
 
 
 class Service:
@@ -196,6 +195,14 @@ class Service:
                 f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(request.fingerprint)}",
                 field="fingerprint",
             )
+        largest = max(request.shard_bytes, default=0)
+        if session.plane == m.NETWORK and largest > self._limits.frame_bytes:
+            raise RequestError(
+                "shard_too_large",
+                f"a shard of {largest} bytes cannot cross the network in frames of {self._limits.frame_bytes}",
+                field="shard_bytes",
+                hint="raise --max-frame-size, use fewer tokens a block, or run the engine on the server's host",
+            )
         layout = self.store.open_layout(session.number, request.fingerprint, tuple(request.shard_bytes))
         return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets))
 
@@ -256,8 +263,6 @@ class Service:
         self._check_not_cancelled(session, number)
         if self.draining:
             raise RequestError("shutting_down", "the server is shutting down and stores nothing more")
-        if request.ttl_ms > _LONGEST_TTL_MS:
-            raise RequestError("bad_ttl", f"ttl_ms is {request.ttl_ms}; 0 means for ever", field="ttl_ms")
         plan = self.store.prepare_store(
             session.number,
             number,

@@ -45,6 +45,7 @@ class ServerSession:
     client: str
     pid: int
     watch: Watch | None
+    opened_ms: int
     last_seen_ms: int
     plane: str = ""
     cancelled: dict[int, None] = field(default_factory=dict)  # given up before they arrived, oldest first
@@ -74,8 +75,9 @@ class ServerSession:
     def is_gone(self, now_ms: int, network_timeout_ms: int) -> bool:
         if self.plane == SHARED_MEMORY:
             return self.watch is not None and not self.watch.is_held()
-        patience_ms = network_timeout_ms if self.plane == NETWORK else _ATTACH_WITHIN_MS
-        return now_ms - self.last_seen_ms > patience_ms
+        if self.plane == NETWORK:
+            return now_ms - self.last_seen_ms > network_timeout_ms
+        return now_ms - self.opened_ms > _ATTACH_WITHIN_MS
 
 
 class Sessions:
@@ -97,7 +99,7 @@ class Sessions:
 
     def add(self, number: int, client: str, pid: int, watch: Watch | None, now_ms: int) -> ServerSession:
         token = secrets.randbits(63) | 1
-        session = ServerSession(token, number, client, pid, watch, now_ms)
+        session = ServerSession(token, number, client, pid, watch, now_ms, now_ms)
         self._by_token[token] = session
         return session
 

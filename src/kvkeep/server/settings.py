@@ -338,6 +338,10 @@ def _check(settings: Settings) -> None:
             )
     if tcp is not None and tcp[1] == http[1] != 0:
         raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
+    if settings.slab_size is not None and settings.slab_size % (4 * KIB):
+        raise SettingsError(
+            f"slab_size = {settings.slab_size} is no multiple of 4KiB", "use a round size such as 64MiB"
+        )
     for name, least, why in (
         ("pool_size", settings.slab_size or 0, "slab_size: the pool must hold at least one slab"),
         (

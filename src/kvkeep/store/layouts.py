@@ -126,6 +126,9 @@ class Layouts:
         self._by_fingerprint[fingerprint] = layout
         return layout
 
+    def opened_by(self, session: int) -> int:
+        return sum(session in layout.sessions for layout in self._by_number.values())
+
     def forget_session(self, session: int) -> None:
         for layout in self._by_number.values():
             layout.sessions.discard(session)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 # Hints, in the order in which eviction heeds them. A higher priority stays longer.
 LOWEST_PRIORITY, NORMAL_PRIORITY, HIGHEST_PRIORITY = 0, 50, 100
+LONGEST_TTL_MS = 10 * 365 * 24 * 3600 * 1000
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Limits:
     writing_blocks_per_session: int = 65536
     sessions: int = 256
     layouts: int = 64
+    layouts_per_session: int = 16
     tenants: int = 100_000
     shards: int = 1024
 

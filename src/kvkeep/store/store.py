@@ -16,7 +16,16 @@ from kvkeep.errors import RequestError
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.layouts import Layout, Layouts
-from kvkeep.store.plans import HIGHEST_PRIORITY, LOWEST_PRIORITY, NORMAL_PRIORITY, Hit, Limits, Stored, StorePlan
+from kvkeep.store.plans import (
+    HIGHEST_PRIORITY,
+    LONGEST_TTL_MS,
+    LOWEST_PRIORITY,
+    NORMAL_PRIORITY,
+    Hit,
+    Limits,
+    Stored,
+    StorePlan,
+)
 from kvkeep.store.room import Room
 from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import NO_ROW, WRITING
@@ -100,6 +109,13 @@ class Store:
             )
         if min(shard_bytes) <= 0:
             raise RequestError("bad_shards", "every shard has at least one byte", field="shard_bytes")
+        if self.layouts.opened_by(session) >= self.limits.layouts_per_session:
+            raise RequestError(
+                "too_many_layouts",
+                f"this session has opened {self.limits.layouts_per_session} layouts",
+                field="fingerprint",
+                hint="an engine has one layout for each model it serves; open each once",
+            )
         return self.layouts.open(session, fingerprint, shard_bytes)
 
     # -- lookup and release ----------------------------------------------------------------------------------------
@@ -278,8 +294,10 @@ class Store:
                 f"priority {priority} is not in {LOWEST_PRIORITY}..{HIGHEST_PRIORITY}",
                 field="priority",
             )
-        if ttl_ms < 0:
-            raise RequestError("bad_ttl", f"ttl_ms is {ttl_ms}; 0 means for ever", field="ttl_ms")
+        if not 0 <= ttl_ms <= LONGEST_TTL_MS:
+            raise RequestError(
+                "bad_ttl", f"ttl_ms is {ttl_ms}, of {LONGEST_TTL_MS} at most; 0 means for ever", field="ttl_ms"
+            )
         if state.writing_blocks >= self.limits.writing_blocks_per_session:
             raise RequestError(
                 "too_many_writes",

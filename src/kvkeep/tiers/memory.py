@@ -43,7 +43,9 @@ class Pool:
         try:
             self._remove_files()
             _check_space(shm_dir, self.pool_bytes)
-            (self.directory / EPOCH_FILE).write_text(f"{epoch:016x}")
+            path = self.directory / EPOCH_FILE
+            path.touch(mode=0o600)
+            path.write_text(f"{epoch:016x}")
         except BaseException as error:  # guard: whatever it is, no directory and no lock may stay behind
             self.close()
             if isinstance(error, OSError):
