@@ -252,13 +252,14 @@ def test_a_local_client_writes_and_reads_the_pool_itself(
 ) -> None:
     running = run()
     local, far = connect(running.address), connect(running.address).attach()
-    place = local.hello().pool
+    welcome = local.hello()
+    place = welcome.pool
     fence = hold(Path(place.lock))
     local.ask(m.Done, m.Attach(m.SHARED_MEMORY))
     layout = local.open_layout(512)
     plan = local.ask(m.Prepared, m.PrepareStore("default", layout, 0, b"", chain("a", 4)))
     write = local.number
-    segments = Segments(Path(place.directory), place.segment_bytes, place.pool_bytes)
+    segments = Segments(Path(place.directory), place.segment_bytes, place.pool_bytes, welcome.epoch)
     for slot, block in zip(np.frombuffer(plan.slots, "<i8").tolist(), BLOCKS, strict=True):
         segments.view(slot, 512)[:] = np.frombuffer(block, np.uint8)
     sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")

@@ -13,16 +13,18 @@ from kvkeep.errors import PoolError
 from kvkeep.wire.segments import EPOCH_FILE, Segments, is_same_pool, segment_path
 
 SEGMENT = 8192
+EPOCH = 77
 POOL = 2 * SEGMENT + 4096  # the last segment is half as long
 
 
 @pytest.fixture
 def segments(tmp_path: Path) -> Iterator[Segments]:
     """Three segments; each byte tells its place in the pool, modulo 251."""
+    (tmp_path / EPOCH_FILE).write_text(f"{EPOCH:016x}")
     content = (np.arange(POOL) % 251).astype(np.uint8).tobytes()
     for number in range(3):
         segment_path(tmp_path, number).write_bytes(content[number * SEGMENT : (number + 1) * SEGMENT])
-    segments = Segments(tmp_path, SEGMENT, POOL)
+    segments = Segments(tmp_path, SEGMENT, POOL, EPOCH)
     yield segments
     segments.close()
 
@@ -89,9 +91,25 @@ def test_a_whole_segment_is_inside(segments: Segments) -> None:
 def test_a_view_writes_through_to_every_process(segments: Segments, tmp_path: Path) -> None:
     segments.view(SEGMENT + 10, 4)[:] = (1, 2, 3, 4)
     assert segment_path(tmp_path, 1).read_bytes()[10:14] == bytes((1, 2, 3, 4))
-    other = Segments(tmp_path, SEGMENT, POOL)
+    other = Segments(tmp_path, SEGMENT, POOL, EPOCH)
     assert other.view(SEGMENT + 10, 4).tolist() == [1, 2, 3, 4]
     other.close()
+
+
+def test_the_file_of_a_server_that_took_its_place_is_not_mapped(segments: Segments, tmp_path: Path) -> None:
+    assert len(segments.view(0, 16)) == 16, "mapped while the pool was ours"
+    (tmp_path / EPOCH_FILE).write_text(f"{EPOCH + 1:016x}")
+    with pytest.raises(PoolError, match="another server"):
+        segments.view(SEGMENT, 16)
+    assert len(segments.view(0, 16)) == 16
+
+
+def test_pages_are_mapped_ahead_as_far_as_the_pool_is_there(segments: Segments, tmp_path: Path) -> None:
+    last = segment_path(tmp_path, 2).read_bytes()
+    segment_path(tmp_path, 2).unlink()
+    assert [segments.populate_next() for _ in range(4)] == [True, True, False, False]
+    segment_path(tmp_path, 2).write_bytes(last)
+    assert [segments.populate_next() for _ in range(2)] == [True, False]
 
 
 def test_a_segment_is_mapped_when_it_is_needed(segments: Segments, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvkeep.wire.messages import MAX_LIST_ITEMS, AbandonStore, Done, Message, Release, Reply
+from kvkeep.wire.messages import MAX_LIST_ITEMS, AbandonStore, Done, Found, Message, Prepared, Release, Reply
 
 _SAY_AGAIN_MS = 1_000
 
@@ -58,8 +58,12 @@ class Debts:
         self._next_ms = 0
 
     def add(self, call: Call) -> None:
-        """Notes what a call gave, or may yet give. Giving back what was never given is no error."""
-        if call.gives:
+        """Notes what a call gave, or may yet give. Giving back what was never given is no error, but a miss is known
+        to have given nothing, and need not cost another message."""
+        gave_nothing = (isinstance(call.reply, Found) and not call.reply.checksums) or (
+            isinstance(call.reply, Prepared) and not call.reply.positions
+        )
+        if call.gives and not gave_nothing:
             self._owed[call.gives].add(call.number)
             self._next_ms = 0
 

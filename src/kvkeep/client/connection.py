@@ -338,7 +338,7 @@ class Connection:
             except (OSError, ValueError) as error:
                 log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
             else:
-                self.segments = Segments(directory, place.segment_bytes, place.pool_bytes)
+                self.segments = Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch)
                 return m.SHARED_MEMORY
         return m.NETWORK
 

@@ -51,7 +51,7 @@ class Pool:
             if isinstance(error, OSError):
                 raise PoolError(f"cannot make {self.directory}: {error.strerror}", "check --shm-dir") from error
             raise
-        self.segments = Segments(self.directory, self.segment_bytes, self.pool_bytes)
+        self.segments = Segments(self.directory, self.segment_bytes, self.pool_bytes, epoch)
 
     @property
     def slabs(self) -> int:

@@ -39,8 +39,9 @@ def is_same_pool(directory: Path, epoch: int) -> bool:
 class Segments:
     """Maps segments on demand and turns pool offsets into addresses."""
 
-    def __init__(self, directory: Path, segment_bytes: int, pool_bytes: int) -> None:
+    def __init__(self, directory: Path, segment_bytes: int, pool_bytes: int, epoch: int) -> None:
         self._directory = directory
+        self._epoch = epoch
         self._segment_bytes = segment_bytes
         self._pool_bytes = pool_bytes
         count = -(-pool_bytes // segment_bytes)
@@ -71,7 +72,8 @@ class Segments:
         return array[within : within + nbytes]
 
     def populate_next(self) -> bool:
-        """Maps the next few pages ahead of their first use, which would otherwise pay for it. False when all are.
+        """Maps the next few pages ahead of their first use, which would otherwise pay for it. False if there
+        is nothing to do for now.
 
         For a thread that has nothing better to do: on 4 KiB pages this runs at about a gigabyte a second.
         """
@@ -83,7 +85,9 @@ class Segments:
                 assert mapped is not None
                 nbytes = min(_POPULATE_BYTES, len(mapped) - within)
                 mapped.madvise(_MADV_POPULATE_WRITE, within, nbytes)
-            except (PoolError, OSError):  # not there yet, or a kernel before 5.14: pages are then mapped as they come
+            except PoolError:
+                return False  # the server has not made it yet
+            except OSError:  # a kernel before 5.14: pages are mapped as they come
                 self._populated = self._pool_bytes
                 return False
             self._populated += nbytes
@@ -107,6 +111,10 @@ class Segments:
         except OSError as error:
             raise PoolError(f"cannot open {path}: {error.strerror}", "has the server been restarted?") from error
         try:
+            # A server that took the place of ours removes our files and changes the epoch before it makes its own: if
+            # the epoch is still ours, so is the file that was opened before looking.
+            if not is_same_pool(self._directory, self._epoch):
+                raise PoolError(f"{path} belongs to another server by now", "the client connects to it by itself")
             if os.fstat(descriptor).st_size < nbytes:
                 raise PoolError(f"{path} is shorter than the server said")
             mapped = mmap.mmap(descriptor, nbytes)
