@@ -20,8 +20,8 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
 
-_BYTES_A_PART = 64 << 20  # a store goes in parts, so that a load never waits long behind one
-_BLOCKS_A_PART = 4096
+_BYTES_A_PART = 128 << 20  # a store goes in parts, so that a load never waits long behind one
+_BLOCKS_A_PART = 1024
 
 # With verification off, blocks are stored with checksum 0. A client that verifies does not take them: what cannot be
 # proven right is not used.
