@@ -104,7 +104,7 @@ def test_the_file_of_a_server_that_took_its_place_is_not_mapped(segments: Segmen
     assert len(segments.view(0, 16)) == 16
 
 
-def test_pages_are_mapped_ahead_as_far_as_the_pool_is_there(segments: Segments, tmp_path: Path) -> None:
+def test_memory_is_mapped_ahead_as_far_as_the_pool_is_there(segments: Segments, tmp_path: Path) -> None:
     last = segment_path(tmp_path, 2).read_bytes()
     segment_path(tmp_path, 2).unlink()
     assert [segments.populate_next() for _ in range(4)] == [True, True, False, False]
