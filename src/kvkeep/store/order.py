@@ -25,6 +25,7 @@ _PRIORITY_SHIFT = 48
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _STALE_SLACK = 1024
+_LOOK_AHEAD = 255
 
 
 class EvictionOrder:
@@ -100,6 +101,15 @@ class EvictionOrder:
                 table.queued[row] = current
                 heapreplace(heap, current << _ROW_BITS | row)
         return NO_ROW
+
+    def next_after(self, first: int) -> list[int]:
+        """Some of those that are next in line in the queue that `first` heads, oldest first. Not exactly the next:
+        the beginning of a heap is only nearly sorted, but costs nothing."""
+        table = self._table
+        owner = table.queue_owner[first]
+        heap = self._queues[owner][self._slot_bytes(first)][:_LOOK_AHEAD]
+        rows = [entry & _ROW_MASK for entry in sorted(heap) if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS]
+        return [row for row in rows if table.queue_owner[row] == owner and self.evictable(row)]
 
     def note_expired(self, now_ms: int) -> None:
         """Moves blocks whose time to live has run out to the front. Call before looking for victims."""

@@ -26,6 +26,7 @@ from kvkeep.store.tree import latest_below, subtree
 # With more borrowers than this, the oldest is looked for among so many at a time, in turn: a bound on the work for
 # one block, and with that many tenants the oldest of a sample is old enough.
 _BORROWERS_LOOKED_AT = 64
+_OLD_SLABS_LOOKED_AT = 8
 _SLABS_LOOKED_AT = 16
 _ROWS_PER_EVICTION = 64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
 _NEVER = np.iinfo(np.int64).max
@@ -107,37 +108,65 @@ class Room:
         return due
 
     def _empty_a_slab(self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int) -> bool:
-        """Evicts everything in the coldest slab of another size, with what hangs on it, if that is better than to
-        evict `victim`: because all of it is colder, because others borrow what is this tenant's by right while the
-        victim is its own, or because there is no victim."""
+        """Evicts everything in a cold slab of another size, with what hangs on it, if that is better than to evict
+        `victim`: because all of it is colder, because others borrow what is this tenant's by right while the victim is
+        its own, or because there is no victim."""
         blocks, table = self._blocks, self._blocks.table
-        others = blocks.slabs.slabs_of_other_sizes(slot_bytes)
-        if not self._any_leaf(others, tenant, more, now_ms):
+        sizes = set(blocks.slabs.slabs_of_other_sizes(slot_bytes).values())
+        leaves = [leaf for size in sizes if (leaf := self._victim(tenant, size, more, now_ms)) != NO_ROW]
+        if not leaves:
             return False
         owed = victim != NO_ROW and table.tenant[victim] == tenant.number and tenant.entitled_to(more)
         colder_than = _NEVER if victim == NO_ROW or owed else table.used[victim]
+        oldest = min(leaves, key=lambda leaf: table.used[leaf])
+        doomed = self._old_slab(oldest, tenant, more, colder_than, spare_own=owed)
+        if doomed is None and colder_than == _NEVER:
+            doomed = self._coldest_slab(tenant, slot_bytes, more, spare_own=owed)
+        for row in doomed or ():
+            blocks.evict(row, now_ms)
+        self.evictions += len(doomed or ())
+        self.slab_moves += doomed is not None
+        return doomed is not None
+
+    def _old_slab(self, oldest: int, tenant: Tenant, more: int, colder_than: int, spare_own: bool) -> list[int] | None:
+        """All that must go to empty one of the slabs that hold the oldest leaves, children first. None if all of those
+        hold something that must stay or is not old. Mostly one can go, and then nothing else needs to be looked at."""
+        table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
+        old = min(colder_than, (table.used[oldest] + self._blocks.sequence) // 2 + 1)
+        slabs = dict.fromkeys(table.slot[leaf] // slab_bytes for leaf in self._blocks.order.next_after(oldest))
+        for slab in list(slabs)[:_OLD_SLABS_LOOKED_AT]:
+            rows = table.rows_between(slab * slab_bytes, (slab + 1) * slab_bytes)
+            if table.many.used[rows].max() < old:
+                doomed = self._with_descendants(rows.tolist())
+                if self._is_idle(doomed, old, tenant if spare_own else None) and self._may_go(doomed, tenant, more):
+                    return doomed
+        return None
+
+    def _is_idle(self, rows: list[int], older_than: int, without: Tenant | None) -> bool:
+        """Whether nobody reads or writes these blocks, or has used them lately, and none is of that tenant."""
+        many = self._blocks.table.many
+        busy = (many.pins[rows] > 0) | (many.used[rows] >= older_than)
+        if without is not None:
+            busy |= many.tenant[rows] == without.number
+        return not busy.any()
+
+    def _coldest_slab(self, tenant: Tenant, slot_bytes: int, more: int, spare_own: bool) -> list[int] | None:
+        """The same for the coldest slab that can be emptied at all. Looks at every block there is."""
+        table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
         rows = table.live_rows()
-        slab_of = table.many.slot[rows] // blocks.slabs.slab_bytes
+        slab_of = table.many.slot[rows] // slab_bytes
         last_used = np.zeros(int(slab_of.max()) + 1, dtype=np.int64)
-        np.maximum.at(last_used, slab_of, self._last_use(rows, tenant, more, spare_own=owed))
+        np.maximum.at(last_used, slab_of, self._last_use(rows, tenant, more, spare_own))
         hanging_on = self._hanging_on(rows, len(last_used))
         coldest = sorted(
-            (slab for slab in others if last_used[slab] < colder_than),
+            (slab for slab in self._blocks.slabs.slabs_of_other_sizes(slot_bytes) if last_used[slab] < _NEVER),
             key=lambda slab: (last_used[slab], hanging_on[slab]),
         )
         for slab in coldest[:_SLABS_LOOKED_AT]:
             doomed = self._with_descendants(rows[slab_of == slab].tolist())
             if self._may_go(doomed, tenant, more):
-                for row in doomed:
-                    blocks.evict(row, now_ms)
-                self.evictions += len(doomed)
-                self.slab_moves += 1
-                return True
-        return False
-
-    def _any_leaf(self, slabs: dict[int, int], tenant: Tenant, more: int, now_ms: int) -> bool:
-        """Whether a block can go at all in slabs of these sizes: found in the queues, before anything is scanned."""
-        return any(self._victim(tenant, size, more, now_ms) != NO_ROW for size in set(slabs.values()))
+                return doomed
+        return None
 
     def _last_use(self, rows: NDArray[np.int64], tenant: Tenant, more: int, spare_own: bool) -> NDArray[np.int64]:
         """When each row or anything below it was last used; _NEVER in the past for what must stay."""

@@ -156,6 +156,11 @@ class BlockTable:
         self.many.queued[rows] = -1
         self._free.extend(rows)
 
+    def rows_between(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The rows whose slots lie in that range of the pool."""
+        slot = self.many.slot[: self._next]
+        return np.flatnonzero((slot >= begin) & (slot < end) & (self.many.state[: self._next] != FREE))
+
     def live_rows(self) -> NDArray[np.int64]:
         """All rows in use, for scans that are rare enough to look at everything."""
         return np.flatnonzero(self.many.state[: self._next] != FREE)
