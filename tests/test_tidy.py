@@ -45,7 +45,12 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "kvkeep.kv.native": "tests of checksum and copy run it in each instruction set",
     "kvkeep.store.plans": "plain data",
 }
-TESTS_OF_THE_WHOLE = {"tests/test_tidy.py", "tests/test_docs.py", "tests/test_package.py"}
+TESTS_OF_THE_WHOLE = {
+    "tests/test_tidy.py",
+    "tests/test_docs.py",
+    "tests/test_package.py",
+    "tests/test_getting_started.py",
+}
 
 
 # --- what the rules look at -------------------------------------------------------------------------------------

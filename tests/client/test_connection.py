@@ -343,7 +343,7 @@ def test_close_says_goodbye_and_lets_go_of_the_lock(simulation: Make) -> None:
     connection.close()
     assert sim.recorder.count(m.Goodbye) == 1
     assert not sim.store.sessions
-    assert connection._fence == -1
+    assert connection._fence is None
     connection.close()
     connection.poll()
     assert not connection.wait_until_up(1_000)
@@ -422,6 +422,9 @@ class Deaf:
         return None
 
     def wait(self, timeout_ms: int) -> None: ...
+
+    def lost(self) -> bool:
+        return False
 
     def close(self) -> None: ...
 

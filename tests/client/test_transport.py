@@ -53,3 +53,18 @@ def test_an_address_that_is_none_is_named_with_a_remedy(address: str) -> None:
         ZmqTransport(address)
     assert repr(address) in caught.value.message
     assert "tcp://host:port" in caught.value.hint
+
+
+def test_a_connection_that_ends_is_noticed_once() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        transport = ZmqTransport(f"tcp://127.0.0.1:{port}")
+        while not transport.send([b"hello"]):
+            transport.wait(1)
+        assert router.recv_multipart()[1] == b"hello"
+        assert not transport.lost()
+        router.close(linger=0)
+        while not transport.lost():
+            transport.wait(1)
+        assert not transport.lost()
+        transport.close()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,6 +189,32 @@ def test_a_restarted_server_is_found_again() -> None:
             assert len(cache.get(tokens)) == 0, "the new server starts empty"
             assert cache.put(tokens, clients.oracle(tokens)) == 10
             assert clients.same(cache.get(tokens), clients.oracle(tokens))
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_does_not_keep_anybody_waiting(end: signal.Signals) -> None:
+    """No deadline is waited for: the connection is gone, and the client knows. The deadlines here would show."""
+    server = ServerProcess(*SMALL_POOL)
+    with server, clients.connect(server.address, lookup_deadline_ms=100_000, store_deadline_ms=100_000) as cache:
+        started = threading.Event()
+        ended: list[int] = []
+
+        def store() -> None:
+            for count in range(4, 4_000, 4):
+                tokens = list(range(count * 1000, count * 1000 + 8))
+                cache.put(tokens, clients.oracle(tokens))
+                started.set()
+                if not cache.connected:
+                    break
+            ended.append(1)
+
+        thread = threading.Thread(target=store)
+        thread.start()
+        started.wait()
+        server.stop(end)
+        thread.join(timeout=60)
+        assert ended == [1]
+        assert not cache.connected
 
 
 def test_a_flipped_byte_in_the_pool_is_never_loaded(server: ServerProcess) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from kvkeep.client.calls import Call
+from kvkeep.client.calls import Call, ClientCounters
 from kvkeep.client.connection import Connection
 from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
@@ -43,12 +43,13 @@ def connect(
     wait_ms: int = 2_000,
     options: ClientOptions | None = None,
 ) -> Cache:
-    """A cache for blocks of one model, on the server at `address` (else that of `options`, tcp://localhost:5555).
+    """A cache for blocks of one model, on the server at `address` (else that of `options`, else KVKEEP_ADDRESS in the
+    environment, else tcp://localhost:5555).
 
     A server that is not there is no error: everything misses until it appears. With `required`, Unavailable is raised
     if there is no session within `wait_ms`.
     """
-    shape, kind = tuple(int(size) for size in block_shape), np.dtype(dtype)
+    shape, kind = tuple(int(size) for size in block_shape), _dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize
     if min(shape, default=1) < 1 or nbytes < 1:
         raise RequestError("bad_shape", f"a block of shape {shape} has no bytes", field="block_shape")
@@ -67,9 +68,9 @@ def connect(
     connection = Connection(BlockShape(identity, (nbytes,)), chosen)
     Keeper.keep(connection)
     if not connection.wait_until_up(wait_ms) and required:
-        why = connection.refusal or "nobody answers"
+        trouble = connection.trouble("nobody answers")
         connection.close()
-        raise Unavailable(f"no kvkeep server at {chosen.address}: {why}", "start one with `kvkeep serve`")
+        raise Unavailable(*trouble)
     return Cache(connection, identity, shape, kind)
 
 
@@ -86,7 +87,13 @@ class Cache:
 
     @property
     def connected(self) -> bool:
-        return self.connection.up
+        """Whether the server was there when last heard of."""
+        return self.connection.answering
+
+    @property
+    def counters(self) -> ClientCounters:
+        """What became of our requests; `counters.failures` says why there were misses that need not have been."""
+        return self.connection.counters
 
     def put(
         self,
@@ -97,7 +104,11 @@ class Cache:
         priority: int = 50,
         ttl_ms: int = 0,
     ) -> int:
-        """Stores the full blocks of `tokens`. Returns how many were written: what is there already is not."""
+        """Stores the full blocks of `tokens`. Returns how many were written: what is there already is not.
+
+        `priority` (0 to 100) and `ttl_ms` are hints for eviction: higher priorities stay longer, and after `ttl_ms`
+        blocks are the first to go. They are served until they do.
+        """
         if isinstance(blocks, np.ndarray) and blocks.dtype != self._dtype:
             problem = f"the blocks are {blocks.dtype}, this cache keeps {self._dtype} and does not round"
             raise RequestError("bad_dtype", problem, field="blocks", hint=f"pass blocks.astype({str(self._dtype)!r})")
@@ -159,3 +170,15 @@ class Cache:
 def _writable(array: NDArray[Any]) -> NDArray[Any]:
     """BlockRuns takes memory it could also write to; a caller's read-only array is copied."""
     return array if array.flags.writeable else array.copy()
+
+
+def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise RequestError(
+            "bad_dtype",
+            f"numpy knows no dtype {dtype!r}",
+            field="dtype",
+            hint="for bfloat16 or fp8 pass the integer type of the same width, and view your blocks as that",
+        ) from None

@@ -11,16 +11,15 @@ callers count as misses.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvkeep.client.calls import Breaker, Call, ClientCounters, Debts
+from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.replies import is_sound_layout, is_sound_welcome
 from kvkeep.client.transport import Transport, ZmqTransport
@@ -28,8 +27,7 @@ from kvkeep.errors import ProtocolError
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
-from kvkeep.wire.liveness import hold
-from kvkeep.wire.segments import Segments, is_same_pool
+from kvkeep.wire.segments import Segments
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +57,6 @@ class Connection:
         self.state = "down"
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
-        self.segments: Segments | None = None
         self.refusal = ""  # why the server would not have us, in its words
         self._transport = transport or ZmqTransport(options.address)
         self._clock = clock
@@ -72,7 +69,8 @@ class Connection:
         self._next_attempt_ms = 0
         self._next_ping_ms = 0
         self._debts = Debts()
-        self._fence = -1
+        self._fence: Fence | None = None
+        self._answers = False
         self._warned = False
         self._closing = False
         self._closed = False
@@ -80,7 +78,8 @@ class Connection:
     def __del__(self) -> None:
         # Dropped without `close`: with the lock and the socket gone, the server takes back what the session held.
         if hasattr(self, "_closed") and not self._closed:
-            self._let_go_of_lock()
+            if self._fence is not None:
+                self._fence.let_go()
             self._transport.close()
 
     # -- what callers see
@@ -88,6 +87,11 @@ class Connection:
     @property
     def up(self) -> bool:
         return self.state == "up"
+
+    @property
+    def answering(self) -> bool:
+        """Whether there is a session and the server was there when last heard of."""
+        return self.up and self._answers and not self.breaker.is_open
 
     @property
     def epoch(self) -> int:
@@ -102,13 +106,19 @@ class Connection:
         welcome = self.welcome
         return welcome.verify if welcome else True
 
+    @property
+    def segments(self) -> Segments | None:
+        """The pool's memory, if it is on this host."""
+        fence = self._fence
+        return fence.segments if fence else None
+
     def pool(self, epoch: int, session: int = 0) -> tuple[Segments, m.LayoutOpened] | None:
         """The pool's memory and where blocks lie in it, as long as `epoch` (and `session`, if one is named) is still
         the one that we are in: slots of another would be somebody else's memory."""
         with self._lock:
-            if self.epoch != epoch or self.segments is None or self.layout is None or self.welcome is None:
+            if self.epoch != epoch or self._fence is None or self.layout is None or self.welcome is None:
                 return None
-            return (self.segments, self.layout) if session in (0, self.welcome.session) else None
+            return (self._fence.segments, self.layout) if session in (0, self.welcome.session) else None
 
     def call(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
         """Sends a request. Never blocks, never raises: what cannot go out has failed when this returns."""
@@ -211,6 +221,8 @@ class Connection:
         for _ in range(_MESSAGES_A_POLL):
             frames = self._transport.receive()
             if frames is None:
+                if self._transport.lost():
+                    self._lose_all()
                 return
             try:
                 header = decode_header(frames)
@@ -230,10 +242,22 @@ class Connection:
                 continue
             self._answered(call, reply, frames[2:])
 
+    def _lose_all(self) -> None:
+        """The connection is gone, and with it whatever was on its way. The session may live on: only the server can
+        tell, so its lock and its memory stay ours until it does."""
+        self._answers = False
+        for call in self._calls.values():
+            call.failure = "unreachable"
+            self.counters.fail("unreachable")
+            self._owe(call)
+        self._calls.clear()
+        self._strain()
+
     def _answered(self, call: Call, reply: m.Reply, payload: Sequence[bytes]) -> None:
         self.counters.answered += 1
         self.breaker.succeed()
-        if self._warned and self.up:
+        self._answers = True
+        if self._warned and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
             self._say_connected()
         if not isinstance(reply, m.Refused):
             call.payload = payload  # first: another thread may wait for the reply
@@ -306,7 +330,9 @@ class Connection:
             case "greeting", m.Welcome() as welcome if is_sound_welcome(welcome):
                 self.welcome = welcome
                 self.state = "attaching"
-                self._handshake = self._send(m.Attach(self._choose_plane(welcome)), deadline_ms)
+                self._fence = Fence.take(welcome) if self.options.shared_memory else None
+                plane = m.SHARED_MEMORY if self._fence else m.NETWORK
+                self._handshake = self._send(m.Attach(plane), deadline_ms)
             case "attaching", m.Done():
                 self.state = "opening"
                 opening = m.OpenLayout(self.shape.fingerprint, list(self.shape.shard_bytes))
@@ -327,20 +353,6 @@ class Connection:
             self._send(m.Goodbye(), self.options.handshake_deadline_ms)
         self._go_down(why)
         self._warn_once(why)
-
-    def _choose_plane(self, welcome: m.Welcome) -> str:
-        """Shared memory if the pool is really here and its lock can be had, else the network."""
-        place = welcome.pool
-        directory = Path(place.directory)
-        if self.options.shared_memory and place.lock and is_same_pool(directory, welcome.epoch):
-            try:
-                self._fence = hold(Path(place.lock))
-            except (OSError, ValueError) as error:
-                log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
-            else:
-                self.segments = Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch)
-                return m.SHARED_MEMORY
-        return m.NETWORK
 
     def _come_up(self) -> None:
         self.state = "up"
@@ -364,23 +376,24 @@ class Connection:
         self._debts.clear()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
-        self.segments = None  # copies still under way keep their mapping alive
-        self._let_go_of_lock()
+        if self._fence is not None:
+            self._fence.let_go()
+            self._fence = None
         log.debug("kvkeep: session ended: %s", reason)
-
-    def _let_go_of_lock(self) -> None:
-        if self._fence >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fence)
-            self._fence = -1
 
     def _warn_once(self, why: str) -> None:
         """One clear message an outage: what was tried, what it means, what to do."""
         if not self._warned:
             self._warned = True
+            what, remedy = self.trouble(why)
             log.warning(
-                "kvkeep: no server at %s: %s. Serving without the cache; it will be used as soon as the server is "
-                "there. Start one with `kvkeep serve`.",
-                self.options.address,
-                why,
+                "kvkeep: %s. Serving without the cache; it will be used as soon as the server is there%s.",
+                what,
+                remedy and f" ({remedy})",
             )
+
+    def trouble(self, why: str) -> tuple[str, str]:
+        """What is wrong with the server, and the remedy."""
+        if self.refusal:
+            return f"the server at {self.options.address} will not have us: {self.refusal}", ""
+        return f"no server at {self.options.address}: {why}", "start one with `kvkeep serve`"

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import os
+from dataclasses import dataclass, field, fields
 
 from kvkeep.errors import SettingsError
 
 DEFAULT_ADDRESS = "tcp://localhost:5555"
 
 
+def default_address() -> str:
+    """Where the server is if nobody says: as the environment has it, like the server itself."""
+    return os.environ.get("KVKEEP_ADDRESS") or DEFAULT_ADDRESS
+
+
 @dataclass(frozen=True)
 class ClientOptions:
     """Deadlines are what a caller waits at most; after that the answer is a miss."""
 
-    address: str = DEFAULT_ADDRESS
+    address: str = field(default_factory=default_address)
     client: str = "kvkeep-python"
     lookup_deadline_ms: int = 500
     store_deadline_ms: int = 5_000

@@ -34,6 +34,7 @@ class Plan:
     positions: NDArray[np.int32]
     slots: NDArray[np.int64]
     refused: int
+    orphan: bool
 
 
 def is_sound_welcome(welcome: m.Welcome) -> bool:
@@ -76,4 +77,4 @@ def read_plan(reply: object, count: int) -> Plan | None:
     steps = np.diff(positions.astype(np.int64), prepend=-1, append=count)
     if not (steps > 0).all():
         return None
-    return Plan(positions, np.frombuffer(reply.slots, dtype="<i8"), reply.refused)
+    return Plan(positions, np.frombuffer(reply.slots, dtype="<i8"), reply.refused, reply.orphan)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
 from kvkeep.client.replies import Plan, read_found, read_plan
-from kvkeep.errors import PoolError
+from kvkeep.errors import PoolError, RequestError
 from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.keys import KEY_BYTES
@@ -27,9 +28,25 @@ _BLOCKS_A_PART = 1024
 # proven right is not used.
 
 
+def _ids(block_ids: Any) -> NDArray[np.int64]:
+    """Block ids as engines have them (a list, an array, a CPU tensor) as an array. RequestError, in the thread of
+    whoever made the request, for anything that is no list of integers."""
+    array = np.asarray(block_ids)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise RequestError(
+            "bad_request", f"block_ids must be integers, not {array.dtype} of shape {array.shape}", field="block_ids"
+        )
+    return array.astype(np.int64, copy=False)
+
+
 @dataclass(frozen=True)
 class StoreRequest:
-    """Blocks to store: block_ids[i] of the engine holds the block of the i-th key. `parent` is b"" at a root."""
+    """Blocks to store: block_ids[i] of the engine holds the block of the i-th key.
+
+    parent     the key before the first one; b"" if the first one begins the prompt
+    priority   0 to 100, 50 is normal; higher ones stay longer
+    ttl_ms     after that long the blocks are the first to be evicted, and served until they are; 0: like all others
+    """
 
     tenant: str
     parent: bytes
@@ -38,12 +55,26 @@ class StoreRequest:
     priority: int = 50
     ttl_ms: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_ids", _ids(self.block_ids))
+        if len(self.keys) != len(self.block_ids) * KEY_BYTES:
+            raise RequestError(
+                "bad_request", f"{len(self.block_ids)} blocks, but {len(self.keys)} bytes of keys", field="keys"
+            )
+        if len(self.parent) not in (0, KEY_BYTES):
+            raise RequestError("bad_keys", f"a parent key has {KEY_BYTES} bytes, or none at a root", field="parent")
+        if not 0 <= self.priority <= 100:
+            raise RequestError("bad_priority", f"priority {self.priority} is not in 0..100", field="priority")
+        if self.ttl_ms < 0:
+            raise RequestError("bad_ttl", f"ttl_ms is {self.ttl_ms}; 0 means no limit", field="ttl_ms")
+
 
 @dataclass(frozen=True)
 class LoadRequest:
     """Blocks to load: those of keys[skip:], into block_ids of the engine, from the slots that a lookup gave.
 
-    `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of its own.
+    `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of its own. There are
+    as many block_ids as the lookup described blocks: `answer.blocks - answer.skip`.
     """
 
     tenant: str
@@ -53,6 +84,16 @@ class LoadRequest:
     epoch: int
     slots: NDArray[np.int64]
     checksums: NDArray[np.uint64]  # [blocks, shards]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_ids", _ids(self.block_ids))
+        if len(self.slots) not in (0, len(self.block_ids)):
+            raise RequestError(
+                "bad_request",
+                f"{len(self.block_ids)} blocks to load from {len(self.slots)} slots",
+                field="block_ids",
+                hint="one for each block that the lookup described: answer.blocks - answer.skip",
+            )
 
 
 class Transfer:
@@ -83,6 +124,8 @@ class Transfer:
                 plan = read_plan(self._connection.wait(call), part[1] - part[0])
                 if plan is None:
                     break
+                if plan.refused:
+                    self._connection.counters.fail("orphan" if plan.orphan else "no_room")
                 # Ask for the next part's slots now: the server works while this part is copied.
                 following = next(parts, None) if not plan.refused else None
                 ahead = self._prepare(request, following) if following else None

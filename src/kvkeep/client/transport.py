@@ -22,6 +22,9 @@ class Transport(Protocol):
     def wait(self, timeout_ms: int) -> None:
         """Returns when something has arrived or the time is over."""
 
+    def lost(self) -> bool:
+        """Whether a connection has ended since this was last asked. What was sent over it may never have arrived."""
+
     def close(self) -> None: ...
 
 
@@ -35,10 +38,11 @@ class ZmqTransport:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         self._socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             hint = "write tcp://host:port or ipc://path"
             raise SettingsError(f"{address!r} is no address to connect to: {error.strerror}", hint) from None
 
@@ -58,5 +62,14 @@ class ZmqTransport:
     def wait(self, timeout_ms: int) -> None:
         self._socket.poll(timeout_ms)
 
+    def lost(self) -> bool:
+        events = 0
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            events += 1
+        return events > 0
+
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()

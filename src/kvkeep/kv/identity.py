@@ -65,6 +65,8 @@ def tenant_of(salt: str | None) -> str:
     Takes any string, lone surrogates included, and never raises on one. Distinct salts give distinct ids (up
     to a collision of a 128-bit hash); no salt can take the name "default".
     """
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError("bad_salt", f"a salt is a string, not {type(salt).__name__}", field="salt")
     if not salt:
         return DEFAULT_TENANT
     digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"kvkeep.tenant")

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LAST_WORDS_MS = 200  # for replies that are on their way when the server ends
 _MESSAGES_A_TURN = 256  # then the loop looks at its other duties
 _FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an error; a huge one ends the connection
 
@@ -80,6 +81,7 @@ class Daemon:
         deadline = time.monotonic() + self.settings.shutdown_grace
         while time.monotonic() < deadline and any(s.writes or s.leases for s in self.store.sessions.values()):
             self._turn(0.05)
+        self._answer_all()  # whoever asked meanwhile is told, and need not wait for a deadline
         log.info("stopped")
 
     def stop(self) -> None:
@@ -116,7 +118,9 @@ class Daemon:
         if self._socket_file is not None:
             self._socket_file.unlink(missing_ok=True)  # while it is still ours: nobody takes over a socket that listens
             self._socket_file = None
-        self._context.destroy(linger=0)
+        if hasattr(self, "_socket"):
+            self._socket.close(linger=_LAST_WORDS_MS)
+        self._context.destroy(linger=_LAST_WORDS_MS)
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()

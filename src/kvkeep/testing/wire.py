@@ -119,5 +119,8 @@ class SimulatedTransport:
         """Lets the network run until something has arrived here or the time is over."""
         self._network.run_until(self._network.clock.now_ms + timeout_ms, stop=lambda: bool(self.inbox))
 
+    def lost(self) -> bool:
+        return False  # this network has no connections to lose, only messages
+
     def close(self) -> None:
         self.inbox.clear()

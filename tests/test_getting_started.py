@@ -1,0 +1,34 @@
+"""What getting-started shows is run as it stands, against a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvkeep.testing.process import ServerProcess
+
+PAGE = Path(__file__).parent.parent / "docs" / "getting-started.md"
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PRINTS = [
+    "4\n(4, 2, 16, 8, 64)\n(0, 2, 16, 8, 64)\n",
+    "5 blocks found\nfailed blocks: {}\nfailed blocks: {}\nTrue\n",
+]
+
+
+@pytest.mark.parametrize(("program", "printed"), list(zip(PROGRAMS, PRINTS, strict=True)))
+def test_a_program_prints_what_the_page_says(program: str, printed: str) -> None:
+    with ServerProcess("--pool-size", "64MiB") as server:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"KVKEEP_ADDRESS": server.address},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.stdout, done.returncode) == (printed, 0), done.stderr
+        assert "gone" not in server.log(), "every session ended in order"
