@@ -12,8 +12,8 @@ import pytest
 
 from kvkeep.testing.process import ServerProcess
 
-PAGE = Path(__file__).parent.parent / "docs" / "getting-started.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+TEXT = Path(__file__).parent.parent / "docs" / "getting-started.md"
+PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT.read_text(), re.DOTALL)
 PRINTS = [
     "4\n(4, 2, 16, 8, 64)\n(0, 2, 16, 8, 64)\n",
     "5 blocks found\nfailed blocks: {}\nfailed blocks: {}\nTrue\n",
@@ -21,7 +21,7 @@ PRINTS = [
 
 
 @pytest.mark.parametrize(("program", "printed"), list(zip(PROGRAMS, PRINTS, strict=True)))
-def test_a_program_prints_what_the_page_says(program: str, printed: str) -> None:
+def test_a_program_prints_what_is_promised(program: str, printed: str) -> None:
     with ServerProcess("--pool-size", "64MiB") as server:
         done = subprocess.run(
             [sys.executable, "-c", program],

@@ -4,6 +4,8 @@ they run in a worker's own thread or for a caller who asked for it; none raises 
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +17,14 @@ from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
 from kvkeep.client.replies import Plan, read_found, read_plan
 from kvkeep.errors import PoolError, RequestError
+from kvkeep.kv import native
 from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
+
+log = logging.getLogger(__name__)
 
 _BYTES_A_PART = 128 << 20  # a store goes in parts, so that a load never waits long behind one
 _BLOCKS_A_PART = 1024
@@ -96,6 +101,16 @@ class LoadRequest:
             )
 
 
+@functools.cache
+def _note_slow_copies() -> None:
+    """Says once in a process that the C kernel is missing."""
+    if not native.available:
+        log.warning(
+            "kvkeep: the C kernel was not built, blocks are copied with numpy, several times slower. "
+            "Install a C compiler and reinstall kvkeep."
+        )
+
+
 class Transfer:
     """Moves one shard of blocks for one registered set of KV tensors."""
 
@@ -104,6 +119,7 @@ class Transfer:
         self._runs = runs
         self._shard = shard
         self._store_deadline_ms = connection.options.store_deadline_ms
+        _note_slow_copies()
 
     # -- store
 

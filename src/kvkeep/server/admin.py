@@ -22,7 +22,7 @@ from kvkeep.kv.identity import is_tenant
 from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.quotas import KeptQuotas
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import TABLE, Settings
 from kvkeep.server.snapshot import (
     PoolShown,
     QuotasShown,
@@ -36,12 +36,13 @@ from kvkeep.store.operators import check_default_quota, check_quota, drop_blocks
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.tenants import Tenant
+from kvkeep.units import format_size
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOP_WAIT_S = 5.0
+LOOP_WAIT_S = 4.0  # less than our commands wait, so that they hear of it
 _BLOCKS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their turn
 
 
@@ -170,7 +171,7 @@ class Admin:
             kept = others if quota_bytes is None else others | {tenant: quota_bytes}
             with self._saved(replace(self.daemon.kept_quotas, tenants=kept)):
                 self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
-        log.info("quota of tenant %s: %s", tenant, "the default" if quota_bytes is None else f"{quota_bytes} bytes")
+        log.info("quota of tenant %s: %s", tenant, "the default" if quota_bytes is None else format_size(quota_bytes))
 
     def change_settings(self, changes: Mapping[str, str]) -> list[SettingShown]:
         """Changes live settings, all or none. A default quota is saved like a tenant's; others last until the end."""
@@ -187,7 +188,7 @@ class Admin:
             else:
                 self.in_loop(lambda: self._put_in_force(changed))
         for name in changes:
-            log.info("%s = %s", name, getattr(changed, name))
+            log.info("%s = %s", name, TABLE[name].kind.show(getattr(changed, name)))
         return self.settings()
 
     def clear(self, tenant: str) -> int:

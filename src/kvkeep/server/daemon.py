@@ -7,6 +7,7 @@ answers from its first moment on; a third runs HTTP. Both hand their work to the
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -22,12 +23,13 @@ from typing import TypeVar
 import zmq
 
 from kvkeep.errors import PoolError, SettingsError
+from kvkeep.server.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
 from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.service import Service
 from kvkeep.server.settings import Settings
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
-from kvkeep.tiers.memory import Pool, slab_bytes_for
+from kvkeep.tiers.memory import Pool
 from kvkeep.units import format_size
 from kvkeep.wire.messages import PoolPlace, WireLimits
 
@@ -56,8 +58,8 @@ class Daemon:
         self._socket_file: Path | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
-        slab_bytes = settings.slab_size or slab_bytes_for(settings.pool_size)
-        self.pool = Pool(settings.shm_dir, settings.name, settings.pool_size, slab_bytes, self.epoch)
+        self.pool = Pool(settings.shm_dir, settings.name, settings.pool_size, settings.slab_size, self.epoch)
+        _warn_of_disk(settings.shm_dir)
         self._context = zmq.Context()
         try:
             self.store = self._make_store()
@@ -196,6 +198,7 @@ class Daemon:
         )
         store = Store(self.pool.pool_bytes, self.pool.slab_bytes, limits)
         self.kept_quotas = self.quotas.load()
+        self.quotas.check_writable()
         self.settings = apply_kept(store, self.settings, self.kept_quotas, self.quotas.path)
         return store
 
@@ -230,10 +233,7 @@ class Daemon:
         try:
             router.bind(address.replace("//localhost:", "//127.0.0.1:"))
         except zmq.ZMQError as error:
-            raise SettingsError(
-                f"cannot listen on {address}: {error.strerror}",
-                "is another server running there? choose another --address",
-            ) from error
+            raise SettingsError(f"cannot listen on {address}: {error.strerror}", _remedy(error.errno, path)) from error
         finally:
             os.umask(before)
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
@@ -257,6 +257,27 @@ def _socket_path(address: str) -> Path | None:
     return Path(rest) if scheme == "ipc" and not rest.startswith("@") else None
 
 
+def _remedy(number: int, path: Path | None) -> str:
+    """What to do about an address on which nobody could listen."""
+    if number == errno.EADDRINUSE:
+        return "if another server runs there, give this one a --name, an --address and an --http-address of its own"
+    if path is not None and not path.parent.is_dir():
+        return f"the directory {path.parent} does not exist: make it, or choose another --address"
+    if path is not None:
+        return f"see that {path.parent} can be written, or choose another --address"
+    return "choose another --address"
+
+
+def _warn_of_disk(shm_dir: Path) -> None:
+    kind = file_system_of(shm_dir)
+    if kind and kind not in MEMORY_FILE_SYSTEMS:
+        log.warning(
+            "shm_dir = %s is on %s, which is no memory file system: blocks would go to disk; use /dev/shm or a tmpfs",
+            shm_dir,
+            kind,
+        )
+
+
 def _check_free(path: Path, address: str) -> None:
     """Raises if the path is in use. (ZMQ would silently take over another server's socket, and delete a file.)"""
     if not path.exists():
@@ -267,4 +288,7 @@ def _check_free(path: Path, address: str) -> None:
         )
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(str(path)) == 0:
-            raise SettingsError(f"another server listens on {address}", "stop it, or choose another --address")
+            raise SettingsError(
+                f"another server listens on {address}",
+                "stop it, or give this one a --name, an --address and an --http-address of its own",
+            )

@@ -3,7 +3,7 @@
     /healthz             is the server alive? Red while its loop is stuck, however well this thread still answers
     /readyz              may engines be sent here? Not while the pool is being filled, nor while the server stops
     /metrics             for Prometheus
-    /v1/...              status, tenants, quotas, settings; described by /openapi.json and /docs
+    /v1/...              status, tenants, quotas, settings; described by /openapi.json
 
 Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
 """
@@ -103,8 +103,8 @@ def make_app(admin: Admin, stuck_after_s: float = STUCK_AFTER_S) -> FastAPI:
         version=__version__,
         description="Health, metrics and administration of one kvkeep server.",
         responses=_PROBLEMS,
+        docs_url=None,  # the pages that come with it load scripts from other sites
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
     )
     app.add_middleware(Guard)
     app.add_exception_handler(KVKeepError, _refused)
@@ -235,6 +235,11 @@ def _invalid(request: Request, error: Exception) -> Response:
     """Names what was wrong, never what was sent: that may be a salt."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if first["loc"][0] == "body" and kind != "application/json":
+        return _problem(
+            422, "bad_request", "the body is not said to be JSON", "", "send it with content-type: application/json"
+        )
     field = str(first["loc"][1]) if len(first["loc"]) > 1 and first["type"] != "json_invalid" else ""
     return _problem(422, "bad_request", first["msg"], field)
 
@@ -242,7 +247,7 @@ def _invalid(request: Request, error: Exception) -> Response:
 def _http_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _HTTP_CODES.get(error.status_code, "bad_request")
-    response = _problem(error.status_code, code, str(error.detail), hint="/docs lists what there is")
+    response = _problem(error.status_code, code, str(error.detail), hint="/openapi.json lists what there is")
     response.headers.update(error.headers or {})
     return response
 
@@ -299,5 +304,5 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         raise SettingsError(
             f"cannot listen on {address} for HTTP: {error.strerror}",
-            "is another server running there? choose another --http-address",
+            "if another server runs there, give this one a --name, an --address and an --http-address of its own",
         ) from error

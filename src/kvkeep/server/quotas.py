@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import msgspec
 
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import TABLE, Settings
 from kvkeep.store.operators import set_default_quota, set_quota
 from kvkeep.store.store import Store
 from kvkeep.units import format_size
@@ -68,6 +69,18 @@ class QuotaFile:
             ) from error
         return KeptQuotas(kept.tenants, kept.default_set, kept.default_bytes)
 
+    def check_writable(self) -> None:
+        """Makes the directory. SettingsError if no file can be made in it: better now than at the first change."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=self.path.parent):
+                pass
+        except OSError as error:
+            raise SettingsError(
+                f"cannot write to {self.path.parent}: {error.strerror}",
+                "quotas are kept there: choose a --state-dir that can be written",
+            ) from error
+
     def save(self, quotas: KeptQuotas) -> None:
         """Replaces the file. OSError if that fails; then the old one is still there."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,7 +106,7 @@ def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path) -
     What does not fit stops the start: to drop a promise silently would be worse than not to serve.
     """
     if kept.default_set:
-        text = "none" if kept.default_bytes is None else str(kept.default_bytes)
+        text = TABLE["default_quota"].kind.show(kept.default_bytes)
         if settings.sources.get("default_quota", "default") != "default":
             log.warning("default_quota = %s was set at run time (%s) and overrules the one given", text, path)
         settings = settings.changed("default_quota", text)

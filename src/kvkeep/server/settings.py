@@ -11,10 +11,9 @@ is worse than one that shows.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import ipaddress
-import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 
 from kvkeep.errors import SettingsError
+from kvkeep.server.host_memory import auto_pool_bytes
 from kvkeep.server.setting_kinds import (
     ADDRESS,
     AUTO_SIZE,
@@ -37,6 +37,7 @@ from kvkeep.server.setting_kinds import (
     Kind,
     split_host,
 )
+from kvkeep.tiers.memory import slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, TIB
 
 ENV_PREFIX: Final = "KVKEEP_"
@@ -44,7 +45,14 @@ ENV_PREFIX: Final = "KVKEEP_"
 # the command line finds the admin API.
 ENV_OTHERS: Final = frozenset({"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_HTTP"})
 
-MIN_AUTO_POOL_BYTES: Final = 64 * MIB
+# Kubernetes gives every container variables named after the Services of its namespace, so a Service called
+# kvkeep, or kvkeep-something, looks like settings of ours. Those that end in _PORT hold an address, such as
+# tcp://10.0.0.1:5555: a plain number there is somebody's mistake and not ignored.
+_KUBERNETES_NAME: Final = re.compile(
+    r"KVKEEP(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
+)
+_KUBERNETES_PORT: Final = re.compile(r"KVKEEP(_[A-Z0-9_]+)?_PORT=(tcp|udp|sctp)://.*", re.DOTALL)
+
 MIN_KEY_BYTES: Final = 16  # no block key is shorter, so a request takes at least this many bytes a block
 
 
@@ -59,7 +67,7 @@ class Setting:
     low: float | None = None
     high: float | None = None
 
-    def parse(self, name: str, text: str, source: str) -> Any:
+    def parse(self, name: str, text: str, source: str, quote: str = '"') -> Any:
         """The value of `text`, or a SettingsError that names setting, value, source and what is expected."""
         try:
             value = self.kind.parse(text)
@@ -68,7 +76,7 @@ class Setting:
             if below or above:
                 raise ValueError
         except ValueError:
-            raise SettingsError(f'{name} = "{text}" ({source}): expected {self.expected}') from None
+            raise SettingsError(f"{name} = {quote}{text}{quote} ({source}): expected {self.expected}") from None
         return value
 
     @property
@@ -106,14 +114,14 @@ class Settings:
         Setting(
             AUTO_SIZE,
             "auto",
-            "Memory for blocks; auto is a quarter of what shm_dir and the host have free.",
+            "Memory for blocks, in whole slabs; auto is a quarter of what shm_dir and the host have free.",
             low=MIB,
             high=64 * TIB,
         ),
     ]
     shm_dir: Annotated[Path, Setting(DIRECTORY, "/dev/shm", "The memory file system that holds the pool.")]
     slab_size: Annotated[
-        int | None,
+        int,
         Setting(
             AUTO_SIZE,
             "auto",
@@ -179,6 +187,9 @@ class Settings:
         if values["pool_size"] is None:
             values["pool_size"] = auto_pool_bytes(values["shm_dir"])
             sources["pool_size"] += " (auto)"
+        if values["slab_size"] is None:
+            values["slab_size"] = slab_bytes_for(values["pool_size"])
+            sources["slab_size"] += " (auto)"
         settings = cls(**values, sources=sources)
         _check(settings)
         return settings
@@ -233,21 +244,33 @@ def _from_file(config: Path | None) -> Given:
         with config.open("rb") as file:
             document = tomllib.load(file)
     except OSError as error:
-        raise SettingsError(f"settings file {config} cannot be read: {error.strerror}") from error
+        raise SettingsError(
+            f"settings file {config} cannot be read: {error.strerror}", "check the path in --config or KVKEEP_CONFIG"
+        ) from error
     except ValueError as error:  # not TOML, or not UTF-8
-        raise SettingsError(f"settings file {config} is not valid TOML: {error}") from error
+        raise SettingsError(
+            f"settings file {config} is not valid TOML: {error}",
+            'a line looks like pool_size = "8GiB" or max_sessions = 64, in UTF-8',
+        ) from error
     for key, value in document.items():
         source = f"file {config}"
+        if key not in TABLE and isinstance(value, dict):
+            raise SettingsError(
+                f"[{key}] ({source}): settings stand at the top level, in no table", f"remove the line [{key}]"
+            )
         if key not in TABLE:
             raise _unknown(key, source, "{}".format)
         if not isinstance(value, str | int | float):
             raise SettingsError(f"{key} ({source}): expected {TABLE[key].expected}, not a table, list or date")
-        yield key, str(value), source
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if not isinstance(value, str):  # what is wrong with it is said as it stands in the file, without quotes
+            TABLE[key].parse(key, text, source, quote="")
+        yield key, text, source
 
 
 def _from_env(env: Mapping[str, str]) -> Given:
     for variable in sorted(env):
-        if not variable.startswith(ENV_PREFIX) or variable in ENV_OTHERS:
+        if not variable.startswith(ENV_PREFIX) or variable in ENV_OTHERS or _is_kubernetes(variable, env[variable]):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if variable != _variable(name) or name not in TABLE:
@@ -274,6 +297,10 @@ def _from_argv(argv: Sequence[str]) -> Given:
         if text.startswith("--"):
             raise SettingsError(f"{flag} needs a value: expected {TABLE[name].expected}")
         yield name, text, f"flag {flag}"
+
+
+def _is_kubernetes(variable: str, value: str) -> bool:
+    return bool(_KUBERNETES_NAME.fullmatch(variable) or _KUBERNETES_PORT.fullmatch(f"{variable}={value}"))
 
 
 def _variable(name: str) -> str:
@@ -303,28 +330,6 @@ def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsEr
 # --- what only shows when all are known ---------------------------------------------------------------------
 
 
-def auto_pool_bytes(shm_dir: Path) -> int:
-    """A quarter of what is free: in the file system of `shm_dir` or in memory, whichever has less."""
-    try:
-        space = os.statvfs(shm_dir)
-    except OSError as error:
-        raise SettingsError(f"shm_dir = {shm_dir} cannot be used: {error.strerror}") from error
-    free_bytes = min(space.f_bavail * space.f_frsize, _available_memory_bytes())
-    return max(MIN_AUTO_POOL_BYTES, free_bytes // 4 // MIB * MIB)
-
-
-def _available_memory_bytes() -> int:
-    """What can be had without swapping, or the rest of the container's limit where that is less."""
-    available = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = [int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * KIB]
-    with contextlib.suppress(OSError, ValueError):  # no control group, or its limit reads "max"
-        group = Path("/sys/fs/cgroup")
-        available.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return min(available)
-
-
 def _check(settings: Settings) -> None:
     """Refuse what contradicts: each value is fine alone, together they cannot be meant."""
     tcp = split_host(settings.address.removeprefix("tcp://")) if settings.address.startswith("tcp://") else None
@@ -338,12 +343,12 @@ def _check(settings: Settings) -> None:
             )
     if tcp is not None and tcp[1] == http[1] != 0:
         raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
-    if settings.slab_size is not None and settings.slab_size % (4 * KIB):
+    if settings.slab_size % (4 * KIB):
         raise SettingsError(
             f"slab_size = {settings.slab_size} is no multiple of 4KiB", "use a round size such as 64MiB"
         )
     for name, least, why in (
-        ("pool_size", settings.slab_size or 0, "slab_size: the pool must hold at least one slab"),
+        ("pool_size", settings.slab_size, "slab_size: the pool must hold at least one slab"),
         (
             "max_frame_size",
             settings.max_blocks_per_request * MIN_KEY_BYTES,

@@ -9,6 +9,7 @@ from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.table import NO_ROW
 from kvkeep.store.tenants import Tenant
+from kvkeep.units import TIB, format_size
 
 
 def drop_blocks(store: Store, tenant: str, keys: Iterable[bytes]) -> int:
@@ -39,8 +40,8 @@ def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
     if not 0 <= quota_bytes <= store.pool_bytes - promised:
         raise RequestError(
             "quota_too_large",
-            f"a quota of {quota_bytes} bytes does not fit: the pool has {store.pool_bytes}, of which "
-            f"{promised} are promised to other tenants",
+            f"a quota of {_size(quota_bytes)} does not fit: the pool has {_size(store.pool_bytes)}, of which "
+            f"{_size(promised)} are promised to other tenants",
             field="quota_bytes",
             hint="lower another tenant's quota first, or start the server with a larger --pool-size",
         )
@@ -61,8 +62,9 @@ def check_default_quota(store: Store, quota_bytes: int | None) -> None:
     if quota_bytes is not None and not 0 <= quota_bytes <= store.pool_bytes:
         raise RequestError(
             "quota_too_large",
-            f"a default quota of {quota_bytes} bytes does not fit a pool of {store.pool_bytes}",
+            f"a default quota of {_size(quota_bytes)} does not fit a pool of {_size(store.pool_bytes)}",
             field="default_quota",
+            hint="use a lower one, or start the server with a larger --pool-size",
         )
 
 
@@ -92,6 +94,11 @@ def _known(store: Store, tenant: str) -> Tenant:
             hint="`kvkeep tenants list` shows those that have",
         )
     return owner
+
+
+def _size(nbytes: int) -> str:
+    """For people and exact. What is beyond all memory, and maybe beyond a float, is not put into units."""
+    return f"{nbytes} bytes" if abs(nbytes) > 1_000_000 * TIB else f"{format_size(nbytes)} ({nbytes} bytes)"
 
 
 def _requeue(store: Store, tenant: Tenant, owner_before: int, now_ms: int) -> None:

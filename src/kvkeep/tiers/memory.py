@@ -42,7 +42,7 @@ class Pool:
         self._lock = _own(self.directory)
         try:
             self._remove_files()
-            _check_space(shm_dir, self.pool_bytes)
+            _check_space(shm_dir, self.pool_bytes, pool_bytes)
             path = self.directory / EPOCH_FILE
             path.touch(mode=0o600)
             path.write_text(f"{epoch:016x}")
@@ -129,7 +129,7 @@ def _own(directory: Path) -> int:
         os.close(descriptor)
         raise PoolError(
             f"the pool {directory} is in use by another kvkeep server (process {owner})",
-            "stop that server, or give this one a --name and an --address of its own",
+            "stop that server, or give this one a --name, an --address and an --http-address of its own",
         ) from None
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
@@ -137,12 +137,13 @@ def _own(directory: Path) -> int:
     return descriptor
 
 
-def _check_space(shm_dir: Path, pool_bytes: int) -> None:
+def _check_space(shm_dir: Path, pool_bytes: int, asked_bytes: int) -> None:
+    """Whole slabs have to fit; who asked for a little more reads the size that was asked for."""
     space = os.statvfs(shm_dir)
     free_bytes = space.f_bavail * space.f_frsize
     if pool_bytes > free_bytes:
         raise PoolError(
-            f"a pool of {format_size(pool_bytes)} does not fit {shm_dir}, which has {format_size(free_bytes)} free",
+            f"a pool of {format_size(asked_bytes)} does not fit {shm_dir}, which has {format_size(free_bytes)} free",
             f"use --pool-size {max(free_bytes * 9 // 10 // MIB, 1)}MiB, or make {shm_dir} larger "
             "(in a container: --shm-size)",
         )
