@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvkeep.bench import checksum as bench
+from kvkeep.errors import SettingsError
 
 
 def test_result_is_complete() -> None:
-    result = bench.run(sizes=(1 << 24,), repeats=1, trials=20)
+    result = bench.run(block_bytes=(1 << 24,), repeats=1, trials=20)
     names = set(result["gb_per_s"])
     assert {"kvkeep, numpy", "CRC-32", "Adler-32", "sum of words", "xor of words"} <= names
     assert all(speed > 0 for speeds in result["gb_per_s"].values() for speed in speeds.values())
@@ -50,3 +52,25 @@ def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPat
     candidates, left_out = bench._candidates()
     assert {"XXH3", "BLAKE3"} <= set(left_out)
     assert not set(candidates) & set(left_out)
+
+
+@pytest.mark.parametrize("missing", ["torch", "triton", ""])
+def test_a_device_that_is_not_here_is_named_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    def find(name: str) -> Any:
+        if name == missing:
+            raise ImportError(f"No module named {name}")
+        return SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    with pytest.raises(SettingsError) as caught:
+        bench.run(device="cuda:1")
+    assert missing in caught.value.message and "--device" in caught.value.hint
+    with pytest.raises(SettingsError, match="expected cpu, cuda"):
+        bench.run(device="cuda:x")
+
+
+def test_block_sizes_that_no_candidate_takes_are_refused() -> None:
+    with pytest.raises(SettingsError, match="--block-bytes"):
+        bench.run(block_bytes=(1001,))

@@ -7,14 +7,21 @@ from typing import Any
 
 import pytest
 
-from kvkeep.cli.bench import BENCHES, read_options, show
+from kvkeep.cli.bench import BENCHES, OPTIONS, _load, options_of, read_options, show
 from kvkeep.errors import SettingsError
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def run(
-    *, blocks: int = 8, share: float = 0.5, sizes: tuple[int, ...] = (1, 2), verify: bool = True, kind: str = "a"
+    *,
+    blocks: int = 8,
+    share: float = 0.5,
+    sizes: tuple[int, ...] = (1, 2),
+    block_bytes: tuple[int, ...] = (1024,),
+    seed: int = 0,
+    verify: bool = True,
+    kind: str = "a",
 ) -> None:
     """Stands for a benchmark."""
 
@@ -27,13 +34,30 @@ def test_options_are_the_arguments_of_run() -> None:
         "sizes": (3, 4),
         "kind": "b",
     }
+    assert read_options(run, ["--block-bytes", "4096,64KiB", "--seed=0"]) == {"block_bytes": (4096, 65536), "seed": 0}
     assert read_options(run, ["--no-verify"]) == {"verify": False}
     assert read_options(run, ["--verify"]) == {"verify": True}
     assert read_options(run, ["--verify=false"]) == {"verify": False}
 
 
 @pytest.mark.parametrize(
-    "argv", [["--block", "9"], ["--blocks", "many"], ["--blocks"], ["9"], ["--sizes="], ["--no-blocks"], ["--kind"]]
+    "argv",
+    [
+        ["--block", "9"],
+        ["--blocks", "many"],
+        ["--blocks", "0"],
+        ["--blocks", "-1"],
+        ["--share", "nan"],
+        ["--sizes", "1,0"],
+        ["--seed", "-1"],
+        ["--block-bytes", "0"],
+        ["--block-bytes", "64KB B"],
+        ["--blocks"],
+        ["9"],
+        ["--sizes="],
+        ["--no-blocks"],
+        ["--kind"],
+    ],
 )
 def test_a_wrong_option_is_named(argv: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
@@ -56,6 +80,18 @@ def test_every_benchmark_can_be_loaded_and_explains_itself(kvkeep: Run) -> None:
         done = kvkeep("bench", name, "--help")
         assert done.returncode == 0, done.stderr
         assert "Options of this benchmark" in done.stdout
+
+
+def test_every_option_is_explained_and_none_that_is_gone() -> None:
+    assert set(OPTIONS) == {option for name in BENCHES for option in options_of(_load(name).run)}
+
+
+def test_what_cannot_be_measured_here_is_said_without_a_traceback(kvkeep: Run) -> None:
+    done = kvkeep("bench", "checksum", "--device", "foo")
+    assert done.returncode == 2 and 'error: --device "foo": expected cpu, cuda' in done.stderr
+    done = kvkeep("bench", "copy", "--total-bytes", "100TiB", "--block-bytes", "1MiB")
+    assert done.returncode == 2 and "not enough memory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_any_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:

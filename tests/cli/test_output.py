@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvkeep.cli.output import help_section, note, show_facts, show_json, show_table
+from kvkeep.cli.output import counted, help_section, note, show_facts, show_json, show_table
 
 
 def test_a_table_shows_numbers_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,3 +39,13 @@ def test_a_help_text_grows_by_a_section() -> None:
     assert text.startswith("Usage: x\n\nThings:\n  --a       word")
     assert text.endswith("  --longer  b\n\nThe end.")
     assert max(map(len, text.splitlines())) <= 110
+
+
+def test_no_line_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table(("name", "own"), [("a", ""), ("b", "yes, its own")])
+    show_facts([("name", "y"), ("longer name", "yyy")])
+    assert all(line == line.rstrip() for line in capsys.readouterr().out.splitlines())
+
+
+def test_one_is_not_many() -> None:
+    assert [counted(number, "lease") for number in (0, 1, 2000)] == ["0 leases", "1 lease", "2,000 leases"]

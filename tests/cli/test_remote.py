@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvkeep.cli import remote
 from kvkeep.cli.remote import ask
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.testing.process import ServerProcess
@@ -82,3 +83,16 @@ def test_a_proxy_in_the_environment_is_not_asked(kvkeep: Run, server: ServerProc
 def test_a_malformed_address_is_named(address: str) -> None:
     with pytest.raises(SettingsError, match="--http"):
         ask(address, "/v1/status")
+
+
+def test_a_server_that_says_nothing_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remote._ANSWER_WITHIN_S <= 5
+    monkeypatch.setattr(remote, "_ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr(remote, "_CHANGE_WITHIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Unavailable, match="a server listens at .* but did not answer within 0.1 s") as caught:
+            ask(address, "/v1/status")
+        assert "kvkeep serve" not in caught.value.hint and "not known" not in caught.value.message
+        with pytest.raises(Unavailable, match="whether the change was made is not known"):
+            ask(address, "/v1/settings", "PATCH", {"verify": "true"})

@@ -26,6 +26,7 @@ from kvkeep.wire import messages as m
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 SHM = Path("/dev/shm")
+OWN = ("hint: ", "--name, an --address and an --http-address of its own")
 FREE_PORTS = ("--address", "tcp://127.0.0.1:0", "--http-address", "127.0.0.1:0")
 
 
@@ -107,16 +108,16 @@ def test_a_port_in_use_is_found_before_it_says_that_it_serves(kvkeep: Run, tmp_p
         port = taken.getsockname()[1]
         common = ("--pool-size", "32MiB", "--name", f"port-{port}", "--state-dir", str(tmp_path))
         address = ("--address", f"tcp://127.0.0.1:{port}", "--http-address", "127.0.0.1:0")
-        assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", "--address")
+        assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", *OWN)
         address = ("--address", "tcp://127.0.0.1:0", "--http-address", f"127.0.0.1:{port}")
-        assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", "--http-address")
+        assert_explained(kvkeep("serve", *common, *address), f"127.0.0.1:{port}", *OWN)
     assert not (SHM / f"kvkeep-port-{port}").exists()
 
 
 def test_a_second_server_of_one_name_is_refused_and_the_first_serves_on(kvkeep: Run, tmp_path: Path) -> None:
     with ServerProcess("--pool-size", "32MiB") as server:
         words = ("--name", server.name, "--pool-size", "32MiB", "--state-dir", str(tmp_path))
-        assert_explained(kvkeep("serve", *FREE_PORTS, *words), f"process {server.pid}", "hint: ", "--name")
+        assert_explained(kvkeep("serve", *FREE_PORTS, *words), f"process {server.pid}", *OWN)
         assert readiness(server.http)[0] == 200
 
 

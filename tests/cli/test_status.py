@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from kvkeep.cli.status import facts
+from kvkeep.cli.status import facts, time_since
 from kvkeep.testing.process import ServerProcess
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -62,3 +62,14 @@ def test_facts_say_what_is_wrong() -> None:
 def test_facts_of_a_server_that_is_not_ready() -> None:
     assert dict(facts(status(ready=False)))["server"].endswith("filling its pool")
     assert dict(facts(status(stopping=True)))["server"].endswith("stopping")
+
+
+def test_facts_count_in_words() -> None:
+    lines = dict(facts(status(leases=1, writes=2)))
+    assert lines["sessions"] == "0, 1 lease, 2 stores under way"
+    assert lines["up"] == "1m 30s"
+
+
+def test_how_long_it_is_up() -> None:
+    times = {0.4: "0s", 12: "12s", 60: "1m", 103: "1m 43s", 7500: "2h 5m", 86400: "1d", 90061: "1d 1h"}
+    assert {seconds: time_since(seconds) for seconds in times} == times

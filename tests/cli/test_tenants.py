@@ -81,6 +81,10 @@ def test_clearing_everything_must_be_meant(kvkeep: Run, server: ServerProcess) -
     ("words", "stdin", "code", "expected"),
     [
         (("set-quota", TENANT, "much"), "", 2, "expected a size"),
+        (("set-quota", TENANT, "none"), "", 2, "kvkeep tenants unset-quota"),
+        (("set-quota", TENANT, "-1"), "", 2, "never negative"),
+        (("set-quota", TENANT, "--htp", "1GiB"), "", 2, ""),
+        (("set-quota", TENANT, "--jsno"), "", 2, "no such option: --jsno"),
         (("set-quota", TENANT), "", 2, "expected TENANT and SIZE"),
         (("set-quota", TENANT, "1GiB", "--salt-stdin"), "s", 2, "expected TENANT and SIZE"),
         (("set-quota", TENANT, "1TiB"), "", 1, "does not fit"),
@@ -99,6 +103,11 @@ def test_mistakes_are_explained(
     assert done.returncode == code
     assert expected in done.stderr and done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_the_help_of_set_quota_says_which_argument_may_be_left_out(kvkeep: Run) -> None:
+    text = kvkeep("tenants", "set-quota", "--help").stdout
+    assert "set-quota [OPTIONS] [TENANT] SIZE\n" in text and "0 promises nothing" in text
 
 
 def test_a_salt_given_as_a_tenant_is_not_repeated(kvkeep: Run, server: ServerProcess) -> None:

@@ -130,3 +130,14 @@ def test_what_is_no_tenant_id_is_refused_and_not_repeated(start: Start, name: st
         error = refusal(call)
         assert error.code == "bad_tenant"
         assert "a-salt" not in str(error)
+
+
+def test_the_log_shows_settings_as_they_would_be_written(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    admin: Admin = start().http.admin
+    with caplog.at_level("INFO", "kvkeep"):
+        admin.change_settings({"default_quota": "1MiB", "verify": "off", "log_level": "info"})
+        admin.change_settings({"default_quota": "none"})
+        admin.set_quota(TENANT, 8 * MIB)
+    said = [record.getMessage() for record in caplog.records]
+    assert {"default_quota = 1MiB", "verify = false", "default_quota = none"} <= set(said)
+    assert f"quota of tenant {TENANT}: 8MiB" in said

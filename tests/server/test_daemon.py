@@ -222,7 +222,22 @@ def test_a_file_that_is_no_socket_is_left_alone(make: Callable[..., Daemon], tmp
 def test_a_unix_socket_in_a_directory_that_is_not_there_is_a_clear_error(
     make: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    assert "No such file" in refusal(make, SettingsError, address=f"ipc://{tmp_path}/nowhere/socket").message
+    error = refusal(make, SettingsError, address=f"ipc://{tmp_path}/nowhere/socket")
+    assert "No such file" in error.message and f"{tmp_path}/nowhere does not exist" in error.hint
+
+
+def test_a_state_directory_that_cannot_be_written_stops_the_start(make: Callable[..., Daemon]) -> None:
+    error = refusal(make, SettingsError, state_dir="/proc/nowhere")
+    assert "/proc/nowhere" in error.message and "--state-dir" in error.hint
+
+
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs", ""])
+def test_a_pool_that_is_not_in_memory_is_warned_of(
+    make: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    monkeypatch.setattr("kvkeep.server.daemon.file_system_of", lambda directory: kind)
+    make()
+    assert ("blocks would go to disk" in caplog.text) == (kind == "ext4")
 
 
 def test_a_second_daemon_on_the_same_pool_is_refused(

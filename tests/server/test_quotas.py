@@ -114,3 +114,13 @@ def test_a_default_quota_that_does_not_fit_names_its_source() -> None:
         apply_kept(store(), settings("--default-quota", "1GiB"), KeptQuotas(), PATH)
     with pytest.raises(SettingsError, match=f"kept in {PATH}"):
         apply_kept(store(), replace(settings()), KeptQuotas({}, True, GIB), PATH)
+
+
+def test_a_directory_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    file = QuotaFile(tmp_path / "state" / "a" / "quotas.json")
+    file.check_writable()
+    assert list(file.path.parent.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="cannot write to") as caught:
+        QuotaFile(tmp_path / "file" / "a" / "quotas.json").check_writable()
+    assert "--state-dir" in caught.value.hint

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.errors import SettingsError
-from kvkeep.server import settings as module
 from kvkeep.server.settings import TABLE, Settings
 from kvkeep.units import GIB, MIB
 
@@ -45,7 +44,8 @@ def test_defaults() -> None:
     assert settings.address == "tcp://localhost:5555"
     assert settings.http_address == "127.0.0.1:5556"
     assert settings.shm_dir == Path("/dev/shm")
-    assert settings.slab_size is None
+    assert settings.slab_size == 4 * MIB, "what auto comes to is known, and shown"
+    assert settings.sources["slab_size"] == "default (auto)"
     assert settings.default_quota is None
     assert settings.max_frame_size == 64 * MIB
     assert settings.session_check_interval == 1.0
@@ -174,11 +174,13 @@ def test_port_zero_lets_the_kernel_choose_for_both() -> None:
     ("text", "parts"),
     [
         ("max_sesions = 3", ["max_sesions", "kvkeep.toml", "max_sessions"]),
-        ("[server]\nname = 'x'", ["server", "kvkeep.toml"]),
+        ("[kvkeep]\nname = 'x'", ["[kvkeep]", "kvkeep.toml", "hint: remove the line [kvkeep]", "top level"]),
         ("name = ['x']", ["name", "letters", "not a table, list or date"]),
-        ("pool_size = 1.5", ["pool_size", '"1.5"', "a size such as"]),
-        ("name = ", ["kvkeep.toml", "not valid TOML"]),
-        ("max_sessions = true", ["max_sessions", "a whole number"]),
+        ("pool_size = 1.5", ["pool_size = 1.5 (", "a size such as"]),
+        ("name = ", ["kvkeep.toml", "not valid TOML", "hint: "]),
+        ("max_sessions = true", ["max_sessions = true (", "a whole number"]),
+        ("pool_size = false", ["pool_size = false ("]),
+        ('pool_size = "true"', ['pool_size = "true" (']),
     ],
 )
 def test_a_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -187,7 +189,8 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: list
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "gone.toml cannot be read" in refusal(config=tmp_path / "gone.toml")
+    message = refusal(config=tmp_path / "gone.toml")
+    assert "gone.toml cannot be read" in message and "hint: check the path in --config or KVKEEP_CONFIG" in message
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b'name = "\xe9"')
     assert "latin.toml is not valid TOML" in refusal(config=latin)
@@ -206,31 +209,26 @@ def test_variables_with_our_prefix_must_be_known() -> None:
     load(env={"KVKEEP_NATIVE": "0", "KVKEEP_HTTP": "127.0.0.1:1", "OTHER": "1"})
 
 
+@pytest.mark.parametrize("service", ["KVKEEP", "KVKEEP_SERVER"])
+def test_variables_that_kubernetes_makes_of_a_service_are_ignored(service: str) -> None:
+    made = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "5555", "SERVICE_PORT_ENGINES": "5555"}
+    made |= {"PORT": "tcp://10.0.0.1:5555", "PORT_5555_TCP": "tcp://10.0.0.1:5555", "PORT_5555_TCP_PROTO": "tcp"}
+    made |= {"PORT_5555_TCP_PORT": "5555", "PORT_5555_TCP_ADDR": "10.0.0.1", "PORT_53_UDP": "udp://10.0.0.1:53"}
+    assert load(env={f"{service}_{name}": value for name, value in made.items()}) == load()
+
+
+@pytest.mark.parametrize(
+    "variable", ["KVKEEP_PORT", "KVKEEP_HTTP_PORT", "KVKEEP_SERVICE", "KVKEEP_PORT_5555", "KVKEEP_PORT_5555_TCP_HOST"]
+)
+def test_what_only_looks_like_kubernetes_is_a_mistake(variable: str) -> None:
+    assert variable in refusal(env={variable: "5555"})
+
+
 def test_state_lives_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load().state_dir == tmp_path / ".local/state/kvkeep"
     assert load(env={"XDG_STATE_HOME": "/var/state"}).state_dir == Path("/var/state/kvkeep")
     assert load(env={"XDG_STATE_HOME": "relative"}).state_dir == tmp_path / ".local/state/kvkeep"
-
-
-@pytest.mark.parametrize(("memory_bytes", "pool_bytes"), [(1 << 60, None), (1 * GIB, 256 * MIB), (10 * MIB, 64 * MIB)])
-def test_auto_is_a_quarter_of_the_scarcer_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory_bytes: int, pool_bytes: int | None
-) -> None:
-    monkeypatch.setattr(module, "_available_memory_bytes", lambda: memory_bytes)
-    monkeypatch.setattr("os.statvfs", lambda path: type("Space", (), {"f_bavail": 2 << 20, "f_frsize": 4096}))
-    settings = Settings.load(None, {}, ["--shm-dir", str(tmp_path)])
-    assert settings.pool_size == (pool_bytes or 2 * GIB)
-    assert settings.sources["pool_size"] == "default (auto)"
-
-
-def test_auto_needs_a_directory_that_exists(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"shm_dir = .*gone cannot be used"):
-        Settings.load(None, {}, ["--shm-dir", str(tmp_path / "gone")])
-
-
-def test_available_memory_is_some_of_this_host() -> None:
-    assert 0 < module._available_memory_bytes() < 1 << 50
 
 
 def test_live_settings_change_in_a_copy() -> None:

@@ -40,7 +40,7 @@ def test_a_default_quota_fits_the_pool(hand: Callable[..., Any]) -> None:
     for nbytes in (9 * 4096, -1):
         with pytest.raises(RequestError, match="does not fit") as error:
             operators.set_default_quota(h.store, nbytes, h.now_ms)
-        assert error.value.field == "default_quota"
+        assert error.value.field == "default_quota" and "--pool-size" in error.value.hint
     assert h.store.tenants.default_quota_bytes is None
 
 

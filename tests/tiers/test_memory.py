@@ -192,6 +192,7 @@ def test_a_pool_larger_than_the_file_system_is_refused_with_a_size_that_fits(
     free_bytes = space.f_bavail * space.f_frsize
     with pytest.raises(PoolError, match="does not fit") as caught:
         make(pool_bytes=free_bytes + 64 * GIB)
+    assert format_size(free_bytes + 64 * GIB) in caught.value.message, "the size that was asked for"
     said = caught.value.hint.split("--pool-size ")[1].split(",")[0]
     assert 0 < parse_size(said) <= free_bytes
     assert list(tmp_path.iterdir()) == [], "nothing is left of a pool that was not made"

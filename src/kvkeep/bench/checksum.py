@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.errors import SettingsError
 from kvkeep.kv import checksum as ours
 from kvkeep.kv import native
 
@@ -42,7 +44,7 @@ class Candidate:
 
 def run(
     *,
-    sizes: tuple[int, ...] = (64 << 10, 1 << 20, 4 << 20),
+    block_bytes: tuple[int, ...] = (64 << 10, 1 << 20, 4 << 20),
     repeats: int = 5,
     trials: int = 20_000,
     seed: int = 0,
@@ -51,7 +53,12 @@ def run(
     """Measure all candidates; with device "cuda" also our kernel on the GPU, compared with the CPU's values first.
 
     Returns the parameters, `gb_per_s` by name and size, `missed` by name and kind of damage, and the names `left_out`.
+    SettingsError for a device that is not here, before anything is measured.
     """
+    if any(size % 8 for size in block_bytes):
+        raise SettingsError("--block-bytes: expected multiples of 8, because some candidates take words")
+    if device != "cpu":
+        _check_gpu(device)
     candidates, left_out = _candidates()
     result: dict[str, Any] = {
         "repeats": repeats,
@@ -59,12 +66,12 @@ def run(
         "seed": seed,
         "bits": {name: candidate.bits for name, candidate in candidates.items()},
         "on_gpu": {name: candidate.on_gpu for name, candidate in candidates.items()},
-        "gb_per_s": _speeds(candidates, sizes, repeats, seed),
+        "gb_per_s": _speeds(candidates, block_bytes, repeats, seed),
         "missed": _missed(candidates, trials, seed),
         "left_out": left_out,
     }
     if device != "cpu":
-        result["gpu_gb_per_s"] = {_label(size): _gpu_speed(size, device, repeats) for size in sizes}
+        result["gpu_gb_per_s"] = {_label(size): _gpu_speed(size, device, repeats) for size in block_bytes}
     return result
 
 
@@ -121,6 +128,22 @@ def _speeds(
         for name, taken in rounds.items():
             speeds[name][_label(size)] = round(float(np.median(taken)), 2)
     return speeds
+
+
+def _check_gpu(device: str) -> None:
+    remedy = "leave out --device to measure the CPU alone"
+    if not re.fullmatch(r"cuda(:[0-9]{1,3})?", device):
+        raise SettingsError(f'--device "{device}": expected cpu, cuda or cuda:N', remedy)
+    try:
+        torch = importlib.import_module("torch")
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise SettingsError(
+            f"--device {device} needs torch and triton: {error}", f"install both, or {remedy}"
+        ) from None
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= found:
+        raise SettingsError(f"--device {device} is not here: torch finds {found} CUDA devices", remedy)
 
 
 def _gpu_speed(size: int, device: str, repeats: int) -> float:

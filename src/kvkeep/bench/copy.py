@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.errors import SettingsError
 from kvkeep.kv import native
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.runs import BlockRuns
@@ -29,17 +30,19 @@ ALIGNMENT = 4096  # as slots and torch's tensors are; numpy alone would give 16
 
 def run(
     *,
-    sizes: tuple[int, ...] = (64 << 10, 1 << 20, 4 << 20),
+    block_bytes: tuple[int, ...] = (64 << 10, 1 << 20, 4 << 20),
     total_bytes: int = 256 << 20,
     layers: int = 32,
     repeats: int = 7,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Measure every way; returns `memcpy_gb_per_s` by block size and `of_memcpy` by way and size, medians of rounds."""
+    if any(size % layers or total_bytes % size for size in block_bytes):
+        raise SettingsError("--block-bytes: expected multiples of --layers that divide --total-bytes")
     memcpy: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
     left_out: list[str] = [] if native.available else ["C"]
-    for size in sizes:
+    for size in block_bytes:
         label = f"{size >> 10} KiB"
         ways = _ways(size, total_bytes, layers, np.random.default_rng(seed), left_out)
         rounds: dict[str, list[float]] = {name: [] for name in ways}

@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 from kvkeep.cli import machine
 from kvkeep.cli.output import Json, console, help_section, note, show_facts, show_json, show_table
 from kvkeep.errors import SettingsError
+from kvkeep.units import format_size, parse_size
 
 BENCHES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -31,6 +32,23 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
+# What an option of this name means, in whichever benchmark it is.
+OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "block_bytes": "Sizes of a block to measure, with commas between.",
+        "block_tokens": "Tokens in a block.",
+        "blocks": "How many blocks.",
+        "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
+        "layers": "Layers that a block is spread over.",
+        "repeats": "How often each way is measured.",
+        "resident": "How many blocks are in the cache meanwhile, with commas between.",
+        "rounds": "How often each case is measured.",
+        "seed": "Where random numbers begin.",
+        "total_bytes": "How much is moved in a round.",
+        "trials": "Blocks that are damaged, for each kind of damage.",
+    }
+)
+
 app = typer.Typer(no_args_is_help=True, help="Measure this machine. Options of each are in its --help.")
 
 
@@ -39,7 +57,11 @@ class BenchCommand(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         assert self.name is not None
-        rows = [(flag, f"[default: {default}]") for flag, default in options_of(_load(self.name).run)]
+        run = _load(self.name).run
+        rows = [
+            (_flag(name), f"{OPTIONS[name]} [default: {_text(default, name)}]")
+            for name, default in options_of(run).items()
+        ]
         return help_section(super().get_help(ctx), "Options of this benchmark", rows)
 
 
@@ -64,7 +86,10 @@ def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
     on = machine.describe()
     note(f"$ {command}")
     note(", ".join(f"{fact}: {value}" for fact, value in on.items()))
-    result: dict[str, Any] = module.run(**options)
+    try:
+        result: dict[str, Any] = module.run(**options)
+    except MemoryError:
+        raise SettingsError("this machine has not enough memory for that", "use smaller numbers") from None
     if as_json:
         show_json({**result, "machine": on, "command": command})
     elif hasattr(module, "table"):
@@ -105,7 +130,7 @@ def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]
             options[name.removeprefix("no_")] = False
             continue
         if not flag.startswith("--") or name not in parameters:
-            known = ", ".join(flag for flag, _ in options_of(run)) or "none"
+            known = ", ".join(map(_flag, options_of(run))) or "none"
             raise SettingsError(f'unknown option "{flag}"', f"options of this benchmark: {known}")
         default = parameters[name].default
         if isinstance(default, bool) and not equals:
@@ -113,20 +138,26 @@ def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]
             continue
         text = text if equals else next(rest, "")
         try:
-            options[name] = _convert(default, text)
+            options[name] = _convert(name, default, text)
         except ValueError:
-            raise SettingsError(f'{flag} "{text}": expected a value such as {_text(default)}') from None
+            raise SettingsError(f'{flag} "{text}": expected {_expected(name, default)}') from None
     return options
 
 
-def _convert(default: Any, text: str) -> Any:
-    """`text` as a value of the default's type; what has several values takes them with commas between."""
+def _convert(name: str, default: Any, text: str) -> Any:
+    """`text` as a value of the default's type; what has several values takes them with commas between.
+
+    Numbers count something, so there is at least one of it, except where not even the default is one.
+    """
     if isinstance(default, tuple | list):
-        return type(default)(_convert(default[0], part) for part in text.split(","))
+        return type(default)(_convert(name, default[0], part) for part in text.split(","))
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text, text == "1")
     if isinstance(default, int | float):
-        return type(default)(text)
+        value = parse_size(text) if name.endswith("_bytes") else type(default)(text)
+        if not value >= min(default, 1):
+            raise ValueError
+        return value
     if not text:
         raise ValueError
     return text
@@ -168,13 +199,26 @@ def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
     return parameters[name].default if name in parameters else None
 
 
-def options_of(run: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Flag and default of each option."""
-    parameters = inspect.signature(run).parameters
-    return [(f"--{name.replace('_', '-')}", _text(parameter.default)) for name, parameter in parameters.items()]
+def options_of(run: Callable[..., Any]) -> dict[str, Any]:
+    """Name and default of each option."""
+    return {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
 
 
-def _text(value: Any) -> str:
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _expected(name: str, default: Any) -> str:
+    """What a value looks like: "at least 1, such as 8"."""
+    first = default[0] if isinstance(default, tuple | list) else default
+    number = isinstance(first, int | float) and not isinstance(first, bool)
+    return (f"at least {min(first, 1)}, such as " if number else "a value such as ") + _text(default, name)
+
+
+def _text(value: Any, name: str = "") -> str:
+    """A result, or the value of the option `name` as it could be given."""
     if isinstance(value, tuple | list):
-        return ",".join(map(str, value))
+        return ",".join(_text(each, name) for each in value)
+    if name.endswith("_bytes"):
+        return format_size(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

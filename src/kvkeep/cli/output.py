@@ -30,7 +30,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         table.add_column(column, justify="right" if numbers and rows else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    _print(table)
 
 
 def show_facts(facts: Iterable[tuple[str, str]]) -> None:
@@ -40,7 +40,20 @@ def show_facts(facts: Iterable[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts:
         table.add_row(name, value)
-    console().print(table)
+    _print(table)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 block`, `2,000 blocks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _print(table: Table) -> None:
+    """Without the blanks that fill up the last column."""
+    screen = console()
+    with screen.capture() as drawn:
+        screen.print(table)
+    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
 
 def console() -> Console:

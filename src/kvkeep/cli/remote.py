@@ -15,7 +15,8 @@ from kvkeep.server.setting_kinds import split_host
 from kvkeep.server.settings import TABLE
 
 DEFAULT_ADDRESS = TABLE["http_address"].default
-_ANSWER_WITHIN_S = 15.0
+_ANSWER_WITHIN_S = 5.0
+_CHANGE_WITHIN_S = 15.0  # a change goes to disk, and its outcome is worth waiting for
 
 Http = Annotated[
     str,
@@ -32,9 +33,10 @@ Http = Annotated[
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def ask(address: str, path: str, method: str = "GET", body: Any = None, timeout_s: float = _ANSWER_WITHIN_S) -> Any:
+def ask(address: str, path: str, method: str = "GET", body: Any = None, timeout_s: float | None = None) -> Any:
     """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for a refusal."""
     url = _url(address)
+    timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, {"content-type": "application/json"}, method=method)
     try:
@@ -45,6 +47,8 @@ def ask(address: str, path: str, method: str = "GET", body: Any = None, timeout_
         raise _refusal(error, url) from None
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
+        if isinstance(why, TimeoutError):
+            raise _silent(url, timeout_s, method) from None
         raise Unavailable(
             f"no kvkeep server answers at {url}: {getattr(why, 'strerror', None) or why}",
             "start one with `kvkeep serve`, or say where it is with --http HOST:PORT or KVKEEP_HTTP",
@@ -70,6 +74,15 @@ def _refusal(error: urllib.error.HTTPError, url: str) -> RequestError | Unavaila
             return RequestError(said["error"], said["message"], field=said["field"], hint=said["hint"])
         except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
             return _stranger(url)
+
+
+def _silent(url: str, timeout_s: float, method: str) -> Unavailable:
+    """Somebody took the connection, or the kernel did in its name, and then said nothing."""
+    unknown = "" if method == "GET" else "; whether the change was made is not known"
+    return Unavailable(
+        f"a server listens at {url} but did not answer within {timeout_s:g} s{unknown}",
+        "it may be paused or stuck: see its log; if it stays so, end that process and start it again",
+    )
 
 
 def _stranger(url: str) -> Unavailable:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkeep.cli.output import Json, show_facts, show_json, show_table
+from kvkeep.cli.output import Json, counted, show_facts, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, ask
 from kvkeep.cli.tenants import tenant_rows
-from kvkeep.units import format_duration, format_size
+from kvkeep.units import format_size
 
 
 def status(http: Http = DEFAULT_ADDRESS, json: Json = False) -> None:
@@ -30,6 +30,17 @@ def status(http: Http = DEFAULT_ADDRESS, json: Json = False) -> None:
         show_table(*tenant_rows(said["largest_tenants"]))
 
 
+def time_since(seconds: float) -> str:
+    """The two largest units that say something: `1m 43s`, `2h`, `3d 4h`."""
+    parts, rest = [], int(seconds)
+    for unit, scale in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, rest = divmod(rest, scale)
+        parts.append((count, unit))
+    while len(parts) > 1 and not parts[0][0]:
+        del parts[0]
+    return " ".join(f"{count}{unit}" for count, unit in parts[:2] if count) or "0s"
+
+
 def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
     """What `GET /v1/status` said, in lines."""
     pool, counters, blocks = said["pool"], said["counters"], said["pool"]["blocks"]
@@ -39,17 +50,18 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
     if pool["filled_bytes"] < pool["pool_bytes"]:
         held += f", {format_size(pool['filled_bytes'])} filled"
     asked, hit = counters["lookup_blocks"], counters["hit_blocks"]
+    leases, stores = counted(said["leases"], "lease"), counted(said["writes"], "store")
     lines = [
         ("server", f"{said['name']} (kvkeep {said['version']}, pid {said['pid']}), {state}"),
-        ("up", format_duration(said["uptime_s"])),
+        ("up", time_since(said["uptime_s"])),
         ("engines", said["address"]),
         ("http", said["http_address"]),
         ("pool", held),
         ("blocks", ", ".join(f"{count:,} {state}" for state, count in blocks.items() if count) or "none"),
         ("evictions", f"{counters['evictions']:,}"),
         ("lookups", f"{counters['lookups']:,}, {hit:,} of {asked:,} blocks found ({hit / max(asked, 1):.1%})"),
-        ("stored", f"{counters['stored_blocks']:,} blocks, {format_size(counters['stored_bytes'])}"),
-        ("sessions", f"{len(said['sessions'])}, {said['leases']} leases, {said['writes']} stores under way"),
+        ("stored", f"{counted(counters['stored_blocks'], 'block')}, {format_size(counters['stored_bytes'])}"),
+        ("sessions", f"{len(said['sessions'])}, {leases}, {stores} under way"),
         ("tenants", f"{said['tenants']:,}, {format_size(said['quotas']['promised_bytes'])} promised"),
     ]
     if pool["degraded"]:

@@ -7,13 +7,15 @@ salt reaches neither server nor log, neither the shell's history nor the list of
 from __future__ import annotations
 
 import getpass
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from kvkeep.cli.output import Json, note, show_json, show_table
+from kvkeep.cli.output import Json, counted, note, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, ask
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant, tenant_of
@@ -21,6 +23,7 @@ from kvkeep.units import format_size, parse_size
 
 MAX_SALT_BYTES = 64 * 1024
 _CLEAR_WITHIN_S = 600.0
+_NO_QUOTA = ("none", "null", "default", "unset", "unlimited", "max", "auto")
 
 app = typer.Typer(no_args_is_help=True, help="Show tenants, set their quotas, clear their blocks.")
 
@@ -47,23 +50,46 @@ def list_tenants(
         note(f"{said['total'] - len(said['tenants'])} more: use a larger --limit")
 
 
-@app.command("set-quota")
+class QuotaCommand(TyperCommand):
+    """Says which of its two arguments may be left out: the first, which the parser could not know."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", "[TENANT]", "SIZE"]
+
+
+# Unknown options are let through to us, or a size such as -1 would be one.
+@app.command("set-quota", cls=QuotaCommand, context_settings={"ignore_unknown_options": True})
 def set_quota(
-    words: Annotated[list[str], typer.Argument(metavar="[TENANT] SIZE", help="A tenant id, and a size such as 8GiB.")],
+    tenant: Tenant = None,
+    size: Annotated[
+        str | None,
+        typer.Argument(help="A size such as 8GiB. 0 promises nothing: the tenant may only borrow.", show_default=False),
+    ] = None,
     salt_stdin: SaltStdin = False,
     http: Http = DEFAULT_ADDRESS,
     json: Json = False,
 ) -> None:
     """Promise a tenant memory. Kept over restarts."""
+    words = [word for word in (tenant, size) if word is not None]
+    for word in words:
+        if re.match(r"-[^0-9.]", word):
+            raise SettingsError(f"no such option: {word}", "`kvkeep tenants set-quota --help` lists them")
     if len(words) != (1 if salt_stdin else 2):
         raise SettingsError("expected TENANT and SIZE, or --salt-stdin and SIZE")
+    quota_bytes = _quota(words[-1])
+    name = named(None if salt_stdin else words[0], salt_stdin)
+    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": quota_bytes})
+    _say(json, {"tenant": name, "quota_bytes": quota_bytes}, f"{name} has a quota of {format_size(quota_bytes)}")
+
+
+def _quota(text: str) -> int:
+    if text.startswith("-"):
+        raise SettingsError("the quota: expected a size, which is never negative", "0 promises nothing")
     try:
-        quota_bytes = parse_size(words[-1])
+        return parse_size(text)
     except ValueError as error:
-        raise SettingsError(f"the quota: expected {error}") from None
-    tenant = named(None if salt_stdin else words[0], salt_stdin)
-    ask(http, f"/v1/tenants/{tenant}/quota", "PUT", {"quota_bytes": quota_bytes})
-    _say(json, {"tenant": tenant, "quota_bytes": quota_bytes}, f"{tenant} has a quota of {format_size(quota_bytes)}")
+        hint = "to give a tenant the default quota again: kvkeep tenants unset-quota"
+        raise SettingsError(f"the quota: expected {error}", hint if text.lower() in _NO_QUOTA else "") from None
 
 
 @app.command("unset-quota")
@@ -83,7 +109,7 @@ def clear(
     """Take all blocks of a tenant out of use."""
     name = named(tenant, salt_stdin)
     said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", timeout_s=_CLEAR_WITHIN_S)
-    _say(json, {"tenant": name, **said}, f"{said['blocks']:,} blocks of {name} are out of use")
+    _say(json, {"tenant": name, **said}, _out_of_use(said["blocks"], f" of {name}"))
 
 
 @app.command("clear-all")
@@ -96,7 +122,7 @@ def clear_all(
     if not yes and not (sys.stdin.isatty() and typer.confirm("Take every block out of use?", err=True)):
         raise SettingsError("nothing was cleared", "say --yes if every block of every tenant is meant")
     said = ask(http, "/v1/blocks?confirm=everything", "DELETE", timeout_s=_CLEAR_WITHIN_S)
-    _say(json, said, f"{said['blocks']:,} blocks are out of use")
+    _say(json, said, _out_of_use(said["blocks"]))
 
 
 @app.command("id")
@@ -151,6 +177,10 @@ def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[
         )
         for t in tenants
     ]
+
+
+def _out_of_use(blocks: int, whose: str = "") -> str:
+    return f"{counted(blocks, 'block')}{whose} {'is' if blocks == 1 else 'are'} out of use"
 
 
 def _say(as_json: bool, data: dict[str, Any], text: str) -> None:

@@ -257,7 +257,7 @@ def _socket_path(address: str) -> Path | None:
     return Path(rest) if scheme == "ipc" and not rest.startswith("@") else None
 
 
-def _remedy(number: int, path: Path | None) -> str:
+def _remedy(number: int | None, path: Path | None) -> str:
     """What to do about an address on which nobody could listen."""
     if number == errno.EADDRINUSE:
         return "if another server runs there, give this one a --name, an --address and an --http-address of its own"
