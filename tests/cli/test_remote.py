@@ -91,7 +91,7 @@ def test_a_server_that_says_nothing_is_not_taken_for_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(remote, "_CHANGE_WITHIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(Unavailable, match="a server listens at .* but did not answer within 0.1 s") as caught:
+        with pytest.raises(Unavailable, match=r"a server listens at .* but did not answer within 0\.1 s") as caught:
             ask(address, "/v1/status")
         assert "kvkeep serve" not in caught.value.hint and "not known" not in caught.value.message
         with pytest.raises(Unavailable, match="whether the change was made is not known"):

@@ -83,7 +83,6 @@ def test_clearing_everything_must_be_meant(kvkeep: Run, server: ServerProcess) -
         (("set-quota", TENANT, "much"), "", 2, "expected a size"),
         (("set-quota", TENANT, "none"), "", 2, "kvkeep tenants unset-quota"),
         (("set-quota", TENANT, "-1"), "", 2, "never negative"),
-        (("set-quota", TENANT, "--htp", "1GiB"), "", 2, ""),
         (("set-quota", TENANT, "--jsno"), "", 2, "no such option: --jsno"),
         (("set-quota", TENANT), "", 2, "expected TENANT and SIZE"),
         (("set-quota", TENANT, "1GiB", "--salt-stdin"), "s", 2, "expected TENANT and SIZE"),

@@ -14,7 +14,7 @@ import pytest
 from kvkeep.errors import PoolError
 from kvkeep.tiers import memory
 from kvkeep.tiers.memory import Pool, slab_bytes_for
-from kvkeep.units import GIB, KIB, MIB, parse_size
+from kvkeep.units import GIB, KIB, MIB, format_size, parse_size
 from kvkeep.wire.segments import is_same_pool
 
 SLAB = 64 * KIB

@@ -24,6 +24,7 @@ from kvkeep.wire import messages as m
 
 _BLOCKS = (128, 512, 2048, 8192)
 _LONGEST = max(_BLOCKS)
+_TURN = 64  # blocks that a conversation grows by at a time
 _SLOT_BYTES = 4096
 _DEADLINE_MS = 10_000
 
@@ -71,25 +72,30 @@ def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[
 
 
 def _fill(connection: Connection, resident: int) -> list[bytes]:
-    """Stores chains until so many blocks are resident; a quarter of them in long chains, which are returned."""
-    chains: list[bytes] = []
-    stored = 0
-    while stored < resident:
-        long = not chains or len(chains) * _LONGEST < resident // 4
-        count = min(_LONGEST if long else 512, resident - stored)
-        keys = os.urandom(count * KEY_BYTES)
-        write = connection.call(m.PrepareStore(DEFAULT_TENANT, _layout(connection), 0, b"", keys), _DEADLINE_MS)
+    """Stores chains until so many blocks are resident, in turns as conversations grow; a quarter of the blocks are in
+    long chains, which are returned."""
+    long = [os.urandom(_LONGEST * KEY_BYTES) for _ in range(max(1, resident // 4 // _LONGEST))]
+    for start in range(0, _LONGEST, _TURN):
+        for chain in long:
+            parent = chain[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else b""
+            _store(connection, parent, chain[start * KEY_BYTES : (start + _TURN) * KEY_BYTES])
+    for left in range(resident - len(long) * _LONGEST, 0, -512):
+        _store(connection, b"", os.urandom(min(512, left) * KEY_BYTES))
+    return long
+
+
+def _store(connection: Connection, parent: bytes, keys: bytes) -> None:
+    count = len(keys) // KEY_BYTES
+    while True:
+        message = m.PrepareStore(DEFAULT_TENANT, _layout(connection), 0, parent, keys)
+        write = connection.call(message, _DEADLINE_MS)
         plan = connection.wait(write)
-        if not isinstance(plan, m.Prepared) or plan.refused:
-            time.sleep(0.05)  # the pool is still being filled
-            connection.give_up(write)
-            continue
-        done = connection.wait(connection.call(m.CompleteStore(write.number, bytes(8 * count)), _DEADLINE_MS))
-        assert isinstance(done, m.Done) and done.count == count
-        stored += count
-        if count == _LONGEST:
-            chains.append(keys)
-    return chains
+        if isinstance(plan, m.Prepared) and not plan.refused:
+            break
+        connection.give_up(write)
+        time.sleep(0.05)  # the pool is still being filled
+    done = connection.wait(connection.call(m.CompleteStore(write.number, bytes(8 * count)), _DEADLINE_MS))
+    assert isinstance(done, m.Done) and done.count == count
 
 
 def _measure(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import queue
@@ -76,6 +77,8 @@ class Daemon:
         """Serves until `stop` is called, then gives sessions in the middle of a store time to finish."""
         self._filler = threading.Thread(target=self._fill_pool, name="kvkeep-fill", daemon=True)
         self._filler.start()
+        gc.collect()
+        gc.freeze()  # what is there from the start stays: no collection need ever look at it again
         log.info("serving on %s, pool %s in %s", self.address, format_size(self.pool.pool_bytes), self.pool.directory)
         while not self._stopping:
             self._turn(self.settings.session_check_interval)

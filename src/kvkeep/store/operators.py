@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from kvkeep.errors import RequestError
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
@@ -102,7 +104,9 @@ def _size(nbytes: int) -> str:
 
 
 def _requeue(store: Store, tenant: Tenant, owner_before: int, now_ms: int) -> None:
-    """A tenant that gains or loses its quota moves to a queue of its own or back to the common one."""
+    """A tenant that gains or loses its quota moves to a queue of its own or back to the common one. Only leaves wait
+    in queues."""
     if tenant.owner != owner_before:
-        for row in tenant.index.values():
+        rows = np.fromiter(tenant.index.values(), dtype=np.int64, count=len(tenant.index))
+        for row in rows[store.blocks.table.many.first_child[rows] == NO_ROW].tolist():
             store.blocks.order.enqueue(row, now_ms)

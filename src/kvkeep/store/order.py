@@ -26,6 +26,7 @@ _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _STALE_SLACK = 1024
 _LOOK_AHEAD = 255
+_EXPIRED_A_CALL = 4096
 
 
 class EvictionOrder:
@@ -112,9 +113,14 @@ class EvictionOrder:
         return [row for row in rows if table.queue_owner[row] == owner and self.evictable(row)]
 
     def note_expired(self, now_ms: int) -> None:
-        """Moves blocks whose time to live has run out to the front. Call before looking for victims."""
+        """Moves blocks whose time to live has run out to the front. Call before looking for victims.
+
+        Some thousand at most: if a million expire at once, the rest waits for the next call.
+        """
         self.noted_ms = now_ms
-        while self._expiring and self._expiring[0] >> _ROW_BITS <= now_ms:
+        for _ in range(_EXPIRED_A_CALL):
+            if not self._expiring or self._expiring[0] >> _ROW_BITS > now_ms:
+                return
             entry = heappop(self._expiring)
             if self._expires(entry):
                 self.enqueue(entry & _ROW_MASK, now_ms)

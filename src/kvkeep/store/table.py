@@ -25,7 +25,6 @@ STATE_NAMES = ("free", "writing", "waiting", "ready", "evicting")
 
 _FIRST_CAPACITY = 1024
 _WORDS_A_KEY = KEY_BYTES // 8
-_FIRST_STEP = 64
 _TYPES: dict[str, tuple[str, type[np.generic]]] = {
     "state": ("b", np.int8),
     "priority": ("B", np.uint8),
@@ -69,7 +68,7 @@ class Views:
 
 
 class KeyColumn:
-    """The key of each row. Neighbouring rows mostly hold neighbouring keys, and can then be compared in one go."""
+    """The key of each row, in one array: thousands can be compared in one go."""
 
     def __init__(self) -> None:
         self.words: NDArray[np.uint64] = np.zeros((0, _WORDS_A_KEY), dtype=np.uint64)
@@ -84,18 +83,9 @@ class KeyColumn:
     def put(self, rows: NDArray[np.int64], keys: bytes) -> None:
         self.words[rows] = np.frombuffer(keys, dtype=np.uint64).reshape(-1, _WORDS_A_KEY)
 
-    def run(self, row: int, keys: NDArray[np.uint64]) -> int:
-        """How many of `keys` are, in order, those of `row` and the rows after it."""
-        same, step = 0, _FIRST_STEP
-        while same < len(keys):
-            ahead = keys[same : same + step]
-            found = self.words[row + same : row + same + len(ahead)]
-            equal = (found == ahead[: len(found)]).all(axis=1)
-            if len(found) < len(ahead) or not equal.all():
-                return same + (int(np.argmin(equal)) if not equal.all() else len(found))
-            same += len(ahead)
-            step *= 4
-        return same
+    def hold(self, rows: NDArray[np.int64], keys: bytes) -> bool:
+        """Whether these rows have exactly these keys, in order."""
+        return self.words[rows].tobytes() == keys
 
     def grow(self, capacity: int) -> None:
         words = np.zeros((capacity, _WORDS_A_KEY), dtype=np.uint64)

@@ -52,6 +52,7 @@ class Tenants:
         self.borrowers: dict[Tenant, None] = {}  # tenants above their quota, in no order that matters
         self._by_name: dict[str, Tenant] = {}
         self._next = 0
+        self._promised_bytes = 0
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_name.values())
@@ -92,6 +93,7 @@ class Tenants:
 
     def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
         """Gives the tenant a quota of its own, or with None the default again."""
+        self._promised_bytes += (quota_bytes or 0) - (tenant.own_quota_bytes or 0)
         tenant.own_quota_bytes = quota_bytes
         tenant.quota_bytes = self.default_quota_bytes if quota_bytes is None else quota_bytes
         self._note_borrowing(tenant)
@@ -105,9 +107,10 @@ class Tenants:
 
     def promised_bytes(self, *, without: Tenant | None = None) -> int:
         """The sum of the tenants' own quotas."""
-        return sum(t.own_quota_bytes or 0 for t in self if t is not without)
+        return self._promised_bytes - ((without.own_quota_bytes or 0) if without else 0)
 
     def check_integrity(self) -> None:
+        assert self._promised_bytes == sum(tenant.own_quota_bytes or 0 for tenant in self)
         for tenant in self:
             over = tenant.quota_bytes is not None and tenant.usage_bytes > tenant.quota_bytes
             assert over == (tenant in self.borrowers), f"{tenant.name}: borrowing is noted wrongly"

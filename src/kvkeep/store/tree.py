@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store.table import NO_ROW, READY, BlockTable
 
-_WORTH_A_RUN = 32
-_ONE_BY_ONE = 256
 _KEY_DTYPE = f"V{KEY_BYTES}"
 
 
@@ -55,45 +53,34 @@ def longest_hit(table: BlockTable, index: dict[bytes, int], keys: bytes) -> int:
 def rows_of_chain(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int) -> NDArray[np.int64]:
     """The rows of keys[skip:hit], as far as they really are one READY chain hanging on key skip-1.
 
-    Whatever a client sends, no row comes back that is not the child of the one before it.
+    Whatever a client sends, no row comes back that is not the child of the one before it. For a chain the way leads
+    from its last row to its first: parents are one small column, the index of keys a large one, full of cache misses.
     """
-    above = NO_ROW
-    if skip:
-        above = index.get(keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES], NO_ROW)
-        if above == NO_ROW:
-            return np.empty(0, dtype=np.int64)
-    rows = _find_rows(table, index, keys[skip * KEY_BYTES : hit * KEY_BYTES])
-    linked = table.many.parent[rows] == np.concatenate(([above], rows[:-1]))
-    linked &= (rows != NO_ROW) & (table.many.state[rows] == READY)
-    if linked.all():
+    parent, row = table.parent, index[keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES]]
+    upwards: list[int] = []
+    while row != NO_ROW and len(upwards) < hit - skip:
+        upwards.append(row)
+        row = parent[row]
+    rows = np.array(upwards[::-1], dtype=np.int64)
+    above = keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES] if skip else b""
+    if (table.keys[row] if row != NO_ROW else b"") == above and table.keys.hold(
+        rows, keys[skip * KEY_BYTES : hit * KEY_BYTES]
+    ):
         return rows
-    return rows[: int(np.argmin(linked))]
+    return _walk_down(table, index, keys, skip, hit)
 
 
-def _find_rows(table: BlockTable, index: dict[bytes, int], keys: bytes) -> NDArray[np.int64]:
-    """The row of each key, or NO_ROW. Where rows follow each other as keys do, one comparison finds many of them."""
-    words = np.frombuffer(keys, dtype=np.uint64).reshape(len(keys) // KEY_BYTES, -1)
-    rows = np.full(len(words), NO_ROW, dtype=np.int64)
-    found = 0
-    while found < len(rows):
-        row = index.get(keys[found * KEY_BYTES : (found + 1) * KEY_BYTES], NO_ROW)
-        run = _run(table, row, words[found:]) if row != NO_ROW else 0
-        rows[found : found + run] = np.arange(row, row + run)
-        found += run
-        if run < _WORTH_A_RUN and found < len(rows):  # scattered rows: ask for each of the next ones
-            some = split_keys(keys[found * KEY_BYTES : (found + _ONE_BY_ONE) * KEY_BYTES])
-            rows[found : found + len(some)] = [index.get(key, NO_ROW) for key in some]
-            found += len(some)
-    return rows
-
-
-def _run(table: BlockTable, row: int, keys: NDArray[np.uint64]) -> int:
-    """How many of `keys` the row and the rows after it hold as one chain. Rows that are free or on their way out may
-    still hold a key that another row has now, so each must hang on the one before it, and be READY."""
-    run = table.keys.run(row, keys)
-    parents = table.many.parent[row + 1 : row + run]
-    chained = (parents == np.arange(row, row + run - 1)) & (table.many.state[row + 1 : row + run] == READY)
-    return run if chained.all() else 1 + int(np.argmin(chained))
+def _walk_down(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int) -> NDArray[np.int64]:
+    """The same for keys that form no chain, one by one: only a client that is broken or hostile sends such."""
+    above = index.get(keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES], NO_ROW) if skip else NO_ROW
+    rows: list[int] = []
+    for key in split_keys(keys[skip * KEY_BYTES : hit * KEY_BYTES]):
+        row = index.get(key, NO_ROW)
+        if row == NO_ROW or table.parent[row] != above or table.state[row] != READY or (skip and above == NO_ROW):
+            break
+        rows.append(row)
+        above = row
+    return np.array(rows, dtype=np.int64)
 
 
 def link_chain(table: BlockTable, rows: NDArray[np.int64], parent: int) -> None:
