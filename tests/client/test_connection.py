@@ -181,19 +181,48 @@ def test_a_session_that_the_server_forgot_is_made_again(sim: Any) -> None:
     assert len(sim.store.sessions) == 1
 
 
+def reached(connection: Connection, epoch: int, session: int = 0) -> bool:
+    with connection.pool(epoch, session) as pool:
+        return pool is not None
+
+
+def test_memory_stays_mapped_and_fenced_until_the_last_copy_has_ended(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    connection = sim.connected()
+    lock = sim.server.service.sessions.all()[0].watch
+    with connection.pool(1) as pool:
+        assert pool is not None
+        connection._go_down("as when the server is another one")
+        assert lock.is_held(), "the server may not take a slot that is being written"
+        assert len(pool[0].view(0, 64)) == 64
+    assert not lock.is_held()
+
+
+def test_a_forked_child_is_not_connected_and_does_not_hang(simulation: Make) -> None:
+    sim = simulation()
+    connection = sim.connected()
+    connection._pid += 1  # as if this were the child
+    call = connection.call(m.Ping(), 60_000)
+    assert (connection.wait(call), call.failure) == (None, "forked")
+    connection.poll()
+    connection.close()
+    connection._pid -= 1
+    assert connection.up, "and the parent is none the worse for it"
+
+
 def test_slots_are_only_reached_in_the_session_and_epoch_that_gave_them(simulation: Make) -> None:
     sim = simulation(shared_memory=True)
     connection = sim.connected()
     call = look_up(connection)
-    assert connection.pool(1) is not None
-    assert connection.pool(call.epoch, call.session) is not None
-    assert connection.pool(2) is None
-    assert connection.pool(call.epoch, call.session + 1) is None
+    assert reached(connection, 1)
+    assert reached(connection, call.epoch, call.session)
+    assert not reached(connection, 2)
+    assert not reached(connection, call.epoch, call.session + 1)
     sim.replace_server(epoch=2)
     sim.run(1_000)
     assert connection.up
-    assert connection.pool(call.epoch, call.session) is None
-    assert connection.pool(2) is not None
+    assert not reached(connection, call.epoch, call.session)
+    assert reached(connection, 2)
 
 
 def test_a_message_made_for_the_layout_of_an_earlier_server_is_not_sent(sim: Any) -> None:

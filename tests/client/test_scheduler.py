@@ -197,3 +197,22 @@ def test_close_ends_the_session_and_what_it_held(sim: Any) -> None:
     answer = scheduler.lookup("r", None, keys(3))
     assert answer is not None
     assert answer.failure == "not_connected"
+
+
+@pytest.mark.parametrize(
+    ("salt", "keys", "skip"),
+    [(5, b"k" * 16, 0), ({"a": 1}, b"k" * 16, 0), (["x"], b"k" * 16, 0), (None, object(), 0), (None, b"k" * 16, 2**70)],
+)
+def test_a_request_with_a_wrong_field_is_a_miss_and_hurts_nobody(
+    simulation: Make, salt: Any, keys: Any, skip: Any
+) -> None:
+    """Peers die of one such request."""
+    sim = simulation()
+    scheduler = adapter(sim)
+    answer = None
+    for _ in range(20):
+        answer = scheduler.lookup("bad", salt, keys, skip)
+        sim.run(20)
+    assert answer is not None and answer.blocks == 0 and answer.failure
+    scheduler.end_session("bad", salt, b"k" * 16, finished=True)
+    assert scheduler.connection.up

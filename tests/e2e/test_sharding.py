@@ -379,3 +379,24 @@ def test_adapters_and_salts_have_keys_of_their_own(start: Start) -> None:
         assert engine.store(model.keys(PROMPT, **variant)) == [5, 5]
     for variant in variants:
         assert engine.load(model.keys(PROMPT, **variant)) == 5
+
+
+def test_a_worker_that_lays_its_tensors_out_otherwise_is_refused_not_fed(server: ServerProcess) -> None:
+    """The model identity says nothing of it, the bytes of a block are as many, the checksums would match: only the
+    order of the dimensions in memory differs, and with it the meaning of every byte."""
+    identity = ModelIdentity(model="careless", revision="1", kv_dtype="float32", block_tokens=4, layout="as ever")
+    shape = BlockShape(identity, (2 * 4 * 8 * 16 * 4,))
+    tokens_major = torch.zeros((8, 2, 4, 8, 16))
+    heads_major = torch.zeros((8, 2, 8, 4, 16)).transpose(2, 3)
+    assert tokens_major.shape == heads_major.shape
+    first, second = (WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address)) for _ in "ab")
+    first.register_kv_caches({"layer": tokens_major})
+    assert first.connection.wait_until_up(10_000)
+    second.register_kv_caches({"layer": heads_major})
+    assert not second.connection.wait_until_up(300)
+    assert "ModelIdentity.layout" in second.connection.refusal
+    third = WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address))
+    third.register_kv_caches({"layer": torch.zeros((20, 2, 4, 8, 16))})
+    assert third.connection.wait_until_up(10_000), "another number of blocks is no other layout"
+    for worker in (first, second, third):
+        worker.close()

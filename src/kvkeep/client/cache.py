@@ -21,6 +21,7 @@ from kvkeep.client.calls import Call, ClientCounters
 from kvkeep.client.connection import Connection
 from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.outage import trouble
 from kvkeep.client.replies import Hit, read_found
 from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
 from kvkeep.errors import RequestError, Unavailable
@@ -68,9 +69,8 @@ def connect(
     connection = Connection(BlockShape(identity, (nbytes,)), chosen)
     Keeper.keep(connection)
     if not connection.wait_until_up(wait_ms) and required:
-        trouble = connection.trouble("nobody answers")
         connection.close()
-        raise Unavailable(*trouble)
+        raise Unavailable(*trouble(chosen.address, "nobody answers", connection.refusal))
     return Cache(connection, identity, shape, kind)
 
 

@@ -11,16 +11,18 @@ callers count as misses.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvkeep.client.calls import Breaker, Call, ClientCounters, Debts
 from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.outage import Outage
 from kvkeep.client.replies import is_sound_layout, is_sound_welcome
 from kvkeep.client.transport import Transport, ZmqTransport
 from kvkeep.errors import ProtocolError
@@ -58,26 +60,28 @@ class Connection:
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
         self.refusal = ""  # why the server would not have us, in its words
+        self._pid = os.getpid()
         self._transport = transport or ZmqTransport(options.address)
         self._clock = clock
         self._lock = threading.RLock()
         self._calls: dict[int, Call] = {}
         self._next_number = 1
-        self._handshake: Call | None = None
+        self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
         self._attempts = 0
         self._next_attempt_ms = 0
         self._next_ping_ms = 0
         self._debts = Debts()
         self._fence: Fence | None = None
+        self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
         self._answers = False
-        self._warned = False
+        self._outage = Outage(options.address)
         self._closing = False
         self._closed = False
 
     def __del__(self) -> None:
         # Dropped without `close`: with the lock and the socket gone, the server takes back what the session held.
-        if hasattr(self, "_closed") and not self._closed:
+        if hasattr(self, "_closed") and not self._closed and os.getpid() == self._pid:
             if self._fence is not None:
                 self._fence.let_go()
             self._transport.close()
@@ -89,8 +93,7 @@ class Connection:
         return self.state == "up"
 
     @property
-    def answering(self) -> bool:
-        """Whether there is a session and the server was there when last heard of."""
+    def answering(self) -> bool:  # a session, and a server that was there when last heard of
         return self.up and self._answers and not self.breaker.is_open
 
     @property
@@ -109,19 +112,30 @@ class Connection:
     @property
     def segments(self) -> Segments | None:
         """The pool's memory, if it is on this host."""
-        fence = self._fence
-        return fence.segments if fence else None
+        return fence.segments if (fence := self._fence) else None
 
-    def pool(self, epoch: int, session: int = 0) -> tuple[Segments, m.LayoutOpened] | None:
-        """The pool's memory and where blocks lie in it, as long as `epoch` (and `session`, if one is named) is still
-        the one that we are in: slots of another would be somebody else's memory."""
+    @contextlib.contextmanager
+    def pool(self, epoch: int, session: int = 0) -> Iterator[tuple[Segments, m.LayoutOpened] | None]:
+        """The pool's memory and where blocks lie in it, if `epoch` (and `session`, if named) is still ours: slots of
+        another are somebody else's. Inside the block memory and lock stay ours, whatever happens."""
         with self._lock:
-            if self.epoch != epoch or self._fence is None or self.layout is None or self.welcome is None:
-                return None
-            return (self._fence.segments, self.layout) if session in (0, self.welcome.session) else None
+            fence, layout = self._fence, self.layout
+            current = self.welcome is not None and self.epoch == epoch and session in (0, self.welcome.session)
+            if fence is not None and current:
+                fence.hold()
+            else:
+                fence = None
+        try:
+            yield (fence.segments, layout) if fence and layout else None
+        finally:
+            if fence is not None:
+                with self._lock:
+                    fence.unhold()
 
     def call(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
         """Sends a request. Never blocks, never raises: what cannot go out has failed when this returns."""
+        if os.getpid() != self._pid:
+            return Call(0, 0, failure="forked")
         with self._lock:
             if not self.up:
                 return self._failed("not_connected")
@@ -132,8 +146,10 @@ class Connection:
             return self._send(message, deadline_ms, payload)
 
     def give_up(self, call: Call) -> None:
-        """Gives back what a call gave, or will have given: a lookup's lease, a store's slots. Said again until the
-        server has confirmed it. Copies to or from those slots must have ended."""
+        """Gives back what a call gave, or will have given: a lease, or slots. Said again until the server has confirmed
+        it. Copies to or from those slots must have ended."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._calls.pop(call.number, None) is not None:
                 call.failure = "given_up"
@@ -141,6 +157,8 @@ class Connection:
 
     def poll(self) -> None:
         """Takes in what has arrived, ends what is overdue, keeps the session alive."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no use of the socket, nor perhaps of the lock: it needs its own connection
         with self._lock:
             if self._closed:
                 return
@@ -152,14 +170,15 @@ class Connection:
                     self._keep_session(now_ms)
             except Exception:  # guard: whatever a server made us stumble over, the engine serves on
                 self.counters.fail("internal_error")
-                if not self._warned:
-                    log.exception("kvkeep: the session with %s failed inside the client", self.options.address)
-                self._warned = True
+                self._outage.stumble()
                 self._go_down("internal_error")
 
     def wait(self, call: Call) -> m.Reply | None:
         """Waits for a call to end, at most until its deadline. For callers that may block."""
         while not call.done:
+            if os.getpid() != self._pid:
+                call.failure = "forked"
+                break
             with self._lock:
                 self.poll()
                 if not call.done:
@@ -169,7 +188,7 @@ class Connection:
     def wait_until_up(self, timeout_ms: int) -> bool:
         """Waits for the session, for those who may block."""
         deadline_ms = self._clock() + timeout_ms
-        while not self.up and self._clock() < deadline_ms:
+        while not self.up and self._clock() < deadline_ms and os.getpid() == self._pid:
             with self._lock:
                 if self._closed:
                     break
@@ -178,8 +197,17 @@ class Connection:
                     self._transport.wait(_WAIT_SLICE_MS)
         return self.up
 
+    def start_over(self) -> None:
+        """Ends the session; the next poll makes another one."""
+        with self._lock:
+            if self.welcome is not None:
+                self._send(m.Goodbye(), self.options.handshake_deadline_ms)
+            self._go_down("started over")
+
     def close(self) -> None:
-        """Says goodbye if somebody listens, and lets go of everything."""
+        """Says goodbye if somebody listens, and lets go of everything. A forked child's copy lets go of nothing."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -206,16 +234,15 @@ class Connection:
             self._strain()
         if call.failure:
             self.counters.fail(call.failure)
-        else:
-            self.counters.sent += 1
-            self._calls[call.number] = call
+            return call
+        self.counters.sent += 1
+        self._calls[call.number] = call
         return call
 
     def _failed(self, reason: str) -> Call:
         self.counters.fail(reason)
-        call = Call(self._next_number, 0, failure=reason)
         self._next_number += 1
-        return call
+        return Call(self._next_number - 1, 0, failure=reason)
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_A_POLL):
@@ -257,8 +284,8 @@ class Connection:
         self.counters.answered += 1
         self.breaker.succeed()
         self._answers = True
-        if self._warned and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
-            self._say_connected()
+        if self._outage.told and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
+            self._outage.end()
         if not isinstance(reply, m.Refused):
             call.payload = payload  # first: another thread may wait for the reply
             call.reply = reply
@@ -271,18 +298,17 @@ class Connection:
             self._go_down("the server does not know this session any more")
 
     def _note_nonsense(self, error: ProtocolError) -> None:
-        self.refusal = f"{error.message} ({error.hint})" if error.hint else error.message
+        self.refusal = str(error)
         self.counters.fail("protocol")
 
     def _strain(self) -> None:
         """Counts a failure to reach the server; enough of them are an outage."""
         self.breaker.fail()
         if self.up and self.breaker.is_open:
-            self._warn_once("it does not answer")
+            self._outage.begin("it does not answer", self.refusal)
 
     def _expire(self, now_ms: int) -> None:
-        overdue = [call for call in self._calls.values() if call.deadline_ms <= now_ms]
-        for call in overdue:
+        for call in [call for call in self._calls.values() if call.deadline_ms <= now_ms]:
             del self._calls[call.number]
             call.failure = "deadline"
             self.counters.fail("deadline")
@@ -300,11 +326,12 @@ class Connection:
             if now_ms >= self._next_attempt_ms:
                 self._start_handshake(now_ms)
         elif self.state == "up":
-            if self._ping is not None and self._ping.done:
-                self._ping = None
-            if self._ping is None and now_ms >= self._next_ping_ms:
+            if (self._ping is None or self._ping.done) and now_ms >= self._next_ping_ms:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
                 self._ping = self._send(m.Ping(), self.options.ping_interval_ms)
+                if not self.answering and self._fence is not None and self._fence.server_is_gone():
+                    self._go_down("the server is gone")
+                    return
             self._debts.pay(now_ms, self._send)
         else:
             self._advance_handshake()
@@ -319,7 +346,7 @@ class Connection:
             self.refusal = ""
             self.state = "greeting"
         elif patience_ms == self.options.reconnect_interval_ms:
-            self._warn_once("nobody listens there")
+            self._outage.begin("nobody listens there", self.refusal)
 
     def _advance_handshake(self) -> None:
         step, deadline_ms = self._handshake, self.options.handshake_deadline_ms
@@ -335,7 +362,7 @@ class Connection:
                 self._handshake = self._send(m.Attach(plane), deadline_ms)
             case "attaching", m.Done():
                 self.state = "opening"
-                opening = m.OpenLayout(self.shape.fingerprint, list(self.shape.shard_bytes))
+                opening = m.OpenLayout(self.shape.fingerprint, list(self.shape.shard_bytes), *self.physical)
                 self._handshake = self._send(opening, deadline_ms)
             case "opening", m.LayoutOpened() as opened if is_sound_layout(opened, self.shape.shard_bytes):
                 self.layout = opened
@@ -349,24 +376,17 @@ class Connection:
             self.counters.fail("protocol")
             self.refusal = f"it sent {type(reply).__name__}, or nonsense in it, while we were {state}"
         why = self.refusal or ("it does not answer" if step.failure == "deadline" else step.failure)
-        if self.welcome is not None:
-            self._send(m.Goodbye(), self.options.handshake_deadline_ms)
-        self._go_down(why)
-        self._warn_once(why)
+        self.start_over()
+        self._outage.begin(why, self.refusal)
 
     def _come_up(self) -> None:
-        self.state = "up"
-        self._attempts = 0
+        self.state, self._attempts = "up", 0
         self.breaker.succeed()
         self.counters.sessions += 1
         self._next_ping_ms = self._clock() + self.options.ping_interval_ms
         self.refusal = ""
-        if self._warned or self.counters.sessions > 1:
-            self._say_connected()
-
-    def _say_connected(self) -> None:
-        log.warning("kvkeep: connected to %s", self.options.address)
-        self._warned = False
+        if self._outage.told or self.counters.sessions > 1:
+            self._outage.end()
 
     def _go_down(self, reason: str) -> None:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""
@@ -379,21 +399,3 @@ class Connection:
         if self._fence is not None:
             self._fence.let_go()
             self._fence = None
-        log.debug("kvkeep: session ended: %s", reason)
-
-    def _warn_once(self, why: str) -> None:
-        """One clear message an outage: what was tried, what it means, what to do."""
-        if not self._warned:
-            self._warned = True
-            what, remedy = self.trouble(why)
-            log.warning(
-                "kvkeep: %s. Serving without the cache; it will be used as soon as the server is there%s.",
-                what,
-                remedy and f" ({remedy})",
-            )
-
-    def trouble(self, why: str) -> tuple[str, str]:
-        """What is wrong with the server, and the remedy."""
-        if self.refusal:
-            return f"the server at {self.options.address} will not have us: {self.refusal}", ""
-        return f"no server at {self.options.address}: {why}", "start one with `kvkeep serve`"

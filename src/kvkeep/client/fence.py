@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 from pathlib import Path
@@ -15,10 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class Fence:
-    """Taken before Attach, let go of when the session is over. Copies under way keep their mapping alive."""
+    """Taken before Attach, let go of when the session is over and the last copy has ended.
 
-    def __init__(self, descriptor: int, segments: Segments) -> None:
+    Whoever holds it (`hold`, `unhold`, under the connection's lock) may touch the pool's memory: it stays mapped, and
+    the session's lock stays ours until then, whatever becomes of the session meanwhile.
+    """
+
+    def __init__(self, descriptor: int, directory: Path, epoch: int, segments: Segments) -> None:
         self._descriptor = descriptor
+        self._directory = directory
+        self._epoch = epoch
+        self._holders = 0
+        self._over = False
         self.segments = segments
 
     @classmethod
@@ -33,10 +42,39 @@ class Fence:
         except (OSError, ValueError) as error:
             log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
             return None
-        return cls(descriptor, Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch))
+        segments = Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch)
+        return cls(descriptor, directory, welcome.epoch, segments)
+
+    def hold(self) -> None:
+        self._holders += 1
+
+    def unhold(self) -> None:
+        self._holders -= 1
+        self._close_if_over()
 
     def let_go(self) -> None:
-        if self._descriptor >= 0:
+        self._over = True
+        self._close_if_over()
+
+    def server_is_gone(self) -> bool:
+        """Whether the server's process is dead, by the kernel's word: nobody holds the pool's lock any more, or another
+        has taken the pool. (Its memory is not free until we let go of it, so a new server may be waiting for us.)"""
+        if not is_same_pool(self._directory, self._epoch):
+            return True
+        try:
+            descriptor = os.open(self._directory / "daemon.lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _close_if_over(self) -> None:
+        if self._over and not self._holders and self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = -1

@@ -8,6 +8,7 @@ Asking again for the same request costs nothing and changes nothing, so a schedu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -19,9 +20,12 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.replies import read_found
+from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,15 @@ class SchedulerAdapter:
             asked = None
         if asked is None:
             layout = self.connection.layout
-            message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, keys, skip)
-            call = self.connection.call(message, self.connection.options.lookup_deadline_ms)
+            try:
+                message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, keys, skip)
+                call = self.connection.call(message, self.connection.options.lookup_deadline_ms)
+            except (KVKeepError, TypeError, ValueError, OverflowError) as error:
+                # A salt comes from whoever uses the engine's API. What is wrong with one request is that request's
+                # miss, never the engine's end.
+                self.connection.counters.fail("bad_request")
+                log.warning("kvkeep: a request is served without the cache: %s", error)
+                call = Call(0, 0, failure="bad_request")
             asked = self._asked[request] = _Asked(salt, keys, skip, call)
         if asked.answer is None and asked.call.done:
             asked.answer = self._read(asked)
@@ -90,7 +101,7 @@ class SchedulerAdapter:
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
         """The request is over. With `finished`, the conversation too: its blocks may go early."""
         self.release(request)
-        if finished and last_key:
+        if finished and last_key and (salt is None or isinstance(salt, str)):
             message = m.Finish(tenant_of(salt), last_key)
             self.connection.call(message, self.connection.options.lookup_deadline_ms)
 

@@ -4,6 +4,7 @@ they run in a worker's own thread or for a caller who asked for it; none raises 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _BYTES_A_PART = 128 << 20  # a store goes in parts, so that a load never waits long behind one
 _BLOCKS_A_PART = 1024
+_BYTES_A_MESSAGE = 8 << 20  # on the network plane: what a server sends in one reply
 
 # With verification off, blocks are stored with checksum 0. A client that verifies does not take them: what cannot be
 # proven right is not used.
@@ -201,10 +203,10 @@ class Transfer:
         return self._connection.call(m.CompleteStore(call.number, checksums.tobytes()), self._store_deadline_ms)
 
     def _into_slots(self, call: Call, block_ids: NDArray[np.int64], plan: Plan) -> NDArray[np.uint64] | None:
-        addresses = self._addresses(plan.slots, call.epoch, call.session)
-        if addresses is None:
-            return None
-        checksums = gather(self._runs, block_ids, addresses, verify=self._connection.verify)
+        with self._addresses(plan.slots, call.epoch, call.session) as addresses:
+            if addresses is None:
+                return None
+            checksums = gather(self._runs, block_ids, addresses, verify=self._connection.verify)
         return np.zeros(len(block_ids), dtype=np.uint64) if checksums is None else checksums
 
     def _into_puts(self, call: Call, block_ids: NDArray[np.int64]) -> NDArray[np.uint64] | None:
@@ -236,11 +238,11 @@ class Transfer:
         if len(request.slots) != len(request.block_ids):
             self._connection.counters.fail("no_slots")
             return nothing
-        addresses = self._addresses(request.slots, request.epoch)
-        if addresses is None:
-            return nothing
-        expected = request.checksums[:, self._shard] if self._connection.verify else None
-        loaded = scatter(self._runs, request.block_ids, addresses, expected)
+        with self._addresses(request.slots, request.epoch) as addresses:
+            if addresses is None:
+                return nothing
+            expected = request.checksums[:, self._shard] if self._connection.verify else None
+            loaded = scatter(self._runs, request.block_ids, addresses, expected)
         self._report_bad(request, np.flatnonzero(~loaded))
         return loaded
 
@@ -288,23 +290,27 @@ class Transfer:
 
     # -- places
 
-    def _addresses(self, slots: NDArray[np.int64], epoch: int, session: int = 0) -> NDArray[np.uint64] | None:
-        """Where this shard's part of each slot is in this process. None if the pool is gone or never had it."""
-        pool = self._connection.pool(epoch, session)
-        if pool is None:
-            self._connection.counters.fail("stale_epoch")
-            return None
-        segments, layout = pool
-        try:
-            return segments.addresses(slots + layout.shard_offsets[self._shard], self._runs.nbytes)
-        except PoolError as error:
-            self._connection.counters.fail("pool")
-            self._connection.refusal = str(error)
-            return None
+    @contextlib.contextmanager
+    def _addresses(self, slots: NDArray[np.int64], epoch: int, session: int = 0) -> Iterator[NDArray[np.uint64] | None]:
+        """Where this shard's part of each slot is in this process, for as long as the block lasts. None if the pool is
+        gone or never had it."""
+        with self._connection.pool(epoch, session) as pool:
+            if pool is None:
+                self._connection.counters.fail("stale_epoch")
+                yield None
+                return
+            segments, layout = pool
+            try:
+                addresses = segments.addresses(slots + layout.shard_offsets[self._shard], self._runs.nbytes)
+            except PoolError as error:
+                self._connection.counters.fail("pool")
+                self._connection.refusal = str(error)
+                addresses = None
+            yield addresses
 
     def _blocks_a_message(self) -> int:
         welcome = self._connection.welcome
-        frame_bytes = welcome.limits.frame_bytes if welcome else 0
+        frame_bytes = min(welcome.limits.frame_bytes, _BYTES_A_MESSAGE) if welcome else 0
         return max(1, min(64, frame_bytes // self._runs.nbytes))
 
 

@@ -78,6 +78,9 @@ class WorkerAdapter:
                 hint="shard_bytes of the BlockShape must be what each KV rank's tensors really hold",
             )
         self._transfer = Transfer(self.connection, runs, self.strategy.kv_rank)
+        self.connection.physical = (self.strategy.kv_rank, bytes.fromhex(runs.fingerprint))
+        if self.connection.state != "down":
+            self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
         self._thread.start()
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
@@ -134,8 +137,12 @@ class WorkerAdapter:
             elif store is not None:
                 self._store(*store)
             else:
-                segments = self.connection.segments
-                populating = segments is not None and segments.populate_next()
+                populating = self._populate()
+
+    def _populate(self) -> bool:
+        """Maps a little more of the pool ahead of its use. Whether there was any left."""
+        with self.connection.pool(self.connection.epoch) as pool:
+            return pool is not None and pool[0].populate_next()
 
     def _load_what_waits(self) -> None:
         """Loads that came while a store is under way: the engine waits for those, and for no store."""

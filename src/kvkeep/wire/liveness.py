@@ -7,6 +7,7 @@ file of its own beside the pool, and the daemon tries to take it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -40,5 +41,8 @@ class Watch:
         return False
 
     def close(self) -> None:
+        """Removes the file, if that is what still lies there: anything else in its place is left alone."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._descriptor)):
+                self.path.unlink()
         os.close(self._descriptor)
-        self.path.unlink(missing_ok=True)

@@ -75,11 +75,13 @@ class Ping(Message, frozen=True):
 
 
 class OpenLayout(Message, frozen=True):
-    """Names how blocks are cut: a 16-byte fingerprint of everything that decides it, bytes of each shard.
-    Answered by LayoutOpened."""
+    """Names how blocks are cut: a 16-byte fingerprint of everything that decides it, bytes of each shard. A worker
+    adds its shard and a fingerprint of how its tensors lie in memory. Answered by LayoutOpened."""
 
     fingerprint: bytes
     shard_bytes: Numbers
+    shard: int = -1
+    physical: bytes = b""
 
 
 class Lookup(Message, frozen=True):

@@ -10,8 +10,10 @@ segment into the next. A segment is mapped when it is first needed and stays map
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from kvkeep.errors import PoolError
 EPOCH_FILE = "epoch"
 _POPULATE_BYTES = 8 << 20  # some milliseconds at a time
 _MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -34,6 +37,12 @@ def is_same_pool(directory: Path, epoch: int) -> bool:
         return (directory / EPOCH_FILE).read_text() == f"{epoch:016x}"
     except (OSError, ValueError):
         return False
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Has the kernel map pages now. By ctypes, which lets go of the interpreter meanwhile; `mmap.madvise` does not."""
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
+        raise OSError(ctypes.get_errno(), "madvise")
 
 
 class Segments:
@@ -49,6 +58,7 @@ class Segments:
         self._arrays: list[NDArray[np.uint8] | None] = [None] * count
         self._bases = np.zeros(count, dtype=np.uint64)
         self._populated = 0
+        self._mapping = threading.Lock()
 
     def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
         """The address of each slot area of `nbytes` in this process. PoolError if one is not in the pool."""
@@ -60,7 +70,9 @@ class Segments:
             raise PoolError(f"offset {int(offsets[np.argmin(inside)])} with {nbytes} bytes is not in the pool")
         for number in np.unique(numbers).tolist():
             if self._arrays[number] is None:
-                self._map(number)
+                with self._mapping:  # two mappings of one segment, and the first would go under somebody's hands
+                    if self._arrays[number] is None:
+                        self._map(number)
         return self._bases[numbers] + within.astype(np.uint64)
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
@@ -84,7 +96,7 @@ class Segments:
                 mapped = self._maps[number]
                 assert mapped is not None
                 nbytes = min(_POPULATE_BYTES, len(mapped) - within)
-                mapped.madvise(_MADV_POPULATE_WRITE, within, nbytes)
+                _populate(int(self._bases[number]) + within, nbytes)
             except PoolError:
                 return False  # the server has not made it yet
             except OSError:  # a kernel before 5.14: pages are mapped as they come
@@ -118,9 +130,11 @@ class Segments:
             if os.fstat(descriptor).st_size < nbytes:
                 raise PoolError(f"{path} is shorter than the server said")
             mapped = mmap.mmap(descriptor, nbytes)
+        except (OSError, ValueError) as error:
+            raise PoolError(f"cannot map {path}: {error}", "is there enough address space?") from error
         finally:
             os.close(descriptor)
         array = np.frombuffer(mapped, dtype=np.uint8)
         self._maps[number] = mapped
-        self._arrays[number] = array
         self._bases[number] = array.ctypes.data
+        self._arrays[number] = array  # last: this is what others look at
