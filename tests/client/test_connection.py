@@ -192,7 +192,7 @@ def test_memory_stays_mapped_and_fenced_until_the_last_copy_has_ended(simulation
     lock = sim.server.service.sessions.all()[0].watch
     with connection.pool(1) as pool:
         assert pool is not None
-        connection._go_down("as when the server is another one")
+        connection._go_down()  # as when the server is another one
         assert lock.is_held(), "the server may not take a slot that is being written"
         assert len(pool[0].view(0, 64)) == 64
     assert not lock.is_held()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -392,6 +393,47 @@ def test_a_client_that_never_reads_costs_others_nothing(
     for number in range(5_000):
         bad.send_multipart(encode(Header(0, number), m.Ping()))
     check_healthy(running, good)
+
+
+def test_a_burst_of_small_requests_is_answered_whole(
+    run: Callable[..., Running], dealer: Callable[[str], zmq.Socket[bytes]]
+) -> None:
+    wire = dealer(run().address)
+    for number in range(1_000):
+        wire.send_multipart(encode(Header(0, number), m.Ping()))
+    for _ in range(1_000):
+        assert wire.poll(PATIENCE_MS)
+        wire.recv_multipart()
+
+
+def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
+    make: Callable[..., Daemon], dealer: Callable[[str], zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = make()
+    wire = dealer(daemon.address)
+    for number in range(60):
+        wire.send_multipart(encode(Header(0, number), m.Ping()))
+    handled: list[int] = []
+
+    def slow(frames: list[bytes], now_ms: int) -> None:
+        time.sleep(0.01)
+        handled.append(1)
+
+    monkeypatch.setattr(daemon.service, "handle", slow)
+    assert daemon._socket.poll(PATIENCE_MS)
+    time.sleep(0.1)  # for all of them to come
+    daemon._answer_all()
+    assert 1 <= len(handled) <= 3
+
+
+def test_as_many_files_may_be_open_as_the_system_allows(make: Callable[..., Daemon]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 1024), before[1]))
+    try:
+        make()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_client_that_is_gone_before_its_answer_costs_others_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 import threading
 import time
@@ -14,7 +15,9 @@ import pytest
 
 from kvkeep.errors import SettingsError
 from kvkeep.server.http import HttpServer
+from kvkeep.testing.peer import Peer, chain
 from kvkeep.units import MIB
+from kvkeep.wire import messages as m
 
 TENANT = "t-" + "a" * 32
 OTHER = "t-" + "b" * 32
@@ -227,6 +230,14 @@ def test_an_unknown_setting_names_the_nearest(running: Any) -> None:
     assert status == 422 and "default_quota" in said["hint"]
 
 
+@pytest.mark.parametrize("changes", [{"log_level": "\ud800"}, {"\ud800": "x"}, {"default_quota": "\udfff1"}])
+def test_half_a_character_is_refused_like_any_other_text(running: Any, changes: dict[str, str]) -> None:
+    status, said = running.ask("/v1/settings", "PATCH", changes)
+    assert status == 422 and said["error"] == "bad_setting"
+    status, said = running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1, "\ud800": 1})
+    assert status == 422 and said["error"] == "bad_request"
+
+
 # -- settings
 
 
@@ -282,6 +293,59 @@ def test_web_sites_are_kept_out(running: Any) -> None:
     assert running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 1
     own = {"Origin": f"http://{running.http.address}"}
     assert running.ask("/v1/blocks?confirm=everything", "DELETE", headers=own)[0] == 200
+
+
+def has_been_closed(connection: socket.socket) -> bool:
+    connection.settimeout(30)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_silent_connections_keep_nobody_out(running: Any) -> None:
+    host, _, port = running.http.address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(600)]
+    try:
+        assert running.ask("/healthz")[0] == 200
+        assert has_been_closed(silent[0]), "the oldest made way"
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /healthz HT", b"PATCH /v1/settings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"],
+)
+def test_a_connection_that_sends_no_whole_request_is_closed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr("kvkeep.server.http._REQUEST_WITHIN_S", 0.1)
+    host, _, port = start().http.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(sent)
+        assert has_been_closed(connection)
+
+
+def test_a_request_that_takes_long_is_answered_all_the_same(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep.server.http._REQUEST_WITHIN_S", 0.05)
+    running = start()
+    running.daemon.run_in_loop(lambda: time.sleep(0.5))
+    assert running.ask("/v1/status")[0] == 200
+
+
+def test_a_pool_that_was_removed_is_told_and_the_network_goes_on(running: Any) -> None:
+    shutil.rmtree(running.daemon.pool.directory)
+    status, said = running.ask("/readyz")
+    assert status == 503 and "was removed" in said["reason"]
+    assert running.ask("/healthz")[0] == 200
+    peer = Peer(lambda frames: running.in_loop(lambda: running.daemon.service.handle(frames, 0)))
+    assert peer.hello().pool.lock == ""
+    peer.ask(m.Done, m.Attach(m.NETWORK))
+    layout = peer.open_layout(64)
+    peer.store(layout, chain("a", 2), [b"x" * 64, b"y" * 64])
+    assert peer.load(layout, chain("a", 2)) == [b"x" * 64, b"y" * 64]
 
 
 def test_a_port_in_use_is_refused_at_once(start: Start) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvkeep.kv.checksum import checksum
+from kvkeep.server import network
 from kvkeep.store.integrity import check_integrity
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.server import SimulatedServer
@@ -100,6 +101,16 @@ def test_what_is_not_in_the_lease_is_refused(stored: World, shard: int, start: i
     assert stored.peer.payload == []
 
 
+@pytest.mark.parametrize(("reply_bytes", "most"), [(2 * NBYTES, 2), (2 * NBYTES - 1, 1), (1, 1)])
+def test_a_reply_is_small_or_has_one_block(
+    stored: World, monkeypatch: pytest.MonkeyPatch, reply_bytes: int, most: int
+) -> None:
+    monkeypatch.setattr(network, "REPLY_BYTES", reply_bytes)
+    lease = stored.lease()
+    assert stored.peer.ask(m.Done, m.Fetch(lease, 0, 0, most)).count == most
+    assert stored.peer.refusal(m.Fetch(lease, 0, 0, most + 1)) == "reply_too_large"
+
+
 def test_a_released_lease_gives_nothing(stored: World) -> None:
     lease = stored.lease()
     stored.peer.ask(m.Done, m.Release([lease]))
@@ -178,6 +189,14 @@ def test_bytes_that_are_not_those_that_were_sent_stay_invisible(world: World) ->
     world.peer.ask(m.Done, m.Put(write, 3), BLOCKS[3:])
     assert world.peer.ask(m.Done, m.CompleteStore(write, sums(BLOCKS))).count == 4, "sent again, they are right"
     assert world.visible() == 4
+
+
+def test_completing_a_write_reads_no_blocks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one small message could keep the loop busy with gigabytes."""
+    write = world.prepare()
+    world.peer.ask(m.Done, m.Put(write, 0), BLOCKS)
+    monkeypatch.delattr(network, "checksum")
+    assert world.peer.ask(m.Done, m.CompleteStore(write, sums(BLOCKS))).count == 4
 
 
 @pytest.mark.parametrize("checksums", [b"", bytes(7), bytes(8), sums(BLOCKS)[:24], sums([*BLOCKS, BLOCKS[0]])])

@@ -152,13 +152,18 @@ def test_too_many_sessions_are_refused_and_the_others_served(world: World, peer:
     world.peer().attach()
 
 
-def test_a_lock_file_that_cannot_be_made_leaves_no_session(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_lock_file_there_is_still_the_network(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_files(number: int) -> Watch:
         raise OSError("too many open files")
 
     monkeypatch.setattr(world.service, "_make_watch", no_files)
-    assert world.peer().refusal(m.Hello("engine", 1)) == "no_lock_file"
-    assert not world.server.store.sessions and not world.service.sessions.all()
+    peer = world.peer()
+    assert peer.hello().pool.lock == ""
+    assert peer.refusal(m.Attach(m.SHARED_MEMORY)) == "lock_not_held"
+    peer.ask(m.Done, m.Attach(m.NETWORK))
+    layout = peer.open_layout(64)
+    peer.store(layout, KEYS, BLOCKS)
+    assert peer.load(layout, KEYS) == BLOCKS
 
 
 def test_a_long_name_is_cut(world: World) -> None:
@@ -218,6 +223,32 @@ def test_a_local_session_is_dead_when_its_lock_falls(local: World) -> None:
     assert not local.server.store.sessions and not local.server.store.writers
     assert local.service.counters.sessions_died == 1
     assert peer.refusal(m.Ping()) == "unknown_session"
+
+
+def test_a_lock_file_replaced_by_a_directory_keeps_no_session_alive(local: World) -> None:
+    peer = local.peer()
+    lock = Path(peer.hello().pool.lock)
+    fence = hold(lock)
+    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    lock.unlink()
+    lock.mkdir()
+    assert local.service.end_dead_sessions(0) == 0, "it is still held, whatever lies there now"
+    os.close(fence)
+    assert local.service.end_dead_sessions(0) == 1
+    assert not local.server.store.sessions
+
+
+def test_a_session_that_cannot_be_looked_at_keeps_no_other_alive(
+    world: World, peer: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: int) -> bool:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(world.session, "is_gone", fail)
+    world.peer().attach()
+    assert world.service.end_dead_sessions(2_000) == 1
+    assert [session.token for session in world.service.sessions.all()] == [peer.session]
+    assert world.service.counters.internal_errors == 1 and "could not be looked at" in caplog.text
 
 
 def test_a_silent_network_session_is_dead(world: World, peer: Peer, layout: int) -> None:
@@ -301,8 +332,8 @@ def test_too_many_layouts_are_refused(peer: Peer, layout: int) -> None:
 
 
 def test_too_many_tenants_are_refused(peer: Peer, layout: int) -> None:
-    for salt in ("one", "two"):
-        peer.store(layout, KEYS[:16], BLOCKS[:1], tenant=tenant_of(salt))
+    for salt in ("one", "two"):  # in the middle of a store: whoever only has blocks would make way
+        peer.ask(m.Prepared, prepare(layout, KEYS[:16], tenant=tenant_of(salt)))
     assert peer.refusal(prepare(layout, KEYS[:16], tenant=tenant_of("three"))) == "too_many_tenants"
 
 
@@ -442,6 +473,25 @@ def test_a_bad_block_goes_with_all_that_hangs_on_it(
     assert world.service.counters.bad_blocks == 1
     assert "does not match its checksum" in caplog.text
     assert peer.store(layout, KEYS, BLOCKS) == 3, "it can be stored anew"
+
+
+def test_a_block_stored_without_a_checksum_is_dropped_but_is_no_bad_block(
+    local: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    peer = local.peer()
+    fence = hold(Path(peer.hello().pool.lock))
+    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY))
+    layout = peer.open_layout(64)
+    slots = np.frombuffer(peer.ask(m.Prepared, prepare(layout)).slots, "<i8")
+    for slot in slots.tolist():
+        local.server.memory.view(slot, 64)[:] = 7
+    peer.ask(m.Done, m.CompleteStore(peer.number, bytes(32)))
+    assert peer.ask(m.Done, m.ReportBad("default", KEYS[16:32])).count == 3
+    assert local.service.counters.bad_blocks == 0
+    said = [record for record in caplog.records if "stored without a checksum" in record.message]
+    assert [record.levelname for record in said] == ["INFO"]
+    os.close(fence)
 
 
 @pytest.mark.parametrize("key", [b"", b"nobody", b"nobody's block..", b"x" * 1_000])

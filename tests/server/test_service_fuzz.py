@@ -25,7 +25,7 @@ TENANTS = ["default", tenant_of("a"), tenant_of("b"), "", "salt", "t-" + "0" * 3
 KEY_RUNS = [chain(name, length) for name in "abc" for length in (0, 1, 2, 5, 9, 33)]
 KEY_RUNS += [KEY_RUNS[2][:-1], KEY_RUNS[3] * 2, KEY_RUNS[4][::-1], b"k", bytes(16 * 4), chain("a", 5)[16:]]
 LIMITS = Limits(
-    blocks_per_request=32, leases_per_session=16, writing_blocks_per_session=24, sessions=12, layouts=8, tenants=4
+    blocks_per_request=32, leases_per_session=16, writing_blocks_per_session=24, sessions=12, layouts=8, tenants=64
 )
 
 

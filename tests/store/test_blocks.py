@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from kvkeep.store import operators
 
 
@@ -37,6 +39,19 @@ def test_abandoned_blocks_go_at_once_with_empty_parents(hand: Callable[..., Any]
     assert h.chains() == {"a", "ab", "abc", "abcd"}
     h.store.abandon_store(1, second, h.now_ms)
     assert h.chains() == set() and h.store.slabs.available(4096) == 4
+
+
+def test_a_long_empty_chain_goes_in_one_step(hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    h = hand(16)
+    h.put("ab")
+    write, _ = h.prepare("cdefghijkl", after="ab")
+    freed: list[int] = []
+    give = h.store.slabs.give
+    monkeypatch.setattr(h.store.slabs, "give", lambda slots: (freed.append(len(slots)), give(slots)))
+    h.store.abandon_store(1, write, h.now_ms)
+    assert freed == [10] and h.chains() == {"a", "ab"}
+    operators.clear(h.store, "t")
+    assert freed == [10, 2] and h.chains() == set()
 
 
 def test_another_session_fills_in_what_was_abandoned(hand: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvkeep.store.room import _BORROWERS_LOOKED_AT
+from kvkeep.store.room import _BORROWERS_LOOKED_AT, _Budget
 
 
 def test_exactly_what_is_needed_goes(hand: Callable[..., Any]) -> None:
@@ -160,3 +160,71 @@ def test_slabs_move_only_within_quotas(hand: Callable[..., Any]) -> None:
     assert h.usage("ann") == 8 and h.store.room.slab_moves == 0
     h.quota("ann", 4)
     assert h.put("XY", "bob", layout=large) == 0 and h.usage("ann") == 4
+
+
+def test_one_request_does_only_so_much_and_the_next_goes_on(hand: Callable[..., Any]) -> None:
+    h = hand(2, slabs=12)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    for i in range(24):
+        h.put(chr(0x100 + i))
+    word = "ABCDEFGHIJKL"
+    moves = _Budget().slab_moves
+    assert h.put(word, layout=large) == 12 - moves and h.store.room.slab_moves == moves
+    assert h.put(word, layout=large) == 0
+
+
+def test_emptied_slabs_leave_what_others_hang_on_in_line(hand: Callable[..., Any]) -> None:
+    h = hand(2, slabs=3)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    h.put("abcdef")
+    h.lookup("abcdef")
+    used = h.store.blocks.table.used[h.row("abcdef")]
+    assert h.put("A", layout=large) == 0 and h.chains() >= {"a", "ab", "abc", "abcd"} and "abcde" not in h.chains()
+    assert h.store.blocks.table.used[h.row("abcd")] == used, "the first that stays inherits the last use"
+
+
+def test_minted_tenants_on_the_default_quota_keep_nothing_from_one_with_its_own(hand: Callable[..., Any]) -> None:
+    h = hand(6, default_quota=2)
+    for name in ("m1", "m2", "m3"):
+        h.put("ab", name)
+    assert h.put("x", "m4") == 1, "on the default quota too"
+    h.quota("ann", 4)
+    assert h.put("pqrs", "ann") == 0 and (h.usage("m1"), h.usage("m2"), h.usage("m3")) == (0, 0, 2)
+    h.put("t", "ann")
+    assert h.usage("ann") == 4 and h.usage("m3") == 2, "beyond its own quota it takes its own"
+
+
+def test_borrowers_give_way_before_tenants_on_the_default_quota(hand: Callable[..., Any]) -> None:
+    h = hand(6, default_quota=2)
+    h.put("ab", "m1")
+    h.put("cdef", "m2")
+    h.quota("ann", 3)
+    h.put("xy", "ann")
+    assert (h.usage("m1"), h.usage("m2")) == (2, 2)
+    h.put("xyz", "ann")
+    assert (h.usage("m1"), h.usage("m2")) == (1, 2)
+
+
+def test_slabs_of_tenants_on_the_default_quota_go_to_one_with_its_own(hand: Callable[..., Any]) -> None:
+    h = hand(4, slabs=2, default_quota=4)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    h.put("abcd", "m1")
+    h.put("efgh", "m2")
+    assert h.put("XY", "bob", layout=large) == 2
+    h.quota("ann", 4)
+    assert h.put("XY", "ann", layout=large) == 0 and h.usage("m1") == 0 and h.usage("m2") == 4
+
+
+def test_a_nearly_empty_slab_is_nobodys(hand: Callable[..., Any]) -> None:
+    h = hand(16, slabs=2)
+    large = h.store.open_layout(1, b"large", (2 * 4096,)).number
+    largest = h.store.open_layout(1, b"largest", (4 * 4096,)).number
+    h.quota("ann", 4)
+    h.quota("bob", 16)
+    h.put("a", "ann")
+    h.put("A", "ann", layout=large)
+    assert h.put("X", "cy", layout=largest) == 1, "not for one without a quota of its own"
+    lease, _ = h.lease("a", "ann")
+    assert h.put("X", "bob", layout=largest) == 1, "one is in use, an eighth of the other is full"
+    h.store.release(1, lease, h.now_ms)
+    assert h.put("X", "bob", layout=largest) == 0 and h.usage("ann") == 2

@@ -227,3 +227,35 @@ def test_thousands_of_blocks_in_one_request(hand: Hands) -> None:
     h.store.complete_store(1, 1, np.arange(3000, dtype=np.uint64), 0)
     hit = h.store.lookup(1, 1, "t", 1, keys, 1000, 0)
     assert hit.blocks == 3000 and hit.checksums[:, 0].tolist() == list(range(1000, 3000))
+
+
+def test_at_the_limit_the_coldest_layout_that_no_session_has_open_makes_way(hand: Hands) -> None:
+    h = hand(8, limits=Limits(layouts=3))
+    h.store.open_session(2)
+    cold, warm = (h.store.open_layout(2, name, (64,)).number for name in (b"cold", b"warm"))
+    h.put("ab", layout=warm)
+    h.put("cd", layout=cold)
+    h.put("ef")
+    h.lookup("ab", layout=warm)
+    refused(lambda: h.store.open_layout(1, b"new", (64,)), "too_many_layouts", "fingerprint", "--max-layouts")
+    h.store.close_session(2, h.now_ms)
+    lease, _ = h.lease("c", layout=cold)
+    new = h.store.open_layout(1, b"new", (64,)).number
+    assert {layout.number for layout in h.store.layouts} == {h.layout, cold, new}, "what somebody reads stays"
+    refused(lambda: h.store.open_layout(1, b"newer", (64,)), "too_many_layouts", "fingerprint")
+    h.store.release(1, lease, h.now_ms)
+    newer = h.store.open_layout(1, b"newer", (64,)).number
+    assert {layout.number for layout in h.store.layouts} == {h.layout, new, newer} and h.chains() == {"e", "ef"}
+
+
+def test_at_the_limit_the_coldest_tenant_without_a_quota_of_its_own_makes_way(hand: Hands) -> None:
+    h = hand(8, limits=Limits(tenants=3))
+    h.quota("ann", 1)
+    h.put("ab", "bob")
+    h.put("c", "cy")
+    h.lookup("a", "bob")
+    assert h.put("d", "dee") == 0 and h.usage("cy") == 0 and h.usage("bob") == 2
+    leases = [h.lease("ab", "bob")[0], h.lease("d", "dee")[0]]
+    refused(lambda: h.prepare("e", "eve"), "too_many_tenants", "tenant", "--max-tenants")
+    h.store.release(1, leases[0], h.now_ms)
+    assert h.put("e", "eve") == 0 and h.usage("bob") == 0 and h.store.tenants.get("ann") is not None

@@ -80,3 +80,28 @@ def test_integrity_finds_borrowing_that_nobody_noted() -> None:
     tenant.usage_bytes = 11
     with pytest.raises(AssertionError, match="borrowing"):
         tenants.check_integrity()
+
+
+def test_numbers_of_forgotten_tenants_are_used_again() -> None:
+    tenants = Tenants(4, None)
+    for i in range(10):
+        tenant = tenants.get_or_add(f"t{i}")
+        tenants.forget_if_idle(tenant)
+        tenants.forget_if_idle(tenant)
+    kept, other = tenants.get_or_add("kept"), tenants.get_or_add("other")
+    tenants.forget_if_idle(tenant)
+    assert (kept.number, other.number) == (0, 1) and tenants.by_number[0] is kept
+
+
+def test_own_quotas_have_the_better_right() -> None:
+    tenants = Tenants(4, 100)
+    own, default = tenants.get_or_add("own"), tenants.get_or_add("default")
+    tenants.set_quota(own, 50)
+    for tenant in (own, default):
+        tenants.charge(tenant, 1, 40)
+    assert set(tenants.on_default) == {default}
+    assert default.may_lose_to(own, 40, 10) and not default.may_lose_to(own, 40, 11)
+    assert not own.may_lose_to(default, 40, 10) and not default.has_own_right_to(1)
+    tenants.check_integrity()
+    tenants.set_default_quota(None)
+    assert not tenants.on_default

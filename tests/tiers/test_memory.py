@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -106,6 +107,61 @@ def test_closing_when_somebody_removed_the_directory_is_no_error(make: Callable[
     pool.directory.rmdir()
     pool.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_leaves_a_directory_alone_that_another_server_has_taken(make: Callable[..., Pool]) -> None:
+    first = make()
+    shutil.rmtree(first.directory)
+    assert not first.is_in_place()
+    second = make(epoch=78)
+    fill(second)
+    with pytest.raises(PoolError, match="was removed"):
+        first.fill_next()
+    with pytest.raises(OSError, match="was removed"):
+        first.watch(1)
+    before = sorted(second.directory.iterdir())
+    first.close()
+    assert sorted(second.directory.iterdir()) == before and is_same_pool(second.directory, 78)
+    assert second.is_in_place() and not first.is_in_place()
+
+
+def test_closing_survives_whatever_is_in_the_way(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    fill(pool)
+    for name in ("epoch", "segment-00000", "daemon.lock"):
+        (pool.directory / name).unlink()
+        (pool.directory / name / "deep").mkdir(parents=True)
+    (pool.directory / "session-1.lock").mkdir()
+    pool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "kvkeep-test"
+    left.mkdir()
+    for name in ("a", "b", "c"):
+        (left / name).write_text("x")
+    unlink = Path.unlink
+
+    def stubborn(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "b":
+            raise PermissionError
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", stubborn)
+    with pytest.raises(PoolError, match="b cannot be removed"):
+        make()
+    assert not (left / "a").exists() and not (left / "c").exists()
+
+
+def test_a_filled_segment_is_served_though_its_file_is_gone(make: Callable[..., Pool]) -> None:
+    pool = make()
+    fill(pool)
+    shutil.rmtree(pool.directory)
+    pool.segments.view(9 * SLAB, SLAB)[:] = 7
+    assert (pool.segments.view(9 * SLAB, SLAB) == 7).all()
 
 
 def test_closing_leaves_other_pools_alone(make: Callable[..., Pool]) -> None:

@@ -153,3 +153,29 @@ def test_closing_removes_the_file(watch: Watch) -> None:
 def test_closing_when_the_file_is_gone_is_no_error(watch: Watch) -> None:
     watch.path.unlink()
     watch.close()
+
+
+def test_closing_leaves_alone_what_took_the_place_of_the_file(watch: Watch) -> None:
+    watch.path.unlink()
+    watch.path.mkdir()
+    watch.close()
+    assert watch.path.is_dir()
+    watch.path.rmdir()
+
+
+def test_closing_leaves_another_servers_file_alone(watch: Watch) -> None:
+    watch.path.rename(watch.path.with_name("old"))
+    other = Watch(watch.path)
+    watch.close()
+    assert other.path.exists()
+    other.close()
+    assert not other.path.exists()
+
+
+def test_closing_in_a_directory_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    directory = tmp_path / "pool"
+    directory.mkdir()
+    watch = Watch(directory / "session-1.lock")
+    watch.path.unlink()
+    directory.rmdir()
+    watch.close()

@@ -12,7 +12,6 @@ callers count as misses.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -30,8 +29,6 @@ from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.segments import Segments
-
-log = logging.getLogger(__name__)
 
 _FIRST_RETRY_MS = 5
 _WAIT_SLICE_MS = 20
@@ -171,7 +168,7 @@ class Connection:
             except Exception:  # guard: whatever a server made us stumble over, the engine serves on
                 self.counters.fail("internal_error")
                 self._outage.stumble()
-                self._go_down("internal_error")
+                self._go_down()
 
     def wait(self, call: Call) -> m.Reply | None:
         """Waits for a call to end, at most until its deadline. For callers that may block."""
@@ -202,7 +199,7 @@ class Connection:
         with self._lock:
             if self.welcome is not None:
                 self._send(m.Goodbye(), self.options.handshake_deadline_ms)
-            self._go_down("started over")
+            self._go_down()
 
     def close(self) -> None:
         """Says goodbye if somebody listens, and lets go of everything. A forked child's copy lets go of nothing."""
@@ -214,7 +211,7 @@ class Connection:
             self._closing = True
             if self.welcome is not None:
                 self.wait(self._send(m.Goodbye(), self.options.lookup_deadline_ms))
-            self._go_down("closed")
+            self._go_down()
             self._closed = True
             self._transport.close()
 
@@ -295,7 +292,7 @@ class Connection:
         self.refusal = f"{reply.message} ({reply.hint})" if reply.hint else reply.message
         call.failure = code
         if code == "unknown_session":
-            self._go_down("the server does not know this session any more")
+            self._go_down()
 
     def _note_nonsense(self, error: ProtocolError) -> None:
         self.refusal = str(error)
@@ -330,7 +327,7 @@ class Connection:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
                 self._ping = self._send(m.Ping(), self.options.ping_interval_ms)
                 if not self.answering and self._fence is not None and self._fence.server_is_gone():
-                    self._go_down("the server is gone")
+                    self._go_down()
                     return
             self._debts.pay(now_ms, self._send)
         else:
@@ -388,7 +385,7 @@ class Connection:
         if self._outage.told or self.counters.sessions > 1:
             self._outage.end()
 
-    def _go_down(self, reason: str) -> None:
+    def _go_down(self) -> None:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""
         for call in self._calls.values():
             call.failure = "session_lost"

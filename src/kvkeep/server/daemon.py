@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import queue
+import resource
 import secrets
 import socket
 import threading
@@ -39,7 +40,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LAST_WORDS_MS = 200  # for replies that are on their way when the server ends
-_MESSAGES_A_TURN = 256  # then the loop looks at its other duties
+_MESSAGES_A_TURN, _TURN_S = 256, 0.02  # whichever comes first: then the loop looks at its other duties
+# What a peer can make us keep for it. Out: a burst of small replies is let through; one that fetches and does not read
+# costs at most 256 replies of 8 MiB (network.REPLY_BYTES), and loses the rest. In: a sender waits after 64 messages.
+_REPLIES_WAITING, _REQUESTS_WAITING = 256, 64
+_HANDSHAKE_MS = 2_000  # a connection that does not speak ZMQ by then is closed
 _FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an error; a huge one ends the connection
 
 
@@ -61,6 +66,7 @@ class Daemon:
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
         self.pool = Pool(settings.shm_dir, settings.name, settings.pool_size, settings.slab_size, self.epoch)
         _warn_of_disk(settings.shm_dir)
+        _allow_many_files()
         self._context = zmq.Context()
         try:
             self.store = self._make_store()
@@ -121,7 +127,8 @@ class Daemon:
         if self._filler is not None:
             self._filler.join()  # or it would put its next segment into a directory that is being removed
         if self._socket_file is not None:
-            self._socket_file.unlink(missing_ok=True)  # while it is still ours: nobody takes over a socket that listens
+            with contextlib.suppress(OSError):  # now, while it is ours: nobody takes over a socket that listens
+                self._socket_file.unlink()
             self._socket_file = None
         if hasattr(self, "_socket"):
             self._socket.close(linger=_LAST_WORDS_MS)
@@ -163,7 +170,10 @@ class Daemon:
             self._wake.send(b"\0")
 
     def _answer_all(self) -> None:
+        until = time.monotonic() + _TURN_S
         for _ in range(_MESSAGES_A_TURN):
+            if time.monotonic() >= until:
+                return
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -227,6 +237,9 @@ class Daemon:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.MAXMSGSIZE, self.settings.max_frame_size + _FRAME_SLACK_BYTES)
+        router.setsockopt(zmq.SNDHWM, _REPLIES_WAITING)
+        router.setsockopt(zmq.RCVHWM, _REQUESTS_WAITING)
+        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.IPV6, 1 if "[" in self.settings.address else 0)
         address = self.settings.address
         path = _socket_path(address)
@@ -269,6 +282,13 @@ def _remedy(number: int | None, path: Path | None) -> str:
     if path is not None:
         return f"see that {path.parent} can be written, or choose another --address"
     return "choose another --address"
+
+
+def _allow_many_files() -> None:
+    """As many open files as the system lets us have: each connection is one, each session on this host another."""
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _warn_of_disk(shm_dir: Path) -> None:

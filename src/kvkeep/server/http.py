@@ -10,6 +10,7 @@ Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -23,6 +24,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvkeep import __version__
 from kvkeep.errors import KVKeepError, RequestError, SettingsError
@@ -39,6 +41,8 @@ STUCK_AFTER_S = 5.0
 TENANTS_SHOWN, TENANTS_SHOWN_AT_MOST = 1000, 100_000
 CONFIRMATION: Final = "everything"
 _STOP_WITHIN_S = 5.0
+_REQUEST_WITHIN_S = 5.0
+_CONNECTIONS = 256  # above this the longest idle one makes way
 
 _STATUS: Final = {
     "unknown_tenant": 404,
@@ -138,6 +142,8 @@ def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:
             reason = "the server's loop is stuck"
         elif not daemon.ready.is_set():
             reason = f"the pool is being filled: {pool.filled_bytes} of {pool.pool_bytes} bytes"
+        elif not pool.is_in_place():
+            reason = f"the pool's directory {pool.directory} was removed: restart the server"
         elif not pool.filled_bytes:
             reason = "the pool has no memory"
         response.status_code = 503 if reason else 200
@@ -220,7 +226,9 @@ def _as_text(value: str | bool | int | None) -> str:
 
 
 def _problem(status: int, error: str, message: str, field: str = "", hint: str = "") -> JSONResponse:
-    return JSONResponse({"error": error, "message": message, "field": field, "hint": hint}, status)
+    said = {"error": error, "message": message, "field": field, "hint": hint}
+    # It may quote what came, and JSON may bring half of a surrogate pair, which nobody can send back.
+    return JSONResponse({name: text.encode(errors="backslashreplace").decode() for name, text in said.items()}, status)
 
 
 def _refused(request: Request, error: Exception) -> Response:
@@ -259,6 +267,43 @@ def _failed(request: Request, error: Exception) -> Response:
 # -- the thread
 
 
+class _Connection(H11Protocol):
+    """Closed unless a whole request comes in time, silent or trickling; and when others need its place.
+
+    (uvicorn closes only connections that had a request before, and counts the others against `limit_concurrency`.)
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._opened = self.loop.time()
+        self._seen: RequestResponseCycle | None = None
+        self._timer = self.loop.call_later(_REQUEST_WITHIN_S, self._look)
+        if len(self.connections) > _CONNECTIONS:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Closes a connection on which nothing has happened since the last look."""
+        if self._seen is self.cycle and (self._is_idle() or self.cycle.more_body):
+            self.transport.close()
+            return
+        self._seen = self.cycle
+        self._timer = self.loop.call_later(_REQUEST_WITHIN_S, self._look)
+
+    def _make_room(self) -> None:
+        others = [one for one in self.connections if isinstance(one, _Connection) and one is not self]
+        remaining = [one for one in others if not one.transport.is_closing()]
+        idle = [one for one in remaining if one._is_idle()]
+        if idle and len(remaining) >= _CONNECTIONS:
+            min(idle, key=lambda one: one._opened).transport.close()
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+
 class HttpServer:
     """Listens from construction on, serves from `start` to `stop`."""
 
@@ -275,7 +320,8 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
-            limit_concurrency=256,
+            http=_Connection,
+            limit_concurrency=2 * _CONNECTIONS,  # idle ones never are so many: these are requests under way
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)

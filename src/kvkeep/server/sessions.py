@@ -11,7 +11,7 @@ touches nothing: the daemon moves its bytes, and silence is enough.
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,12 +28,13 @@ _ATTACH_WITHIN_MS = 10_000
 
 @dataclass
 class NetworkWrite:
-    """A write whose bytes come by Put: where they go, and which have come."""
+    """A write whose bytes come by Put: where they go, which have come, and their checksums as they came."""
 
     layout: Layout
     shard: int
     slots: NDArray[np.int64]
     arrived: NDArray[np.bool_]
+    checksums: NDArray[np.uint64]
 
 
 @dataclass
@@ -48,7 +49,7 @@ class ServerSession:
     opened_ms: int
     last_seen_ms: int
     plane: str = ""
-    cancelled: dict[int, None] = field(default_factory=dict)  # given up before they arrived, oldest first
+    cancelled: OrderedDict[int, None] = field(default_factory=OrderedDict)  # given up before they came, oldest first
     network_leases: dict[int, tuple[Layout, NDArray[np.int64]]] = field(default_factory=dict)
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
@@ -69,7 +70,7 @@ class ServerSession:
         if number in self._seen:
             return
         if len(self.cancelled) >= _NUMBERS_REMEMBERED:
-            del self.cancelled[next(iter(self.cancelled))]
+            self.cancelled.popitem(last=False)
         self.cancelled[number] = None
 
     def is_gone(self, now_ms: int, network_timeout_ms: int) -> bool:

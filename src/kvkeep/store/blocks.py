@@ -104,15 +104,37 @@ class Blocks:
 
         The first that stays inherits the last use, and whether the session has finished. Returns how many were freed.
         """
-        table = self.table
-        used, finished = table.used[row], table.finished[row]
         chain = self._same_rank_above(row, limit)
+        self._evict_chain(chain, now_ms)
+        return len(chain)
+
+    def evict_all(self, rows: list[int], now_ms: int) -> None:
+        """Frees blocks that nobody reads or writes, each after all that hang on it, whatever their rank."""
+        table, chain = self.table, list[int]()
+        for row in rows:
+            if chain and not (table.parent[chain[-1]] == row and self._is_only_child(chain[-1])):
+                self._evict_chain(chain, now_ms)
+                chain = []
+            chain.append(row)
+        if chain:
+            self._evict_chain(chain, now_ms)
+
+    def _evict_chain(self, chain: list[int], now_ms: int) -> int:
+        """Frees a leaf and the ancestors that follow it. Returns the first that stays: it inherits the last use."""
+        table = self.table
+        used, finished = table.used[chain[0]], table.finished[chain[0]]
+        for row in chain:
+            if table.used[row] > used:
+                used, finished = table.used[row], table.finished[row]
         parent = self._free(chain)
         if parent != NO_ROW:
             if used >= table.used[parent]:
                 table.used[parent], table.finished[parent] = used, finished
             self.order.enqueue(parent, now_ms)
-        return len(chain)
+        return parent
+
+    def _is_only_child(self, row: int) -> bool:
+        return self.table.next_sibling[row] == NO_ROW == self.table.prev_sibling[row]
 
     def _same_rank_above(self, row: int, limit: int) -> list[int]:
         """The row and ancestors that become leaves of the same rank one after the other: most often the rest of a
@@ -124,7 +146,7 @@ class Blocks:
             table.priority[row],
             table.expires_ms[row],
         )
-        while len(chain) < limit and table.next_sibling[row] == NO_ROW == table.prev_sibling[row]:
+        while len(chain) < limit and self._is_only_child(row):
             row = table.parent[row]
             if (
                 row == NO_ROW
@@ -158,6 +180,23 @@ class Blocks:
             if table.state[row] == EVICTING:
                 self._free_evicting(row)
         return len(dropped)
+
+    def drop_coldest(self, column: NDArray[np.int32], numbers: Iterable[int]) -> None:
+        """Frees all blocks of the tenant or layout (as `column` of the table says), among those with these numbers,
+        that was used least recently, leaving out any of whose blocks somebody reads or writes. Looks at every block
+        there is, and may free that many: once for each layout or tenant that is one too many."""
+        rows, many = self.table.live_rows(), self.table.many
+        owners, of_owner = np.unique(column[rows], return_inverse=True)
+        last_used = np.zeros(len(owners), dtype=np.int64)
+        np.maximum.at(last_used, of_owner, many.used[rows])
+        held = np.bincount(of_owner[many.pins[rows] > 0], minlength=len(owners)) > 0
+        may_go = np.flatnonzero(~held & np.isin(owners, list(numbers)))
+        if len(may_go):
+            rows = rows[of_owner == may_go[np.argmin(last_used[may_go])]]
+            groups = many.tenant[rows].astype(np.int64) << 32 | many.layout[rows]
+            rows = rows[np.argsort(groups, kind="stable")]
+            for group in np.split(rows, np.flatnonzero(np.diff(np.sort(groups))) + 1):
+                self._give_back(group.tolist())  # whole trees: nothing that stays hangs on them
 
     def _is_empty(self, row: int) -> bool:
         """An evictable block without a single shard."""
@@ -194,17 +233,28 @@ class Blocks:
         while row != NO_ROW and table.state[row] == EVICTING:
             if table.pins[row] or table.first_child[row] != NO_ROW:
                 return
-            row = self._free([row])
+            chain = [row]
+            while self._is_only_child(row):
+                row = table.parent[row]
+                if row == NO_ROW or table.pins[row] or table.state[row] != EVICTING:
+                    break
+                chain.append(row)
+            row = self._free(chain)
         if row != NO_ROW:
             self._became_leaf(row, self.order.noted_ms)
 
     def _became_leaf(self, row: int, now_ms: int) -> None:
         """Puts a block in line that somebody let go. One that nothing was ever written to goes at once, and so do
         its ancestors as far as they are like it: they would only be in the way."""
+        table, shards_in = self.table, self.shards_in
         while row != NO_ROW and self._is_empty(row):
-            parent = self.table.parent[row]
-            self.evict(row, now_ms)
-            row = parent
+            chain = [row]
+            while self._is_only_child(row):
+                row = table.parent[row]
+                if row == NO_ROW or table.pins[row] or shards_in.get(row) != 0:
+                    break
+                chain.append(row)
+            row = self._evict_chain(chain, now_ms)
         if row != NO_ROW:
             self.order.enqueue(row, now_ms)
 
@@ -215,19 +265,24 @@ class Blocks:
         assert table.first_child[leaf] == NO_ROW
         table.first_child[top] = NO_ROW
         parent = unlink_leaf(table, top)
-        tenant = self.tenants.by_number[table.tenant[leaf]]
-        layout = self.layouts[table.layout[leaf]]
-        if table.state[leaf] != EVICTING:
+        self._give_back(chain)
+        return parent
+
+    def _give_back(self, rows: list[int]) -> None:
+        """Takes blocks of one tenant, layout and state out of everything but the tree."""
+        table, first = self.table, rows[0]
+        tenant = self.tenants.by_number[table.tenant[first]]
+        layout = self.layouts[table.layout[first]]
+        if table.state[first] != EVICTING:
             index, keys = tenant.index, table.keys
-            for row in chain:
+            for row in rows:
                 del index[keys[row]]
                 self.shards_in.pop(row, None)
-        self.slabs.give(table.many.slot[chain].tolist())
-        layout.give_checks(table.many.check[chain].tolist())
-        layout.blocks -= len(chain)
-        table.give(chain)
-        self.tenants.charge(tenant, -len(chain), -len(chain) * layout.slot_bytes)
+        self.slabs.give(table.many.slot[rows].tolist())
+        layout.give_checks(table.many.check[rows].tolist())
+        layout.blocks -= len(rows)
+        table.give(rows)
+        self.tenants.charge(tenant, -len(rows), -len(rows) * layout.slot_bytes)
         if not tenant.blocks:
             self.order.forget_owner(tenant.number)
             self.tenants.forget_if_idle(tenant)
-        return parent

@@ -8,7 +8,7 @@ in it side by side, each on a cache-line boundary:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ class Layout:
     slot_bytes: int = field(init=False)
     blocks: int = 0
     sessions: set[int] = field(default_factory=set)
+    physical: dict[int, bytes] = field(default_factory=dict)  # shard -> fingerprint of how its tensors lie in memory
     checks: NDArray[np.uint64] = field(init=False)
     _free_checks: list[int] = field(default_factory=list)
     _next_check: int = 0
@@ -51,6 +52,19 @@ class Layout:
     @property
     def shards(self) -> int:
         return len(self.shard_bytes)
+
+    def agree(self, shard: int, physical: bytes) -> None:
+        """Takes the word of the first worker of a shard for how its bytes are ordered; whoever orders them otherwise
+        is refused. Such a worker would read what the other stored, checksums and all, and mean something else."""
+        if not 0 <= shard < self.shards:
+            raise RequestError("bad_shard", f"shard {shard} of {self.shards}", field="shard")
+        if self.physical.setdefault(shard, physical) != physical:
+            raise RequestError(
+                "layout_conflict",
+                f"another engine lays the tensors of shard {shard} out differently under the same model identity",
+                field="physical",
+                hint="put what differs (layer names, dimensions, their order in memory) into ModelIdentity.layout",
+            )
 
     def take_checks(self, n: int) -> NDArray[np.int64]:
         """Rows of `checks` for n new blocks."""
@@ -71,7 +85,8 @@ class Layout:
 
 
 class Layouts:
-    """The layouts in use. One that no session has open and no block needs makes way when the limit is reached."""
+    """The layouts in use. When the limit is reached one makes way that no session has open: if all of those have
+    blocks, the least recently used one loses them."""
 
     def __init__(self, limit: int, largest_slot_bytes: int) -> None:
         self.limit = limit
@@ -98,8 +113,15 @@ class Layouts:
             )
         return layout
 
-    def open(self, session: int, fingerprint: bytes, shard_bytes: tuple[int, ...]) -> Layout:
-        """Finds or makes the layout, and notes that the session uses it."""
+    def open(
+        self,
+        session: int,
+        fingerprint: bytes,
+        shard_bytes: tuple[int, ...],
+        drop_unopened: Callable[[list[int]], None] | None = None,
+    ) -> Layout:
+        """Finds or makes the layout, and notes that the session uses it. `drop_unopened` is called at the limit, with
+        the numbers of layouts that no session has open, to drop the blocks of one of them."""
         known = self._by_fingerprint.get(fingerprint)
         if known is not None:
             if known.shard_bytes != shard_bytes:
@@ -119,7 +141,7 @@ class Layouts:
                 field="shard_bytes",
                 hint="start the server with a larger --slab-size, or use fewer tokens a block",
             )
-        self._make_way()
+        self._make_way(drop_unopened)
         self._next += 1
         layout.sessions.add(session)
         self._by_number[layout.number] = layout
@@ -133,17 +155,24 @@ class Layouts:
         for layout in self._by_number.values():
             layout.sessions.discard(session)
 
-    def _make_way(self) -> None:
-        if len(self._by_number) < self.limit:
+    def _make_way(self, drop_unopened: Callable[[list[int]], None] | None) -> None:
+        if len(self._by_number) < self.limit or self._forget_one():
             return
-        for layout in self._by_number.values():
-            if not layout.blocks and not layout.sessions:
-                del self._by_number[layout.number]
-                del self._by_fingerprint[layout.fingerprint]
-                return
+        if drop_unopened is not None:
+            drop_unopened([layout.number for layout in self if not layout.sessions])
+        if self._forget_one():
+            return
         raise RequestError(
             "too_many_layouts",
             f"{self.limit} layouts are in use",
             field="fingerprint",
             hint="raise --max-layouts, or stop engines that run models nobody uses",
         )
+
+    def _forget_one(self) -> bool:
+        for layout in self._by_number.values():
+            if not layout.blocks and not layout.sessions:
+                del self._by_number[layout.number]
+                del self._by_fingerprint[layout.fingerprint]
+                return True
+        return False

@@ -2,16 +2,21 @@
 
 Who gives way, in a full pool:
 
-    the tenant stays within its quota         the oldest among those that borrow, then the tenant's own
+    the tenant stays within its own quota     the oldest among those that borrow, then among those whose quota is only
+                                              the default one, then the tenant's own
+    it stays within the default quota         the oldest among those that borrow, then the tenant's own
     the tenant has a quota and exceeds it     its own
     the tenant has no quota                   the oldest among those that borrow (it is one of them)
 
-so that nobody's flood takes memory from a tenant that is within its quota. If no block of the same size can go, the
-coldest slab of another size is emptied and changes its size.
+so that nobody's flood takes memory from a tenant that is within its own quota. If no block of the same size can go,
+the coldest slab of another size is emptied and changes its size. Failing that, a tenant within its own quota empties a
+slab that is nearly empty, whoever has the few blocks in it: else one small block in each slab would keep them all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -26,10 +31,25 @@ from kvkeep.store.tree import latest_below, subtree
 # With more borrowers than this, the oldest is looked for among so many at a time, in turn: a bound on the work for
 # one block, and with that many tenants the oldest of a sample is old enough.
 _BORROWERS_LOOKED_AT = 64
+_LOOKS_A_SEARCH = 16  # looking at so many tenants counts as one more search
 _OLD_SLABS_LOOKED_AT = 8
 _SLABS_LOOKED_AT = 16
 _ROWS_PER_EVICTION = 64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
+_NEARLY_EMPTY = 8  # a slab of which less than one part in so many is used
 _NEVER = np.iinfo(np.int64).max
+
+
+@dataclass
+class _Budget:
+    """What one request may cost, so that it never holds up all others for long."""
+
+    searches: int = 8192  # for a victim, which goes alone or with much of its chain
+    slab_moves: int = 8
+    moved_blocks: int = 16384  # evicted to empty slabs; the last slab may exceed it
+    scans: int = 2  # of every block there is
+
+    def spent(self) -> bool:
+        return self.searches <= 0 or self.slab_moves <= 0 or self.moved_blocks <= 0
 
 
 class Room:
@@ -39,17 +59,21 @@ class Room:
         self._blocks = blocks
         self.evictions = 0
         self.slab_moves = 0
+        self._budget = _Budget()
         self._evicted_since_look: dict[int, int] = {}  # slot size -> evictions since other sizes were compared
 
     def make(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> int:
         """Makes room for up to `wanted` blocks; returns for how many there is room now.
 
-        Blocks that must stay (the chain that the new blocks hang on) are pinned by the caller.
+        Blocks that must stay (the chain that the new blocks hang on) are pinned by the caller. There may be less room
+        than could be made: one request evicts and moves only so much (`_Budget`), and the next one goes on from there.
         """
+        self._budget = _Budget()
         slabs, slot_bytes = self._blocks.slabs, layout.slot_bytes
         self._blocks.order.note_expired(now_ms)
         available = slabs.available(slot_bytes)
-        while available < wanted:
+        while available < wanted and not self._budget.spent():
+            self._budget.searches -= 1
             more = (available + 1) * slot_bytes
             row = self._victim(tenant, slot_bytes, more, now_ms)
             compare = row == NO_ROW or self._time_to_compare_sizes(slot_bytes)
@@ -68,32 +92,37 @@ class Room:
         loser = self._blocks.tenants.by_number[self._blocks.table.tenant[row]]
         limit = wanted - available
         if loser is not tenant:
-            if loser.quota_bytes is not None:
+            if loser.quota_bytes is not None and loser in self._blocks.tenants.borrowers:
                 limit = min(limit, (loser.usage_bytes - loser.quota_bytes) // slot_bytes)
             if tenant.quota_bytes is not None:
                 limit = min(limit, (tenant.quota_bytes - tenant.usage_bytes) // slot_bytes - available)
         return max(1, limit)
 
     def _victim(self, tenant: Tenant, slot_bytes: int, more: int, now_ms: int) -> int:
-        order = self._blocks.order
+        order, tenants = self._blocks.order, self._blocks.tenants
         if tenant.quota_bytes is None or tenant.entitled_to(more):
-            row = self._oldest_borrowed(slot_bytes, now_ms)
+            best = order.peek(COMMONS, slot_bytes, now_ms)
+            row = self._oldest(best, tenants.borrowers, slot_bytes, now_ms, lambda other: other.may_lose(slot_bytes))
+            if row == NO_ROW and tenant.has_own_right_to(more):
+                row = self._oldest(NO_ROW, tenants.on_default, slot_bytes, now_ms, lambda other: True)
             if row != NO_ROW:
                 return row
         return NO_ROW if tenant.owner == COMMONS else order.peek(tenant.owner, slot_bytes, now_ms)
 
-    def _oldest_borrowed(self, slot_bytes: int, now_ms: int) -> int:
+    def _oldest(
+        self, best: int, tenants: dict[Tenant, None], slot_bytes: int, now_ms: int, gives: Callable[[Tenant], bool]
+    ) -> int:
+        """The oldest evictable block of those tenants that give, and `best`."""
         order, rank = self._blocks.order, self._blocks.table.queued
-        best = order.peek(COMMONS, slot_bytes, now_ms)
-        borrowers = self._blocks.tenants.borrowers
-        looked_at = list(islice(borrowers, _BORROWERS_LOOKED_AT))
-        if len(borrowers) > _BORROWERS_LOOKED_AT:
-            for borrower in looked_at:  # to the end of the line
-                del borrowers[borrower]
-                borrowers[borrower] = None
-        for borrower in looked_at:
-            if borrower.may_lose(slot_bytes):
-                row = order.peek(borrower.owner, slot_bytes, now_ms)
+        looked_at = list(islice(tenants, _BORROWERS_LOOKED_AT))
+        self._budget.searches -= len(looked_at) // _LOOKS_A_SEARCH
+        if len(tenants) > _BORROWERS_LOOKED_AT:
+            for tenant in looked_at:  # to the end of the line
+                del tenants[tenant]
+                tenants[tenant] = None
+        for tenant in looked_at:
+            if gives(tenant):
+                row = order.peek(tenant.owner, slot_bytes, now_ms)
                 if row != NO_ROW and (best == NO_ROW or rank[row] < rank[best]):
                     best = row
         return best
@@ -114,19 +143,24 @@ class Room:
         blocks, table = self._blocks, self._blocks.table
         sizes = set(blocks.slabs.slabs_of_other_sizes(slot_bytes).values())
         leaves = [leaf for size in sizes if (leaf := self._victim(tenant, size, more, now_ms)) != NO_ROW]
-        if not leaves:
-            return False
         owed = victim != NO_ROW and table.tenant[victim] == tenant.number and tenant.entitled_to(more)
         colder_than = _NEVER if victim == NO_ROW or owed else table.used[victim]
-        oldest = min(leaves, key=lambda leaf: table.used[leaf])
-        doomed = self._old_slab(oldest, tenant, more, colder_than, spare_own=owed)
-        if doomed is None and colder_than == _NEVER:
-            doomed = self._coldest_slab(tenant, slot_bytes, more, spare_own=owed)
-        for row in doomed or ():
-            blocks.evict(row, now_ms)
-        self.evictions += len(doomed or ())
-        self.slab_moves += doomed is not None
-        return doomed is not None
+        doomed = None
+        if leaves:
+            oldest = min(leaves, key=lambda leaf: table.used[leaf])
+            doomed = self._old_slab(oldest, tenant, more, colder_than, spare_own=owed)
+            if doomed is None and colder_than == _NEVER and self._budget.scans:
+                doomed = self._coldest_slab(tenant, slot_bytes, more, spare_own=owed)
+        if doomed is None and colder_than == _NEVER and sizes and tenant.has_own_right_to(more) and self._budget.scans:
+            doomed = self._nearly_empty_slab(tenant, slot_bytes)
+        if doomed is None:
+            return False
+        blocks.evict_all(doomed, now_ms)
+        self.evictions += len(doomed)
+        self.slab_moves += 1
+        self._budget.slab_moves -= 1
+        self._budget.moved_blocks -= len(doomed)
+        return True
 
     def _old_slab(self, oldest: int, tenant: Tenant, more: int, colder_than: int, spare_own: bool) -> list[int] | None:
         """All that must go to empty one of the slabs that hold the oldest leaves, children first. None if all of those
@@ -142,6 +176,25 @@ class Room:
                     return doomed
         return None
 
+    def _nearly_empty_slab(self, tenant: Tenant, slot_bytes: int) -> list[int] | None:
+        """The same for the emptiest slab, if with all that hangs on its blocks hardly any memory goes, and nothing of
+        this tenant. Looks at every block there is."""
+        self._budget.scans -= 1
+        table, slabs = self._blocks.table, self._blocks.slabs
+        rows = table.live_rows()
+        slab_of = table.many.slot[rows] // slabs.slab_bytes
+        blocks_in = np.bincount(slab_of)
+        others = slabs.slabs_of_other_sizes(slot_bytes)
+        used_bytes = {slab: int(blocks_in[slab]) * size for slab, size in others.items()}
+        for slab in sorted(used_bytes, key=lambda slab: used_bytes[slab])[:_SLABS_LOOKED_AT]:
+            if used_bytes[slab] * _NEARLY_EMPTY >= slabs.slab_bytes:
+                break
+            doomed = self._with_descendants(rows[slab_of == slab].tolist())
+            hardly_any = len(doomed) * others[slab] * _NEARLY_EMPTY < slabs.slab_bytes
+            if hardly_any and self._is_idle(doomed, _NEVER, tenant):
+                return doomed
+        return None
+
     def _is_idle(self, rows: list[int], older_than: int, without: Tenant | None) -> bool:
         """Whether nobody reads or writes these blocks, or has used them lately, and none is of that tenant."""
         many = self._blocks.table.many
@@ -152,6 +205,7 @@ class Room:
 
     def _coldest_slab(self, tenant: Tenant, slot_bytes: int, more: int, spare_own: bool) -> list[int] | None:
         """The same for the coldest slab that can be emptied at all. Looks at every block there is."""
+        self._budget.scans -= 1
         table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
         rows = table.live_rows()
         slab_of = table.many.slot[rows] // slab_bytes
@@ -175,7 +229,9 @@ class Room:
         owners = many.tenant[rows]
         protected = np.zeros(int(owners.max()) + 1, dtype=np.bool_)  # by tenant number
         for other in self._blocks.tenants:
-            if other.blocks and (spare_own if other is tenant else not (takes_from_others and other.may_lose(1))):
+            if other.blocks and (
+                spare_own if other is tenant else not (takes_from_others and other.may_lose_to(tenant, 1, more))
+            ):
                 protected[other.number] = True
         stays = (many.pins[rows] > 0) | protected[owners]
         return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
@@ -209,4 +265,6 @@ class Room:
         own = losses.pop(tenant.number, 0)
         if losses and tenant.quota_bytes is not None and not tenant.entitled_to(more - own):
             return False
-        return all(tenants.by_number[number].may_lose(nbytes) for number, nbytes in losses.items())
+        return all(
+            tenants.by_number[number].may_lose_to(tenant, nbytes, more - own) for number, nbytes in losses.items()
+        )

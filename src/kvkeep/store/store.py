@@ -116,7 +116,10 @@ class Store:
                 field="fingerprint",
                 hint="an engine has one layout for each model it serves; open each once",
             )
-        return self.layouts.open(session, fingerprint, shard_bytes)
+        column = self.blocks.table.many.layout
+        return self.layouts.open(
+            session, fingerprint, shard_bytes, lambda unopened: self.blocks.drop_coldest(column, unopened)
+        )
 
     # -- lookup and release ----------------------------------------------------------------------------------------
 
@@ -347,6 +350,8 @@ class Store:
         priority: int,
         ttl_ms: int,
     ) -> list[int]:
+        if self.tenants.get(tenant) is None and len(self.tenants) >= self.tenants.limit:
+            self.blocks.drop_coldest(self.blocks.table.many.tenant, self.tenants.without_own_quota())
         owner = self.tenants.get_or_add(tenant)
         owner.storing = True
         self.blocks.next_use()

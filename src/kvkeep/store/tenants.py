@@ -37,6 +37,15 @@ class Tenant:
         """Whether others may take that much from this tenant: never below its quota."""
         return self.quota_bytes is None or self.usage_bytes - nbytes >= self.quota_bytes
 
+    def may_lose_to(self, taker: Tenant, nbytes: int, taken: int) -> bool:
+        """Whether that tenant may take that much from this one, having `taken` bytes more itself then. Own quotas fit
+        the pool together and default ones need not: a tenant within its own quota takes from those too."""
+        return self.may_lose(nbytes) or (self.own_quota_bytes is None and taker.has_own_right_to(taken))
+
+    def has_own_right_to(self, nbytes: int) -> bool:
+        """Whether that much more would still be within a quota that is its own, not the default one."""
+        return self.own_quota_bytes is not None and self.entitled_to(nbytes)
+
     def entitled_to(self, nbytes: int) -> bool:
         """Whether that much more would still be within its quota."""
         return self.quota_bytes is not None and self.usage_bytes + nbytes <= self.quota_bytes
@@ -50,8 +59,10 @@ class Tenants:
         self.default_quota_bytes = default_quota_bytes
         self.by_number: dict[int, Tenant] = {}
         self.borrowers: dict[Tenant, None] = {}  # tenants above their quota, in no order that matters
+        self.on_default: dict[Tenant, None] = {}  # tenants with blocks whose quota is the default one, likewise
         self._by_name: dict[str, Tenant] = {}
         self._next = 0
+        self._free_numbers: list[int] = []  # of tenants that were forgotten
         self._promised_bytes = 0
 
     def __iter__(self) -> Iterator[Tenant]:
@@ -74,10 +85,16 @@ class Tenants:
                 field="tenant",
                 hint="raise --max-tenants",
             )
-        tenant = Tenant(name, self._next, quota_bytes=self.default_quota_bytes)
-        self._next += 1
+        if not self._free_numbers:
+            self._free_numbers.append(self._next)
+            self._next += 1
+        tenant = Tenant(name, self._free_numbers.pop(), quota_bytes=self.default_quota_bytes)
         self._by_name[name] = self.by_number[tenant.number] = tenant
         return tenant
+
+    def without_own_quota(self) -> list[int]:
+        """The numbers of tenants that were promised nothing by name."""
+        return [tenant.number for tenant in self if tenant.own_quota_bytes is None]
 
     def charge(self, tenant: Tenant, blocks: int, nbytes: int) -> None:
         """Adds (or, negative, takes away) blocks and their bytes."""
@@ -86,10 +103,11 @@ class Tenants:
         self._note_borrowing(tenant)
 
     def forget_if_idle(self, tenant: Tenant) -> None:
-        if not tenant.blocks and tenant.own_quota_bytes is None and not tenant.storing:
-            self._by_name.pop(tenant.name, None)
-            self.by_number.pop(tenant.number, None)
+        idle = not tenant.blocks and tenant.own_quota_bytes is None and not tenant.storing
+        if idle and self._by_name.get(tenant.name) is tenant:
+            del self._by_name[tenant.name], self.by_number[tenant.number]
             self.borrowers.pop(tenant, None)
+            self._free_numbers.append(tenant.number)
 
     def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
         """Gives the tenant a quota of its own, or with None the default again."""
@@ -115,10 +133,17 @@ class Tenants:
             over = tenant.quota_bytes is not None and tenant.usage_bytes > tenant.quota_bytes
             assert over == (tenant in self.borrowers), f"{tenant.name}: borrowing is noted wrongly"
             assert tenant.blocks or tenant.own_quota_bytes is not None, f"{tenant.name}: should be forgotten"
-        assert all(self._by_name.get(t.name) is t for t in self.borrowers)
+            by_default = tenant.blocks > 0 and tenant.own_quota_bytes is None and tenant.quota_bytes is not None
+            assert by_default == (tenant in self.on_default), f"{tenant.name}: its default quota is noted wrongly"
+        assert all(self._by_name.get(t.name) is t for t in (*self.borrowers, *self.on_default))
+        assert sorted([*self.by_number, *self._free_numbers]) == list(range(self._next))
 
     def _note_borrowing(self, tenant: Tenant) -> None:
         if tenant.quota_bytes is not None and tenant.usage_bytes > tenant.quota_bytes:
             self.borrowers[tenant] = None
         elif self.borrowers:
             self.borrowers.pop(tenant, None)
+        if tenant.blocks and tenant.own_quota_bytes is None and tenant.quota_bytes is not None:
+            self.on_default[tenant] = None
+        elif self.on_default:
+            self.on_default.pop(tenant, None)

@@ -180,7 +180,7 @@ class StoreModel:
         else:
             joined, taken, room = lacking, len(known), min(len(keys) - len(known), may_write - len(lacking))
         if room and tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
-            _refuse("too_many_tenants")
+            self._drop_coldest_tenant()
         work = ModelWrite(shard, [known[i] for i in joined])
         state.writes[write] = work
         if above is not None:
@@ -336,13 +336,25 @@ class StoreModel:
             if quota is None:
                 choice = borrowed
             elif self.usage(tenant) + (free + 1) * self.slot_bytes <= quota:
-                choice = borrowed or own
+                by_default = [b for b in leaves if tenant in self.own_quotas and b.tenant not in self.own_quotas]
+                choice = borrowed or by_default or own
             else:
                 choice = own
             if not choice:
                 break
             self._evict(min(choice, key=lambda b: self._rank(b, now_ms)))
         return min(wanted, self.pool_slots - len(self.blocks))
+
+    def _drop_coldest_tenant(self) -> None:
+        held = {block.tenant for block in self.blocks if self._held(block)}
+        may_go = [block for block in self.blocks if block.tenant not in held and block.tenant not in self.own_quotas]
+        if not may_go:
+            _refuse("too_many_tenants")
+        last_used: dict[str, int] = {}
+        for block in may_go:
+            last_used[block.tenant] = max(block.used, last_used.get(block.tenant, 0))
+        coldest = min(last_used, key=lambda name: last_used[name])
+        self._drop([block for block in may_go if block.tenant == coldest])
 
     def _may_lose_one(self, tenant: str) -> bool:
         quota = self.quota(tenant)

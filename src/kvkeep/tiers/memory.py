@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
 from pathlib import Path
 
 from kvkeep.errors import PoolError
@@ -23,6 +25,7 @@ from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
 _SEGMENT_BYTES = 256 * MIB
 _LARGEST_SLAB_BYTES = 64 * MIB
 _SLABS_AT_LEAST = 16
+_LOCK_FILE = "daemon.lock"
 
 
 def slab_bytes_for(pool_bytes: int) -> int:
@@ -42,6 +45,8 @@ class Pool:
         self._lock = _own(self.directory)
         try:
             self._remove_files()
+            if left := sorted(set(os.listdir(self.directory)) - {_LOCK_FILE}):
+                raise PoolError(f"{self.directory / left[0]} cannot be removed", "remove it, or choose another --name")
             _check_space(shm_dir, self.pool_bytes, pool_bytes)
             path = self.directory / EPOCH_FILE
             path.touch(mode=0o600)
@@ -57,6 +62,10 @@ class Pool:
     def slabs(self) -> int:
         return self.pool_bytes // self.slab_bytes
 
+    def is_in_place(self) -> bool:
+        """Whether the directory is still ours: somebody may have removed it, and another server made it anew."""
+        return self._lock_found() == os.fstat(self._lock).st_ino if self._lock >= 0 else False
+
     def fill_next(self) -> tuple[int, int]:
         """Allocates the next segment's memory, so that no later write to it can fail. May take a while.
 
@@ -64,25 +73,30 @@ class Pool:
         """
         if self.filled_bytes >= self.pool_bytes:
             return 0, 0
+        if not self.is_in_place():
+            raise PoolError(f"the pool's directory {self.directory} was removed", "restart the server")
         nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
         path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise PoolError(
                 f"{format_size(nbytes)} more of shared memory could not be had: {error.strerror}",
                 f"the pool stays at {format_size(self.filled_bytes)}; free memory, or use a smaller --pool-size",
             ) from error
         finally:
             os.close(descriptor)
+        self.segments.view(self.filled_bytes, 1)  # mapped now, it serves the network even if the file goes
         first = self.filled_bytes // self.slab_bytes
         self.filled_bytes += nbytes
         return first, nbytes // self.slab_bytes
 
     def watch(self, number: int) -> Watch:
-        """A new lock file for a session."""
+        """A new lock file for a session. OSError if there is no place for it."""
+        if not self.is_in_place():
+            raise FileNotFoundError(errno.ENOENT, "the pool's directory was removed", str(self.directory))
         return Watch(self.directory / f"session-{number}.lock")
 
     def close(self) -> None:
@@ -91,19 +105,32 @@ class Pool:
             return
         if hasattr(self, "segments"):
             self.segments.close()
-        self._remove_files()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock_found() in (None, os.fstat(self._lock).st_ino):  # or it is another server's by now
+            self._remove_files()
+            shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
 
     def _remove_files(self) -> None:
-        """All but the lock, which goes last: whoever can take it must find no leftovers that are still going."""
+        """All but the lock, which goes last: whoever can take it must find no leftovers that are still going.
+
+        As far as it goes: what cannot be removed stays, and does not keep the rest.
+        """
         with contextlib.suppress(FileNotFoundError):  # somebody else removed the directory: so much the better
             for path in self.directory.iterdir():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != "daemon.lock":
-                    path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    elif path.name != _LOCK_FILE:
+                        path.unlink()
+
+    def _lock_found(self) -> int | None:
+        """The inode of the lock file that lies in the directory now. None if there is none."""
+        try:
+            found = os.stat(self.directory / _LOCK_FILE, follow_symlinks=False)
+        except OSError:
+            return None
+        return found.st_ino if stat.S_ISREG(found.st_mode) else None
 
 
 def _own(directory: Path) -> int:
@@ -116,7 +143,7 @@ def _own(directory: Path) -> int:
         if status.st_uid != os.getuid():
             raise PoolError(f"{directory} belongs to another user", "choose another --name")
         directory.chmod(0o700)
-        path = directory / "daemon.lock"
+        path = directory / _LOCK_FILE
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise PoolError(f"cannot make {directory}: {error.strerror}", "check --shm-dir") from error
