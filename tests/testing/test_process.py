@@ -65,3 +65,11 @@ def test_state_that_is_given_stays(tmp_path: Path) -> None:
     with ServerProcess(*SMALL, state_dir=tmp_path) as server:
         assert server.state_dir == tmp_path
     assert tmp_path.exists()
+
+
+def test_the_pool_of_a_killed_server_does_not_stay_behind() -> None:
+    with ServerProcess("--pool-size", "1MiB") as server:
+        directory = Path("/dev/shm") / f"kvkeep-{server.name}"
+        server.stop(signal.SIGKILL)
+        assert directory.exists()
+    assert not directory.exists()

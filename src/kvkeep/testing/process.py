@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ class ServerProcess:
 
     def __init__(self, *flags: str, name: str | None = None, state_dir: Path | None = None) -> None:
         self._flags = flags
+        self._shm_dir = Path(flags[flags.index("--shm-dir") + 1] if "--shm-dir" in flags else "/dev/shm")
         self.name = name or f"p{os.getpid()}-{next(_numbers)}"
         self._own_state = tempfile.TemporaryDirectory(prefix="kvkeep-") if state_dir is None else None
         self.state_dir = Path(self._own_state.name) if self._own_state else state_dir
@@ -101,6 +103,8 @@ class ServerProcess:
     def _clean_up(self) -> None:
         if self._own_state:
             self._own_state.cleanup()
+        # A server that was killed leaves its pool behind, for a next one of the same name; there will be none.
+        shutil.rmtree(self._shm_dir / f"kvkeep-{self.name}", ignore_errors=True)
 
 
 def _clean_environment() -> dict[str, str]:
