@@ -37,7 +37,8 @@ class Finished:
 
 
 class WorkerAdapter:
-    """Stores and loads of one engine worker."""
+    """Stores and loads of one engine worker, over a connection of its own. (A `connection` can be given for
+    simulations; one that a scheduler shares would make its lookups wait while this one waits.)"""
 
     def __init__(
         self,

@@ -78,6 +78,13 @@ def is_tenant(text: object) -> bool:
     return isinstance(text, str) and (text == DEFAULT_TENANT or _TENANT.fullmatch(text) is not None)
 
 
+def check_tenant(text: object, hint: str) -> None:
+    """RequestError unless `text` is a tenant id. It is not quoted: it may be a salt that somebody took for one."""
+    if not is_tenant(text):
+        problem = "a tenant is named `default` or `t-` and 32 hex digits"
+        raise RequestError("bad_tenant", problem, field="tenant", hint=hint)
+
+
 def _check_text(field: str, value: object) -> None:
     if not isinstance(value, str):
         raise _refusal(field, f"must be a string, not {type(value).__name__}")

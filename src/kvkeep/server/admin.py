@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvkeep import __version__
 from kvkeep.errors import RequestError
-from kvkeep.kv.identity import is_tenant
+from kvkeep.kv.identity import check_tenant
 from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.quotas import KeptQuotas
@@ -29,10 +29,9 @@ from kvkeep.server.snapshot import (
     SessionShown,
     Snapshot,
     largest_tenants,
-    shown,
     take,
 )
-from kvkeep.store.operators import check_default_quota, check_quota, drop_blocks, set_default_quota, set_quota
+from kvkeep.store.operators import check_default_quota, check_quota, drop_blocks, set_default_quota, set_quota, usage_of
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.tenants import Tenant
@@ -154,7 +153,7 @@ class Admin:
 
     def tenant(self, tenant: str) -> TenantUsage:
         _check_tenant(tenant)
-        return self.in_loop(lambda: shown(_known(self.daemon.store, tenant)))
+        return self.in_loop(lambda: usage_of(_known(self.daemon.store, tenant)))
 
     def settings(self) -> list[SettingShown]:
         return [SettingShown(*row) for row in self.daemon.settings.describe()]
@@ -259,14 +258,7 @@ class Admin:
 
 
 def _check_tenant(tenant: str) -> None:
-    """The text is not quoted: it may be a salt that somebody took for a tenant's name."""
-    if not is_tenant(tenant):
-        raise RequestError(
-            "bad_tenant",
-            "a tenant is named `default` or `t-` and 32 hex digits",
-            field="tenant",
-            hint="`kvkeep tenants id` makes it from a salt",
-        )
+    check_tenant(tenant, "`kvkeep tenants id` makes it from a salt")
 
 
 def _known(store: Store, tenant: str) -> Tenant:

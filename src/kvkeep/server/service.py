@@ -17,7 +17,7 @@ import numpy as np
 from kvkeep import __version__
 from kvkeep.errors import ProtocolError, RequestError
 from kvkeep.kv.checksum import checksum
-from kvkeep.kv.identity import is_tenant
+from kvkeep.kv.identity import check_tenant
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server import network
 from kvkeep.server.counters import Counters, Latency
@@ -326,13 +326,7 @@ class Service:
 
 
 def _check_tenant(tenant: str) -> None:
-    if not is_tenant(tenant):
-        raise RequestError(
-            "bad_tenant",
-            "a tenant is named `default` or `t-` and 32 hex digits",
-            field="tenant",
-            hint="send kvkeep.kv.identity.tenant_of(salt), never the salt itself",
-        )
+    check_tenant(tenant, "send kvkeep.kv.identity.tenant_of(salt), never the salt itself")
 
 
 def _names(session: ServerSession) -> tuple[int, str, int]:

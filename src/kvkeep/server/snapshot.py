@@ -15,10 +15,10 @@ import numpy as np
 
 from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
+from kvkeep.store.operators import usage_of
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.table import FREE, READY, STATE_NAMES
-from kvkeep.store.tenants import Tenant
 
 # Each tenant is a label value, and a metrics database pays for every one of them for months.
 LARGEST_TENANTS = 20
@@ -103,12 +103,7 @@ def take(daemon: Daemon) -> Snapshot:
 
 def largest_tenants(store: Store, limit: int) -> list[TenantUsage]:
     """Those that use most, at most `limit`, largest first."""
-    return [shown(tenant) for tenant in heapq.nlargest(limit, store.tenants, key=attrgetter("usage_bytes"))]
-
-
-def shown(tenant: Tenant) -> TenantUsage:
-    own_quota = tenant.own_quota_bytes is not None
-    return TenantUsage(tenant.name, tenant.blocks, tenant.usage_bytes, tenant.quota_bytes, own_quota)
+    return [usage_of(tenant) for tenant in heapq.nlargest(limit, store.tenants, key=attrgetter("usage_bytes"))]
 
 
 def _pool(daemon: Daemon) -> PoolShown:

@@ -79,11 +79,14 @@ def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> Non
         _requeue(store, tenant, owner, now_ms)
 
 
+def usage_of(tenant: Tenant) -> TenantUsage:
+    """One tenant as operators see it."""
+    own_quota = tenant.own_quota_bytes is not None
+    return TenantUsage(tenant.name, tenant.blocks, tenant.usage_bytes, tenant.quota_bytes, own_quota)
+
+
 def usage(store: Store) -> list[TenantUsage]:
-    return [
-        TenantUsage(t.name, t.blocks, t.usage_bytes, t.quota_bytes, t.own_quota_bytes is not None)
-        for t in store.tenants
-    ]
+    return [usage_of(tenant) for tenant in store.tenants]
 
 
 def _known(store: Store, tenant: str) -> Tenant:
