@@ -26,9 +26,28 @@ MAX_FILE_LINES = {"src": 400, "tests": 600}
 MIN_LINES_TO_TEST = 60
 
 # Each folder may import itself and those before it.
-ORDER = ["kv", "wire", "client", "store", "tiers", "server", "gpu", "engine", "vllm", "testing", "bench", "cli"]
+ORDER = [
+    "kv",
+    "wire",
+    "client",
+    "store",
+    "tiers",
+    "server",
+    "gpu",
+    "connector",
+    "engine",
+    "vllm",
+    "testing",
+    "bench",
+    "cli",
+]
 SHARED = {"kvkeep.errors", "kvkeep.units"}  # top-level modules that anyone may import
-ENGINE_SIDE = {"kv", "wire", "client"}  # what an engine loads: no dependency that engines do not ship already
+ENGINE_SIDE = {
+    "kv",
+    "wire",
+    "client",
+    "connector",
+}  # what an engine loads: no dependency that engines do not ship already
 ENGINE_SHIPS = {"zmq", "msgspec", "numpy", "torch"}
 TORCH_FOLDERS = {"gpu", "engine", "vllm"}
 # Clocks, files, processes, sockets: what the store may not reach.

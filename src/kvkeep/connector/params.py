@@ -1,0 +1,72 @@
+"""What a request may say about the cache in its `kv_transfer_params`, and what it hears back (M1).
+
+    in    {"num_kvkeep_extra_cached_tokens": None, "kvkeep_priority": 80}
+    out   {"num_kvkeep_extra_cached_tokens": 1280}
+
+Params come from whoever uses the engine's API. What is wrong in them is left out with a warning, never raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+# The name that clients of other servers send already, and ours.
+EXTRA_CACHED_TOKENS = ("num_lmcache_extra_cached_tokens", "num_kvkeep_extra_cached_tokens")
+
+_LONGEST_TTL_MS = 2**53
+_NORMAL_PRIORITY = 50
+
+
+@dataclass(frozen=True)
+class CacheParams:
+    """One request's params, checked.
+
+    counts             the names under which it wants to know how many tokens the cache gave; None: it sent no params
+    priority           0 to 100: blocks of higher ones stay longer
+    ttl_ms             after that long its blocks go first; 0: like all others
+    session_finished   nobody will continue this conversation: its blocks may go early
+    """
+
+    counts: tuple[str, ...] | None = None
+    priority: int = _NORMAL_PRIORITY
+    ttl_ms: int = 0
+    session_finished: bool = False
+
+    @classmethod
+    def of(cls, params: object) -> CacheParams:
+        """Takes anything and never raises."""
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            log.warning("kvkeep: kv_transfer_params is a %s, no mapping: ignored", type(params).__name__)
+            return cls()
+        return cls(
+            counts=tuple(name for name in EXTRA_CACHED_TOKENS if name in params),
+            priority=_integer(params, "kvkeep_priority", 100, _NORMAL_PRIORITY),
+            ttl_ms=_integer(params, "kvkeep_ttl_ms", _LONGEST_TTL_MS, 0),
+            session_finished=_flag(params, "kvkeep_session_finished"),
+        )
+
+    def reply(self, extra_cached_tokens: int) -> dict[str, int] | None:
+        """What comes back: the number under each name that was asked for; nothing to a request without params."""
+        return None if self.counts is None else dict.fromkeys(self.counts, extra_cached_tokens)
+
+
+def _integer(params: Mapping[object, object], name: str, most: int, default: int) -> int:
+    value = params.get(name, default)
+    if type(value) is not int or not 0 <= value <= most:  # a bool is an int to isinstance, and a mistake here
+        log.warning("kvkeep: %s in kv_transfer_params must be an integer from 0 to %d: ignored", name, most)
+        return default
+    return value
+
+
+def _flag(params: Mapping[object, object], name: str) -> bool:
+    value = params.get(name, False)
+    if not isinstance(value, bool):
+        log.warning("kvkeep: %s in kv_transfer_params must be true or false: ignored", name)
+        return False
+    return value

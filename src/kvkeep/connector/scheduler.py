@@ -1,0 +1,249 @@
+"""The scheduler's side of the seam: what an engine's scheduler says to its external cache, and when.
+
+    arrive ──► lookup ──► prepare_load ──► build_step ──► complete      the prefix that the server has
+                          prepare_store ──► build_step ──► complete     the blocks that were computed
+    end        the request is over; what it learns about the cache (M1)
+
+The engine decides about its blocks, this side about the server's. No call here blocks, and none raises for what a
+server, a network or a request's params did. The rules:
+
+- A lookup is sent on arrival, and asking again is free.
+- Two requests that miss the same block load it once: the second is told to wait, and then has it in the prefix cache.
+- A request whose load failed is not offered a hit again, so that it cannot fail for ever (M5).
+- Only what is computed and verified is stored, also generated tokens; what the server has is not.
+- A salt goes with every lookup, load and store (M3): its keys are made with it, its blocks belong to its tenant.
+- A lease is held until the last worker has read from it, also when the request is gone before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.worker import Finished
+from kvkeep.connector.params import CacheParams
+from kvkeep.connector.step import Job, LookupSide, StepMetadata
+from kvkeep.connector.tracker import Tracker
+from kvkeep.errors import RequestError
+from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.keys import KEY_BYTES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Completed:
+    """What the workers' reports of one step amount to."""
+
+    loads: list[Job] = field(default_factory=list)
+    stores: list[Job] = field(default_factory=list)
+    invalid_block_ids: set[int] = field(default_factory=set)
+
+
+class SchedulerSide:
+    """One for each engine. `world_size` is the number of workers that report each job."""
+
+    def __init__(self, cache: LookupSide, block_tokens: int, world_size: int) -> None:
+        self._cache = cache
+        self._block_tokens = block_tokens
+        self._world_size = world_size
+        self._trackers: dict[str, Tracker] = {}
+        self._jobs: dict[int, Job] = {}
+        self._owners: dict[int, Tracker] = {}  # of jobs
+        self._next_job = self._next_tracker = 0
+        self._loads: dict[int, LoadRequest] = {}
+        self._stores: dict[int, StoreRequest] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job is waiting for a step or under way."""
+        return not self._jobs
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        return list(self._jobs.values())
+
+    # -- a request's way
+
+    def arrive(self, request_id: str, salt: str | None, params: object, keys: bytes, local_blocks: int = 0) -> None:
+        """A request has come, with the keys of its full blocks. Asks at once for those that the engine does not
+        have."""
+        self._next_tracker += 1
+        tracker = Tracker(self._next_tracker, request_id, salt, _tenant(salt), CacheParams.of(params), bytearray(keys))
+        self._trackers[request_id] = tracker
+        if tracker.tenant and local_blocks < tracker.num_blocks:
+            self._ask(tracker, local_blocks, tracker.num_blocks)
+
+    def extend(self, request_id: str, keys: bytes) -> None:
+        """More of the request's blocks are full, and these are their keys."""
+        tracker = self._trackers.get(request_id)
+        if tracker is not None:
+            tracker.keys += keys
+
+    def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
+        """How many blocks after the `local_blocks` first ones can be loaded, `limit_blocks` in all at most.
+
+        None: not known yet, ask in the next step. Idempotent and free: the server is asked once.
+        """
+        tracker = self._trackers.get(request_id)
+        if tracker is None or not (tracker.tenant and tracker.offers) or local_blocks >= limit_blocks:
+            return 0
+        if tracker.loads or self._is_being_loaded(tracker, local_blocks):
+            return None
+        keys, skip = tracker.asked or (b"", 0)
+        if len(keys) < limit_blocks * KEY_BYTES or skip > local_blocks:
+            keys, skip = self._ask(tracker, local_blocks, tracker.num_blocks)
+        tracker.answer = self._cache.lookup(tracker.number, tracker.salt, keys, skip)
+        if tracker.answer is None:
+            return None
+        tracker.stored = max(tracker.stored, tracker.answer.blocks)
+        return max(0, min(tracker.answer.blocks, limit_blocks) - local_blocks)
+
+    def prepare_load(self, request_id: str, local_blocks: int, block_ids: Sequence[int]) -> Job:
+        """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
+        tracker = self._trackers[request_id]
+        answer = tracker.answer
+        assert answer is not None and len(block_ids) <= answer.blocks - local_blocks
+        stop = local_blocks + len(block_ids)
+        described = slice(local_blocks - answer.skip, stop - answer.skip)
+        job = self._new_job(tracker, local_blocks, block_ids, is_load=True)
+        self._loads[job.number] = LoadRequest(
+            tracker.tenant,
+            tracker.keys_of(0, stop),
+            local_blocks,
+            np.asarray(block_ids, dtype=np.int64),
+            answer.epoch,
+            answer.slots[described],
+            answer.checksums[described],
+        )
+        return job
+
+    def no_load(self, request_id: str) -> None:
+        """The request begins without a load: what the server promised may go."""
+        tracker = self._trackers.get(request_id)
+        if tracker is not None and tracker.asked is not None:
+            self._let_go(tracker)
+
+    def prepare_store(self, request_id: str, block_ids: Sequence[int], computed_blocks: int) -> Job | None:
+        """Stores what is computed of the request's blocks and not stored, beginning with the next step."""
+        tracker = self._trackers.get(request_id)
+        if tracker is None or not tracker.tenant or computed_blocks <= tracker.stored:
+            return None
+        first = tracker.stored
+        tracker.stored = computed_blocks
+        job = self._new_job(tracker, first, block_ids[first:computed_blocks], is_load=False)
+        self._stores[job.number] = StoreRequest(
+            tracker.tenant,
+            tracker.key(first - 1),
+            tracker.keys_of(first, computed_blocks),
+            np.asarray(job.block_ids, dtype=np.int64),
+            tracker.params.priority,
+            tracker.params.ttl_ms,
+        )
+        return job
+
+    def loaded_blocks(self, request_id: str) -> int:
+        """How many of the request's blocks came from the server."""
+        tracker = self._trackers.get(request_id)
+        return 0 if tracker is None else tracker.loaded.bit_count()
+
+    def end(self, request_id: str) -> dict[str, int] | None:
+        """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it had none."""
+        tracker = self._trackers.pop(request_id, None)
+        if tracker is None:
+            return None
+        tracker.ended = True
+        self._end_session(tracker)
+        return tracker.reply(self._block_tokens)
+
+    # -- steps
+
+    def build_step(self) -> StepMetadata:
+        """The jobs that were prepared since the last step. They go to every worker."""
+        metadata = StepMetadata(self._loads, self._stores)
+        self._loads, self._stores = {}, {}
+        return metadata
+
+    def complete(self, reports: Sequence[Finished]) -> Completed:
+        """Takes in what the workers report, one report each. A job that nobody knows is nobody's business."""
+        completed = Completed()
+        for report in reports:
+            for number, block_ids in report.failed.items():
+                job = self._jobs.get(number)  # type: ignore[call-overload]
+                if job is not None:
+                    job.failed.update(block_ids)
+                    completed.invalid_block_ids.update(block_ids)
+                    self._owners[job.number].offers = False
+            for number in (*report.loaded, *report.stored):
+                job = self._jobs.get(number)  # type: ignore[call-overload]
+                if job is not None:
+                    job.reports += 1
+                    if job.reports == self._world_size:
+                        self._end_job(job)
+                        (completed.loads if job.is_load else completed.stores).append(job)
+        return completed
+
+    def close(self) -> None:
+        self._cache.close()
+
+    # -- inside
+
+    def _ask(self, tracker: Tracker, skip: int, stop: int) -> tuple[bytes, int]:
+        tracker.asked = (tracker.keys_of(0, stop), skip)
+        self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
+        return tracker.asked
+
+    def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
+        key = tracker.key(block)
+        return any(
+            job.is_load
+            and job.first_block <= block < job.first_block + len(job.block_ids)
+            and self._owners[job.number].key(block) == key
+            for job in self._jobs.values()
+        )
+
+    def _new_job(self, tracker: Tracker, first_block: int, block_ids: Sequence[int], *, is_load: bool) -> Job:
+        self._next_job += 1
+        job = Job(self._next_job, tracker.request_id, first_block, list(block_ids), is_load)
+        self._jobs[job.number] = job
+        self._owners[job.number] = tracker
+        tracker.jobs += 1
+        tracker.loads += is_load
+        return job
+
+    def _end_job(self, job: Job) -> None:
+        del self._jobs[job.number]
+        tracker = self._owners.pop(job.number)
+        tracker.jobs -= 1
+        if job.is_load:
+            tracker.loads -= 1
+            good = job.good_blocks()
+            tracker.count_loaded(job.first_block, good)
+            if good < len(job.block_ids):  # what the server had from there on was no good, and ours will be
+                tracker.stored = min(tracker.stored, job.first_block + good)
+            self._let_go(tracker)
+        if tracker.ended:
+            self._end_session(tracker)
+
+    def _let_go(self, tracker: Tracker) -> None:
+        self._cache.release(tracker.number)
+        tracker.asked = tracker.answer = None
+
+    def _end_session(self, tracker: Tracker) -> None:
+        """Tells the server, once the last job is over: a lease may still be read from, a block still be stored."""
+        if tracker.jobs == 0:
+            last_key = tracker.key(tracker.stored - 1)
+            self._cache.end_session(tracker.number, tracker.salt, last_key, tracker.params.session_finished)
+
+
+def _tenant(salt: str | None) -> str:
+    """Whose blocks a request's are; "" if its salt is none. Such a request is served, without the cache."""
+    try:
+        return tenant_of(salt)
+    except RequestError as error:
+        log.warning("kvkeep: a request is served without the cache: %s", error)
+        return ""

@@ -1,0 +1,70 @@
+"""What goes from the scheduler's side to every worker with a step, and what comes back.
+
+A job is a load or a store of one request's blocks. Every rank does its shard of it, and reports it once; it is over
+when all have. Blocks that failed to load are known as soon as one rank reports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvkeep.client.scheduler import Answer
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.worker import Finished
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """The jobs that begin with this step, by number."""
+
+    loads: Mapping[int, LoadRequest] = field(default_factory=dict)
+    stores: Mapping[int, StoreRequest] = field(default_factory=dict)
+
+
+@dataclass
+class Job:
+    """One load or store under way. Its engine blocks must stay as they are until it is over."""
+
+    number: int
+    request_id: str
+    first_block: int  # its place in the request
+    block_ids: list[int]
+    is_load: bool
+    reports: int = 0
+    failed: set[int] = field(default_factory=set)  # ids of blocks that some rank could not load
+
+    def good_blocks(self) -> int:
+        """How many leading blocks every rank has loaded. Those after a bad one do not count: they are computed
+        again."""
+        return next((at for at, block in enumerate(self.block_ids) if block in self.failed), len(self.block_ids))
+
+
+class LookupSide(Protocol):
+    """What the scheduler's side asks of a cache: `kvkeep.client.scheduler.SchedulerAdapter`, or a simulation of it."""
+
+    def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None: ...
+    def release(self, request: Hashable) -> None: ...
+    def end_session(
+        self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
+    ) -> None: ...
+    def close(self) -> None: ...
+
+
+class TransferSide(Protocol):
+    """What a worker asks of a cache: `kvkeep.client.worker.WorkerAdapter`, or a simulation of it."""
+
+    def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None: ...
+    def store(self, job: Hashable, request: StoreRequest) -> None: ...
+    def load(self, job: Hashable, request: LoadRequest) -> None: ...
+    def poll(self) -> Finished: ...
+    def close(self) -> None: ...
+
+
+def begin(step: StepMetadata, cache: TransferSide) -> None:
+    """Begins a step's jobs on one worker, loads first: somebody waits for those."""
+    for number, load in step.loads.items():
+        cache.load(number, load)
+    for number, store in step.stores.items():
+        cache.store(number, store)

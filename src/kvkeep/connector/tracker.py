@@ -1,0 +1,59 @@
+"""What the scheduler's side remembers of one request.
+
+    blocks of the request   |0 1 2 3|4 5 6 7 8|9 10 11|12 …
+                             local   extra     computed here
+                             └─ what the engine's own prefix cache had
+                                     └─ what the server had beyond it: loaded
+    stored                  blocks that the server has, as far as we know: the first ones need no store
+
+The number of M1 is the number of blocks that were really loaded: `max(0, external hits - local hits)` where all goes
+well, less where a load failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvkeep.client.scheduler import Answer
+from kvkeep.connector.params import CacheParams
+from kvkeep.kv.keys import KEY_BYTES
+
+
+@dataclass
+class Tracker:
+    """Lives from a request's arrival until it has ended and its last job has."""
+
+    number: int  # its name to the cache: a request id may be used again while an old job runs
+    request_id: str
+    salt: str | None
+    tenant: str  # "": its salt is none, so nothing of it is looked up or stored
+    params: CacheParams
+    keys: bytearray = field(default_factory=bytearray)  # of all full blocks known so far
+    asked: tuple[bytes, int] | None = None  # the keys and the skip of the lookup that is under way or answered
+    answer: Answer | None = None
+    offers: bool = True  # False once a load has failed: the same hit is not offered again
+    loaded: int = 0  # a bit for each block that came from the server at least once
+    stored: int = 0
+    jobs: int = 0  # loads and stores that workers have not reported yet
+    loads: int = 0  # of those; they read under the lease of the answer, so that must stay
+    ended: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    def key(self, block: int) -> bytes:
+        """The key of one block; b"" for the one before the first."""
+        return bytes(self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]) if block >= 0 else b""
+
+    def keys_of(self, start: int, stop: int) -> bytes:
+        return bytes(self.keys[start * KEY_BYTES : stop * KEY_BYTES])
+
+    def count_loaded(self, start: int, count: int) -> None:
+        """Blocks start..start+count-1 came from the server. A block that comes twice, after a preemption, counts
+        once."""
+        self.loaded |= ((1 << count) - 1) << start
+
+    def reply(self, block_tokens: int) -> dict[str, int] | None:
+        """What the finished request's `kv_transfer_params` are (M1)."""
+        return self.params.reply(self.loaded.bit_count() * block_tokens)

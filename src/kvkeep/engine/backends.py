@@ -1,0 +1,99 @@
+"""Where an engine's external cache is: in a kvkeep server, or in this process (M4)."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.worker import WorkerAdapter
+from kvkeep.connector.step import LookupSide, TransferSide
+from kvkeep.engine.offloading import KVTransferConfig, client_options
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.shape import BlockShape
+from kvkeep.server.embedded import EmbeddedServer
+
+# A server that is there answers at once; one that is not must not keep the engine from starting.
+_CONNECT_PATIENCE_MS = 500
+
+
+class CacheBackend(Protocol):
+    """Makes the two sides of the seam for one engine."""
+
+    def lookup_side(self, shape: BlockShape) -> LookupSide: ...
+    def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide: ...
+    def connect(self) -> None:
+        """Gives the sides, now that they are made, a moment to connect."""
+
+    def close(self) -> None:
+        """Lets go of what the sides share. They are closed before."""
+
+
+class ServerBackend:
+    """A kvkeep server, on this host or another. It need not be there: until it is, everything is a miss."""
+
+    def __init__(self, options: ClientOptions | None = None) -> None:
+        self._options = options or ClientOptions()
+        self._connections: list[Connection] = []
+
+    def lookup_side(self, shape: BlockShape) -> LookupSide:
+        adapter = SchedulerAdapter(shape, self._options)
+        self._connections.append(adapter.connection)
+        return adapter
+
+    def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide:
+        adapter = WorkerAdapter(shape, strategy, self._options)
+        self._connections.append(adapter.connection)
+        return adapter
+
+    def connect(self) -> None:
+        _wait_until_up(self._connections)
+
+    def close(self) -> None:
+        self._connections.clear()
+
+
+class NativeBackend:
+    """Host memory of this process: nobody else sees it, and it ends with the engine."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.server = EmbeddedServer(nbytes)
+        self._options = ClientOptions(client="kvkeep-native")
+
+        self._connections: list[Connection] = []
+
+    def lookup_side(self, shape: BlockShape) -> LookupSide:
+        return SchedulerAdapter(shape, connection=self._connection(shape))
+
+    def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide:
+        return WorkerAdapter(shape, strategy, connection=self._connection(shape))
+
+    def connect(self) -> None:
+        _wait_until_up(self._connections)
+
+    def close(self) -> None:
+        self._connections.clear()
+        self.server.close()
+
+    def _connection(self, shape: BlockShape) -> Connection:
+        self._connections.append(self.server.connection(shape, self._options))
+        return self._connections[-1]
+
+
+def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
+    """The backend that a KV-transfer config asks for; None if it asks for none."""
+    if config is None or config.kv_connector is None:
+        return None
+    extra = config.kv_connector_extra_config
+    if config.kv_connector == "NativeConnector":
+        return NativeBackend(int(extra["cpu_bytes_to_use"]))
+    return ServerBackend(client_options(extra))
+
+
+def _wait_until_up(connections: list[Connection]) -> None:
+    """Until all are up, or patience is over for all of them together."""
+    deadline_s = time.monotonic() + _CONNECT_PATIENCE_MS / 1000
+    for connection in connections:
+        connection.wait_until_up(int((deadline_s - time.monotonic()) * 1000))

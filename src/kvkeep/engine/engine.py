@@ -1,0 +1,120 @@
+"""The engine: requests go in, steps run, answers come out. `LLM` is the door for users; this is what is behind it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.engine.backends import CacheBackend
+from kvkeep.engine.config import EngineConfig
+from kvkeep.engine.models.model import Model
+from kvkeep.engine.models.sampling import SamplingParams
+from kvkeep.engine.request import Request
+from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.workers import Workers
+from kvkeep.errors import RequestError
+from kvkeep.kv.keys import KeyChain, root_key
+
+_IDLE_S = 0.0002  # between two looks when every request waits for the cache
+_FLUSH_TIMEOUT_S = 10.0
+
+
+class Engine:
+    """One model on its workers, with a scheduler and perhaps an external cache. Call `step` until `busy` is False."""
+
+    def __init__(self, model: Model, config: EngineConfig | None = None, backend: CacheBackend | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.workers = Workers(model, self.config, backend)
+        self._backend = backend
+        connector = None
+        if backend is not None:
+            cache = backend.lookup_side(self.workers.shape)
+            connector = SchedulerSide(cache, self.config.block_tokens, self.config.world_size)
+            backend.connect()
+        self.scheduler = Scheduler(self.config, connector)
+        self._requests: dict[str, Request] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._requests)
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        priority: int = 0,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Takes a request. RequestError, naming the field, for one that cannot be served; nothing has changed then."""
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        if name in self._requests:
+            raise RequestError("duplicate", f"a request {name!r} is being served", field="request_id")
+        if type(priority) is not int:
+            raise RequestError("bad_request", f"priority must be an integer, not {priority!r}", field="priority")
+        identity = self.workers.shape.identity
+        chain = KeyChain(root_key(identity, salt), self.config.block_tokens)
+        self._check_tokens(tokens)
+        request = Request(name, list(tokens), sampling or SamplingParams(), chain, salt, priority, kv_transfer_params)
+        self.scheduler.add(request)
+        self._requests[name] = request
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request now. One that is not there, or not any more, is none to end."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.scheduler.abort(request)
+
+    def step(self) -> list[Request]:
+        """Runs one step. Returns the requests that have ended."""
+        step = self.scheduler.schedule()
+        output = self.workers.run(step)
+        self.scheduler.update_from_output(step, output)
+        if not step.segments and self.busy:
+            time.sleep(_IDLE_S)  # everybody waits for a lookup or a load
+        finished = self.scheduler.take_finished()
+        for request in finished:
+            del self._requests[request.id]
+        return finished
+
+    def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
+        """Waits until everything that was computed is stored. False if that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        connector = self.scheduler.connector
+        while connector is not None and not connector.idle and time.monotonic() < deadline:
+            self.step()
+            time.sleep(_IDLE_S)
+        return connector is None or connector.idle
+
+    def close(self) -> None:
+        """Ends what is unfinished, stores what is computed, and lets go of the cache."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self.flush()
+        self.workers.close()
+        if self.scheduler.connector is not None:
+            self.scheduler.connector.close()
+        if self._backend is not None:
+            self._backend.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the engine contradicts itself. Between steps only."""
+        self.scheduler.check_integrity()
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        vocab_size = self.workers.model.vocab_size
+        if len(tokens) == 0:
+            raise RequestError("bad_tokens", "the prompt is empty", field="prompt", hint="send at least one token")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(
+                    "bad_tokens", f"{token!r} is no token of this model: 0 to {vocab_size - 1}", field="prompt"
+                )

@@ -1,0 +1,169 @@
+"""The door for users: a model, prompts, answers.
+
+    llm = LLM("path/to/checkpoint", kv_offloading_size=4)      # kvkeep serve runs somewhere; it need not
+    [answer] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
+    answer.token_ids, answer.metrics.ttft_ms, answer.metrics.external_cached_tokens
+
+`kv_offloading_size` switches offloading on. The backend is our server unless "native" is chosen, which keeps blocks
+in this process; the size is meant for that one, since a server has a size of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvkeep.engine.backends import backend_of
+from kvkeep.engine.config import EngineConfig
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.models.gqa import GQAModel
+from kvkeep.engine.models.mla import MLAModel
+from kvkeep.engine.models.model import Model
+from kvkeep.engine.models.sampling import SamplingParams
+from kvkeep.engine.models.settings import ModelSettings, read_settings
+from kvkeep.engine.models.weights import load_weights, random_weights
+from kvkeep.engine.offloading import KVTransferConfig, load_mode, resolve
+from kvkeep.engine.request import Request, RequestMetrics
+from kvkeep.errors import SettingsError
+
+_OPTIONS = {option.name for option in fields(EngineConfig)} - {"sync_loads", "kv_load_failure_policy"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens, and what is special about this one request.
+
+    salt                 whose it is: only requests with the same one share blocks
+    priority             lower ones are served first
+    kv_transfer_params   what it says to the cache, and wants to hear from it (docs/reference/engine.md)
+    """
+
+    tokens: Sequence[int]
+    salt: str | None = None
+    priority: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    sampling: SamplingParams | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt. `finish_reason` is "length", "stop", "abort" or "error"; then `error` says what."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str
+    error: str
+    kv_transfer_params: dict[str, int] | None
+    metrics: RequestMetrics
+
+
+class LLM:
+    """A model that answers prompts. Not safe for several threads."""
+
+    def __init__(
+        self,
+        model: str | Path | ModelSettings | Model,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        kv_offloading_backend: str = "kvkeep",
+        kv_offloading_size: float | None = None,
+        kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None,
+        **options: Any,
+    ) -> None:
+        """`model` is a checkpoint's directory, or sizes, which get random weights from `seed`, or a model. `options`
+        are those of EngineConfig. SettingsError for whatever is wrong with any of it."""
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise SettingsError(f"{unknown[0]} is no option of an engine", f"there are {', '.join(sorted(_OPTIONS))}")
+        given = KVTransferConfig.of(kv_transfer_config)
+        self.kv_transfer_config = resolve(kv_offloading_backend, kv_offloading_size, given)
+        transfer = self.kv_transfer_config or KVTransferConfig()
+        config = EngineConfig(
+            **options,
+            sync_loads=load_mode(transfer.kv_connector_extra_config) == "sync",
+            kv_load_failure_policy=transfer.kv_load_failure_policy,
+        )
+        loaded = _model(model, seed, dtype, device)
+        backend = backend_of(self.kv_transfer_config)
+        if backend is not None and torch.device(device).type != "cpu":
+            backend.close()
+            hint = "leave kv_offloading_size out, or compute on the CPU"
+            raise SettingsError(f"blocks on {device} cannot be offloaded yet", hint)
+        self.engine = Engine(loaded, config, backend)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        sampling: SamplingParams | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Answers all prompts, in their order. RequestError, before anything runs, if one of them cannot be served.
+
+        `on_progress` is called after each step with the number of answers that are complete.
+        """
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+                requests.append(
+                    self.engine.add(
+                        prompt.tokens,
+                        prompt.sampling or sampling,
+                        salt=prompt.salt,
+                        priority=prompt.priority,
+                        kv_transfer_params=prompt.kv_transfer_params,
+                    )
+                )
+            done = 0
+            while self.engine.busy:
+                done += len(self.engine.step())
+                if on_progress is not None:
+                    on_progress(done)
+        finally:  # also when somebody interrupts
+            for request in requests:
+                self.engine.abort(request.id)
+            self.engine.step()  # hands the last blocks over; they are stored in the background
+        return [_completion(request) for request in requests]
+
+    def close(self) -> None:
+        """Waits until the last blocks are stored, and lets go of the cache."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _model(model: str | Path | ModelSettings | Model, seed: int, dtype: torch.dtype, device: str) -> Model:
+    if not isinstance(model, str | Path | ModelSettings):
+        return model
+    if isinstance(model, ModelSettings):
+        settings, name = model, f"random-{model.kind}"
+        weights = random_weights(settings, seed, dtype, device)
+    else:
+        directory = Path(model)
+        settings, name = read_settings(directory), directory.name
+        weights = load_weights(directory, settings, dtype, device)
+    return (MLAModel if settings.kind == "mla" else GQAModel)(settings, weights, name)
+
+
+def _completion(request: Request) -> Completion:
+    return Completion(
+        request.id,
+        request.output_tokens,
+        request.finish_reason,
+        request.error,
+        request.reply_params,
+        request.metrics,
+    )

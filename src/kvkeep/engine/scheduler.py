@@ -1,0 +1,362 @@
+"""Decides, step by step, which tokens of which requests are computed, and what becomes of the outcome.
+
+    schedule()            running requests go on, then waiting ones are admitted, within a budget of tokens
+        a waiting request first takes what the prefix cache has, then what the external cache has beyond it:
+          asynchronously   it waits, LOADING, while others run; then it is admitted with its prefix computed
+          synchronously    its prefix is loaded inside the step that also computes the rest
+    the workers run the step
+    update_from_output()  failed loads set requests back (recovery.py), sampled tokens are taken, full blocks are stored
+
+Counting: `num_computed_tokens` advances when a step is scheduled, so that the next one could be scheduled at once.
+Blocks that a step will fill are remembered in the prefix cache at the same moment, so that a request admitted later
+in the same step shares them: a model writes all KV of a layer before it reads any.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvkeep.client.worker import Finished
+from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.step import Job, StepMetadata
+from kvkeep.engine.blocks import BlockPool
+from kvkeep.engine.config import EngineConfig
+from kvkeep.engine.models.model import Segment
+from kvkeep.engine.recovery import Affected, Rebuilding, truncate
+from kvkeep.engine.request import Request, Status
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the workers do next. `segments` may be empty: jobs go out all the same."""
+
+    segments: Sequence[Segment]
+    requests: Sequence[Request]  # whose segments these are, in the same order
+    num_scheduled_tokens: Mapping[str, int]
+    metadata: StepMetadata = field(default_factory=StepMetadata)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What came of a step: a token for each segment, and one report of finished jobs from each worker."""
+
+    tokens: Sequence[int]
+    reports: Sequence[Finished] = ()
+
+
+class Scheduler:
+    """All requests of one engine. Not safe for several threads."""
+
+    def __init__(self, config: EngineConfig, connector: SchedulerSide | None = None) -> None:
+        self.config = config
+        self.connector = connector
+        self.pool = BlockPool(config.num_blocks, prefix_caching=config.enable_prefix_caching)
+        self.waiting: list[Request] = []  # in the order in which they are served
+        self.loading: list[Request] = []
+        self.running: list[Request] = []
+        self._rebuilding = Rebuilding()
+        self._next_number = 0
+        self._finished: list[Request] = []
+
+    # -- requests come and go
+
+    def add(self, request: Request) -> None:
+        """A request arrives. The external cache is asked at once, so that the answer is there when it is its turn."""
+        self.config.check_length(request.prompt_tokens, request.sampling.max_tokens)
+        request.number = self._next_number
+        self._next_number += 1
+        self._enqueue(request)
+        if self.connector is not None:
+            local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
+            keys = request.chain.keys()
+            self.connector.arrive(request.id, request.salt, request.kv_transfer_params, keys, len(local))
+
+    def abort(self, request: Request) -> None:
+        """Ends a request at any moment; of one that has ended already, nothing is left to end."""
+        if request.status is not Status.FINISHED:
+            self._finish(request, "abort")
+
+    def preempt(self, request: Request) -> None:
+        """Takes a request's blocks away and lets it wait for others. It computes, finds or loads them again."""
+        if request.status is Status.FINISHED:
+            return
+        self._drop_blocks(request)
+        request.metrics.preemptions += 1
+        self._leave_queue(request)
+        self._enqueue(request)
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return [*self.running, *self.loading, *self.waiting]
+
+    def take_finished(self) -> list[Request]:
+        """The requests that have ended since this was last asked."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- a step begins
+
+    def schedule(self) -> Step:
+        """Plans one step. Its requests count as computed as far as the step will take them."""
+        plan: dict[Request, int] = {}
+        budget, preempted = self._go_on(plan, self.config.max_num_batched_tokens)
+        for request, count in plan.items():
+            self._remember(request, request.num_computed_tokens + count)
+        if not preempted:  # else there is no room for more
+            self._admit(plan, budget)
+        segments = [
+            Segment(each.id, each.salt, each.tokens, each.num_computed_tokens, count, each.block_ids)
+            for each, count in plan.items()
+        ]
+        for request, count in plan.items():
+            request.num_computed_tokens += count
+        metadata = self.connector.build_step() if self.connector else StepMetadata()
+        return Step(segments, list(plan), {each.id: count for each, count in plan.items()}, metadata)
+
+    def _go_on(self, plan: dict[Request, int], budget: int) -> tuple[int, bool]:
+        """Running requests come first. Where blocks run out, the one that came last gives up its own."""
+        preempted = False
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.status is not Status.RUNNING or self._rebuilding.blocks(request):
+                continue
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self._grow(request, request.num_computed_tokens + count):
+                victim = max(self.running, key=lambda each: each.order)
+                budget += plan.pop(victim, 0)
+                self.preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                plan[request] = count
+                budget -= count
+        return budget, preempted
+
+    def _admit(self, plan: dict[Request, int], budget: int) -> None:
+        """Waiting requests in their order. One that has to wait for an answer or a load is passed by the next."""
+        for request in list(self.waiting):
+            if budget == 0 or len(self.running) >= self.config.max_num_seqs:
+                return
+            count = self._begin(request, budget)
+            while count is None and not self.running and self._drop_last_waiting(request):
+                count = self._begin(request, budget)
+            if count is None:  # others wait behind it: whoever needs much must get a turn
+                return
+            if count > 0:
+                plan[request] = count
+                budget -= count
+                self._remember(request, request.num_computed_tokens + count)
+
+    def _begin(self, request: Request, budget: int) -> int | None:
+        """How many of the request's tokens this step computes. 0: it has to wait for an answer or a load; None: there
+        is no room for it."""
+        if request.num_computed_tokens == 0:
+            found = self._find_prefix(request)
+            if not found:
+                return None if found is None else 0
+        count = request.num_tokens - request.num_computed_tokens
+        fits = count <= budget or self.config.enable_chunked_prefill
+        count = min(count, budget)
+        if not fits or not self._grow(request, request.num_computed_tokens + count):
+            if len(request.block_ids) == request.local_blocks:  # it can find these again; a load would be lost
+                self._drop_blocks(request)
+            return None
+        self._leave_queue(request)
+        request.status = Status.RUNNING
+        self.running.append(request)
+        return count
+
+    def _find_prefix(self, request: Request) -> bool | None:
+        """Takes what the caches have of the request. False: it has to wait for that; None: there is no room for it."""
+        local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
+        extra = self.connector.lookup(request.id, len(local), self._prefix_limit(request)) if self.connector else 0
+        if extra is None:
+            return False
+        self.pool.share(local)
+        taken = self.pool.take(extra)
+        if taken is None:
+            self.pool.release(local)
+            return None
+        request.block_ids = [*local, *taken]
+        request.local_blocks = request.remembered_blocks = len(local)
+        request.num_computed_tokens = len(request.block_ids) * self.config.block_tokens
+        if not request.admitted:
+            request.metrics.local_cached_tokens = len(local) * self.config.block_tokens
+            request.admitted = True
+        if self.connector is None:
+            return True
+        if not extra:
+            self.connector.no_load(request.id)
+            return True
+        request.load = self.connector.prepare_load(request.id, len(local), taken)
+        self.pool.share(taken)  # the job's own hold: an abort must not free what is still being written
+        if self.config.sync_loads:
+            return True
+        self._leave_queue(request)
+        request.status = Status.LOADING
+        self.loading.append(request)
+        return False
+
+    # -- a step has ended
+
+    def update_from_output(self, step: Step, output: StepOutput) -> None:
+        """Takes in what the workers did: first what failed, then what was computed."""
+        failed: set[Request] = set()
+        if self.connector is not None:
+            completed = self.connector.complete(output.reports)
+            failed = self._recover(step, completed.invalid_block_ids)
+            for job in completed.loads:
+                self._end_load(job)
+            for job in completed.stores:
+                self.pool.release(job.block_ids)
+        for request, token in zip(step.requests, output.tokens, strict=True):
+            # Whoever was aborted or preempted meanwhile, or ran on bad blocks, has no use for this token.
+            if request.status is Status.RUNNING and request not in failed:
+                self._take_token(request, token)
+
+    def _recover(self, step: Step, invalid_block_ids: set[int]) -> set[Request]:
+        """Applies M5. Returns the requests whose outcome of this step is void."""
+        if not invalid_block_ids:
+            return set()
+        affected = truncate(self.unfinished, invalid_block_ids, step.num_scheduled_tokens, self.config.block_tokens)
+        # Nobody may find a bad block, or one computed on top of it; also not one of a request that was aborted in
+        # the middle of this step.
+        self.pool.forget(invalid_block_ids)
+        for segment in step.segments:
+            bad = [at for at, block in enumerate(segment.block_ids) if block in invalid_block_ids]
+            self.pool.forget(segment.block_ids[min(bad) :] if bad else ())
+        for each in affected:
+            each.request.metrics.failed_loads += 1
+            self._set_back(each)
+        if self.config.kv_load_failure_policy == "fail":
+            for each in affected:
+                each.request.error = (
+                    f"block {each.first_bad} of its prefix could not be loaded (kv_load_failure_policy is fail)"
+                )
+                self._finish(each.request, "error")
+        else:
+            self._rebuilding.add(each for each in affected if each.request.status is Status.RUNNING)
+        return {each.request for each in affected}
+
+    def _set_back(self, affected: Affected) -> None:
+        request = affected.request
+        self.pool.forget(request.block_ids[affected.first_bad :])
+        request.remembered_blocks = min(request.remembered_blocks, affected.first_bad)
+        if request.status is Status.WAITING and request.num_computed_tokens == 0:
+            self._drop_blocks(request)
+
+    def _end_load(self, job: Job) -> None:
+        """Every worker has done its part of a load. What is good of it may be found by others."""
+        request = next((each for each in self.unfinished if each.load is job), None)
+        if request is not None:
+            request.load = None
+            good = job.good_blocks()
+            assert self.connector is not None
+            request.metrics.external_cached_tokens = self.connector.loaded_blocks(request.id) * self.config.block_tokens
+            for at in range(job.first_block, job.first_block + good):
+                self.pool.remember(job.block_ids[at - job.first_block], request.chain.key(at))
+            if request.status is Status.LOADING:
+                request.remembered_blocks = max(request.remembered_blocks, job.first_block + good)
+                if request.num_computed_tokens == 0:
+                    self._drop_blocks(request)
+                self._leave_queue(request)
+                self._enqueue(request)
+        self.pool.release(job.block_ids)
+
+    def _take_token(self, request: Request, token: int) -> None:
+        self._rebuilding.progress(request, self.config.block_tokens)
+        reason = ""
+        if request.num_computed_tokens == request.num_tokens:  # else its prompt is not computed to the end yet
+            if request.metrics.first_token_s is None:
+                request.metrics.first_token_s = time.monotonic()
+            keys = request.append(token)
+            if self.connector is not None and keys:
+                self.connector.extend(request.id, keys)
+            reason = request.stop_reason()
+        self._store(request)
+        if reason:
+            self._finish(request, reason)
+
+    def _store(self, request: Request) -> None:
+        """What this step has proven to be computed goes to the external cache."""
+        if self.connector is None:
+            return
+        full = request.num_computed_tokens // self.config.block_tokens
+        job = self.connector.prepare_store(request.id, request.block_ids, full)
+        if job is not None:
+            self.pool.share(job.block_ids)  # whatever happens to the request, they stay until they are copied
+
+    # -- blocks
+
+    def _prefix_limit(self, request: Request) -> int:
+        """How many blocks a request can find: at least one token is left to compute, for its logits."""
+        return (request.num_tokens - 1) // self.config.block_tokens
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Makes sure that the request has blocks for this many tokens. All or nothing."""
+        missing = -(-num_tokens // self.config.block_tokens) - len(request.block_ids)
+        taken = self.pool.take(max(0, missing))
+        if taken is None:
+            return False
+        request.block_ids.extend(taken)
+        return True
+
+    def _remember(self, request: Request, num_tokens: int) -> None:
+        """Blocks that are full after this step may be found by others from now on."""
+        full = min(num_tokens // self.config.block_tokens, len(request.chain))
+        for at in range(request.remembered_blocks, full):
+            self.pool.remember(request.block_ids[at], request.chain.key(at))
+        request.remembered_blocks = max(request.remembered_blocks, full)
+
+    def _drop_last_waiting(self, keep: Request) -> bool:
+        """With nobody running, requests that wait with a loaded prefix can keep each other from running: the last of
+        them gives its blocks up."""
+        holders = [each for each in self.waiting if each.block_ids and each is not keep]
+        if not holders:
+            return False
+        self.preempt(holders[-1])
+        return True
+
+    def _drop_blocks(self, request: Request) -> None:
+        block_ids, request.block_ids = request.block_ids, []
+        request.num_computed_tokens = request.remembered_blocks = 0
+        self._rebuilding.leave(request, self.running, self.config.block_tokens)
+        self.pool.release(block_ids)
+
+    # -- queues
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        bisect.insort(self.waiting, request, key=lambda each: each.order)
+
+    def _leave_queue(self, request: Request) -> None:
+        for queue in (self.waiting, self.loading, self.running):
+            if request in queue:
+                queue.remove(request)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        """The one way out, whatever the state. A job under way keeps its own hold on its blocks."""
+        self._drop_blocks(request)
+        self._leave_queue(request)
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        request.metrics.finished_s = time.monotonic()
+        if self.connector is not None:
+            request.reply_params = self.connector.end(request.id)
+        self._finished.append(request)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if requests, blocks and jobs contradict each other. Between steps only."""
+        jobs = self.connector.jobs if self.connector else ()
+        held = [block for each in self.unfinished for block in each.block_ids]
+        self.pool.check_integrity([*held, *(block for job in jobs for block in job.block_ids)])
+        for request in self.unfinished:
+            assert 0 <= request.num_computed_tokens <= request.num_tokens, f"{request.id} has computed too much"
+            room = len(request.block_ids) * self.config.block_tokens
+            assert request.num_computed_tokens <= room, f"{request.id} has computed more than its blocks hold"
+            assert request.remembered_blocks <= len(request.block_ids), f"{request.id} remembers blocks it lacks"

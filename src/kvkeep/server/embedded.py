@@ -1,0 +1,201 @@
+"""A whole server inside the engine's process: no sockets and no HTTP, but the same service, store and pool.
+
+    connection ── transport.send ──► service.handle ──► store      requests: one thread at a time, under one lock
+         └──────── copies ─────────► pool in shared memory         blocks: by the clients themselves, as with a daemon
+
+A request has been answered when `send` returns. A forked child does no harm: it reaches no server and closes none. A
+process that was killed leaves its pool behind; the next one to start removes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvkeep.client.connection import Connection, monotonic_ms
+from kvkeep.client.options import ClientOptions
+from kvkeep.errors import PoolError
+from kvkeep.kv.shape import BlockShape
+from kvkeep.server.service import Service
+from kvkeep.store.plans import Limits
+from kvkeep.store.store import Store
+from kvkeep.tiers.memory import Pool, slab_bytes_for
+from kvkeep.units import MIB, format_size
+from kvkeep.wire.messages import PoolPlace, WireLimits
+
+log = logging.getLogger(__name__)
+
+_FRAME_BYTES = 64 * MIB
+_SESSION_CHECK_MS = 1_000
+_LEFT_BEHIND_S = 5  # a pool younger than that may only not have its lock yet
+
+
+class EmbeddedServer:
+    """Serves connections of this process until `close`, the end of its last user, or that of the process.
+
+    Memory beyond the pool's first segment comes in the background. When `ready`, all is there, or `degraded` says why
+    not. Whoever has the `turn` may touch service and store.
+    """
+
+    def __init__(self, pool_bytes: int, directory: Path = Path("/dev/shm"), slab_bytes: int | None = None) -> None:
+        self.ready = threading.Event()
+        self.degraded = ""
+        self.next_check_ms = 0
+        self.turn = threading.Condition(threading.Lock())
+        self._pid = os.getpid()
+        self._over = False
+        self._filling = threading.Lock()
+        epoch, limits = secrets.randbits(63), Limits()
+        self.pool = pool = _make_pool(pool_bytes, directory, slab_bytes or slab_bytes_for(pool_bytes), epoch)
+        self.store = Store(pool.pool_bytes, pool.slab_bytes, limits)
+        self.store.add_slabs(0, pool.filled_bytes // pool.slab_bytes)
+        place = PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
+        held = (limits.blocks_per_request, limits.leases_per_session, limits.writing_blocks_per_session)
+        self.service = Service(self.store, pool.segments, place, WireLimits(_FRAME_BYTES, *held), epoch, pool.watch)
+        _servers.add(self)
+        threading.Thread(target=self._fill, name="kvkeep-fill", daemon=True).start()
+
+    def __del__(self) -> None:
+        if hasattr(self, "service"):
+            self.close()
+
+    @property
+    def serving(self) -> bool:
+        """Whether this is the process that made it, before `close`."""
+        return not self._over and os.getpid() == self._pid
+
+    def transport(self) -> EmbeddedTransport:
+        """A connection's way to this server. Each connection needs its own."""
+        return EmbeddedTransport(self)
+
+    def connection(self, shape: BlockShape, options: ClientOptions | None = None) -> Connection:
+        """A connection for an adapter or a cache, with a name in place of an address."""
+        named = dataclasses.replace(options or ClientOptions(), address=f"inproc://{self.pool.directory.name}")
+        return Connection(shape, named, self.transport())
+
+    def handle(self, frames: Sequence[Any], inbox: deque[list[bytes]]) -> bool:
+        """Carries out one request and puts the reply into the inbox. False if nobody serves any more."""
+        if not self.serving:  # first: in a forked child the lock may be one that nobody will ever let go of
+            return False
+        request = [bytes(frame) for frame in frames]  # as from a network: neither side has the other's memory
+        with self.turn:
+            if self._over:
+                return False
+            now_ms = monotonic_ms()
+            if now_ms >= self.next_check_ms:
+                self.next_check_ms = now_ms + _SESSION_CHECK_MS
+                self.service.end_dead_sessions(now_ms)
+            reply = self.service.handle(request, now_ms)
+            if reply is not None:
+                inbox.append([bytes(frame) for frame in reply])
+                self.turn.notify_all()
+        return True
+
+    def close(self) -> None:
+        """Ends all sessions and removes the pool. Calls fail from now on; copies under way have mappings of their own
+        and end in memory that nobody else has."""
+        if not self.serving:
+            return
+        self._over = True
+        with self._filling, self.turn:
+            for session in self.service.sessions.all():
+                self.store.close_session(session.number, monotonic_ms())
+                self.service.sessions.remove(session)
+            self.pool.close()
+
+    def _fill(self) -> None:
+        count = 1
+        while count:
+            with self._filling:  # `close` waits for one segment at most
+                if self._over:
+                    break
+                try:
+                    first, count = self.pool.fill_next()
+                except (PoolError, OSError) as error:
+                    self.degraded = str(error)
+                    log.error("%s", error)
+                    break
+            with self.turn:
+                self.store.add_slabs(first, count)
+        self.ready.set()
+
+
+class EmbeddedTransport:
+    """A Transport. Safe to use from several threads; closing it takes no lock, so the garbage collector may."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self._server = server
+        self._inbox: deque[list[bytes]] = deque()
+        self._closed = False
+        self._served = True  # when last asked
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        return not self._closed and self._server.handle(frames, self._inbox)
+
+    def receive(self) -> list[bytes] | None:
+        try:
+            return self._inbox.popleft()
+        except IndexError:
+            return None
+
+    def wait(self, timeout_ms: int) -> None:
+        if not self._server.serving:
+            time.sleep(max(0, timeout_ms) / 1000)
+        elif not self._inbox:
+            with self._server.turn:
+                self._server.turn.wait_for(lambda: bool(self._inbox), timeout_ms / 1000)
+
+    def lost(self) -> bool:
+        served, self._served = self._served, self._server.serving
+        return served and not self._served
+
+    def close(self) -> None:
+        self._closed = True
+        self._inbox.clear()
+        self._server.next_check_ms = 0  # a session that was dropped without Goodbye ends with the next request
+
+
+_servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for server in list(_servers):
+        server.close()
+
+
+def _make_pool(pool_bytes: int, directory: Path, slab_bytes: int, epoch: int) -> Pool:
+    """A pool of a name that nobody else has, with its first segment."""
+    if pool_bytes < slab_bytes:
+        problem = f"a pool of {format_size(pool_bytes)} has no room for one slab of {format_size(slab_bytes)}"
+        raise PoolError(problem, "use a larger kv_offloading_size")
+    _remove_what_others_left(directory)
+    try:
+        pool = Pool(directory, f"embedded-{os.getpid()}-{secrets.token_hex(4)}", pool_bytes, slab_bytes, epoch)
+        with contextlib.ExitStack() as undo:
+            undo.callback(pool.close)
+            pool.fill_next()
+            undo.pop_all()
+    except PoolError as error:  # whose hints name flags of the daemon
+        hint = f"use a smaller kv_offloading_size, or make {directory} larger (in a container: --shm-size)"
+        raise PoolError(error.message, hint) from error
+    return pool
+
+
+def _remove_what_others_left(directory: Path) -> None:
+    """Pools of processes that were killed: who can own one finds it deserted, and owning it empties it."""
+    for path in directory.glob("kvkeep-embedded-*"):
+        with contextlib.suppress(PoolError, OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_BEHIND_S:
+                Pool(directory, path.name.removeprefix("kvkeep-"), 0, MIB, 0).close()

@@ -1,0 +1,638 @@
+"""The server within the engine's process: clients work over it as over a real one, from many threads at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.client.cache import Cache
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.scheduler import Answer, SchedulerAdapter
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.worker import WorkerAdapter
+from kvkeep.errors import PoolError
+from kvkeep.kv.identity import ModelIdentity, tenant_of
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.shape import BlockShape
+from kvkeep.server.embedded import EmbeddedServer
+from kvkeep.store.integrity import check_integrity
+from kvkeep.tiers import memory
+from kvkeep.tiers.memory import Pool
+from kvkeep.units import KIB, MIB
+from kvkeep.wire import messages as m
+from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
+
+IDENTITY = ModelIdentity(model="embedded", revision="1", kv_dtype="|u1", block_tokens=4, layout="bytes")
+BLOCK_BYTES = 4096
+SHAPE = BlockShape(IDENTITY, (BLOCK_BYTES,))
+
+Serve = Callable[..., EmbeddedServer]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Makes servers in a directory of the test's own. Whatever a test did, their stores are sound at the end."""
+    made: list[EmbeddedServer] = []
+
+    def make(pool_bytes: int = 4 * MIB, slab_bytes: int = 64 * KIB) -> EmbeddedServer:
+        made.append(EmbeddedServer(pool_bytes, tmp_path, slab_bytes))
+        return made[-1]
+
+    yield make
+    for server in made:
+        with server.turn:
+            check_integrity(server.store)
+        server.close()
+    assert list(tmp_path.glob("kvkeep-*")) == []
+
+
+@pytest.fixture
+def server(serve: Serve) -> EmbeddedServer:
+    return serve()
+
+
+def connected(server: EmbeddedServer, **options: Any) -> Connection:
+    connection = server.connection(SHAPE, ClientOptions(**{"lookup_deadline_ms": 10_000, **options}))
+    assert connection.wait_until_up(10_000), connection.refusal
+    return connection
+
+
+def cache(server: EmbeddedServer, **options: Any) -> Cache:
+    return Cache(connected(server, **options), IDENTITY, (BLOCK_BYTES,), np.dtype(np.uint8))
+
+
+def some_blocks(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (count, BLOCK_BYTES), dtype=np.uint8)
+
+
+def some_keys(count: int, name: str = "k") -> bytes:
+    return b"".join(f"{name}{at}".encode().ljust(16, b".") for at in range(count))
+
+
+def eventually(happens: Callable[[], Any]) -> Any:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if found := happens():
+            return found
+        time.sleep(0.001)
+    return None
+
+
+def in_threads(*duties: Callable[[], None]) -> None:
+    """Runs all at once; what one raises is raised here."""
+    raised: list[BaseException] = []
+
+    def run(duty: Callable[[], None]) -> None:
+        try:
+            duty()
+        except BaseException as error:  # guard: it belongs to the test, not to the thread
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(duty,), daemon=True) for duty in duties]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "stuck"
+    if raised:
+        raise raised[0]
+
+
+class Engine:
+    """A scheduler and a worker over one embedded server, with memory of 16 blocks."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.memory = np.zeros((16, BLOCK_BYTES), dtype=np.uint8)
+        self.scheduler = SchedulerAdapter(SHAPE, connection=connected(server))
+        self.worker = WorkerAdapter(SHAPE, ParallelStrategy.of(), connection=server.connection(SHAPE))
+        self.worker.register_kv_caches([self.memory])
+        assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
+
+    def store(self, keys: bytes, ids: list[int], salt: str | None = None) -> int:
+        self.worker.store("store", StoreRequest(tenant_of(salt), b"", keys, np.array(ids)))
+        return int(eventually(lambda: self.worker.poll().stored)["store"])
+
+    def lookup(self, request: str, keys: bytes, salt: str | None = None) -> Answer:
+        return eventually(lambda: self.scheduler.lookup(request, salt, keys))  # type: ignore[no-any-return]
+
+    def load(self, keys: bytes, answer: Answer, ids: list[int], salt: str | None = None) -> list[int]:
+        """The blocks that failed."""
+        request = LoadRequest(tenant_of(salt), keys, 0, np.array(ids), answer.epoch, answer.slots, answer.checksums)
+        self.worker.load("load", request)
+        finished = eventually(lambda: (done := self.worker.poll()).loaded and done)
+        return finished.failed.get("load", [])  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def engine(server: EmbeddedServer) -> Iterator[Engine]:
+    made = Engine(server)
+    yield made
+    made.close()
+
+
+# --- clients ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_gets_what_it_put_through_shared_memory(server: EmbeddedServer) -> None:
+    blocks, tokens = some_blocks(5), list(range(20))
+    with cache(server) as mine, cache(server) as other:
+        assert mine.connection.segments is not None
+        assert mine.put(tokens, blocks) == 5
+        assert mine.put(tokens, blocks) == 0  # it is there
+        assert other.contains([*tokens, 1, 2, 3, 4]) == 5
+        assert (other.get(tokens) == blocks).all()
+        assert mine.counters.failures == other.counters.failures == {}
+    assert server.service.counters.network_bytes_out == server.service.counters.network_bytes_in == 0
+    assert server.service.counters.stored_blocks == 5
+
+
+def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(engine: Engine) -> None:
+    keys, blocks = some_keys(4), some_blocks(4)
+    engine.memory[:4] = blocks
+    assert engine.store(keys, [0, 1, 2, 3]) == 4
+    answer = engine.lookup("r", keys + some_keys(1, "unknown"))
+    assert (answer.blocks, answer.failure) == (4, "")
+    assert engine.load(keys, answer, [12, 9, 10, 11]) == []
+    assert (engine.memory[[12, 9, 10, 11]] == blocks).all()
+
+
+def test_leases_are_given_back(server: EmbeddedServer, engine: Engine) -> None:
+    keys = some_keys(2)
+    assert engine.store(keys, [0, 1]) == 2
+    assert engine.lookup("r", keys).blocks == 2
+    assert sum(len(session.leases) for session in server.store.sessions.values()) == 1
+    engine.scheduler.release("r")
+    assert sum(len(session.leases) for session in server.store.sessions.values()) == 0
+
+
+def test_a_damaged_block_is_a_failed_load_and_leaves_the_store(server: EmbeddedServer, engine: Engine) -> None:
+    keys = some_keys(3)
+    engine.memory[:3] = some_blocks(3)
+    assert engine.store(keys, [0, 1, 2]) == 3
+    answer = engine.lookup("r", keys)
+    server.pool.segments.view(int(answer.slots[1]), BLOCK_BYTES)[100] ^= 1
+    assert engine.load(keys, answer, [8, 9, 10]) == [9]
+    assert eventually(lambda: server.service.counters.bad_blocks == 1)
+    engine.scheduler.release("r")
+    assert engine.lookup("again", keys).blocks == 1
+
+
+def test_in_a_full_pool_old_blocks_make_way(serve: Serve) -> None:
+    server = serve(pool_bytes=256 * KIB)  # 64 blocks
+    with cache(server) as mine:
+        for number in range(10):
+            tokens = [1000 * number + at for at in range(64)]
+            assert mine.put(tokens, some_blocks(16, number)) == 16
+            assert (mine.get(tokens) == some_blocks(16, number)).all()
+        assert server.store.room.evictions == 10 * 16 - 64
+        assert mine.contains(list(range(64))) == 0
+
+
+def test_no_tenant_sees_anothers_blocks(server: EmbeddedServer, engine: Engine) -> None:
+    tokens, keys = list(range(8)), some_keys(2)
+    with cache(server) as mine:
+        assert mine.put(tokens, some_blocks(2, 1), salt="a") == 2
+        assert mine.contains(tokens, salt="b") == mine.contains(tokens) == 0
+        assert mine.put(tokens, some_blocks(2, 2), salt="b") == 2
+        assert (mine.get(tokens, salt="a") == some_blocks(2, 1)).all()
+        assert (mine.get(tokens, salt="b") == some_blocks(2, 2)).all()
+    assert engine.store(keys, [0, 1], salt="a") == 2
+    assert engine.lookup("b", keys, salt="b").blocks == 0  # the very same keys
+    assert engine.lookup("a", keys, salt="a").blocks == 2
+
+
+def test_a_client_that_wants_no_shared_memory_has_the_network_plane(server: EmbeddedServer) -> None:
+    blocks, tokens = some_blocks(70), list(range(280))
+    with cache(server, shared_memory=False) as mine:
+        assert mine.connection.segments is None
+        assert mine.put(tokens, blocks) == 70
+        assert (mine.get(tokens) == blocks).all()
+        assert mine.counters.failures == {}
+    assert server.service.counters.network_bytes_out == 70 * BLOCK_BYTES
+
+
+def test_what_crossed_the_network_plane_is_a_copy(server: EmbeddedServer) -> None:
+    keys, mine = some_keys(1), connected(server, shared_memory=False)
+    assert mine.layout is not None
+    write = mine.call(m.PrepareStore("default", mine.layout.layout, 0, b"", keys), 10_000)
+    assert isinstance(mine.wait(write), m.Prepared)
+    sent = some_blocks(1)
+    assert mine.wait(mine.call(m.Put(write.number, 0), 10_000, list(sent))) == m.Done(1)
+    slot = server.service.sessions.all()[0].network_writes[write.number].slots[0]
+    pool = server.pool.segments.view(int(slot), BLOCK_BYTES)
+    sent[:] = 0  # the engine uses its memory again
+    assert (pool == some_blocks(1)[0]).all()
+    checksum = server.service.sessions.all()[0].network_writes[write.number].checksums
+    assert mine.wait(mine.call(m.CompleteStore(write.number, checksum.tobytes()), 10_000)) == m.Done(1)
+    lookup = mine.call(m.Lookup("default", mine.layout.layout, keys), 10_000)
+    mine.wait(lookup)
+    fetch = mine.call(m.Fetch(lookup.number, 0, 0, 1), 10_000)
+    assert mine.wait(fetch) == m.Done(1)
+    pool[:] = 0  # evicted and written anew
+    assert [type(frame) for frame in fetch.payload] == [bytes]
+    assert fetch.payload[0] == some_blocks(1)[0].tobytes()
+    mine.close()
+
+
+def test_many_threads_store_and_load_at_once(serve: Serve) -> None:
+    server = serve(pool_bytes=2 * MIB)  # 512 blocks, and more are stored: there is eviction all the time
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with cache(server, shared_memory=number % 3 != 0) as mine:
+            for turn in range(20):
+                seed = turn if number % 2 else 1000 * number + turn  # some share their prompts, some do not
+                tokens = [100_000 * seed + at for at in range(64)]
+                mine.put(tokens, some_blocks(16, seed), salt=f"tenant {seed % 3}")
+                got = mine.get(tokens, salt=f"tenant {seed % 3}")
+                if not (got == some_blocks(16, seed)[: len(got)]).all():
+                    wrong.append(number)
+            assert set(mine.counters.failures) <= {"no_room", "orphan"}, mine.counters.failures
+
+    in_threads(*(lambda number=number: work(number) for number in range(8)))  # type: ignore[misc]
+    assert wrong == []
+    assert server.store.room.evictions > 0 and server.service.counters.hit_blocks > 0
+    assert server.service.counters.internal_errors == 0
+    assert server.store.sessions == {}
+
+
+def test_a_scheduler_and_workers_use_one_server_at_once(server: EmbeddedServer) -> None:
+    engines = [Engine(server) for _ in range(3)]
+
+    def work(at: int) -> None:
+        engine = engines[at]
+        for turn in range(10):
+            keys = some_keys(4, f"e{at}.{turn}.")
+            engine.memory[:4] = some_blocks(4, 10 * at + turn)
+            assert engine.store(keys, [0, 1, 2, 3]) == 4
+            answer = engine.lookup(f"r{turn}", keys)
+            assert engine.load(keys, answer, [4, 5, 6, 7]) == []
+            assert (engine.memory[4:8] == some_blocks(4, 10 * at + turn)).all()
+            engine.scheduler.release(f"r{turn}")
+
+    in_threads(*(lambda at=at: work(at) for at in range(3)))  # type: ignore[misc]
+    for engine in engines:
+        engine.close()
+    assert server.store.sessions == {}
+
+
+# --- the transport ----------------------------------------------------------------------------------------------
+
+
+def test_replies_go_to_the_transport_that_asked(server: EmbeddedServer) -> None:
+    one, other = server.transport(), server.transport()
+    assert one.send(encode(Header(0, 7), m.Hello("test", os.getpid())))
+    assert other.receive() is None
+    frames = one.receive()
+    assert frames is not None and decode_header(frames).number == 7
+    assert isinstance(decode_reply(decode_header(frames), frames), m.Welcome)
+    assert one.receive() is None
+
+
+def test_bytes_that_are_no_message_are_counted_and_not_answered(server: EmbeddedServer) -> None:
+    transport = server.transport()
+    assert transport.send([b"nonsense"])
+    assert transport.receive() is None
+    assert server.service.counters.bad_frames == 1
+
+
+def test_one_transport_serves_many_threads(server: EmbeddedServer) -> None:
+    transport = server.transport()
+
+    def ask(first: int) -> None:
+        for number in range(first, first + 100):
+            assert transport.send(encode(Header(0, number), m.Ping()))
+
+    in_threads(*(lambda first=first: ask(first) for first in range(0, 600, 100)))  # type: ignore[misc]
+    numbers = []
+    while frames := transport.receive():
+        numbers.append(decode_header(frames).number)
+    assert sorted(numbers) == list(range(600))
+
+
+def test_waiting_ends_with_the_reply_and_costs_nothing_meanwhile(server: EmbeddedServer) -> None:
+    transport, waited, spent = server.transport(), threading.Event(), []
+
+    def wait() -> None:
+        before = time.thread_time()
+        transport.wait(60_000)
+        spent.append(time.thread_time() - before)
+        waited.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert not waited.wait(0.3)
+    other = server.transport()
+    assert other.send(encode(Header(0, 1), m.Ping()))  # somebody else's reply
+    assert not waited.wait(0.1)
+    assert transport.send(encode(Header(0, 1), m.Ping()))
+    assert waited.wait(30)
+    assert spent[0] < 0.1
+    transport.wait(60_000)  # it is still there
+    assert transport.receive() is not None
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_waiting_ends_when_the_time_is_over(server: EmbeddedServer, closed: bool) -> None:
+    transport = server.transport()
+    if closed:
+        server.close()
+    began, spent = time.monotonic(), time.thread_time()
+    transport.wait(200)
+    assert 0.19 < time.monotonic() - began < 10
+    assert time.thread_time() - spent < 0.1
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_close_takes_everything_back_and_removes_the_pool(server: EmbeddedServer) -> None:
+    mine, tokens = cache(server), list(range(8))
+    assert mine.put(tokens, some_blocks(2)) == 2
+    held = mine.connection.call(m.Lookup("default", 1, some_keys(1)), 10_000)
+    assert mine.connection.wait(held) is not None
+    server.close()
+    assert not server.pool.directory.exists()
+    assert server.store.sessions == {} and len(server.service.sessions) == 0
+    server.close()
+
+
+def test_after_close_everything_misses_and_nothing_raises(server: EmbeddedServer) -> None:
+    mine, tokens = cache(server, ping_interval_ms=20), list(range(8))
+    assert mine.put(tokens, some_blocks(2)) == 2
+    server.close()
+    mine.connection.poll()
+    assert not mine.connected
+    assert len(mine.get(tokens)) == 0 and mine.put(tokens, some_blocks(2)) == 0
+    assert mine.counters.failures["unreachable"] > 0
+    assert eventually(lambda: mine.connection.poll() or not mine.connection.up)  # it lets go of the pool
+    mine.close()
+
+
+def test_a_server_is_lost_once(server: EmbeddedServer) -> None:
+    transport = server.transport()
+    assert not transport.lost()
+    server.close()
+    assert transport.lost()
+    assert not transport.lost()
+    assert not transport.send(encode(Header(0, 1), m.Ping()))
+
+
+def test_a_closed_transport_sends_nothing(server: EmbeddedServer) -> None:
+    transport = server.transport()
+    transport.close()
+    assert not transport.send(encode(Header(0, 1), m.Ping()))
+    assert transport.receive() is None
+
+
+def test_close_waits_for_the_request_in_hand_and_for_nobody_else(server: EmbeddedServer) -> None:
+    stop, raised = threading.Event(), []
+
+    def work() -> None:
+        with cache(server, lookup_deadline_ms=100, store_deadline_ms=100) as mine:
+            while not stop.is_set():
+                tokens = list(range(64))
+                got = mine.get(tokens)
+                if not (got == some_blocks(16)[: len(got)]).all():
+                    raised.append("wrong bytes")
+                mine.put(tokens, some_blocks(16))
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: server.service.counters.hit_blocks > 100)
+    server.close()
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert raised == [] and server.service.counters.internal_errors == 0
+    assert not server.pool.directory.exists()
+
+
+def test_a_connection_that_was_only_dropped_ends_with_the_next_request(server: EmbeddedServer) -> None:
+    with cache(server) as other:
+        mine = cache(server)
+        assert mine.put(list(range(8)), some_blocks(2)) == 2
+        assert len(server.store.sessions) == 2
+        del mine
+        gc.collect()
+        other.contains([1])
+        assert len(server.store.sessions) == 1
+        assert server.service.counters.sessions_died == 1
+
+
+def test_a_server_that_was_only_dropped_removes_its_pool(tmp_path: Path) -> None:
+    server = EmbeddedServer(MIB, tmp_path)
+    assert server.ready.wait(30)
+    directory = server.pool.directory
+    assert directory.exists()
+    del server
+    assert eventually(lambda: gc.collect() >= 0 and not directory.exists())
+
+
+def python(script: str, directory: Path) -> subprocess.Popen[str]:
+    code = f"from pathlib import Path\nfrom kvkeep.server.embedded import EmbeddedServer\nhere = Path({str(directory)!r})\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", code + script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_the_pool_goes_with_the_interpreter(tmp_path: Path) -> None:
+    script = "server = EmbeddedServer(1 << 20, here)\nprint(server.pool.directory.exists())"
+    said, errors = python(script, tmp_path).communicate(timeout=60)
+    assert (said.strip(), errors) == ("True", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_pool_of_a_killed_process_goes_with_the_next_start(tmp_path: Path) -> None:
+    script = (
+        "import time\nserver = EmbeddedServer(1 << 20, here)\nprint(server.pool.directory, flush=True)\ntime.sleep(600)"
+    )
+    living, killed, young = (python(script, tmp_path) for _ in range(3))
+    try:
+        pools = [Path(process.stdout.readline().strip()) for process in (living, killed, young) if process.stdout]
+        for process in (killed, young):
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=60)
+        for pool in pools[:2]:
+            os.utime(pool, (0, 0))
+        EmbeddedServer(MIB, tmp_path).close()
+        # The young one may be of a process that has not got round to its lock yet.
+        assert [pool.exists() for pool in pools] == [True, False, True]
+    finally:
+        living.kill()
+        living.communicate(timeout=60)
+
+
+def in_child(duty: Callable[[], bool]) -> bool:
+    """What the duty says in a forked child, which then ends like any other interpreter."""
+    child = os.fork()
+    if child == 0:
+        good = False
+        try:
+            good = duty()
+            from kvkeep.server import embedded
+
+            embedded._close_all()  # what atexit would do
+        finally:
+            os._exit(0 if good else 1)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status == 0
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def test_a_forked_child_reaches_nothing_and_closes_nothing(server: EmbeddedServer) -> None:
+    mine, tokens, transport = cache(server), list(range(8)), server.transport()
+    assert mine.put(tokens, some_blocks(2)) == 2
+
+    def use_and_close() -> bool:
+        transport.wait(10)
+        reached = transport.send(encode(Header(0, 1), m.Ping())) or len(mine.get(tokens)) > 0
+        own = server.connection(SHAPE)
+        reached = reached or own.wait_until_up(50)
+        own.close()
+        mine.close()
+        server.close()
+        return not reached
+
+    with server.turn:  # another thread was in the middle of a request
+        assert in_child(use_and_close)
+    assert server.pool.directory.exists()
+    assert (mine.get(tokens) == some_blocks(2)).all()
+    assert mine.counters.failures == {}
+    mine.close()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_every_server_has_a_pool_of_its_own(serve: Serve) -> None:
+    one, other = serve(), serve()
+    with cache(one) as mine, cache(other) as theirs:
+        assert mine.put([1, 2, 3, 4], some_blocks(1)) == 1
+        assert theirs.contains([1, 2, 3, 4]) == 0
+    assert one.pool.directory != other.pool.directory
+    one.close()
+    assert other.pool.directory.exists()
+
+
+def test_the_pool_lies_in_shared_memory_unless_told_otherwise() -> None:
+    server = EmbeddedServer(MIB)
+    assert server.pool.directory.parent == Path("/dev/shm")
+    server.close()
+    assert not server.pool.directory.exists()
+
+
+@pytest.mark.parametrize("pool_bytes", [0, -1, MIB - 1])
+def test_a_pool_without_room_for_one_slab_is_refused(tmp_path: Path, pool_bytes: int) -> None:
+    with pytest.raises(PoolError, match="no room for one slab of 1MiB") as caught:
+        EmbeddedServer(pool_bytes, tmp_path)
+    assert "kv_offloading_size" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="does not fit") as caught:
+        EmbeddedServer(1 << 60, tmp_path)
+    assert "a smaller kv_offloading_size" in caught.value.hint and str(tmp_path) in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="No such file"):
+        EmbeddedServer(MIB, tmp_path / "nowhere")
+
+
+def test_a_first_segment_that_cannot_be_had_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(PoolError, match="No space left") as caught:
+        EmbeddedServer(MIB, tmp_path)
+    assert "kv_offloading_size" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+class Filling:
+    """Stands in for Pool.fill_next: after the first segment it waits until it is let go on, or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(memory, "_SEGMENT_BYTES", MIB)
+        real = Pool.fill_next
+        self.go_on, self.fails = threading.Event(), False
+
+        def fill_next(pool: Pool) -> tuple[int, int]:
+            if pool.filled_bytes:
+                assert self.go_on.wait(30)
+                if self.fails:
+                    raise PoolError("no more memory")
+            return real(pool)
+
+        monkeypatch.setattr(Pool, "fill_next", fill_next)
+
+
+def test_it_serves_while_the_rest_of_the_pool_is_filled(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    filling = Filling(monkeypatch)
+    server = serve(pool_bytes=4 * MIB)
+    with cache(server) as mine:
+        assert mine.put(list(range(64)), some_blocks(16)) == 16
+        assert server.store.slabs.capacity_bytes == MIB and not server.ready.is_set()
+        filling.go_on.set()
+        assert server.ready.wait(30)
+        assert server.store.slabs.capacity_bytes == 4 * MIB
+        tokens = list(range(10_000, 10_000 + 4 * 900))  # of 1024
+        assert mine.put(tokens, some_blocks(900)) == 900
+        assert (mine.get(tokens) == some_blocks(900)).all()
+        assert server.store.room.evictions == 0
+
+
+def test_with_less_memory_than_asked_for_it_serves_with_that(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    filling = Filling(monkeypatch)
+    filling.fails = True
+    filling.go_on.set()
+    server = serve(pool_bytes=4 * MIB)
+    assert server.ready.wait(30)
+    assert server.degraded == "no more memory" and "no more memory" in caplog.text
+    with cache(server) as mine:
+        assert mine.put([1, 2, 3, 4], some_blocks(1)) == 1
+
+
+def test_close_ends_the_filling(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    filling = Filling(monkeypatch)
+    server = serve(pool_bytes=64 * MIB)
+    closing = threading.Thread(target=server.close, daemon=True)
+    closing.start()
+    assert eventually(lambda: not server.serving)
+    filling.go_on.set()
+    closing.join(30)
+    assert not closing.is_alive() and not server.pool.directory.exists()
+    assert server.ready.wait(30)
+    assert server.pool.filled_bytes <= 2 * MIB and server.degraded == ""
