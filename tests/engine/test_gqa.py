@@ -221,5 +221,5 @@ def test_settings_of_the_other_family_are_refused() -> None:
         qk_rope_head_dim=4,
         v_head_dim=4,
     )
-    with pytest.raises(SettingsError, match="MLAModel"):
+    with pytest.raises(SettingsError, match="other family"):
         GQAModel(settings, random_weights(settings, 5))

@@ -181,5 +181,5 @@ def test_more_ranks_than_heads_are_refused() -> None:
 def test_settings_of_the_other_family_are_refused() -> None:
     sizes = dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
     settings = replace(SETTINGS, kind="gqa", num_kv_heads=4, head_dim=6, **sizes)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="GQAModel"):
+    with pytest.raises(SettingsError, match="other family"):
         MLAModel(settings, random_weights(settings, 5))

@@ -26,6 +26,7 @@ from kvkeep.errors import PoolError
 from kvkeep.kv.identity import ModelIdentity, tenant_of
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
+from kvkeep.server import embedded
 from kvkeep.server.embedded import EmbeddedServer
 from kvkeep.store.integrity import check_integrity
 from kvkeep.tiers import memory
@@ -92,23 +93,13 @@ def eventually(happens: Callable[[], Any]) -> Any:
 
 
 def in_threads(*duties: Callable[[], None]) -> None:
-    """Runs all at once; what one raises is raised here."""
-    raised: list[BaseException] = []
-
-    def run(duty: Callable[[], None]) -> None:
-        try:
-            duty()
-        except BaseException as error:  # guard: it belongs to the test, not to the thread
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(duty,), daemon=True) for duty in duties]
+    """Runs all at once. What one raises is a warning of pytest's, and so an error."""
+    threads = [threading.Thread(target=duty, daemon=True) for duty in duties]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive(), "stuck"
-    if raised:
-        raise raised[0]
 
 
 class Engine:
@@ -150,20 +141,21 @@ def engine(server: EmbeddedServer) -> Iterator[Engine]:
 # --- clients ----------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_gets_what_it_put_through_shared_memory(server: EmbeddedServer) -> None:
-    blocks, tokens = some_blocks(5), list(range(20))
-    with cache(server) as mine, cache(server) as other:
-        assert mine.connection.segments is not None
-        assert mine.put(tokens, blocks) == 5
-        assert mine.put(tokens, blocks) == 0  # it is there
-        assert other.contains([*tokens, 1, 2, 3, 4]) == 5
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_cache_gets_what_it_put_on_either_data_plane(server: EmbeddedServer, shared_memory: bool) -> None:
+    blocks, tokens = some_blocks(70), list(range(280))
+    with cache(server) as mine, cache(server, shared_memory=shared_memory) as other:
+        assert (other.connection.segments is not None) == shared_memory
+        assert mine.put(tokens, blocks) == 70
+        assert other.put(tokens, blocks) == 0  # it is there
+        assert other.contains([*tokens, 1, 2, 3, 4]) == 70
         assert (other.get(tokens) == blocks).all()
         assert mine.counters.failures == other.counters.failures == {}
-    assert server.service.counters.network_bytes_out == server.service.counters.network_bytes_in == 0
-    assert server.service.counters.stored_blocks == 5
+    assert server.service.counters.network_bytes_out == (0 if shared_memory else 70 * BLOCK_BYTES)
+    assert server.service.counters.stored_blocks == 70
 
 
-def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(engine: Engine) -> None:
+def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(server: EmbeddedServer, engine: Engine) -> None:
     keys, blocks = some_keys(4), some_blocks(4)
     engine.memory[:4] = blocks
     assert engine.store(keys, [0, 1, 2, 3]) == 4
@@ -171,12 +163,6 @@ def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(engine: Engine) -> 
     assert (answer.blocks, answer.failure) == (4, "")
     assert engine.load(keys, answer, [12, 9, 10, 11]) == []
     assert (engine.memory[[12, 9, 10, 11]] == blocks).all()
-
-
-def test_leases_are_given_back(server: EmbeddedServer, engine: Engine) -> None:
-    keys = some_keys(2)
-    assert engine.store(keys, [0, 1]) == 2
-    assert engine.lookup("r", keys).blocks == 2
     assert sum(len(session.leases) for session in server.store.sessions.values()) == 1
     engine.scheduler.release("r")
     assert sum(len(session.leases) for session in server.store.sessions.values()) == 0
@@ -218,16 +204,6 @@ def test_no_tenant_sees_anothers_blocks(server: EmbeddedServer, engine: Engine) 
     assert engine.lookup("a", keys, salt="a").blocks == 2
 
 
-def test_a_client_that_wants_no_shared_memory_has_the_network_plane(server: EmbeddedServer) -> None:
-    blocks, tokens = some_blocks(70), list(range(280))
-    with cache(server, shared_memory=False) as mine:
-        assert mine.connection.segments is None
-        assert mine.put(tokens, blocks) == 70
-        assert (mine.get(tokens) == blocks).all()
-        assert mine.counters.failures == {}
-    assert server.service.counters.network_bytes_out == 70 * BLOCK_BYTES
-
-
 def test_what_crossed_the_network_plane_is_a_copy(server: EmbeddedServer) -> None:
     keys, mine = some_keys(1), connected(server, shared_memory=False)
     assert mine.layout is not None
@@ -235,12 +211,11 @@ def test_what_crossed_the_network_plane_is_a_copy(server: EmbeddedServer) -> Non
     assert isinstance(mine.wait(write), m.Prepared)
     sent = some_blocks(1)
     assert mine.wait(mine.call(m.Put(write.number, 0), 10_000, list(sent))) == m.Done(1)
-    slot = server.service.sessions.all()[0].network_writes[write.number].slots[0]
-    pool = server.pool.segments.view(int(slot), BLOCK_BYTES)
+    put = server.service.sessions.all()[0].network_writes[write.number]
+    pool = server.pool.segments.view(int(put.slots[0]), BLOCK_BYTES)
     sent[:] = 0  # the engine uses its memory again
     assert (pool == some_blocks(1)[0]).all()
-    checksum = server.service.sessions.all()[0].network_writes[write.number].checksums
-    assert mine.wait(mine.call(m.CompleteStore(write.number, checksum.tobytes()), 10_000)) == m.Done(1)
+    assert mine.wait(mine.call(m.CompleteStore(write.number, put.checksums.tobytes()), 10_000)) == m.Done(1)
     lookup = mine.call(m.Lookup("default", mine.layout.layout, keys), 10_000)
     mine.wait(lookup)
     fetch = mine.call(m.Fetch(lookup.number, 0, 0, 1), 10_000)
@@ -253,7 +228,6 @@ def test_what_crossed_the_network_plane_is_a_copy(server: EmbeddedServer) -> Non
 
 def test_many_threads_store_and_load_at_once(serve: Serve) -> None:
     server = serve(pool_bytes=2 * MIB)  # 512 blocks, and more are stored: there is eviction all the time
-    wrong: list[int] = []
 
     def work(number: int) -> None:
         with cache(server, shared_memory=number % 3 != 0) as mine:
@@ -262,12 +236,10 @@ def test_many_threads_store_and_load_at_once(serve: Serve) -> None:
                 tokens = [100_000 * seed + at for at in range(64)]
                 mine.put(tokens, some_blocks(16, seed), salt=f"tenant {seed % 3}")
                 got = mine.get(tokens, salt=f"tenant {seed % 3}")
-                if not (got == some_blocks(16, seed)[: len(got)]).all():
-                    wrong.append(number)
+                assert (got == some_blocks(16, seed)[: len(got)]).all()
             assert set(mine.counters.failures) <= {"no_room", "orphan"}, mine.counters.failures
 
-    in_threads(*(lambda number=number: work(number) for number in range(8)))  # type: ignore[misc]
-    assert wrong == []
+    in_threads(*(lambda number=number: work(number) for number in range(8)))
     assert server.store.room.evictions > 0 and server.service.counters.hit_blocks > 0
     assert server.service.counters.internal_errors == 0
     assert server.store.sessions == {}
@@ -287,7 +259,7 @@ def test_a_scheduler_and_workers_use_one_server_at_once(server: EmbeddedServer) 
             assert (engine.memory[4:8] == some_blocks(4, 10 * at + turn)).all()
             engine.scheduler.release(f"r{turn}")
 
-    in_threads(*(lambda at=at: work(at) for at in range(3)))  # type: ignore[misc]
+    in_threads(*(lambda at=at: work(at) for at in range(3)))
     for engine in engines:
         engine.close()
     assert server.store.sessions == {}
@@ -306,10 +278,13 @@ def test_replies_go_to_the_transport_that_asked(server: EmbeddedServer) -> None:
     assert one.receive() is None
 
 
-def test_bytes_that_are_no_message_are_counted_and_not_answered(server: EmbeddedServer) -> None:
+def test_nonsense_is_counted_and_not_answered_and_after_close_nothing_goes_out(server: EmbeddedServer) -> None:
     transport = server.transport()
     assert transport.send([b"nonsense"])
     assert transport.receive() is None
+    assert server.service.counters.bad_frames == 1
+    transport.close()
+    assert not transport.send([b"nonsense"])
     assert server.service.counters.bad_frames == 1
 
 
@@ -320,10 +295,8 @@ def test_one_transport_serves_many_threads(server: EmbeddedServer) -> None:
         for number in range(first, first + 100):
             assert transport.send(encode(Header(0, number), m.Ping()))
 
-    in_threads(*(lambda first=first: ask(first) for first in range(0, 600, 100)))  # type: ignore[misc]
-    numbers = []
-    while frames := transport.receive():
-        numbers.append(decode_header(frames).number)
+    in_threads(*(lambda first=first: ask(first) for first in range(0, 600, 100)))
+    numbers = [decode_header(frames).number for frames in iter(transport.receive, None)]
     assert sorted(numbers) == list(range(600))
 
 
@@ -365,8 +338,8 @@ def test_waiting_ends_when_the_time_is_over(server: EmbeddedServer, closed: bool
 def test_close_takes_everything_back_and_removes_the_pool(server: EmbeddedServer) -> None:
     mine, tokens = cache(server), list(range(8))
     assert mine.put(tokens, some_blocks(2)) == 2
-    held = mine.connection.call(m.Lookup("default", 1, some_keys(1)), 10_000)
-    assert mine.connection.wait(held) is not None
+    mine._lookup(mine._chain(tokens, None), None)
+    assert [len(session.leases) for session in server.store.sessions.values()] == [1]
     server.close()
     assert not server.pool.directory.exists()
     assert server.store.sessions == {} and len(server.service.sessions) == 0
@@ -374,55 +347,62 @@ def test_close_takes_everything_back_and_removes_the_pool(server: EmbeddedServer
 
 
 def test_after_close_everything_misses_and_nothing_raises(server: EmbeddedServer) -> None:
-    mine, tokens = cache(server, ping_interval_ms=20), list(range(8))
+    mine, tokens, transport = cache(server, ping_interval_ms=20), list(range(8)), server.transport()
     assert mine.put(tokens, some_blocks(2)) == 2
+    assert not transport.lost()
     server.close()
+    assert [transport.lost(), transport.lost()] == [True, False]  # said once
     mine.connection.poll()
-    assert not mine.connected
+    assert mine.connection.up and not mine.connected
     assert len(mine.get(tokens)) == 0 and mine.put(tokens, some_blocks(2)) == 0
     assert mine.counters.failures["unreachable"] > 0
-    assert eventually(lambda: mine.connection.poll() or not mine.connection.up)  # it lets go of the pool
+    time.sleep(0.03)
+    mine.connection.poll()  # its ping fails: it sees that the pool is gone, and lets go of it
+    assert not mine.connection.up and mine.connection.segments is None
     mine.close()
 
 
-def test_a_server_is_lost_once(server: EmbeddedServer) -> None:
-    transport = server.transport()
-    assert not transport.lost()
-    server.close()
-    assert transport.lost()
-    assert not transport.lost()
-    assert not transport.send(encode(Header(0, 1), m.Ping()))
+def test_a_request_that_waited_while_the_server_closed_is_not_carried_out(server: EmbeddedServer) -> None:
+    transport, taken, waiting = server.transport(), threading.Event(), threading.Event()
+
+    class Frame:
+        def __bytes__(self) -> bytes:
+            waiting.set()
+            return b""
+
+    def ask() -> None:
+        assert taken.wait(30)
+        assert not transport.send([Frame()])
+
+    def close() -> None:
+        assert waiting.wait(30)
+        server.close()
+
+    def let_go() -> None:
+        with server.turn:
+            taken.set()
+            assert eventually(lambda: not server.serving)
+
+    in_threads(let_go, ask, close)
+    assert server.service.counters.bad_frames == 0
 
 
-def test_a_closed_transport_sends_nothing(server: EmbeddedServer) -> None:
-    transport = server.transport()
-    transport.close()
-    assert not transport.send(encode(Header(0, 1), m.Ping()))
-    assert transport.receive() is None
+def test_a_server_can_be_closed_while_clients_use_it(server: EmbeddedServer) -> None:
+    tokens, blocks = list(range(64)), some_blocks(16)
 
-
-def test_close_waits_for_the_request_in_hand_and_for_nobody_else(server: EmbeddedServer) -> None:
-    stop, raised = threading.Event(), []
-
-    def work() -> None:
+    def use() -> None:
         with cache(server, lookup_deadline_ms=100, store_deadline_ms=100) as mine:
-            while not stop.is_set():
-                tokens = list(range(64))
+            while server.serving:
                 got = mine.get(tokens)
-                if not (got == some_blocks(16)[: len(got)]).all():
-                    raised.append("wrong bytes")
-                mine.put(tokens, some_blocks(16))
+                assert (got == blocks[: len(got)]).all()
+                mine.put(tokens, blocks)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert eventually(lambda: server.service.counters.hit_blocks > 100)
-    server.close()
-    stop.set()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert raised == [] and server.service.counters.internal_errors == 0
+    def close() -> None:
+        assert eventually(lambda: server.service.counters.hit_blocks > 100)
+        server.close()
+
+    in_threads(use, use, use, close)
+    assert server.service.counters.internal_errors == 0
     assert not server.pool.directory.exists()
 
 
@@ -448,24 +428,22 @@ def test_a_server_that_was_only_dropped_removes_its_pool(tmp_path: Path) -> None
 
 
 def python(script: str, directory: Path) -> subprocess.Popen[str]:
-    code = f"from pathlib import Path\nfrom kvkeep.server.embedded import EmbeddedServer\nhere = Path({str(directory)!r})\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", code + script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """A process with a server in that directory, which says where its pool is and then runs the script."""
+    code = "import sys, threading, time, pathlib; from kvkeep.server.embedded import EmbeddedServer\n"
+    code += "server = EmbeddedServer(1 << 20, pathlib.Path(sys.argv[1])); print(server.pool.directory, flush=True)\n"
+    argv = [sys.executable, "-c", code + script, str(directory)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_pool_goes_with_the_interpreter(tmp_path: Path) -> None:
-    script = "server = EmbeddedServer(1 << 20, here)\nprint(server.pool.directory.exists())"
-    said, errors = python(script, tmp_path).communicate(timeout=60)
-    assert (said.strip(), errors) == ("True", "")
+    keeps_it = "threading.Thread(target=lambda mine: time.sleep(600), args=(server,), daemon=True).start()"
+    said, errors = python(keeps_it, tmp_path).communicate(timeout=60)
+    assert said.startswith(str(tmp_path)) and errors == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_pool_of_a_killed_process_goes_with_the_next_start(tmp_path: Path) -> None:
-    script = (
-        "import time\nserver = EmbeddedServer(1 << 20, here)\nprint(server.pool.directory, flush=True)\ntime.sleep(600)"
-    )
-    living, killed, young = (python(script, tmp_path) for _ in range(3))
+    living, killed, young = (python("time.sleep(600)", tmp_path) for _ in range(3))
     try:
         pools = [Path(process.stdout.readline().strip()) for process in (living, killed, young) if process.stdout]
         for process in (killed, young):
@@ -473,6 +451,7 @@ def test_the_pool_of_a_killed_process_goes_with_the_next_start(tmp_path: Path) -
             process.communicate(timeout=60)
         for pool in pools[:2]:
             os.utime(pool, (0, 0))
+        os.utime(pools[2])
         EmbeddedServer(MIB, tmp_path).close()
         # The young one may be of a process that has not got round to its lock yet.
         assert [pool.exists() for pool in pools] == [True, False, True]
@@ -482,26 +461,17 @@ def test_the_pool_of_a_killed_process_goes_with_the_next_start(tmp_path: Path) -
 
 
 def in_child(duty: Callable[[], bool]) -> bool:
-    """What the duty says in a forked child, which then ends like any other interpreter."""
+    """What the duty says in a forked child, which then does what an interpreter does at its end."""
     child = os.fork()
-    if child == 0:
-        good = False
-        try:
-            good = duty()
-            from kvkeep.server import embedded
-
-            embedded._close_all()  # what atexit would do
-        finally:
-            os._exit(0 if good else 1)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return status == 0
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    good = False
+    try:
+        signal.alarm(30)  # ends a child that is stuck
+        good = duty()
+        embedded._close_all()
+    finally:
+        os._exit(0 if good else 1)
 
 
 def test_a_forked_child_reaches_nothing_and_closes_nothing(server: EmbeddedServer) -> None:
@@ -529,41 +499,33 @@ def test_a_forked_child_reaches_nothing_and_closes_nothing(server: EmbeddedServe
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
-def test_every_server_has_a_pool_of_its_own(serve: Serve) -> None:
-    one, other = serve(), serve()
-    with cache(one) as mine, cache(other) as theirs:
-        assert mine.put([1, 2, 3, 4], some_blocks(1)) == 1
-        assert theirs.contains([1, 2, 3, 4]) == 0
-    assert one.pool.directory != other.pool.directory
+def test_each_server_has_a_pool_of_its_own_in_shared_memory() -> None:
+    one, other = EmbeddedServer(MIB), EmbeddedServer(MIB)
+    directories = [server.pool.directory for server in (one, other)]
+    assert [path.parent for path in directories] == [Path("/dev/shm")] * 2 and directories[0] != directories[1]
     one.close()
-    assert other.pool.directory.exists()
+    assert [path.exists() for path in directories] == [False, True]
+    other.close()
+    assert [path.exists() for path in directories] == [False, False]
 
 
-def test_the_pool_lies_in_shared_memory_unless_told_otherwise() -> None:
-    server = EmbeddedServer(MIB)
-    assert server.pool.directory.parent == Path("/dev/shm")
-    server.close()
-    assert not server.pool.directory.exists()
-
-
-@pytest.mark.parametrize("pool_bytes", [0, -1, MIB - 1])
-def test_a_pool_without_room_for_one_slab_is_refused(tmp_path: Path, pool_bytes: int) -> None:
-    with pytest.raises(PoolError, match="no room for one slab of 1MiB") as caught:
-        EmbeddedServer(pool_bytes, tmp_path)
-    assert "kv_offloading_size" in caught.value.hint
+@pytest.mark.parametrize(
+    ("pool_bytes", "below", "problem", "hint"),
+    [
+        (0, "", "no room for one slab of 1MiB", "a larger kv_offloading_size"),
+        (-1, "", "no room for one slab of 1MiB", "a larger kv_offloading_size"),
+        (MIB - 1, "", "no room for one slab of 1MiB", "a larger kv_offloading_size"),
+        (1 << 60, "", "does not fit", "a smaller kv_offloading_size"),
+        (MIB, "nowhere", "No such file", "nowhere"),
+    ],
+)
+def test_a_pool_that_cannot_be_made_is_refused(
+    tmp_path: Path, pool_bytes: int, below: str, problem: str, hint: str
+) -> None:
+    with pytest.raises(PoolError, match=problem) as caught:
+        EmbeddedServer(pool_bytes, tmp_path / below)
+    assert hint in caught.value.hint
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_pool_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PoolError, match="does not fit") as caught:
-        EmbeddedServer(1 << 60, tmp_path)
-    assert "a smaller kv_offloading_size" in caught.value.hint and str(tmp_path) in caught.value.hint
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PoolError, match="No such file"):
-        EmbeddedServer(MIB, tmp_path / "nowhere")
 
 
 def test_a_first_segment_that_cannot_be_had_leaves_nothing_behind(

@@ -29,6 +29,7 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "checksum": "How fast checksums are taken.",
         "copy": "How fast blocks are gathered and scattered, with and without a checksum on the way.",
         "keys": "What a block's key costs, for each hash we could have taken.",
+        "engine": "What a cache costs an engine that finds nothing in it, and saves one that does.",
     }
 )
 
@@ -40,10 +41,13 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "blocks": "How many blocks.",
         "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
         "layers": "Layers that a block is spread over.",
+        "prompt_tokens": "Tokens in a prompt.",
+        "prompts": "How many prompts are served together.",
         "repeats": "How often each way is measured.",
         "resident": "How many blocks are in the cache meanwhile, with commas between.",
         "rounds": "How often each case is measured.",
         "seed": "Where random numbers begin.",
+        "threads": "Threads that the model computes with.",
         "total_bytes": "How much is moved in a round.",
         "trials": "Blocks that are damaged, for each kind of damage.",
     }
@@ -187,6 +191,10 @@ def _load(name: str) -> ModuleType:
                 from kvkeep.bench import copy
 
                 return copy
+            case "engine":
+                from kvkeep.bench import engine
+
+                return engine
             case _:
                 from kvkeep.bench import keys
 

@@ -20,6 +20,7 @@ import typer
 from kvkeep import __version__
 from kvkeep.cli import bench, settings, tenants
 from kvkeep.cli.demo import demo
+from kvkeep.cli.engine_fuzz import engine_fuzz
 from kvkeep.cli.output import note
 from kvkeep.cli.serve import ServeCommand, serve
 from kvkeep.cli.status import status
@@ -40,6 +41,7 @@ app.command("serve", cls=ServeCommand, context_settings={"allow_extra_args": Tru
 )
 app.command("status")(status)
 app.command("demo")(demo)
+app.command("engine-fuzz")(engine_fuzz)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(settings.app, name="settings")
 app.add_typer(bench.app, name="bench")

@@ -18,7 +18,7 @@ from kvkeep.engine.workers import Workers
 from kvkeep.errors import RequestError
 from kvkeep.kv.keys import KeyChain, root_key
 
-_IDLE_S = 0.0002  # between two looks when every request waits for the cache
+_PAUSE_S = 0.0002
 _FLUSH_TIMEOUT_S = 10.0
 
 
@@ -35,6 +35,7 @@ class Engine:
             connector = SchedulerSide(cache, self.config.block_tokens, self.config.world_size)
             backend.connect()
         self.scheduler = Scheduler(self.config, connector)
+        self.waits = False  # whether the last step computed nothing: everybody waits for a lookup or a load
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
 
@@ -42,6 +43,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request is unfinished."""
         return bool(self._requests)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether blocks are on their way from or to the external cache."""
+        return self.scheduler.connector is not None and not self.scheduler.connector.idle
 
     def add(
         self,
@@ -78,21 +84,24 @@ class Engine:
         step = self.scheduler.schedule()
         output = self.workers.run(step)
         self.scheduler.update_from_output(step, output)
-        if not step.segments and self.busy:
-            time.sleep(_IDLE_S)  # everybody waits for a lookup or a load
+        self.waits = not step.segments
         finished = self.scheduler.take_finished()
         for request in finished:
             del self._requests[request.id]
         return finished
 
+    def pause(self) -> None:
+        """For whoever runs steps in a loop: lets others work while every request waits for the cache."""
+        if self.waits:
+            time.sleep(_PAUSE_S)
+
     def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Waits until everything that was computed is stored. False if that takes too long."""
         deadline = time.monotonic() + timeout_s
-        connector = self.scheduler.connector
-        while connector is not None and not connector.idle and time.monotonic() < deadline:
+        while self.has_jobs and time.monotonic() < deadline:
             self.step()
-            time.sleep(_IDLE_S)
-        return connector is None or connector.idle
+            self.pause()
+        return not self.has_jobs
 
     def close(self) -> None:
         """Ends what is unfinished, stores what is computed, and lets go of the cache."""

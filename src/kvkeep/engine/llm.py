@@ -124,6 +124,7 @@ class LLM:
             done = 0
             while self.engine.busy:
                 done += len(self.engine.step())
+                self.engine.pause()
                 if on_progress is not None:
                     on_progress(done)
         finally:  # also when somebody interrupts

@@ -89,4 +89,5 @@ class Workers:
             finished = cache.poll()
             report.stored.update(finished.stored)
             report.loaded.extend(finished.loaded)
-            report.failed.update(finished.failed)
+            for job, block_ids in finished.failed.items():
+                report.failed.setdefault(job, []).extend(block_ids)

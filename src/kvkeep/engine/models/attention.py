@@ -16,10 +16,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvkeep.engine.models.model import Rank, Segment
 from kvkeep.engine.models.settings import ModelSettings
@@ -27,6 +28,9 @@ from kvkeep.engine.models.weights import Weights
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
+
+# Not cuDNN's: it plans anew for every length of context, which takes longer than the step itself.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -175,14 +179,20 @@ class Decoder(ABC):
     Embeddings, perceptrons and projections are computed once; each rank computes its heads' attention, from its own KV.
     """
 
+    kind: ClassVar[Literal["gqa", "mla"]]
     planes: ClassVar[int]
 
-    def __init__(self, settings: ModelSettings, weights: Weights, name: str, rotary: Rotary) -> None:
+    def __init__(self, settings: ModelSettings, weights: Weights, name: str = "reference") -> None:
+        if settings.kind != self.kind:
+            problem = f"kind is {settings.kind}, but {type(self).__name__} computes {self.kind}"
+            raise SettingsError(f"model settings: {problem}", "build the model of the other family")
         self.settings = settings
         self.weights = weights
         self.name = name
-        self.rotary = rotary
         self.vocab_size = settings.vocab_size
+        self.num_kv_heads = settings.num_kv_heads or 1
+        rotated = settings.head_dim or settings.qk_rope_head_dim
+        self.rotary = Rotary(rotated, settings.rope_theta, settings.rope_interleaved)
         self._embeddings = weights["model.embed_tokens.weight"]
         self._head = self._embeddings if settings.tie_word_embeddings else weights["lm_head.weight"]
 
@@ -193,11 +203,6 @@ class Decoder(ABC):
     @abstractmethod
     def block_shape(self, strategy: ParallelStrategy, block_tokens: int) -> tuple[int, ...]:
         """The shape of one block of one layer, as a rank holds it."""
-
-    @property
-    @abstractmethod
-    def num_kv_heads(self) -> int:
-        """How many KV heads ranks can have between them."""
 
     def strategy(self, tp_size: int, pp_size: int, rank: int) -> ParallelStrategy:
         """How this model's KV is spread. SettingsError if it cannot be."""
@@ -240,6 +245,7 @@ class Decoder(ABC):
         }
 
     @torch.no_grad()
+    @sdpa_kernel(KERNELS)
     def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
         """Writes and reads KV; the logits [len(segments), vocab_size] after each segment's last token."""
         batch = Batch.of(segments, block_tokens, self.planes, self.rotary, self._embeddings)

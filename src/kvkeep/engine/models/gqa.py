@@ -11,33 +11,21 @@ these need. With more ranks than KV heads, neighbours hold the same one, each in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch.nn import functional as F
 
-from kvkeep.engine.models.attention import Batch, Decoder, Rotary, attend, read_rows, write_rows
+from kvkeep.engine.models.attention import Batch, Decoder, attend, read_rows, write_rows
 from kvkeep.engine.models.model import Rank
-from kvkeep.engine.models.settings import ModelSettings
-from kvkeep.engine.models.weights import Weights
-from kvkeep.errors import SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
 
 
 class GQAModel(Decoder):
     """A block of one layer is [2, block_tokens, kv_heads_of_rank, head_dim]: rotated keys, then values."""
 
+    kind = "gqa"
     planes = 2
-
-    def __init__(self, settings: ModelSettings, weights: Weights, name: str = "reference-gqa") -> None:
-        if settings.kind != "gqa":
-            raise SettingsError(f"model settings: kind is {settings.kind}, not gqa", "build an MLAModel of them")
-        rotary = Rotary(settings.head_dim, settings.rope_theta, settings.rope_interleaved)
-        super().__init__(settings, weights, name, rotary)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """How many KV heads ranks can have between them."""
-        return self.settings.num_kv_heads
 
     def block_shape(self, strategy: ParallelStrategy, block_tokens: int) -> tuple[int, ...]:
         """The shape of one block of one layer, as a rank holds it."""
@@ -62,7 +50,7 @@ class GQAModel(Decoder):
                 mine = heads[:, first : first + count].flatten(1)
                 write_rows(rank.kv[f"layers.{layer}"], batch.write[plane], mine)
         # A projection of all heads is the sum of its parts: each rank brings its heads' columns.
-        return torch.stack([self._of_rank(layer, query, batch, rank) for rank in ranks]).sum(0)
+        return reduce(torch.add, (self._of_rank(layer, query, batch, rank) for rank in ranks))
 
     def _of_rank(self, layer: int, query: torch.Tensor, batch: Batch, rank: Rank) -> torch.Tensor:
         size = self.settings.head_dim

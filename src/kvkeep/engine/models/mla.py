@@ -14,15 +14,13 @@ Every rank of a TP group needs all of a row, and holds it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch.nn import functional as F
 
-from kvkeep.engine.models.attention import Batch, Decoder, Rotary, attend, read_rows, rms_norm, write_rows
+from kvkeep.engine.models.attention import Batch, Decoder, attend, read_rows, rms_norm, write_rows
 from kvkeep.engine.models.model import Rank
-from kvkeep.engine.models.settings import ModelSettings
-from kvkeep.engine.models.weights import Weights
-from kvkeep.errors import SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
 
 LATENT_NORM_EPS = 1e-6  # DeepSeek's norms of latents take this, whatever rms_norm_eps says
@@ -31,23 +29,12 @@ LATENT_NORM_EPS = 1e-6  # DeepSeek's norms of latents take this, whatever rms_no
 class MLAModel(Decoder):
     """A block of one layer is [block_tokens, kv_lora_rank + qk_rope_head_dim]: normed latents, rotated keys."""
 
+    kind = "mla"
     planes = 1
-
-    def __init__(self, settings: ModelSettings, weights: Weights, name: str = "reference-mla") -> None:
-        if settings.kind != "mla":
-            raise SettingsError(f"model settings: kind is {settings.kind}, not mla", "build a GQAModel of them")
-        rotary = Rotary(settings.qk_rope_head_dim, settings.rope_theta, settings.rope_interleaved)
-        super().__init__(settings, weights, name, rotary)
-        self._row_size = settings.kv_lora_rank + settings.qk_rope_head_dim
-
-    @property
-    def num_kv_heads(self) -> int:
-        """How many KV heads ranks can have between them: one, which all of them hold."""
-        return 1
 
     def block_shape(self, strategy: ParallelStrategy, block_tokens: int) -> tuple[int, ...]:
         """The shape of one block of one layer, as a rank holds it."""
-        return (block_tokens, self._row_size)
+        return (block_tokens, self.settings.kv_lora_rank + self.settings.qk_rope_head_dim)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, ranks: Sequence[Rank]) -> torch.Tensor:
         """Writes the batch's KV of this layer on all ranks, then attends: [tokens, hidden_size] to the same."""
@@ -59,7 +46,7 @@ class MLAModel(Decoder):
             write_rows(rank.kv[f"layers.{layer}"], batch.write[0], rows)
         query = self._query(layer, hidden, batch)
         # A projection of all heads is the sum of its parts: each rank brings its heads' columns.
-        return torch.stack([self._of_rank(layer, query, batch, rank) for rank in ranks]).sum(0)
+        return reduce(torch.add, (self._of_rank(layer, query, batch, rank) for rank in ranks))
 
     def _query(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[heads, tokens, row size]: the queries of all heads, as they meet KV rows."""
@@ -85,7 +72,7 @@ class MLAModel(Decoder):
         scale = (settings.qk_nope_head_dim + settings.qk_rope_head_dim) ** -0.5
         taken = torch.empty_like(query[mine])
         for span in batch.spans:
-            rows = read_rows(rank.kv[f"layers.{layer}"], span.read[0], self._row_size)[None]
+            rows = read_rows(rank.kv[f"layers.{layer}"], span.read[0], query.shape[-1])[None]
             # Whole rows stand in for values too: torch's fast kernel wants them of one size with the keys.
             taken[:, span.tokens] = attend(query[mine, span.tokens], rows, rows, span, scale)
         up_value = self._up(layer)[mine, settings.qk_nope_head_dim :]

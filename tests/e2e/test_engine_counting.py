@@ -1,0 +1,283 @@
+"""M1: how much the cache gave a request, against counts made by hand, from the engine's side and the server's.
+
+prompt of 22 tokens, blocks of 4:  |0123|4567|89ab|cdef|ghij|kl      5 full blocks; the rest is computed always
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.cli.remote import ask
+from kvkeep.engine.llm import Prompt
+from kvkeep.engine.models.sampling import SamplingParams
+from kvkeep.testing.process import ServerProcess
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engines import (
+    KEY,
+    POOL,
+    PoolMemory,
+    Since,
+    at_rest,
+    content,
+    counting,
+    engine,
+    eventually,
+    forget_local,
+    local_blocks,
+    oracle,
+    prompt,
+    serve,
+    tokens_of,
+    without_cache,
+)
+
+OTHER = "num_lmcache_extra_cached_tokens"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(*POOL) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(server: ServerProcess) -> Iterator[None]:
+    yield
+    assert at_rest(server), "a lease or a write outlived its request"
+
+
+@pytest.mark.parametrize("names", [[KEY], [OTHER], [KEY, OTHER]], ids=["ours", "theirs", "both"])
+def test_the_number_comes_back_under_each_name_that_was_sent(server: ServerProcess, names: list[str]) -> None:
+    model, tokens = oracle(), prompt(22)
+    params: dict[str, Any] = dict.fromkeys(names)
+    with engine(server, model) as llm:
+        [cold] = serve(llm, [Prompt(tokens, kv_transfer_params=params)])
+        forget_local(llm)
+        [warm] = serve(llm, [Prompt(tokens, kv_transfer_params=params)])
+    assert cold.kv_transfer_params == dict.fromkeys(names, 0)
+    assert warm.kv_transfer_params == dict.fromkeys(names, 20)
+    assert params == dict.fromkeys(names), "what the caller sent is the caller's"
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "local_tokens", "expected", "hits"),
+    [
+        (22, 0, 0, 20, 5),  # nothing local: all five full blocks
+        (20, 0, 0, 16, 5),  # the last token is computed always, so its block is not loaded
+        (21, 0, 0, 20, 5),
+        (4, 0, 0, 0, 1),
+        (5, 0, 0, 4, 1),
+        (22, 9, 8, 12, 5),  # two blocks local, the server's five less two
+        (22, 17, 16, 4, 5),
+        (22, 22, 20, 0, 0),  # all local
+    ],
+)
+def test_the_number_is_the_servers_blocks_less_the_engines_own(
+    server: ServerProcess, length: int, first: int, local_tokens: int, expected: int, hits: int
+) -> None:
+    model, tokens = oracle(), prompt(length)
+    with engine(server, model) as one:
+        serve(one, [tokens])
+    with engine(server, model) as two:
+        if first:
+            serve(two, [tokens[:first]])
+        since = Since(server)
+        [answer] = serve(two, [counting(tokens)])
+    assert answer.kv_transfer_params == {KEY: expected}
+    assert answer.metrics.external_cached_tokens == expected
+    assert answer.metrics.local_cached_tokens == local_tokens
+    assert since("hit_blocks") == hits
+
+
+def test_what_the_server_does_not_have_counts_nothing(server: ServerProcess) -> None:
+    with engine(server, oracle()) as llm:
+        since = Since(server)
+        [answer] = serve(llm, [counting(prompt(22))])
+        assert (since("lookups"), since("lookup_blocks"), since("hit_blocks")) == (1, 5, 0)
+        assert since("stored_blocks") == 6, "22 tokens and two generated ones"
+    assert answer.kv_transfer_params == {KEY: 0}
+
+
+def test_the_server_counts_the_same_hits(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(22)
+    with engine(server, model) as llm:
+        serve(llm, [tokens])
+        forget_local(llm)
+        since = Since(server)
+        [answer] = serve(llm, [counting(tokens)])
+        assert (since("lookups"), since("lookup_blocks"), since("hit_blocks")) == (1, 5, 5)
+        assert since("stored_blocks") == 0, "what the server has is not stored again"
+    assert answer.kv_transfer_params == {KEY: since("hit_blocks") * 4}
+
+
+def test_a_server_that_has_less_than_the_engine_never_makes_it_negative(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(22)
+    with engine(server, model) as one, engine(server, model) as two:
+        serve(one, [tokens])
+        ask(server.http, "/v1/blocks?confirm=everything", "DELETE")
+        serve(two, [tokens[:9]])
+        since = Since(server)
+        [answer] = serve(one, [counting([*tokens, *prompt(5)])])
+        assert since("hit_blocks") == 2, "the server has two blocks, and the engine five"
+        assert since("stored_blocks") == 7 - 2, "27 tokens and two generated ones: the server gets what it lacks"
+    assert answer.metrics.local_cached_tokens == 20
+    assert answer.kv_transfer_params == {KEY: 0}
+
+
+def test_params_without_the_key_bring_an_empty_dict_and_none_nothing(server: ServerProcess) -> None:
+    with engine(server, oracle()) as llm:
+        for params, expected in (({}, {}), ({"mine": 1}, {}), ({"kvkeep_priority": 80}, {}), (None, None)):
+            [answer] = serve(llm, [Prompt(prompt(9), kv_transfer_params=params)])
+            assert answer.kv_transfer_params == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [1, 2],
+        "num_kvkeep_extra_cached_tokens",
+        7,
+        True,
+        object(),
+        {"kvkeep_priority": "high"},
+        {"kvkeep_priority": 101},
+        {"kvkeep_priority": True},
+        {"kvkeep_ttl_ms": -1},
+        {"kvkeep_ttl_ms": 1.5},
+        {"kvkeep_ttl_ms": None},
+        {"kvkeep_session_finished": "yes"},
+        {"kvkeep_priority": {"deep": [{}]}},
+    ],
+    ids=str,
+)
+def test_bad_params_warn_and_the_request_is_served(
+    server: ServerProcess, params: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokens = oracle(), prompt(9)
+    with engine(server, model) as llm, caplog.at_level(logging.WARNING):
+        [answer] = serve(llm, [Prompt(tokens, kv_transfer_params=params)])
+        forget_local(llm)
+        [again] = serve(llm, [counting(tokens)])
+    assert [answer.token_ids] == without_cache(model, [tokens])
+    assert answer.kv_transfer_params == ({} if isinstance(params, dict) else None)
+    assert [record for record in caplog.records if "kv_transfer_params" in record.getMessage()]
+    assert again.kv_transfer_params == {KEY: 8}, "it was stored all the same"
+
+
+def test_nested_junk_beside_the_key_is_no_matter(server: ServerProcess) -> None:
+    junk = {KEY: {"a": [{"b": None}]}, "x" * 10_000: [[[]]], "": "\ud800"}
+    with engine(server, oracle()) as llm:
+        [answer] = serve(llm, [Prompt(prompt(9), kv_transfer_params=junk)])
+    assert answer.kv_transfer_params == {KEY: 0}
+
+
+def test_a_request_aborted_before_it_was_ever_scheduled_is_a_zero(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(22)
+    with engine(server, model) as llm:
+        serve(llm, [tokens])
+        forget_local(llm)
+        request = llm.engine.add(tokens, kv_transfer_params={KEY: None, OTHER: None})
+        llm.engine.abort(request.id)
+        assert (request.finish_reason, request.reply_params) == ("abort", {KEY: 0, OTHER: 0})
+        assert llm.engine.step() == [request]
+        assert not llm.engine.busy
+        llm.engine.check_integrity()
+        assert at_rest(server), "the lease of its lookup was given back"
+        [answer] = serve(llm, [counting(tokens)])
+        assert answer.kv_transfer_params == {KEY: 20}
+
+
+def test_a_request_aborted_while_its_blocks_come_counts_nothing_that_it_did_not_use(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(22)
+    with engine(server, model) as llm:
+        serve(llm, [tokens])
+        forget_local(llm)
+        request = llm.engine.add(tokens, kv_transfer_params={KEY: None})
+        while not llm.engine.scheduler.loading:
+            llm.engine.step()
+        llm.engine.abort(request.id)
+        assert request.reply_params == {KEY: 0}
+        assert request.metrics.external_cached_tokens == 0
+        assert llm.engine.flush()
+        llm.engine.check_integrity()
+        assert at_rest(server)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("bad", [0, 2, 4])
+def test_a_failed_load_counts_only_what_came_and_was_used(server: ServerProcess, bad: int, mode: str) -> None:
+    model, tokens = oracle(), prompt(22)
+    with engine(server, model) as one, engine(server, model, extra={"kvkeep.load": mode}) as two:
+        [expected] = tokens_of(serve(one, [tokens]))
+        PoolMemory(server).flip(content(one, local_blocks(one, tokens)[bad]))
+        since = Since(server)
+        [answer] = serve(two, [counting(tokens)])
+        assert eventually(lambda: since("bad_blocks") == 1)
+        assert answer.token_ids == expected
+        assert answer.kv_transfer_params == {KEY: bad * 4}
+        assert answer.metrics.external_cached_tokens == bad * 4
+        assert answer.metrics.failed_loads == 1
+        forget_local(two)
+        [again] = serve(two, [counting(tokens)])
+        assert again.kv_transfer_params == {KEY: 20}, "what was computed again took the bad block's place"
+        assert again.token_ids == expected
+
+
+def test_preempted_and_loaded_again_counts_once(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(22)
+    with engine(server, model) as llm:
+        [expected] = tokens_of(serve(llm, [tokens], max_tokens=6))
+        forget_local(llm)
+        since = Since(server)
+        request = llm.engine.add(tokens, SamplingParams(max_tokens=6), kv_transfer_params={KEY: None})
+        while not request.output_tokens:
+            llm.engine.step()
+        llm.engine.scheduler.preempt(request)
+        forget_local(llm)
+        while llm.engine.busy:
+            llm.engine.step()
+        assert llm.engine.flush()
+        assert since("hit_blocks") == 10, "it was loaded twice"
+    assert request.output_tokens == expected
+    assert request.metrics.preemptions == 1
+    assert request.reply_params == {KEY: 20}
+    assert request.metrics.external_cached_tokens == 20
+
+
+def test_of_two_that_share_a_prefix_one_loads_and_the_other_finds_it_local(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(20)
+    prompts = [counting([*tokens, 1]), counting([*tokens, 2])]
+    with engine(server, model) as one:
+        serve(one, [tokens])
+    with engine(server, model) as two:
+        answers = serve(two, prompts)
+    loading, waiting = sorted(answers, key=lambda answer: answer.metrics.local_cached_tokens)
+    assert (loading.kv_transfer_params, waiting.kv_transfer_params) == ({KEY: 20}, {KEY: 0})
+    assert (loading.metrics.local_cached_tokens, waiting.metrics.local_cached_tokens) == (0, 20)
+    assert tokens_of(answers) == without_cache(model, prompts)
+
+
+def test_generated_tokens_count_in_the_next_turn(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(10)
+    with engine(server, model) as one:
+        [answer] = serve(one, [tokens], max_tokens=11)
+    with engine(server, model) as two:
+        [later] = serve(two, [counting([*tokens, *answer.token_ids, 1, 2])])
+    assert later.kv_transfer_params == {KEY: 20}, "10 of the prompt and 10 of the answer; its last has no KV yet"
+
+
+def test_trackers_go_with_their_requests(server: ServerProcess) -> None:
+    with engine(server, oracle()) as llm:
+        for _ in range(3):
+            serve(llm, [counting(prompt(9)), prompt(13)])
+        side = llm.engine.scheduler.connector
+        assert side is not None and side.idle
+        assert side.loaded_blocks("request-0") == 0
+        assert side.end("request-0") is None, "nobody is remembered"

@@ -1,0 +1,403 @@
+"""A real engine on a scripted external cache: the test says what is answered, when, by which rank, and what fails.
+
+After each step the engine's integrity is checked, and the bytes of every block that the prefix cache would give to
+somebody are compared with those that an engine without any cache computes. `done` checks tokens and what is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeep.client.scheduler import Answer
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.worker import Finished
+from kvkeep.engine.config import EngineConfig
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.models.model import Rank
+from kvkeep.engine.models.oracle import OracleModel
+from kvkeep.engine.models.sampling import SamplingParams
+from kvkeep.engine.request import Request
+from kvkeep.engine.scheduler import Step, StepOutput
+from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.shape import BlockShape
+
+BLOCK_TOKENS = 4
+GARBAGE = 0x5AD0BAD05AD0BAD
+MAX_LEASES = 1_000_000
+
+
+def keys_of(joined: bytes) -> list[bytes]:
+    return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+
+
+def read_block(kv: Mapping[str, torch.Tensor], block: int) -> bytes:
+    return b"".join(layer[block].numpy().tobytes() for layer in kv.values())
+
+
+def write_block(kv: Mapping[str, torch.Tensor], block: int, content: bytes | None) -> None:
+    """None: garbage that no model would ever write."""
+    for number, layer in enumerate(kv.values()):
+        if content is None:
+            layer[block] = GARBAGE + number
+        else:
+            size = layer[block].nbytes
+            words = np.frombuffer(content[number * size : (number + 1) * size], dtype=np.int64)
+            layer[block] = torch.from_numpy(words.copy()).view(layer[block].shape)
+
+
+@dataclass
+class Lease:
+    number: int
+    asked: tuple[str | None, bytes, int]
+    answer: Answer | None = None
+
+
+@dataclass
+class ScriptedCache:
+    """The external cache, in memory, with every decision left to the test.
+
+    hold_lookups     lookups are answered with None
+    hold_loads       loads of these ranks are begun, and end with release_loads; None: of all ranks
+    hold_stores      likewise; a store reads the engine's blocks as late as it can, when it ends
+    failing          places in the request that fail to load, by rank; garbage is written there
+    """
+
+    blocks: dict[tuple[str, bytes, int], bytes] = field(default_factory=dict)
+    hold_lookups: bool = False
+    hold_loads: set[int] | None = field(default_factory=set)
+    hold_stores: set[int] | None = field(default_factory=set)
+    failing: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    most_blocks: int = 1_000  # that a lookup finds
+    lookups: list[tuple[Hashable, bytes, int]] = field(default_factory=list)
+    releases: list[Hashable] = field(default_factory=list)
+    ended: Counter[Hashable] = field(default_factory=Counter)
+    last_keys: dict[Hashable, bytes] = field(default_factory=dict)
+    leases: dict[Hashable, Lease] = field(default_factory=dict)
+    loads: list[LoadRequest] = field(default_factory=list)
+    stores: list[StoreRequest] = field(default_factory=list)
+    ranks: list[ScriptedRank] = field(default_factory=list)
+    num_shards: int = 1
+    next_lease: int = 0
+
+    # -- the backend
+
+    def lookup_side(self, shape: BlockShape) -> ScriptedCache:
+        self.num_shards = len(shape.shard_bytes)
+        return self
+
+    def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> ScriptedRank:
+        self.ranks.append(ScriptedRank(self, strategy))
+        return self.ranks[-1]
+
+    def connect(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    # -- the scheduler's side
+
+    def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
+        assert self.ended[request] == 0, "a lookup after the session's end"
+        lease = self.leases.get(request)
+        if lease is None or lease.asked != (salt, keys, skip):
+            self.next_lease += 1
+            self.lookups.append((request, keys, skip))
+            lease = self.leases[request] = Lease(self.next_lease, (salt, keys, skip))
+        if lease.answer is None and not self.hold_lookups:
+            lease.answer = self._answer(lease)
+        return lease.answer
+
+    def _answer(self, lease: Lease) -> Answer:
+        salt, keys, skip = lease.asked
+        tenant, blocks = tenant_of(salt), 0
+        for key in keys_of(keys)[: self.most_blocks]:
+            if not all((tenant, key, shard) in self.blocks for shard in range(self.num_shards)):
+                break
+            blocks += 1
+        described = max(0, blocks - skip)
+        slots = np.full(described, lease.number, dtype=np.int64)  # so that a load shows under which lease it reads
+        return Answer(blocks, skip, 1, slots, np.zeros((described, self.num_shards), dtype=np.uint64))
+
+    def release(self, request: Hashable) -> None:
+        if self.leases.pop(request, None) is not None:
+            self.releases.append(request)
+
+    def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
+        self.release(request)
+        self.ended[request] += 1
+        self.last_keys[request] = last_key
+
+    def is_leased(self, load: LoadRequest) -> bool:
+        return {int(slot) for slot in load.slots} <= {lease.number for lease in self.leases.values()}
+
+    # -- the script
+
+    def fail(self, *places: int, rank: int = 0) -> None:
+        self.failing[rank].update(places)
+
+    def release_loads(self, rank: int | None = None) -> None:
+        """The loads that are held now end."""
+        for each in self.ranks:
+            if rank in (None, each.strategy.rank):
+                each.end_loads()
+
+    def release_stores(self, rank: int | None = None) -> None:
+        for each in self.ranks:
+            if rank in (None, each.strategy.rank):
+                each.end_stores()
+
+    def let_go(self) -> None:
+        """Nothing is held back from now on."""
+        self.hold_lookups, self.hold_loads, self.hold_stores = False, set(), set()
+        self.release_loads()
+        self.release_stores()
+
+
+@dataclass
+class ScriptedRank:
+    """One worker's side. A load tears its blocks when it begins, and makes them right or wrong when it ends."""
+
+    cache: ScriptedCache
+    strategy: ParallelStrategy
+    kv: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    held_loads: dict[Hashable, LoadRequest] = field(default_factory=dict)
+    held_stores: dict[Hashable, StoreRequest] = field(default_factory=dict)
+    finished: Finished = field(default_factory=Finished)
+
+    def register_kv_caches(self, layers: Mapping[str, torch.Tensor], block_dim: int = 0) -> None:
+        self.kv = layers
+
+    def load(self, job: Hashable, request: LoadRequest) -> None:
+        if self.strategy.rank == 0:
+            self.cache.loads.append(request)
+        self.held_loads[job] = request
+        for block in request.block_ids.tolist():
+            write_block(self.kv, block, None)
+        if self.cache.hold_loads is not None and self.strategy.rank not in self.cache.hold_loads:
+            self.end_loads()
+
+    def end_loads(self) -> None:
+        for job, request in self.held_loads.items():
+            assert self.cache.is_leased(request), "a load reads what is leased no longer"
+            bad = []
+            keys = keys_of(request.keys)[request.skip :]
+            for at, (key, block) in enumerate(zip(keys, request.block_ids.tolist(), strict=True)):
+                content = self.cache.blocks.get((request.tenant, key, self.strategy.kv_rank))
+                if request.skip + at in self.cache.failing[self.strategy.rank] or content is None:
+                    bad.append(block)
+                    content = None
+                write_block(self.kv, block, content)
+            self.finished.loaded.append(job)
+            if bad:
+                self.finished.failed[job] = bad
+        self.held_loads.clear()
+
+    def store(self, job: Hashable, request: StoreRequest) -> None:
+        if self.strategy.rank == 0:
+            self.cache.stores.append(request)
+        self.held_stores[job] = request
+        if self.cache.hold_stores is not None and self.strategy.rank not in self.cache.hold_stores:
+            self.end_stores()
+
+    def end_stores(self) -> None:
+        for job, request in self.held_stores.items():
+            for key, block in zip(keys_of(request.keys), request.block_ids.tolist(), strict=True):
+                if self.strategy.stores:
+                    place = request.tenant, key, self.strategy.kv_rank
+                    self.cache.blocks[place] = read_block(self.kv, block)
+            self.finished.stored[job] = len(request.block_ids)
+        self.held_stores.clear()
+
+    def poll(self) -> Finished:
+        finished, self.finished = self.finished, Finished()
+        return finished
+
+    def close(self) -> None: ...
+
+
+class Truth:
+    """What an engine without a cache answers, and what bytes each block of it must have."""
+
+    def __init__(self, tp_size: int) -> None:
+        config = EngineConfig(block_tokens=BLOCK_TOKENS, num_blocks=512, tensor_parallel_size=tp_size)
+        self.engine = Engine(small_model(), config)
+        self.contents: dict[bytes, list[bytes]] = {}  # by key: of each shard
+        self._answers: dict[object, list[int]] = {}
+
+    def answer(self, tokens: Sequence[int], sampling: SamplingParams, salt: str | None) -> list[int]:
+        known = tuple(tokens), sampling.max_tokens, sampling.stop_token_ids, salt
+        if known not in self._answers:
+            request = self.engine.add(tokens, sampling, salt=salt)
+            while self.engine.busy:
+                self.engine.step()
+            self._answers[known] = request.output_tokens
+            for block in self.engine.scheduler.pool.longest_prefix(request.chain, len(request.chain)):
+                self._learn(block)
+        return self._answers[known]
+
+    def _learn(self, block: int) -> None:
+        key = self.engine.scheduler.pool._key_of[block]
+        shards = {rank.strategy.kv_rank: read_block(rank.kv, block) for rank in self.engine.workers.ranks}
+        self.contents[key] = [shards[shard] for shard in sorted(shards)]
+
+
+def small_model() -> OracleModel:
+    return OracleModel(num_layers=2, num_kv_heads=4, words=1)
+
+
+class Rig:
+    """One engine with its script. `before_run` and `after_run` are called once, in the middle of the next step."""
+
+    def __init__(self, **options: Any) -> None:
+        cached = options.pop("cache", True)
+        self.config = EngineConfig(**{"block_tokens": BLOCK_TOKENS, "num_blocks": 64, **options})
+        self.cache = ScriptedCache()
+        self.truth = Truth(self.config.tensor_parallel_size)
+        self.engine = Engine(small_model(), self.config, self.cache if cached else None)
+        self.scheduler = self.engine.scheduler
+        self.pool = self.scheduler.pool
+        self.ranks: Sequence[Rank] = self.engine.workers.ranks
+        self.requests: list[Request] = []
+        self.steps: list[Step] = []
+        self.before_run: Callable[[], object] | None = None
+        self.after_run: Callable[[StepOutput], object] | None = None
+        self._run, self.engine.workers.run = self.engine.workers.run, self._run_with_hooks  # type: ignore[method-assign]
+
+    # -- what goes in
+
+    def words(self, count: int, which: object = 0) -> list[int]:
+        """`count` tokens; the same `which` begins the same way."""
+        draw = random.Random(str(which))
+        return [draw.randrange(200) for _ in range(count)]
+
+    def prompt(self, blocks: int, tail: int = 2, which: object = 0, end: object = "") -> list[int]:
+        """The first blocks of text `which`, and a tail of its own."""
+        return self.words(blocks * BLOCK_TOKENS, which) + self.words(tail, f"{which}/{end}/tail")
+
+    def seed(self, tokens: Sequence[int], salt: str | None = None) -> None:
+        """The external cache has all full blocks of these tokens."""
+        self.truth.answer(tokens, SamplingParams(max_tokens=1), salt)
+        request = self.truth.engine.add(tokens, SamplingParams(max_tokens=1), salt=salt)
+        self.truth.engine.abort(request.id)
+        self.truth.engine.step()
+        for key in keys_of(request.chain.keys()):
+            for shard, content in enumerate(self.truth.contents[key]):
+                self.cache.blocks[tenant_of(salt), key, shard] = content
+
+    def add(self, tokens: Sequence[int], name: str | None = None, *, max_tokens: int = 3, **options: Any) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=options.pop("stop", ()))
+        self.truth.answer(tokens, sampling, options.get("salt"))
+        request = self.engine.add(tokens, sampling, request_id=name, **options)
+        self.requests.append(request)
+        return request
+
+    def answer(self, request: Request) -> list[int]:
+        return self.truth.answer(request.tokens[: request.prompt_tokens], request.sampling, request.salt)
+
+    # -- steps
+
+    def step(self, count: int = 1) -> list[Request]:
+        finished: list[Request] = []
+        for _ in range(count):
+            finished += self.engine.step()
+            self.check()
+        return finished
+
+    def run(self, limit: int = 200) -> None:
+        """Until every request has ended, in `limit` steps at most."""
+        for _ in range(limit):
+            if not self.engine.busy:
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps: {self.scheduler.unfinished}")
+
+    def done(self, limit: int = 200) -> None:
+        """Ends everything, and checks that answers are right and nothing is left."""
+        self.cache.let_go()
+        self.run(limit)
+        for _ in range(3):
+            self.cache.let_go()
+            self.step()
+        for request in self.requests:
+            if request.finish_reason in ("length", "stop"):
+                assert request.output_tokens == self.answer(request), f"{request.id} has other tokens"
+            else:
+                assert request.finish_reason in ("abort", "error")
+        connector = self.scheduler.connector
+        assert self.pool.num_free == self.config.num_blocks - 1, "blocks are lost"
+        assert self.scheduler._rebuilding.idle
+        if connector is not None:
+            assert connector.idle and not connector._trackers and not connector._owners
+            assert not self.cache.leases, "leases are lost"
+            assert self.cache.ended == Counter(range(1, len(self.requests) + 1)), "a session ends once"
+        for (_, key, shard), content in self.cache.blocks.items():
+            assert content == self.truth.contents[key][shard], "wrong bytes were stored"
+
+    def _run_with_hooks(self, step: Step) -> StepOutput:
+        self._check_step(step)
+        before, self.before_run = self.before_run, None
+        if before is not None:
+            before()
+        output = self._run(step)
+        after, self.after_run = self.after_run, None
+        if after is not None:
+            after(output)
+        return output
+
+    def _check_step(self, step: Step) -> None:
+        self.steps.append(step)
+        assert sum(step.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens, "over budget"
+        assert len(self.scheduler.running) <= self.config.max_num_seqs
+        assert len(step.num_scheduled_tokens) == len(step.segments) == len(step.requests)
+        assert all(count > 0 for count in step.num_scheduled_tokens.values())
+
+    def check(self) -> None:
+        self.engine.check_integrity()
+        self.check_prefix_cache()
+        for request in self.requests:
+            metrics = request.metrics
+            assert min(metrics.local_cached_tokens, metrics.external_cached_tokens, metrics.failed_loads) >= 0
+            assert min(request.num_computed_tokens, request.remembered_blocks, metrics.preemptions) >= 0
+        connector = self.scheduler.connector
+        if connector is not None:
+            trackers = [*connector._trackers.values(), *connector._owners.values()]
+            assert all(min(each.jobs, each.loads, each.stored) >= 0 for each in trackers)
+        for rank in self.cache.ranks:
+            assert all(map(self.cache.is_leased, rank.held_loads.values())), "a lease ended before its load"
+
+    def check_prefix_cache(self) -> None:
+        """Whoever asks for a block that is remembered gets the right bytes."""
+        for key, block in self.pool._block_of.items():
+            for rank in self.ranks:
+                right = self.truth.contents[key][rank.strategy.kv_rank]
+                assert read_block(rank.kv, block) == right, f"block {block} would be found, and is wrong"
+
+    def found(self, tokens: Sequence[int]) -> int:
+        """How many blocks of these tokens the prefix cache has."""
+        request = self.truth.engine.add(tokens, SamplingParams(max_tokens=1))
+        self.truth.engine.abort(request.id)
+        self.truth.engine.step()
+        return len(self.pool.longest_prefix(request.chain, len(request.chain)))
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    """Makes rigs. Every one of them is brought to its end and checked after the test."""
+    rigs: list[Rig] = []
+
+    def make(**options: Any) -> Rig:
+        rigs.append(Rig(**options))
+        return rigs[-1]
+
+    yield make
+    for each in rigs:
+        each.done()
