@@ -1,26 +1,228 @@
-"""The demo is run whole: it is the first thing a new user sees."""
+"""The demo is run whole: it is the first thing a new user sees. What it promises is checked here once more."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-DEMO = [sys.executable, "-m", "kvkeep.cli.main", "demo"]
+import pytest
+
+from kvkeep.cli.demo import ANSWER_TOKENS, BLOCK_TOKENS, MESSAGE_TOKENS, Kill, Screen, bar, broken_promises, same_tokens
+from kvkeep.cli.demo_engine import Answer, Progress
+from kvkeep.kv.identity import tenant_of
+from kvkeep.testing.process import ServerProcess
+
+# Small: what is shown holds for any size, and how fast is not a test's business.
+DEMO = [sys.executable, "-m", "kvkeep.cli.main", "demo", "--users", "2", "--prompt-tokens", "256"]
 
 
-def test_the_story_is_told_and_true() -> None:
-    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "bit for bit the same" in done.stdout and "free again" in done.stdout
-    assert "alice" in done.stdout and "t-" in done.stdout
+def start(*flags: str) -> subprocess.Popen[str]:
+    """In a session of its own, so that whatever it leaves behind can be told from others."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*DEMO, *flags], stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
-def test_as_json() -> None:
-    done = subprocess.run([*DEMO, "--json"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout)
-    assert outcome["same_bytes"] is True and outcome["slots_returned"] is True
-    assert outcome["stored_blocks"] == outcome["hit_blocks"] == 1024
-    assert outcome["other_tenant_blocks"] == outcome["half_written_blocks_visible"] == 0
-    assert sum(tenant["blocks"] for tenant in outcome["tenants"]) == 1024
+def left_behind(demo: subprocess.Popen[str]) -> list[str]:
+    """Processes of the demo's session, and pools of its servers."""
+    left = [str(path) for path in Path("/dev/shm").glob(f"kvkeep-p{demo.pid}-*")]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            after_name = (process / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(after_name[3]) == demo.pid:
+            left.append(process.name)
+    return left
+
+
+@dataclasses.dataclass
+class Run:
+    demo: subprocess.Popen[str]
+    stdout: str
+    stderr: str
+
+
+def run(*flags: str) -> Iterator[Run]:
+    with start(*flags) as demo:
+        yield Run(demo, *demo.communicate(timeout=300))
+
+
+@pytest.fixture(scope="module")
+def as_json() -> Iterator[Run]:
+    yield from run("--json")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Run]:
+    yield from run()
+
+
+@pytest.fixture(scope="module")
+def outcome(as_json: Run) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(as_json.stdout)
+    return said
+
+
+def test_all_promises_are_kept(as_json: Run, outcome: dict[str, Any]) -> None:
+    assert as_json.demo.returncode == 0, as_json.stderr
+    for promise in ("same_tokens", "server_killed", "same_tokens_after_kill"):
+        assert outcome[promise] is True, promise
+    assert outcome["unfinished_at_kill"] >= 1
+    assert outcome["warm_ttft_ms"] > 0 and outcome["cold_ttft_ms"] > 0
+    assert broken_promises(outcome) == []
+
+
+def test_tokens_come_from_what_the_first_engine_stored(outcome: dict[str, Any]) -> None:
+    """All but the last answer's last token were computed there, and full blocks of them stored."""
+    assert [user["user"] for user in outcome["users"]] == ["alice", "bob"]
+    for user in outcome["users"]:
+        stored = user["prompt_tokens"] - MESSAGE_TOKENS - 1
+        assert stored > 200 + 2 * ANSWER_TOKENS
+        assert user["external_cached_tokens"] == stored // BLOCK_TOKENS * BLOCK_TOKENS
+    assert outcome["external_cached_tokens"] == sum(user["external_cached_tokens"] for user in outcome["users"])
+
+
+def test_usage_of_each_tenant_is_what_it_stored(outcome: dict[str, Any]) -> None:
+    for user in outcome["users"]:
+        assert user["tenant"] == tenant_of(user["user"])
+        assert user["blocks"] == user["external_cached_tokens"] // BLOCK_TOKENS
+        assert user["usage_bytes"] > 0
+
+
+def test_the_story_is_told_in_five_steps(plain: Run) -> None:
+    assert plain.demo.returncode == 0, plain.stderr
+    steps = [line[:2] for line in plain.stdout.splitlines() if line[:1].isdigit()]
+    assert steps == ["1.", "2.", "3.", "4.", "5."]
+    for words in ("turn 4, after the kill: the same tokens", "TTFT cold", "TTFT warm", "█", "alice", "t-", "MiB"):
+        assert words in plain.stdout
+    assert all(len(line) <= 80 for line in plain.stdout.splitlines()[:-1]), "the last line names the model"
+
+
+def test_progress_goes_to_stderr_without_a_bar(plain: Run) -> None:
+    for engine in ("first engine", "second engine", "no cache at all"):
+        assert f"{engine}: starting" in plain.stderr and engine not in plain.stdout
+    assert "\x1b" not in plain.stderr + plain.stdout and "Traceback" not in plain.stderr
+
+
+def test_nothing_is_left(as_json: Run, plain: Run) -> None:
+    assert left_behind(as_json.demo) == [] and left_behind(plain.demo) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(number: signal.Signals) -> None:
+    with start() as demo:
+        assert demo.stderr is not None
+        for line in demo.stderr:
+            if line == "   first engine: starting\n":
+                break
+        # Ctrl-C goes to all processes of a terminal; SIGTERM usually to the one that was asked for.
+        os.killpg(demo.pid, number) if number == signal.SIGINT else demo.send_signal(number)
+        demo.communicate(timeout=60)
+        assert demo.returncode not in (0, None)
+        assert left_behind(demo) == []
+
+
+# -- what is not as promised is found
+
+
+ANSWER = Answer([1, 2, 3], "length", 10.0, 100.0, 200.0, 32, 0)
+
+
+def test_a_planted_difference_is_found() -> None:
+    assert same_tokens([ANSWER, ANSWER], [ANSWER, ANSWER])
+    for other in (
+        dataclasses.replace(ANSWER, tokens=[1, 2, 4]),
+        dataclasses.replace(ANSWER, tokens=[1, 2]),
+        dataclasses.replace(ANSWER, finish_reason="error"),
+    ):
+        assert not same_tokens([ANSWER, other], [ANSWER, ANSWER])
+    assert not same_tokens([ANSWER], [ANSWER, ANSWER])
+    assert not same_tokens([], [])
+    unfinished = dataclasses.replace(ANSWER, finish_reason="error")
+    assert not same_tokens([unfinished], [unfinished]), "an answer that is equally incomplete is none"
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"same_tokens": False},
+        {"same_tokens_after_kill": False},
+        {"server_killed": False},
+        {"users": [{"external_cached_tokens": 16}, {"external_cached_tokens": 0}]},
+        {"speedup": 2.9, "prompt_tokens": 1024},
+    ],
+)
+def test_a_broken_promise_is_named(planted: dict[str, Any]) -> None:
+    good = {
+        "same_tokens": True,
+        "same_tokens_after_kill": True,
+        "server_killed": True,
+        "users": [{"external_cached_tokens": 16}],
+        "speedup": 2.9,
+        "prompt_tokens": 1023,
+    }
+    assert broken_promises(good) == []
+    assert len(broken_promises(good | planted)) == 1
+
+
+def test_a_broken_promise_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvkeep.cli import demo
+
+    user = {"external_cached_tokens": 16}
+    planted = {"same_tokens": False, "server_killed": True, "same_tokens_after_kill": True}
+    monkeypatch.setattr(demo, "_tell", lambda *_: planted | {"users": [user], "prompt_tokens": 64, "speedup": 1.0})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        demo.demo(users=2, prompt_tokens=64, json=True)
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["same_tokens"] is False
+    assert "NOT as promised: tokens are the same as without a cache" in said.err
+
+
+def test_a_kill_counts_only_what_was_unfinished() -> None:
+    with ServerProcess("--pool-size", "16MiB") as server:
+        kill = Kill(server)
+        kill(Progress(answers=0.0, running=0))
+        assert not kill.done and kill.unfinished([ANSWER]) == 0
+        kill(Progress(answers=0.5, running=1))
+        assert kill.done and server.process is not None and server.process.returncode == -signal.SIGKILL
+    early = dataclasses.replace(ANSWER, arrived_s=kill.died_s - 2, finished_s=kill.died_s - 1)
+    midst = dataclasses.replace(early, finished_s=kill.died_s + 1)
+    late = dataclasses.replace(midst, arrived_s=kill.died_s + 0.5)
+    assert kill.unfinished([early, midst, late]) == 1
+
+
+def test_a_server_that_died_before_was_not_killed() -> None:
+    with ServerProcess("--pool-size", "16MiB") as server:
+        assert server.process is not None
+        server.send(signal.SIGTERM)
+        server.process.wait()
+        kill = Kill(server)
+        kill(Progress(answers=0.5, running=1))
+        assert not kill.done and kill.unfinished([ANSWER]) == 0
+
+
+def test_bars() -> None:
+    assert bar(0) == "" and bar(0.0001) == "▏" and len(bar(1)) == 40
+    assert bar(0.5) == "█" * 20 and bar(0.5 + 1 / 80) == "█" * 20 + "▌"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    screen = Screen(json=False)
+    with screen.progress("an engine", 4) as show:
+        show(2)
+        screen.say("1. Something is told meanwhile")
+        show(4)
+    said = capsys.readouterr()
+    assert said.out == "1. Something is told meanwhile\n"
+    assert "an engine" in said.err and "━" in said.err

@@ -27,6 +27,8 @@ from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
 
+torch.set_num_threads(1)  # these models are tiny: threads that share a busy core make them ten times slower
+
 BLOCK_TOKENS = 4
 POOL = ("--pool-size", "64MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms")
 BRISK = {  # for servers that go away: nobody waits long
@@ -203,22 +205,30 @@ class PoolMemory:
 
     def overwrite(self, old: bytes, new: bytes) -> None:
         """These bytes, wherever they are, become those."""
-        assert len(old) == len(new)
-        places = 0
-        for path in self._paths:
-            held, at = path.read_bytes(), -1
-            with open(path, "r+b") as file:
-                while (at := held.find(old, at + 1)) >= 0:
-                    file.seek(at)
-                    file.write(new)
-                    places += 1
-        assert places == 1, f"the bytes are in {places} places"
+        self._write(self._place(old), new)
+
+    def swap(self, one: bytes, other: bytes) -> None:
+        """These bytes change places."""
+        first, second = self._place(one), self._place(other)
+        self._write(first, other)
+        self._write(second, one)
 
     def flip(self, old: bytes, at: int = 5) -> None:
         """One bit of these bytes changes."""
         new = bytearray(old)
         new[at] ^= 0x10
         self.overwrite(old, bytes(new))
+
+    def _place(self, wanted: bytes) -> tuple[Path, int]:
+        found = [(path, held.find(wanted)) for path in self._paths if (held := path.read_bytes()).count(wanted) == 1]
+        assert len(found) == 1, f"the bytes are in {len(found)} places"
+        return found[0]
+
+    def _write(self, place: tuple[Path, int], new: bytes) -> None:
+        path, at = place
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(new)
 
 
 # -- processes

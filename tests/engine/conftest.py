@@ -33,7 +33,7 @@ from kvkeep.kv.shape import BlockShape
 
 BLOCK_TOKENS = 4
 GARBAGE = 0x5AD0BAD05AD0BAD
-MAX_LEASES = 1_000_000
+PASSED = pytest.StashKey[bool]()
 
 
 def keys_of(joined: bytes) -> list[bytes]:
@@ -389,9 +389,17 @@ class Rig:
         return len(self.pool.longest_prefix(request.chain, len(request.chain)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    report = yield
+    if report.when == "call":
+        item.stash[PASSED] = report.passed
+    return report
+
+
 @pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
-    """Makes rigs. Every one of them is brought to its end and checked after the test."""
+def rig(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+    """Makes rigs. After a test that passed, every one of them is brought to its end and checked."""
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:
@@ -399,5 +407,5 @@ def rig() -> Iterator[Callable[..., Rig]]:
         return rigs[-1]
 
     yield make
-    for each in rigs:
+    for each in rigs if request.node.stash[PASSED] else ():
         each.done()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvkeep.engine.models.attention import Batch, Decoder, Rotary, Span, attend, read_rows, rms_norm, write_rows
+from kvkeep.engine.models.attention import Batch, Rotary, Span, attend, read_rows, rms_norm, write_rows
+from kvkeep.engine.models.decoder import Decoder
 from kvkeep.engine.models.gqa import GQAModel
 from kvkeep.engine.models.mla import MLAModel
 from kvkeep.engine.models.model import Rank, Segment

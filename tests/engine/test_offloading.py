@@ -135,15 +135,6 @@ def test_the_external_server_is_the_default_and_is_not_told_the_size() -> None:
     assert resolve(kv_offloading_size=4) == KVTransferConfig("KVKeepConnector", "kv_both", {})
 
 
-def test_the_size_is_that_of_all_ranks_together() -> None:
-    assert resolve("native", 8, world_size=4) == resolve("native", 8)
-
-
-@pytest.mark.parametrize("world_size", [0, -1, True, 2.0, "2"])
-def test_a_world_size_that_is_none_is_refused(world_size: Any) -> None:
-    assert f"world_size = {world_size!r}" in refusal(lambda: resolve("native", 8, None, world_size))
-
-
 def test_what_the_user_gave_stays_as_it_is() -> None:
     extra: dict[str, Any] = {"cpu_bytes_to_use": 7, "kvkeep.verify": False, "other": {"a": 1}}
     given = KVTransferConfig(kv_connector_extra_config=extra, kv_load_failure_policy="fail")

@@ -6,9 +6,9 @@ with a cache ends when the last block is stored. The floor is one copy of the KV
 8 KiB a token at memcpy's bandwidth (some 10 GB/s: 1 µs) against 0.4 ms to compute it, so far below 1 %. Copies run in
 a thread beside the computation; what they can take from it is the interpreter's lock and memory bandwidth.
 
-With reuse a follow-up (the first prompt again and a few tokens more) is asked of both. Neither engine has a prefix cache
-of its own here, so whatever is not computed came from the server. The floor of warm TTFT is one copy of the prompt's KV
-into the engine, and computing the last tokens: those after the last full block.
+With reuse a follow-up (the first prompt again and a few tokens more) is asked of both. Neither engine has a prefix
+cache of its own here, so whatever is not computed came from the server. The floor of warm TTFT is one copy of the
+prompt's KV into the engine, and computing the last tokens: those after the last full block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,9 +44,13 @@ MODEL = ModelSettings(
 )
 BLOCK_TOKENS = 16
 KV_TOKEN_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 8
+DESCRIPTION = (
+    f"random weights, {MODEL.num_layers} layers, hidden size {MODEL.hidden_size}, "
+    f"{KV_TOKEN_BYTES // 1024} KiB of KV a token, float64"
+)
 _ANSWER_TOKENS = 32
 _FOLLOW_UP_TOKENS = 24
-_WARM_UP = 2  # rounds that touch every part of KV memory and pool once
+_WARM_UP = 1  # a round in which code is run for the first time
 _ROUNDS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 
 
@@ -89,100 +93,113 @@ def compute_threads(count: int) -> Iterator[None]:
 
 
 def run(rounds: int = 9, prompts: int = 2, prompt_tokens: int = 1536, threads: int = 1) -> dict[str, Any]:
-    """Starts a server and serves fresh prompts, with it and without; then the same ones with a few tokens more."""
+    """Starts a server and serves fresh prompts, with it and without; then one of them with a few tokens more."""
     longest = prompt_tokens + _FOLLOW_UP_TOKENS + _ANSWER_TOKENS
     num_blocks = prompts * (longest // BLOCK_TOKENS + 2) + 1
     pool_mib = _ROUNDS_IN_POOL * (num_blocks * BLOCK_TOKENS * KV_TOKEN_BYTES >> 20) + 64
-    model = demo_model()
+    samples: dict[str, list[float]] = {}
+    same_tokens = True
     with (
         compute_threads(threads),
         ServerProcess("--pool-size", f"{pool_mib}MiB", "--slab-size", "8MiB") as server,
-        make_llm(model, None, num_blocks, prefix_caching=False) as without,
-        make_llm(model, server.address, num_blocks, prefix_caching=False) as cached,
     ):
-        bench = _Bench(without, cached, prompts, prompt_tokens)
+        bench = _Bench(demo_model(), server.address, num_blocks)
         for turn in range(_WARM_UP + rounds):
-            bench.round(turn, count=turn >= _WARM_UP)
+            sample, same = bench.round(turn, prompts, prompt_tokens)
+            same_tokens &= same
+            for name, value in sample.items() if turn >= _WARM_UP else ():
+                samples.setdefault(name, []).append(value)
+
+    def ratio(above: str, below: str) -> float:
+        return round(float(np.median(np.divide(samples[above], samples[below]))), 3)
+
     return {
-        "model": f"{MODEL.kind}, {MODEL.num_layers} layers, hidden size {MODEL.hidden_size}, "
-        f"{KV_TOKEN_BYTES // 1024} KiB of KV a token, float64",
+        "model": DESCRIPTION,
         "rounds": rounds,
         "prompts": prompts,
         "prompt_tokens": prompt_tokens,
         "threads": threads,
-        **bench.result(),
+        **{name: round(float(np.median(values)), 2) for name, values in sorted(samples.items())},
+        "overhead_ratio": ratio("with_cache_ms", "no_cache_ms"),
+        "ttft_overhead_ratio": ratio("with_cache_ttft_ms", "no_cache_ttft_ms"),
+        "speedup": ratio("cold_ttft_ms", "warm_ttft_ms"),
+        "same_tokens": same_tokens,
     }
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Served:
+    """What one engine did in a round: the fresh prompts, and the follow-up."""
+
+    total_ms: float
+    fresh: list[Completion]
+    follow_up: list[Completion]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [each.token_ids for each in (*self.fresh, *self.follow_up)]
+
+
+@dataclass(frozen=True)
 class _Bench:
-    """Two engines, and what each round took them, in milliseconds."""
+    """The parts that all rounds share. Engines are made anew: the one without a cache must not have the threads of the
+    other beside it."""
 
-    without: LLM
-    cached: LLM
-    prompts: int
-    prompt_tokens: int
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    same_tokens: bool = True
+    model: Model
+    address: str
+    num_blocks: int
 
-    def round(self, turn: int, *, count: bool) -> None:
+    def round(self, turn: int, prompts: int, prompt_tokens: int) -> tuple[dict[str, float], bool]:
+        """What it took, in milliseconds, and whether both engines gave the same tokens."""
         rng = np.random.default_rng(turn)
-        fresh = [_tokens(rng, self.prompt_tokens) for _ in range(self.prompts)]
-        engines = {"no_cache": self.without, "with_cache": self.cached}
-        order = list(engines) if turn % 2 else list(reversed(engines))
-        answers: dict[str, list[Completion]] = {}
-        sample: dict[str, float] = {}
-        for name in order:
-            sample[f"{name}_ms"], answers[name] = _timed(engines[name], fresh)
-            sample[f"{name}_ttft_ms"] = _ttft_ms(answers[name])
-        if hits := sum(each.metrics.external_cached_tokens for each in answers["with_cache"]):
+        fresh = [_tokens(rng, prompt_tokens) for _ in range(prompts)]
+        follow_up = [*fresh[0], *_tokens(rng, _FOLLOW_UP_TOKENS)]
+        if turn % 2:
+            without, cached = self._serve(None, fresh, follow_up), self._serve(self.address, fresh, follow_up)
+        else:
+            cached, without = self._serve(self.address, fresh, follow_up), self._serve(None, fresh, follow_up)
+        if hits := _external_tokens(cached.fresh):
             raise AssertionError(f"{hits} tokens of prompts that nobody sent before came from the cache")
-        follow_up = [[*fresh[0], *_tokens(rng, _FOLLOW_UP_TOKENS)]]
-        _, cold = _timed(self.without, follow_up)
-        _, warm = _timed(self.cached, follow_up)
-        if not warm[0].metrics.external_cached_tokens:
-            raise Unavailable("a prompt that was just served is not in the cache", "see the server's log")
-        self.same_tokens &= _same(answers["no_cache"], answers["with_cache"]) and _same(cold, warm)
-        sample |= {"cold_ttft_ms": _ttft_ms(cold), "warm_ttft_ms": _ttft_ms(warm), "copy_floor_ms": self._floor_ms()}
-        for name, value in sample.items() if count else ():
-            self.samples.setdefault(name, []).append(value)
-
-    def _floor_ms(self) -> float:
-        """One copy of the KV of a round."""
-        nbytes = self.prompts * (self.prompt_tokens + _ANSWER_TOKENS) * KV_TOKEN_BYTES
-        source, target = np.ones(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8)
-        started = time.perf_counter()
-        np.copyto(target, source)
-        return (time.perf_counter() - started) * 1e3
-
-    def result(self) -> dict[str, Any]:
-        medians = {name: round(float(np.median(values)), 2) for name, values in self.samples.items()}
-        return {
-            **medians,
-            "overhead_ratio": self._ratio("with_cache_ms", "no_cache_ms"),
-            "ttft_overhead_ratio": self._ratio("with_cache_ttft_ms", "no_cache_ttft_ms"),
-            "speedup": self._ratio("cold_ttft_ms", "warm_ttft_ms"),
-            "same_tokens": self.same_tokens,
+        if not _external_tokens(cached.follow_up):
+            raise Unavailable("a prompt that was just served is not in the cache", "the machine may be too busy")
+        sample = {
+            "no_cache_ms": without.total_ms,
+            "with_cache_ms": cached.total_ms,
+            "no_cache_ttft_ms": _ttft_ms(without.fresh),
+            "with_cache_ttft_ms": _ttft_ms(cached.fresh),
+            "cold_ttft_ms": _ttft_ms(without.follow_up),
+            "warm_ttft_ms": _ttft_ms(cached.follow_up),
+            "copy_floor_ms": _copy_ms(prompts * (prompt_tokens + _ANSWER_TOKENS) * KV_TOKEN_BYTES),
         }
+        return sample, without.tokens == cached.tokens
 
-    def _ratio(self, above: str, below: str) -> float:
-        return round(float(np.median(np.divide(self.samples[above], self.samples[below]))), 3)
+    def _serve(self, address: str | None, fresh: list[list[int]], follow_up: list[int]) -> _Served:
+        sampling = SamplingParams(max_tokens=_ANSWER_TOKENS)
+        with make_llm(self.model, address, self.num_blocks, prefix_caching=False) as llm:
+            # Shorter than a block, so nothing of it is stored: meanwhile the pool is mapped, as in an engine that runs.
+            llm.generate([fresh[0][: BLOCK_TOKENS - 1]], SamplingParams(max_tokens=1))
+            llm.generate([fresh[0][:1]], SamplingParams(max_tokens=BLOCK_TOKENS - 1))
+            started = time.perf_counter()
+            answers = llm.generate(fresh, sampling)
+            llm.engine.flush()
+            total_ms = (time.perf_counter() - started) * 1e3
+            return _Served(total_ms, answers, llm.generate([follow_up], sampling))
 
 
-def _timed(llm: LLM, prompts: list[list[int]]) -> tuple[float, list[Completion]]:
-    """Milliseconds until all is answered, and stored where there is a cache."""
-    started = time.perf_counter()
-    answers = llm.generate(prompts, SamplingParams(max_tokens=_ANSWER_TOKENS))
-    llm.engine.flush()
-    return (time.perf_counter() - started) * 1e3, answers
+def _external_tokens(answers: list[Completion]) -> int:
+    return sum(each.metrics.external_cached_tokens for each in answers)
 
 
 def _ttft_ms(answers: list[Completion]) -> float:
     return float(np.median([each.metrics.ttft_ms for each in answers if each.metrics.ttft_ms is not None]))
 
 
-def _same(left: list[Completion], right: list[Completion]) -> bool:
-    return [each.token_ids for each in left] == [each.token_ids for each in right]
+def _copy_ms(nbytes: int) -> float:
+    """One copy, between memory that was touched before."""
+    source, target = np.ones(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8)
+    started = time.perf_counter()
+    np.copyto(target, source)
+    return (time.perf_counter() - started) * 1e3
 
 
 def _tokens(rng: np.random.Generator, count: int) -> list[int]:

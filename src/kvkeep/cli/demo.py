@@ -1,206 +1,351 @@
-"""`kvkeep demo`: a server and several client processes that share blocks, told as a short story.
+"""`kvkeep demo`: conversations of several users, served by engine processes that come and go, told as a short story.
 
-Each client is a process of its own (`python -m kvkeep.cli.demo ROLE ADDRESS`); it prints one JSON line. The bytes of a
-block are a function of tenant and prefix, so whoever reads them can tell whether they are right.
+    turn          1   2          3                    4                     all turns again, at the end
+    served by     first engine   second engine        second engine         an engine without any cache
+                  (ends)         one by one: TTFT     together; the server  one by one where TTFT is compared
+                                                      is killed meanwhile
+
+A turn's prompt is the whole conversation so far and a new message. We hold the conversations, as a chat client does, so
+both engines know a user only by what we send and what the server has. Every answer is compared, token by token, with
+that of the engine without a cache.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json as json_module
-import os
-import subprocess
+import importlib.util
+import math
+import signal
+import statistics
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import kvkeep
+from kvkeep.cli.demo_engine import Answer, EngineProcess, Question
+from kvkeep.cli.demo_engine import Progress as EngineProgress
 from kvkeep.cli.output import Json, note, show_json, show_table
 from kvkeep.cli.remote import ask
+from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import tenant_of
-from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import format_size
-from kvkeep.wire import messages as m
 
-USERS = ("alice", "bob")
-BLOCK_TOKENS, BLOCKS = 16, 512
-BLOCK_SHAPE = (32, 2, BLOCK_TOKENS, 32)  # 32 layers, K and V, 16 tokens, 32 numbers: 64 KiB in float16
-_SECONDS_TO_RETURN = 10
+USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
+MESSAGE_TOKENS, ANSWER_TOKENS = 24, 16
+LONG_ANSWER_TOKENS = 64  # of the turn in which the server is killed: long enough to be in the middle of
+BLOCK_TOKENS = 16
+PROMISED_SPEEDUP = 3.0
+PROMISED_FROM_TOKENS = 1024  # shorter prompts are computed so fast that there is little to save
+_POOL_BYTES_A_TOKEN = 16 << 10  # twice what the model's KV takes
+_VOCAB_SIZE = 4096
+_BAR_WIDTH = 40  # with what stands before it, a line has 80 columns
+_SECONDS_BETWEEN_LINES = 2.0
+
+Users = Annotated[int, typer.Option(min=2, max=len(USERS), help="How many users talk.")]
+PromptTokens = Annotated[
+    int, typer.Option(min=64, max=8192, help="Tokens of the longest first prompt. A speed is promised from 1024 on.")
+]
 
 
-def demo(json: Json = False) -> None:
-    """Start a server and show processes sharing blocks through it."""
-    with ServerProcess("--pool-size", "256MiB", "--session-check-interval", "100ms") as server:
-        _say(json, f"1. A server is running: {server.address}, pool {format_size(256 << 20)}")
-        wrote = _client("write", server.address)
-        _say(json, f"2. Process {wrote['pid']} stored {wrote['blocks']} blocks for 2 tenants, and has ended")
-        read = _client("read", server.address)
-        right = "bit for bit the same" if read["same_bytes"] else "NOT the same"
-        _say(json, f"3. Process {read['pid']} got {read['blocks']} blocks, {right}")
-        _say(json, f"   with another tenant's salt it got {read['other_tenant_blocks']}")
-        tenants = ask(server.http, "/v1/tenants")["tenants"]
-        visible, returned = _kill_a_writer(server)
-        _say(json, f"4. A process was killed in the middle of a store: {visible} of its blocks are visible,")
-        _say(json, f"   its slots are {'free again' if returned else 'STILL TAKEN'}")
-        outcome = {
-            "stored_blocks": wrote["blocks"],
-            "store_gbps": wrote["gbps"],
-            "hit_blocks": read["blocks"],
-            "load_gbps": read["gbps"],
-            "same_bytes": read["same_bytes"],
-            "other_tenant_blocks": read["other_tenant_blocks"],
-            "half_written_blocks_visible": visible,
-            "slots_returned": returned,
-            "tenants": tenants,
-        }
+def demo(users: Users = 4, prompt_tokens: PromptTokens = 1792, json: Json = False) -> None:
+    """Serve conversations on two engine processes that share a cache, and kill the server under the second."""
+    if importlib.util.find_spec("torch") is None:
+        raise SettingsError("the demo computes a model with torch, which is not installed", "install kvkeep[dev]")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no process is left behind
+    started = time.monotonic()
+    # Each a little shorter than the one before: tenants differ in what they use.
+    talks = [Talk(name, prompt_tokens * (12 - at) // 12) for at, name in enumerate(USERS[:users])]
+    outcome = _tell(talks, Screen(json))
+    outcome["seconds"] = round(time.monotonic() - started, 1)
     if json:
         show_json(outcome)
     else:
         _show(outcome)
-    good = outcome["same_bytes"] and not outcome["other_tenant_blocks"] and not visible and returned
-    if not good or outcome["hit_blocks"] != outcome["stored_blocks"]:
+    broken = broken_promises(outcome)
+    for promise in broken:
+        note(f"NOT as promised: {promise}")
+    if broken:
         sys.exit(1)
 
 
-def _show(outcome: dict[str, Any]) -> None:
-    print()
-    speeds = [
-        ("store", f"{outcome['stored_blocks']:,}", f"{outcome['store_gbps']:.1f} GB/s"),
-        ("load", f"{outcome['hit_blocks']:,}", f"{outcome['load_gbps']:.1f} GB/s, verified"),
-    ]
-    show_table(("", "blocks", "speed, pages never touched before"), speeds)
-    print()
-    names = {tenant_of(user): user for user in USERS}
-    most = max(tenant["usage_bytes"] for tenant in outcome["tenants"])
-    shares = [
-        (
-            names[each["tenant"]],
-            each["tenant"],
-            format_size(each["usage_bytes"]),
-            "█" * (20 * each["usage_bytes"] // most),
-        )
-        for each in outcome["tenants"]
-    ]
-    show_table(("salt", "known to the server as", "usage", ""), shares)
-    print("\nThe server never sees a salt. Try it yourself: kvkeep serve, then kvkeep.connect() in Python.")
+def broken_promises(outcome: dict[str, Any]) -> list[str]:
+    """What the demo was to show and did not."""
+    promises = {
+        "tokens are the same as without a cache": outcome["same_tokens"],
+        "the server is killed while requests are unfinished": outcome["server_killed"],
+        "tokens are the same as without a cache, also after the kill": outcome["same_tokens_after_kill"],
+        "the second engine finds every user's history in the cache": all(
+            user["external_cached_tokens"] > 0 for user in outcome["users"]
+        ),
+    }
+    if outcome["prompt_tokens"] >= PROMISED_FROM_TOKENS:
+        promises[f"warm TTFT is {PROMISED_SPEEDUP:g} times better than cold"] = outcome["speedup"] >= PROMISED_SPEEDUP
+    return [promise for promise, kept in promises.items() if not kept]
 
 
-def _say(json: bool, line: str) -> None:
-    if json:
-        note(line)
-    else:
-        print(line, flush=True)
-
-
-def _client(role: str, address: str) -> Any:
-    """Runs one client process to its end and returns what it said."""
-    done = subprocess.run([*_command(role, address)], stdout=subprocess.PIPE, text=True, check=True)
-    return json_module.loads(done.stdout)
-
-
-def _command(role: str, address: str) -> tuple[str, ...]:
-    return sys.executable, "-m", "kvkeep.cli.demo", role, address
-
-
-def _kill_a_writer(server: ServerProcess) -> tuple[int, bool]:
-    """Kills a process that holds half-written slots. Returns what is visible of them, and whether they came back."""
-    writer = subprocess.Popen(_command("half", server.address), stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    writer.stdout.readline()
-    writer.kill()
-    writer.wait()
-    writer.stdout.close()
-    deadline = time.monotonic() + _SECONDS_TO_RETURN
-    returned = False
-    while not returned and time.monotonic() < deadline:
-        returned = ask(server.http, "/v1/status")["writes"] == 0
-        time.sleep(0.05)
-    with _connect(server.address) as cache:
-        return cache.contains(_prompt("half"), salt="half"), returned
-
-
-# -- what the client processes do
-
-
-def _connect(address: str) -> kvkeep.Cache:
-    return kvkeep.connect(
-        address,
-        model="demo",
-        revision="1",
-        block_tokens=BLOCK_TOKENS,
-        block_shape=BLOCK_SHAPE,
-        dtype="float16",
-        required=True,
+def same_tokens(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:
+    """Whether every answer is complete and, token by token, the one without a cache."""
+    return len(answers) == len(reference) > 0 and all(
+        mine.tokens == other.tokens and mine.finish_reason == other.finish_reason == "length"
+        for mine, other in zip(answers, reference, strict=True)
     )
 
 
-def _prompt(user: str) -> list[int]:
-    rng = np.random.default_rng(_seed(user))
-    tokens: list[int] = rng.integers(0, 32_000, BLOCKS * BLOCK_TOKENS).tolist()
-    return tokens
+# -- who talks
 
 
-def _blocks(user: str) -> NDArray[np.float16]:
-    """Stands for what an engine computes: bytes that depend on the user's whole prompt."""
-    rng = np.random.default_rng(_seed(user + " blocks"))
-    raw = rng.integers(0, 1 << 16, (BLOCKS, *BLOCK_SHAPE), dtype=np.uint16)
-    return raw.view(np.float16)
+@dataclass
+class Talk:
+    """One user's conversation: `tokens` are all so far, `asked` and `answers` one a turn."""
+
+    user: str
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    asked: list[Question] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    def ask(self, max_tokens: int = ANSWER_TOKENS) -> Question:
+        """The next turn: the first time a long prompt, then a short message. There is no text, only its tokens."""
+        turn = len(self.asked)
+        rng = np.random.default_rng([USERS.index(self.user), turn])
+        self.tokens += rng.integers(0, _VOCAB_SIZE, MESSAGE_TOKENS if turn else self.prompt_tokens).tolist()
+        self.asked.append(Question(self.user, list(self.tokens), max_tokens))
+        return self.asked[-1]
+
+    def hear(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        self.tokens += answer.tokens
 
 
-def _seed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+# -- the story
 
 
-def _write(cache: kvkeep.Cache) -> dict[str, Any]:
-    stored, seconds = 0, 0.0
-    for user in USERS:
-        blocks = _blocks(user)
-        started = time.perf_counter()
-        stored += cache.put(_prompt(user), blocks, salt=user)
-        seconds += time.perf_counter() - started
-    return {"blocks": stored, "gbps": stored * blocks[0].nbytes / seconds / 1e9}
+def _tell(talks: list[Talk], screen: Screen) -> dict[str, Any]:
+    longest = talks[0].prompt_tokens + 3 * (MESSAGE_TOKENS + ANSWER_TOKENS) + LONG_ANSWER_TOKENS
+    blocks = longest // BLOCK_TOKENS + 2  # of a conversation
+    pool_mib = (len(talks) * blocks * BLOCK_TOKENS * _POOL_BYTES_A_TOKEN >> 20) + 32
+    with ServerProcess("--pool-size", f"{pool_mib}MiB") as server:
+        screen.say(f"1. A server is running: {server.address}, pool {format_size(pool_mib << 20)}")
+        _first_engine(talks, server.address, len(talks) * blocks + 1, screen)
+        tenants = {each["tenant"]: each for each in ask(server.http, "/v1/tenants")["tenants"]}
+        # Room for half of the conversations: those of the others have to come from the server once more in turn 4.
+        kill = Kill(server)
+        _second_engine(talks, kill, max(3, len(talks)) * blocks // 2 + 1, screen)
+    model, reference = _reference(talks, len(talks) * blocks + 1, screen)
+    outcome = _outcome(talks, reference, tenants, kill)
+    same, after = outcome["same_tokens"], outcome["same_tokens_after_kill"]
+    screen.say(f"   turns 1 to 3: {_same(same)}; turn 4, after the kill: {_same(after)}")
+    return outcome | {"model": model}
 
 
-def _read(cache: kvkeep.Cache) -> dict[str, Any]:
-    got, seconds, same = 0, 0.0, True
-    for user in USERS:
-        expected = _blocks(user)
-        started = time.perf_counter()
-        blocks = cache.get(_prompt(user), salt=user)
-        seconds += time.perf_counter() - started
-        got += len(blocks)
-        same &= blocks.tobytes() == expected[: len(blocks)].tobytes()
-    others = len(cache.get(_prompt(USERS[0]), salt=USERS[1]))
-    gbps = got * expected[0].nbytes / seconds / 1e9
-    return {"blocks": got, "gbps": gbps, "same_bytes": same, "other_tenant_blocks": others}
+@dataclass
+class Kill:
+    """Of the server, in the midst of requests. `died_s` is when it was dead, on the clock that all processes share."""
+
+    server: ServerProcess
+    died_s: float = math.inf
+
+    def __call__(self, progress: EngineProgress) -> None:
+        """Does it as soon as requests are running. When this returns, the server is dead."""
+        if progress.running and not self.done:
+            assert self.server.process is not None
+            self.server.send(signal.SIGKILL)
+            if self.server.process.wait() == -signal.SIGKILL:  # and not of something else, just before
+                self.died_s = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        return self.died_s < math.inf
+
+    def unfinished(self, answers: Iterable[Answer]) -> int:
+        """How many of these requests had been taken, and not yet been answered, when the server was dead."""
+        return sum(answer.arrived_s < self.died_s < answer.finished_s for answer in answers)
 
 
-def _half(cache: kvkeep.Cache) -> dict[str, Any]:
-    """Takes slots, writes the first half of each block, and stays like that until it is killed."""
-    chain = KeyChain(root_key(cache.identity, "half"), BLOCK_TOKENS)
-    chain.extend(_prompt("half"))
-    connection = cache.connection
-    assert connection.layout is not None and connection.segments is not None
-    message = m.PrepareStore(tenant_of("half"), connection.layout.layout, 0, b"", chain.keys())
-    plan = connection.wait(connection.call(message, 5_000))
-    assert isinstance(plan, m.Prepared)
-    half = connection.shape.shard_bytes[0] // 2
-    for slot in np.frombuffer(plan.slots, dtype="<i8").tolist():
-        connection.segments.view(slot, half)[:] = 1
-    return {"slots": len(plan.slots) // 8}
+def _first_engine(talks: list[Talk], address: str, room: int, screen: Screen) -> None:
+    with screen.progress("first engine", 2 * len(talks)) as show, EngineProcess(address, room) as engine:
+        for turn in range(2):
+            answers = engine.serve([talk.ask() for talk in talks], _after(turn * len(talks), show))
+            for talk, answer in zip(talks, answers, strict=True):
+                talk.hear(answer)
+    screen.say(f"2. Engine process {engine.pid} served {len(talks)} users together, two turns each, and has ended")
 
 
-def _main(role: str, address: str) -> None:
-    with _connect(address) as cache:
-        said = {"write": _write, "read": _read, "half": _half}[role](cache)
-        print(json_module.dumps({"pid": os.getpid(), **said}), flush=True)
-        if role == "half":
-            time.sleep(600)
+def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> None:
+    users = len(talks)
+    with (
+        screen.progress("second engine", 2 * users) as show,
+        EngineProcess(kill.server.address, room) as engine,
+    ):
+        for at, talk in enumerate(talks):  # one by one: TTFT without waiting for each other
+            [answer] = engine.serve([talk.ask()])
+            talk.hear(answer)
+            show(at + 1)
+        asked = sum(len(talk.asked[2].prompt) for talk in talks)
+        cached = sum(talk.answers[2].external_cached_tokens for talk in talks)
+        screen.say(f"3. Engine process {engine.pid} goes on with turn 3: {cached:,} of {asked:,} tokens from the cache")
+        answers = engine.serve([talk.ask(LONG_ANSWER_TOKENS) for talk in talks], _after(users, show, kill))
+        for talk, answer in zip(talks, answers, strict=True):
+            talk.hear(answer)
+        left, complete = kill.unfinished(answers), sum(answer.finish_reason == "length" for answer in answers)
+        screen.say(f"4. In turn 4 the server is {'killed (SIGKILL)' if kill.done else 'NOT killed'} in mid-flight:")
+        screen.say(f"   {left} of {users} requests are unfinished at that moment, {complete} of {users} are answered")
 
 
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[list[Answer]]]:
+    """The same questions to an engine that computes everything: its model, and its answers, a list a turn."""
+    turns = [[talk.asked[turn] for talk in talks] for turn in range(4)]
+    answers: list[list[Answer]] = []
+    with screen.progress("no cache at all", 4 * len(talks)) as show, EngineProcess(None, room) as engine:
+        for turn, questions in enumerate(turns):
+            answers.append([])
+            for some in [questions] if turn != 2 else [[each] for each in questions]:
+                before = turn * len(talks) + len(answers[-1])
+                answers[-1] += engine.serve(some, _after(before, show))
+    screen.say(f"5. Engine process {engine.pid}, without any cache, answered the same {4 * len(talks)} prompts:")
+    return engine.model, answers
+
+
+def _after(
+    before: int, show: Callable[[float], None], also: Callable[[EngineProgress], None] = lambda progress: None
+) -> Callable[[EngineProgress], None]:
+    """What to do with an engine's progress when so many answers were there before."""
+
+    def watch(progress: EngineProgress) -> None:
+        also(progress)
+        show(before + progress.answers)
+
+    return watch
+
+
+def _outcome(talks: list[Talk], reference: list[list[Answer]], tenants: dict[str, Any], kill: Kill) -> dict[str, Any]:
+    last = [talk.answers[3] for talk in talks]
+    cold = statistics.median(answer.ttft_ms for answer in reference[2])
+    warm = statistics.median(talk.answers[2].ttft_ms for talk in talks)
+    return {
+        "cold_ttft_ms": round(cold, 1),
+        "warm_ttft_ms": round(warm, 1),
+        "speedup": round(cold / warm, 1),
+        "external_cached_tokens": sum(talk.answers[2].external_cached_tokens for talk in talks),
+        "same_tokens": all(same_tokens([talk.answers[at] for talk in talks], reference[at]) for at in range(3)),
+        "server_killed": kill.done and kill.unfinished(last) > 0,
+        "same_tokens_after_kill": same_tokens(last, reference[3]),
+        "unfinished_at_kill": kill.unfinished(last),
+        "failed_loads_at_kill": sum(answer.failed_loads for answer in last),
+        "prompt_tokens": talks[0].prompt_tokens,
+        "users": [
+            {
+                "user": talk.user,
+                "tenant": tenant_of(talk.user),
+                "blocks": tenants.get(tenant_of(talk.user), {}).get("blocks", 0),
+                "usage_bytes": tenants.get(tenant_of(talk.user), {}).get("usage_bytes", 0),
+                "prompt_tokens": len(talk.asked[2].prompt),
+                "external_cached_tokens": talk.answers[2].external_cached_tokens,
+                "cold_ttft_ms": round(reference[2][at].ttft_ms, 1),
+                "warm_ttft_ms": round(talk.answers[2].ttft_ms, 1),
+            }
+            for at, talk in enumerate(talks)
+        ],
+    }
+
+
+# -- what is seen
+
+
+class Screen:
+    """The story's lines on stdout (with JSON on stderr), and on stderr how far it is."""
+
+    def __init__(self, json: bool) -> None:
+        self._print: Callable[[str], None] = note if json else lambda line: print(line, flush=True)
+        self._bar: Progress | None = None
+
+    def say(self, line: str) -> None:
+        """A line of the story. The bar makes way for it."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._print(line)
+        if self._bar is not None:
+            self._bar.start()
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[float], None]]:
+        """Gives a function to call with how many answers are there. A bar in a terminal, gone at the end; elsewhere a
+        line now and then."""
+        if not sys.stderr.isatty():
+            yield _lines(what, total)
+            return
+        columns = (TextColumn("   {task.description:<16}"), BarColumn(_BAR_WIDTH), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as self._bar:
+            bar, task = self._bar, self._bar.add_task(what, total=total)
+            try:
+                yield lambda answers: bar.update(task, completed=answers)
+            finally:
+                self._bar = None
+
+
+def _lines(what: str, total: int) -> Callable[[float], None]:
+    said_s = time.monotonic()
+    note(f"   {what}: starting")
+
+    def show(answers: float) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s > _SECONDS_BETWEEN_LINES:
+            said_s = time.monotonic()
+            note(f"   {what}: {answers / total:.0%}")
+
+    return show
+
+
+def _show(outcome: dict[str, Any]) -> None:
+    users = outcome["users"]
+    print()
+    rows = [
+        (
+            user["user"],
+            user["prompt_tokens"],
+            user["external_cached_tokens"],
+            f"{user['cold_ttft_ms']:,.0f} ms",
+            f"{user['warm_ttft_ms']:,.0f} ms",
+        )
+        for user in users
+    ]
+    show_table(("turn 3", "prompt tokens", "from the cache", "TTFT cold", "TTFT warm"), rows)
+    print()
+    longest = max(outcome["cold_ttft_ms"], outcome["warm_ttft_ms"])
+    bars = [
+        (name, f"{outcome[key]:,.0f} ms", bar(outcome[key] / longest))
+        for name, key in (("cold, without a cache", "cold_ttft_ms"), ("warm, from the server", "warm_ttft_ms"))
+    ]
+    show_table(("median time to first token", "", f"{outcome['speedup']:.1f} times faster"), bars)
+    print()
+    most = max(user["usage_bytes"] for user in users) or 1
+    shares = [
+        (
+            user["user"],
+            user["tenant"],
+            user["blocks"],
+            format_size(user["usage_bytes"]),
+            bar(user["usage_bytes"] / most * 0.4),
+        )
+        for user in users
+    ]
+    show_table(("salt", "known to the server as", "blocks", "usage", ""), shares)
+    print(f"\nThe server never sees a salt. All this took {outcome['seconds']:.0f} s.")
+    print(f"The model: {outcome['model']}.")
+
+
+def bar(share: float) -> str:
+    """At least a sliver: what is not nothing is seen."""
+    eighths = max(1, round(share * _BAR_WIDTH * 8)) if share > 0 else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _same(same: bool) -> str:
+    return "the same tokens" if same else "OTHER TOKENS"

@@ -37,8 +37,8 @@ class Finished:
 
 
 class WorkerAdapter:
-    """Stores and loads of one engine worker, over a connection of its own. (A `connection` can be given for
-    simulations; one that a scheduler shares would make its lookups wait while this one waits.)"""
+    """Stores and loads of one engine worker, over a connection of its own. (A `connection` can be given,
+    to a server in this process or a simulated one; a scheduler that shared it would wait whenever this one does.)"""
 
     def __init__(
         self,

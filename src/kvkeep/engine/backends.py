@@ -10,7 +10,8 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.step import LookupSide, TransferSide
-from kvkeep.engine.offloading import KVTransferConfig, client_options
+from kvkeep.engine.offloading import CPU_BYTES, NATIVE, KVTransferConfig, client_options
+from kvkeep.errors import SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server.embedded import EmbeddedServer
@@ -58,9 +59,9 @@ class ServerBackend:
 class NativeBackend:
     """Host memory of this process: nobody else sees it, and it ends with the engine."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, options: ClientOptions | None = None) -> None:
         self.server = EmbeddedServer(nbytes)
-        self._options = ClientOptions(client="kvkeep-native")
+        self._options = options or ClientOptions()
 
         self._connections: list[Connection] = []
 
@@ -87,8 +88,12 @@ def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
     if config is None or config.kv_connector is None:
         return None
     extra = config.kv_connector_extra_config
-    if config.kv_connector == "NativeConnector":
-        return NativeBackend(int(extra["cpu_bytes_to_use"]))
+    if config.kv_connector == NATIVE:
+        nbytes = extra.get(CPU_BYTES)
+        if type(nbytes) is not int:
+            problem = f"{CPU_BYTES} in kv_connector_extra_config must be a number of bytes, not {nbytes!r}"
+            raise SettingsError(problem, "set it, or set kv_offloading_size instead")
+        return NativeBackend(nbytes, client_options(extra))
     return ServerBackend(client_options(extra))
 
 

@@ -99,16 +99,13 @@ def resolve(
     kv_offloading_backend: str = "kvkeep",
     kv_offloading_size: float | None = None,
     given: KVTransferConfig | None = None,
-    world_size: int = 1,
 ) -> KVTransferConfig | None:
     """The connector that the user's words amount to. None, or `given` as it is, if the size does not ask for one.
 
-    The size is in GiB and, as in vLLM, that of all ranks together, whatever `world_size`. It is passed on to the
-    in-process connector only: an external server's capacity is its own. Keys that the user has set stay as they are.
+    The size is in GiB and, as in vLLM, that of all ranks together. It is passed on to the in-process connector only:
+    an external server's capacity is its own. Keys that the user has set stay as they are.
     """
     _check_one_of("kv_offloading_backend", kv_offloading_backend, _CONNECTORS)
-    if type(world_size) is not int or world_size < 1:
-        raise _refusal("world_size", world_size, "a whole number of at least 1")
     if kv_offloading_size is None:
         return given
     size_bytes = _size_bytes(kv_offloading_size)

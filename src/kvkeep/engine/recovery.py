@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvkeep.engine.models.model import Segment
 from kvkeep.engine.request import Request
 
 
@@ -25,6 +26,17 @@ class Affected:
     request: Request
     first_bad: int
     rebuilds: list[int] = field(default_factory=list)
+
+
+def spread(segments: Sequence[Segment], bad_blocks: set[int], block_tokens: int) -> set[int]:
+    """The bad blocks, and those that this step was to fill on top of them. Another request may have found one of those,
+    without a bad block of its own: it has the same prefix in other blocks. Segments come in the order in which they
+    can have found each other's blocks."""
+    spoilt = set(bad_blocks)
+    for segment in segments:
+        if spoilt and not spoilt.isdisjoint(segment.block_ids):
+            spoilt.update(segment.block_ids[segment.start // block_tokens :])
+    return spoilt
 
 
 def truncate(
@@ -59,11 +71,13 @@ class Rebuilding:
         for each in affected:
             self._owner.update(dict.fromkeys(each.rebuilds, each.request))
 
-    def blocks(self, request: Request) -> bool:
-        """Whether this request has to wait for another one."""
+    def blocks(self, request: Request, block_tokens: int) -> bool:
+        """Whether this request counts as computed what another one has yet to compute again. (What it writes itself it
+        need not wait for. So whoever waits, waits for a request before it, and never in a circle.)"""
         if not self._owner:
             return False
-        return any(self._owner.get(block, request) is not request for block in request.block_ids)
+        used = request.block_ids[: -(-request.num_computed_tokens // block_tokens)]
+        return any(self._owner.get(block, request) is not request for block in used)
 
     def progress(self, request: Request, block_tokens: int) -> None:
         """The request has come further: blocks that it has filled again are good."""

@@ -25,7 +25,7 @@ from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.engine.blocks import BlockPool
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Segment
-from kvkeep.engine.recovery import Affected, Rebuilding, truncate
+from kvkeep.engine.recovery import Affected, Rebuilding, spread, truncate
 from kvkeep.engine.request import Request, Status
 
 
@@ -117,19 +117,21 @@ class Scheduler:
         return Step(segments, list(plan), {each.id: count for each, count in plan.items()}, metadata)
 
     def _go_on(self, plan: dict[Request, int], budget: int) -> tuple[int, bool]:
-        """Running requests come first. Where blocks run out, the one that came last gives up its own."""
+        """Running requests come first. Where blocks run out, of all who hold some the one that came last gives them
+        up."""
         preempted = False
         for request in list(self.running):
             if budget == 0:
                 break
-            if request.status is not Status.RUNNING or self._rebuilding.blocks(request):
+            if request.status is not Status.RUNNING or self._rebuilding.blocks(request, self.config.block_tokens):
                 continue
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self._grow(request, request.num_computed_tokens + count):
-                victim = max(self.running, key=lambda each: each.order)
+                holders = [*self.running, *(each for each in self.waiting if each.block_ids)]
+                victim = max(holders, key=lambda each: each.order)
                 budget += plan.pop(victim, 0)
+                preempted |= victim.status is Status.RUNNING
                 self.preempt(victim)
-                preempted = True
                 if victim is request:
                     break
             else:
@@ -223,10 +225,11 @@ class Scheduler:
         """Applies M5. Returns the requests whose outcome of this step is void."""
         if not invalid_block_ids:
             return set()
-        affected = truncate(self.unfinished, invalid_block_ids, step.num_scheduled_tokens, self.config.block_tokens)
-        # Nobody may find a bad block, or one computed on top of it; also not one of a request that was aborted in
-        # the middle of this step.
-        self.pool.forget(invalid_block_ids)
+        block_tokens = self.config.block_tokens
+        invalid_block_ids = spread(step.segments, invalid_block_ids, block_tokens)
+        affected = truncate(self.unfinished, invalid_block_ids, step.num_scheduled_tokens, block_tokens)
+        # Nobody may find a bad block, or one computed on top of it. Who could have remembered one is in this step, even
+        # if it was aborted meanwhile: blocks of an asynchronous load are remembered when they are known to be good.
         for segment in step.segments:
             bad = [at for at, block in enumerate(segment.block_ids) if block in invalid_block_ids]
             self.pool.forget(segment.block_ids[min(bad) :] if bad else ())
@@ -245,7 +248,6 @@ class Scheduler:
 
     def _set_back(self, affected: Affected) -> None:
         request = affected.request
-        self.pool.forget(request.block_ids[affected.first_bad :])
         request.remembered_blocks = min(request.remembered_blocks, affected.first_bad)
         if request.status is Status.WAITING and request.num_computed_tokens == 0:
             self._drop_blocks(request)

@@ -17,6 +17,7 @@ from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Model, Rank
 from kvkeep.engine.models.sampling import sample
+from kvkeep.engine.recovery import spread
 from kvkeep.engine.scheduler import Step, StepOutput
 from kvkeep.kv.shape import BlockShape
 
@@ -62,6 +63,7 @@ class Workers:
     def _compute(self, step: Step, bad_blocks: set[int]) -> list[int]:
         """A token for each segment. One that stands on blocks which failed to load just now is not computed: the
         scheduler will not take its token."""
+        bad_blocks = spread(step.segments, bad_blocks, self._config.block_tokens)
         sound = [at for at, each in enumerate(step.segments) if bad_blocks.isdisjoint(each.block_ids)]
         tokens = [NO_TOKEN] * len(step.segments)
         if not sound:

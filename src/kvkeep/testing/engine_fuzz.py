@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.gqa import GQAModel
@@ -111,7 +109,7 @@ class Fuzz:
             enable_prefix_caching=chance.random() < 0.7,
             tensor_parallel_size=chance.choice((1, 1, 2, 4)),
             pipeline_parallel_size=chance.choice((1, 1, 2)),
-            sync_loads=chance.random() < 0.3,
+            sync_loads=chance.random() < 0.4,
             kv_load_failure_policy="fail" if chance.random() < 0.2 else "recompute",
         )
 
@@ -135,14 +133,14 @@ class Fuzz:
     # -- events
 
     def _arrive(self) -> None:
-        """A new conversation, another branch of one, or its next turn; sometimes several at once."""
+        """A new conversation, another branch of one, or its next turn; sometimes several at once that begin alike."""
         chance = self._random
+        salt, beginning = self._beginning()
+        alike = chance.random() < 0.5
         for _ in range(chance.choice((1, 1, 2, 4))):
-            salt = chance.choice(("", "alice", "bob"))
-            histories = self._histories.setdefault(salt, [[]])
-            tokens = list(chance.choice(histories[-6:]))
-            tokens = tokens[: chance.choice((len(tokens), len(tokens), chance.randint(0, len(tokens))))][:140]
-            tokens += [chance.randrange(_VOCABULARY) for _ in range(chance.choice((1, 5, 20, 40)))]
+            if not alike:
+                salt, beginning = self._beginning()
+            tokens = beginning + [chance.randrange(_VOCABULARY) for _ in range(chance.choice((1, 5, 20, 40)))]
             sampling = SamplingParams(
                 max_tokens=chance.choice((1, 4, 18)), temperature=chance.choice((0.0, 0.8)), seed=chance.randrange(1000)
             )
@@ -152,7 +150,14 @@ class Fuzz:
             turn = _Turn(request, reference)
             self._turns.append(turn)
             self._live.append((engine, turn))
-            histories.append(tokens + reference)
+            self._histories[salt].append(tokens + reference)
+
+    def _beginning(self) -> tuple[str, list[int]]:
+        """A salt, and what somebody with it has said and heard, or a part of it."""
+        chance = self._random
+        salt = chance.choice(("", "", "alice", "bob"))
+        tokens = list(chance.choice(self._histories.setdefault(salt, [[]])[-6:]))
+        return salt, tokens[: chance.choice((len(tokens), len(tokens), chance.randint(0, len(tokens))))][:140]
 
     def _answer_without_cache(self, tokens: list[int], salt: str, sampling: SamplingParams) -> list[int]:
         request = self._reference.add(tokens, sampling, salt=salt or None)
@@ -232,6 +237,8 @@ class Fuzz:
 def _model(name: str, config: EngineConfig) -> Model:
     if name == "oracle":
         return OracleModel(vocab_size=_VOCABULARY, use_mla=config.num_blocks % 3 == 0)
+    import torch
+
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 8}
     if name == "mla":
         sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}

@@ -16,7 +16,8 @@ from functools import reduce
 import torch
 from torch.nn import functional as F
 
-from kvkeep.engine.models.attention import Batch, Decoder, attend, read_rows, write_rows
+from kvkeep.engine.models.attention import Batch, attend, read_rows, write_rows
+from kvkeep.engine.models.decoder import Decoder
 from kvkeep.engine.models.model import Rank
 from kvkeep.kv.parallel import ParallelStrategy
 

@@ -1,0 +1,195 @@
+"""An engine in a process of its own, for the demo: prompts go in as lines of JSON, answers come out.
+
+    parent                                    engine process: python -m kvkeep.cli.demo_engine
+    EngineProcess(address, num_blocks)  ────► builds the model, connects     {"address": …, "num_blocks": …}
+                                        ◄──── {"model": …}                         ready
+    serve(questions)                    ────► {"questions": […]}
+                                        ◄──── {"progress": 0.4, "running": 2}      after each step
+                                        ◄──── {"answers": […]}
+    end of the block                    ────► (no more input) stores what is left, and ends
+
+What it writes to stderr is kept, and is part of the error if the process ends in any other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from kvkeep.errors import KVKeepError
+
+_END_WITHIN_S = 30  # an engine whose server is gone waits for its last stores to time out
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, whose it is, and how long the answer shall be."""
+
+    salt: str
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back. Times are of the clock that all processes of this host share."""
+
+    tokens: list[int]
+    finish_reason: str
+    ttft_ms: float
+    arrived_s: float
+    finished_s: float
+    external_cached_tokens: int
+    failed_loads: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`answers` counts those begun by their parts; `running` is how many requests are being computed."""
+
+    answers: float
+    running: int
+
+
+class EngineProcess:
+    """The parent's end. Without an address the engine has no cache at all, not even one of its own."""
+
+    def __init__(self, address: str | None, num_blocks: int) -> None:
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the engine)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvkeep.cli.demo_engine"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+        )
+        self._first = {"address": address, "num_blocks": num_blocks}
+        self.model = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> EngineProcess:
+        try:
+            self._send(self._first)
+            self.model = self._receive()["model"]
+        except BaseException as error:  # guard: nobody else would end the process; raised again
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def serve(
+        self, questions: Sequence[Question], on_progress: Callable[[Progress], None] = lambda progress: None
+    ) -> list[Answer]:
+        """Answers all questions together. KVKeepError, with what the process said, if it ends instead."""
+        self._send({"questions": [dataclasses.asdict(each) for each in questions]})
+        while "answers" not in (said := self._receive()):
+            on_progress(Progress(said["progress"], said["running"]))
+        return [Answer(**each) for each in said["answers"]]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        with self._stderr, self._process as process:
+            if kind is not None:
+                process.kill()
+            with contextlib.suppress(OSError):  # it may be gone already
+                self._process.stdin.close()
+            if kind is None:
+                self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        try:
+            self._process.wait(_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise self._failure(f"did not end within {_END_WITHIN_S} s") from None
+        except BaseException:  # guard: an interrupt must not leave the process behind; raised again
+            self._process.kill()
+            raise
+        if self._process.returncode:
+            raise self._failure(f"ended with exit code {self._process.returncode}")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(message), file=self._process.stdin, flush=True)
+        except OSError:
+            raise self._failure(f"ended with exit code {self._process.wait()}") from None
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failure(f"ended with exit code {self._process.wait()}")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def _failure(self, what: str) -> KVKeepError:
+        self._stderr.seek(0)
+        return KVKeepError(f"engine process {self.pid} {what}. It said:\n{self._stderr.read().strip() or '(nothing)'}")
+
+
+# -- what the process does
+
+
+def _main() -> None:
+    # Here and not above: the command line must not load torch to show its help.
+    from kvkeep.bench.engine import DESCRIPTION, compute_threads, demo_model, make_llm
+
+    first = json.loads(sys.stdin.readline())
+    # One thread: the other core is for copies and server, and a busy machine does not make threads wait for each other.
+    with (
+        compute_threads(1),
+        make_llm(demo_model(), first["address"], first["num_blocks"], prefix_caching=bool(first["address"])) as llm,
+    ):
+        _say({"model": DESCRIPTION})
+        for line in sys.stdin:
+            _say({"answers": _answer(llm, json.loads(line)["questions"])})
+
+
+def _answer(llm: Any, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from kvkeep.engine.llm import Prompt
+    from kvkeep.engine.models.sampling import SamplingParams
+
+    def report(done: int) -> None:
+        scheduler = llm.engine.scheduler
+        parts = [r.num_computed_tokens / (r.prompt_tokens + r.sampling.max_tokens) for r in scheduler.unfinished]
+        _say({"progress": done + sum(parts), "running": len(scheduler.running)})
+
+    prompts = [
+        Prompt(each["prompt"], each["salt"], sampling=SamplingParams(max_tokens=each["max_tokens"]))
+        for each in questions
+    ]
+    return [
+        dataclasses.asdict(
+            Answer(
+                each.token_ids,
+                each.finish_reason,
+                each.metrics.ttft_ms,
+                each.metrics.arrived_s,
+                each.metrics.finished_s,
+                each.metrics.external_cached_tokens,
+                each.metrics.failed_loads,
+            )
+        )
+        for each in llm.generate(prompts, on_progress=report)
+    ]
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

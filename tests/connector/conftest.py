@@ -1,0 +1,57 @@
+"""A cache that answers as the test says, and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.client.scheduler import Answer
+from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.kv.keys import KEY_BYTES
+
+BLOCK_TOKENS = 4
+
+
+class ScriptedCache:
+    """A LookupSide that has the first `blocks` of every prompt. While `silent`, its answers are on their way."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.silent = False
+        self.closed = 0
+        self.asked: list[tuple[Hashable, str | None, int, int]] = []  # request, salt, number of keys, skip
+        self.released: list[Hashable] = []
+        self.ended: list[tuple[Hashable, str | None, bytes, bool]] = []
+
+    def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
+        question = (request, salt, len(keys) // KEY_BYTES, skip)
+        if question not in self.asked:  # asking again is free
+            self.asked.append(question)
+        if self.silent:
+            return None
+        blocks = min(self.blocks, len(keys) // KEY_BYTES)
+        described = max(0, blocks - skip)
+        slots = 1000 + np.arange(skip, skip + described, dtype=np.int64)
+        return Answer(blocks, skip, 7, slots, np.arange(described, dtype=np.uint64).reshape(-1, 1))
+
+    def release(self, request: Hashable) -> None:
+        self.released.append(request)
+
+    def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
+        self.ended.append((request, salt, last_key, finished))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def cache() -> Any:
+    return ScriptedCache()
+
+
+@pytest.fixture
+def side(cache: ScriptedCache) -> SchedulerSide:
+    return SchedulerSide(cache, BLOCK_TOKENS, world_size=1)

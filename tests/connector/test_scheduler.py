@@ -1,0 +1,398 @@
+"""The scheduler's side of the seam against a cache that answers as the test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvkeep.client.worker import Finished
+from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.kv.keys import KEY_BYTES
+
+NAME = "num_kvkeep_extra_cached_tokens"
+
+
+def keys(count: int, name: int = 1, start: int = 0) -> bytes:
+    """Keys of a prompt; prompts of one name begin alike."""
+    return b"".join(bytes([name, at]) + bytes(KEY_BYTES - 2) for at in range(start, start + count))
+
+
+def loaded(*jobs: int, failed: dict[int, list[int]] | None = None) -> Finished:
+    return Finished(loaded=list(jobs), failed=dict(failed or {}))
+
+
+def stored(*jobs: int) -> Finished:
+    return Finished(stored=dict.fromkeys(jobs, 1))
+
+
+def load_all(side: SchedulerSide, request_id: str = "r", blocks: int = 5, **failed: Any) -> None:
+    """Looks up, loads into blocks 10, 11, … and reports."""
+    assert side.lookup(request_id, 0, blocks) == blocks
+    job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
+    side.build_step()
+    side.complete([loaded(job.number, **{name: {job.number: bad} for name, bad in failed.items()})])
+
+
+# -- lookups
+
+
+def test_a_lookup_is_sent_on_arrival_and_only_once(side: SchedulerSide, cache: Any) -> None:
+    cache.silent = True
+    side.arrive("r", "salt", None, keys(5))
+    assert cache.asked == [(1, "salt", 5, 0)]
+    for _ in range(3):
+        assert side.lookup("r", 0, 5) is None
+    cache.silent, cache.blocks = False, 3
+    for _ in range(3):
+        assert side.lookup("r", 0, 5) == 3
+    assert cache.asked == [(1, "salt", 5, 0)]
+
+
+def test_what_the_engine_has_is_not_asked_for(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("some", None, None, keys(5), local_blocks=2)
+    assert cache.asked == [(1, None, 5, 2)]
+    assert side.lookup("some", 2, 5) == 3
+    side.arrive("all", None, None, keys(5), local_blocks=5)
+    side.arrive("none", None, None, b"")
+    assert side.lookup("all", 5, 5) == 0
+    assert side.lookup("none", 0, 0) == 0
+    assert len(cache.asked) == 1
+
+
+@pytest.mark.parametrize(("has", "local", "limit", "extra"), [(5, 0, 4, 4), (3, 4, 5, 0), (3, 3, 5, 0), (9, 1, 5, 4)])
+def test_the_offer_is_what_lies_between_the_engines_blocks_and_the_limit(
+    side: SchedulerSide, cache: Any, has: int, local: int, limit: int, extra: int
+) -> None:
+    cache.blocks = has
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", local, limit) == extra
+
+
+def test_more_local_blocks_than_on_arrival_need_no_new_lookup(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("r", None, None, keys(5), local_blocks=1)
+    assert side.lookup("r", 3, 5) == 2
+    assert cache.asked == [(1, None, 5, 1)]
+    job = side.prepare_load("r", 3, [10, 11])
+    [request] = side.build_step().loads.values()
+    assert request.slots.tolist() == [1003, 1004], "described from block 1, loaded from block 3"
+    assert request.checksums.ravel().tolist() == [2, 3]
+    assert (job.first_block, request.skip, len(request.keys)) == (3, 3, 5 * KEY_BYTES)
+
+
+def test_fewer_local_blocks_than_on_arrival_ask_again(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("r", None, None, keys(5), local_blocks=4)
+    assert side.lookup("r", 1, 5) == 4
+    assert cache.asked == [(1, None, 5, 4), (1, None, 5, 1)]
+
+
+def test_a_request_that_has_grown_asks_again_for_all(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 9
+    side.arrive("r", None, None, keys(3))
+    side.extend("r", keys(2, start=3))
+    assert side.lookup("r", 0, 3) == 3, "within what was asked"
+    assert len(cache.asked) == 1
+    assert side.lookup("r", 0, 5) == 5
+    assert cache.asked == [(1, None, 3, 0), (1, None, 5, 0)]
+
+
+def test_a_request_that_nobody_knows_has_nothing(side: SchedulerSide, cache: Any) -> None:
+    assert side.lookup("ghost", 0, 5) == 0
+    assert side.prepare_store("ghost", [1, 2], 2) is None
+    assert side.loaded_blocks("ghost") == 0
+    assert side.end("ghost") is None
+    side.extend("ghost", keys(1))
+    side.no_load("ghost")
+    assert not cache.asked and not cache.ended and not cache.released
+
+
+def test_a_request_that_loads_is_not_offered_more_meanwhile(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 0, 5) == 5
+    side.prepare_load("r", 0, range(5))
+    assert side.lookup("r", 0, 5) is None
+
+
+def test_a_block_that_another_request_loads_is_waited_for(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    for name in ("first", "second"):
+        side.arrive(name, None, None, keys(5))
+    side.arrive("stranger", None, None, keys(5, name=2))
+    assert side.lookup("first", 0, 5) == 5
+    job = side.prepare_load("first", 0, [10, 11, 12])
+    assert side.lookup("second", 0, 5) is None
+    assert side.lookup("second", 2, 5) is None
+    assert side.lookup("second", 3, 5) == 2, "the first one loads three"
+    assert side.lookup("stranger", 0, 5) == 5, "the same place in another prompt is another block"
+    side.build_step()
+    side.complete([loaded(job.number)])
+    assert side.lookup("second", 0, 5) == 5
+
+
+def test_a_store_of_the_same_block_keeps_nobody_waiting(side: SchedulerSide, cache: Any) -> None:
+    for name in ("first", "second"):
+        side.arrive(name, None, None, keys(5))
+    assert side.prepare_store("first", [1, 2, 3], 3) is not None
+    cache.blocks = 5
+    assert side.lookup("second", 0, 5) == 5
+
+
+def test_a_request_without_a_load_gives_its_lease_back(side: SchedulerSide, cache: Any) -> None:
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 0, 5) == 0
+    side.no_load("r")
+    side.no_load("r")
+    assert cache.released == [1]
+
+
+def test_a_salt_that_is_none_is_served_without_the_cache(
+    side: SchedulerSide, cache: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    side.arrive("r", 5, {NAME: None}, keys(5))  # type: ignore[arg-type]
+    assert side.lookup("r", 0, 5) == 0
+    assert side.prepare_store("r", [1, 2], 2) is None
+    assert side.end("r") == {NAME: 0}
+    assert not cache.asked
+    assert "without the cache" in caplog.text
+
+
+# -- jobs
+
+
+def test_a_step_takes_the_jobs_that_were_prepared_since_the_last(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 2
+    side.arrive("r", "alice", None, keys(5))
+    side.arrive("s", None, None, keys(5, name=2))
+    assert side.lookup("r", 0, 5) == 2
+    load = side.prepare_load("r", 0, [10, 11])
+    store = side.prepare_store("s", [4, 5, 6], 3)
+    assert store is not None
+    step = side.build_step()
+    assert (set(step.loads), set(step.stores)) == ({load.number}, {store.number})
+    assert step.loads[load.number].tenant.startswith("t-") and step.stores[store.number].tenant == "default"
+    assert step.loads[load.number].epoch == 7
+    again = side.build_step()
+    assert not again.loads and not again.stores
+    assert not side.idle, "begun is not done"
+
+
+def test_a_job_is_over_when_every_rank_has_reported_it(cache: Any) -> None:
+    side = SchedulerSide(cache, 4, world_size=3)
+    cache.blocks = 5
+    side.arrive("r", None, {NAME: None}, keys(5))
+    assert side.lookup("r", 0, 5) == 5
+    job = side.prepare_load("r", 0, range(10, 15))
+    side.build_step()
+    assert side.complete([loaded(job.number), Finished(), Finished()]).loads == []
+    assert side.complete([Finished(), loaded(job.number), Finished()]).loads == []
+    assert not side.idle and cache.released == []
+    assert side.complete([Finished(), Finished(), loaded(job.number)]).loads == [job]
+    assert side.idle and cache.released == [1]
+    assert side.end("r") == {NAME: 20}
+
+
+def test_a_rank_that_reports_twice_does_not_stand_for_another(cache: Any) -> None:
+    """Else a job would end, and its blocks be given away, while a rank still writes to them."""
+    side = SchedulerSide(cache, 4, world_size=2)
+    cache.blocks = 5
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 0, 5) == 5
+    job = side.prepare_load("r", 0, range(10, 15))
+    side.build_step()
+    assert side.complete([loaded(job.number), Finished()]).loads == []
+    assert side.complete([loaded(job.number), Finished()]).loads == []
+    assert side.complete([Finished(), loaded(job.number)]).loads == [job]
+
+
+def test_reports_of_jobs_that_nobody_knows_or_that_are_over_do_nothing(side: SchedulerSide, cache: Any) -> None:
+    completed = side.complete([loaded(99, failed={99: [1]}), stored(98)])
+    assert (completed.loads, completed.stores, completed.invalid_block_ids) == ([], [], set())
+    cache.blocks = 2
+    side.arrive("r", None, {NAME: None}, keys(5))
+    load_all(side, blocks=2)
+    again = side.complete([loaded(1, failed={1: [10]}), stored(1)])
+    assert (again.loads, again.stores, again.invalid_block_ids) == ([], [], set())
+    assert side.end("r") == {NAME: 8}
+
+
+def test_failed_blocks_are_known_with_the_first_report(cache: Any) -> None:
+    side = SchedulerSide(cache, 4, world_size=2)
+    cache.blocks = 5
+    side.arrive("r", None, {NAME: None}, keys(5))
+    assert side.lookup("r", 0, 5) == 5
+    job = side.prepare_load("r", 0, range(10, 15))
+    side.build_step()
+    first = side.complete([loaded(job.number, failed={job.number: [13]}), Finished()])
+    assert (first.loads, first.invalid_block_ids) == ([], {13})
+    second = side.complete([Finished(), loaded(job.number, failed={job.number: [11]})])
+    assert (second.loads, second.invalid_block_ids) == ([job], {11})
+    assert side.loaded_blocks("r") == 1 and side.end("r") == {NAME: 4}
+
+
+def test_a_request_whose_load_failed_is_not_offered_a_hit_again(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    for name in ("r", "other"):
+        side.arrive(name, None, None, keys(5))
+    load_all(side, failed=[12])
+    asked = len(cache.asked)
+    assert [side.lookup("r", 0, 5), side.lookup("r", 2, 5)] == [0, 0]
+    assert len(cache.asked) == asked
+    assert side.lookup("other", 0, 5) == 5, "that one has not failed yet"
+
+
+# -- stores
+
+
+def test_what_the_server_has_is_not_stored_and_the_rest_is_in_order(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 2
+    side.arrive("r", None, None, keys(5))
+    load_all(side, blocks=2)
+    ids = [10, 11, 20, 21, 22]
+    assert side.prepare_store("r", ids, 2) is None
+    first = side.prepare_store("r", ids, 3)
+    second = side.prepare_store("r", ids, 5)
+    assert first is not None and second is not None
+    assert side.prepare_store("r", ids, 5) is None
+    stores = side.build_step().stores
+    assert [(each.first_block, each.block_ids, each.is_load) for each in (first, second)] == [
+        (2, [20], False),
+        (3, [21, 22], False),
+    ]
+    assert stores[first.number].parent == keys(2)[-KEY_BYTES:]
+    assert stores[first.number].keys == keys(1, start=2)
+    assert stores[second.number].parent == keys(3)[-KEY_BYTES:]
+    assert stores[second.number].keys == keys(2, start=3)
+    assert stores[second.number].block_ids.tolist() == [21, 22]
+
+
+def test_local_blocks_that_the_server_lacks_are_stored_too(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 1
+    side.arrive("r", None, None, keys(5), local_blocks=3)
+    assert side.lookup("r", 3, 5) == 0
+    side.no_load("r")
+    job = side.prepare_store("r", [1, 2, 3, 4, 5], 4)
+    assert job is not None
+    assert (job.first_block, job.block_ids) == (1, [2, 3, 4])
+    assert side.build_step().stores[job.number].parent == keys(1)
+
+
+def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("r", None, {NAME: None}, keys(5))
+    load_all(side, failed=[12, 14])
+    assert side.loaded_blocks("r") == 2
+    job = side.prepare_store("r", [10, 11, 12, 13, 14], 5)
+    assert job is not None and (job.first_block, job.block_ids) == (2, [12, 13, 14])
+    assert side.end("r") == {NAME: 8}
+
+
+def test_generated_blocks_are_stored_with_the_keys_that_came_later(side: SchedulerSide, cache: Any) -> None:
+    side.arrive("r", None, None, keys(2))
+    assert side.lookup("r", 0, 2) == 0
+    assert side.prepare_store("r", [1, 2], 2) is not None
+    side.extend("r", keys(1, start=2))
+    job = side.prepare_store("r", [1, 2, 3], 3)
+    assert job is not None
+    store = side.build_step().stores[job.number]
+    assert (store.parent, store.keys) == (keys(1, start=1), keys(1, start=2))
+
+
+@pytest.mark.parametrize(
+    ("params", "priority", "ttl_ms"),
+    [
+        (None, 50, 0),
+        ({}, 50, 0),
+        ({"kvkeep_priority": 90, "kvkeep_ttl_ms": 1500}, 90, 1500),
+        ({"kvkeep_priority": "90"}, 50, 0),
+    ],
+    ids=str,
+)
+def test_hints_go_with_every_store(side: SchedulerSide, params: Any, priority: int, ttl_ms: int) -> None:
+    side.arrive("r", None, params, keys(5))
+    side.lookup("r", 0, 5)
+    for computed in (2, 5):
+        side.prepare_store("r", [1, 2, 3, 4, 5], computed)
+    for store in side.build_step().stores.values():
+        assert (store.priority, store.ttl_ms) == (priority, ttl_ms)
+
+
+# -- the end
+
+
+def test_the_session_ends_with_the_request_if_nothing_is_under_way(side: SchedulerSide, cache: Any) -> None:
+    side.arrive("r", "alice", None, keys(5))
+    assert side.end("r") is None
+    assert cache.ended == [(1, "alice", b"", False)]
+    assert side.end("r") is None
+    assert len(cache.ended) == 1
+
+
+def test_an_aborted_request_keeps_its_lease_until_the_last_rank_has_read(cache: Any) -> None:
+    side = SchedulerSide(cache, 4, world_size=2)
+    cache.blocks = 5
+    side.arrive("r", None, {NAME: None}, keys(5))
+    assert side.lookup("r", 0, 5) == 5
+    job = side.prepare_load("r", 0, range(10, 15))
+    side.build_step()
+    assert side.end("r") == {NAME: 0}, "nothing has come yet"
+    assert cache.ended == [] and cache.released == []
+    side.complete([loaded(job.number), Finished()])
+    assert cache.ended == [] and cache.released == []
+    assert side.complete([Finished(), loaded(job.number)]).loads == [job]
+    assert len(cache.ended) == 1 and side.idle
+
+
+def test_a_finished_conversation_is_said_with_its_last_key_after_the_last_store(
+    side: SchedulerSide, cache: Any
+) -> None:
+    side.arrive("r", "alice", {"kvkeep_session_finished": True}, keys(5))
+    side.lookup("r", 0, 5)
+    jobs = [side.prepare_store("r", [1, 2, 3, 4, 5], computed) for computed in (2, 4)]
+    side.build_step()
+    assert side.end("r") == {}
+    assert jobs[0] is not None and jobs[1] is not None
+    side.complete([stored(jobs[0].number)])
+    assert cache.ended == [], "a store is under way: its blocks would come after the end"
+    side.complete([stored(jobs[1].number)])
+    assert cache.ended == [(1, "alice", keys(1, start=3), True)]
+
+
+def test_a_request_id_that_is_used_again_is_another_request(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 3
+    side.arrive("r", None, {NAME: None}, keys(3))
+    assert side.lookup("r", 0, 3) == 3
+    old = side.prepare_load("r", 0, [10, 11, 12])
+    assert side.end("r") == {NAME: 0}
+    side.arrive("r", "bob", {NAME: None}, keys(3, name=2))
+    assert side.lookup("r", 0, 3) == 3
+    new = side.prepare_load("r", 0, [20, 21, 22])
+    assert [question[0] for question in cache.asked] == [1, 2], "to the cache they have different names"
+    side.build_step()
+    side.complete([loaded(old.number, failed={old.number: [10]})])
+    assert [request for request, *_ in cache.ended] == [1]
+    assert side.loaded_blocks("r") == 0, "what the old one loaded is not the new one's"
+    side.complete([loaded(new.number)])
+    assert side.end("r") == {NAME: 12}, "nor what it failed at"
+    assert [request for request, *_ in cache.ended] == [1, 2]
+
+
+def test_preempted_and_loaded_again_counts_once_and_asks_anew(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 4
+    side.arrive("r", None, {NAME: None}, keys(5))
+    load_all(side, blocks=4)
+    cache.asked.clear()
+    cache.blocks = 5
+    load_all(side, blocks=5)
+    assert cache.asked == [(1, None, 5, 0)], "its first lease is gone"
+    assert cache.released == [1, 1]
+    assert side.loaded_blocks("r") == 5
+    assert side.end("r") == {NAME: 20}
+
+
+def test_close_closes_the_cache(side: SchedulerSide, cache: Any) -> None:
+    side.close()
+    assert cache.closed == 1

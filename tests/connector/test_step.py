@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.connector.step import Job, StepMetadata, begin
+
+
+class Recorder:
+    """A worker's cache that remembers what was begun, in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, Hashable, Any]] = []
+
+    def load(self, job: Hashable, request: LoadRequest) -> None:
+        self.begun.append(("load", job, request))
+
+    def store(self, job: Hashable, request: StoreRequest) -> None:
+        self.begun.append(("store", job, request))
+
+
+def job(block_ids: list[int], failed: set[int]) -> Job:
+    return Job(1, "r", 0, block_ids, is_load=True, failed=failed)
+
+
+def test_good_blocks_end_at_the_first_bad_one() -> None:
+    assert job([7, 3, 9], set()).good_blocks() == 3
+    assert job([7, 3, 9], {7}).good_blocks() == 0
+    assert job([7, 3, 9], {3}).good_blocks() == 1
+    assert job([7, 3, 9], {9}).good_blocks() == 2
+    assert job([7, 3, 9], {9, 3}).good_blocks() == 1
+    assert job([7, 3, 9], {7, 3, 9}).good_blocks() == 0
+    assert job([], set()).good_blocks() == 0
+
+
+def test_blocks_of_others_do_not_matter() -> None:
+    assert job([7, 3], {1, 2}).good_blocks() == 2
+
+
+def test_loads_begin_before_stores_and_each_under_its_number() -> None:
+    none = np.empty(0, dtype=np.int64)
+    load = LoadRequest("default", b"", 0, none, 1, none, np.empty((0, 1), dtype=np.uint64))
+    store = StoreRequest("default", b"", b"", none)
+    cache = Recorder()
+    begin(StepMetadata({4: load, 9: load}, {2: store, 3: store}), cache)  # type: ignore[arg-type]
+    assert [(kind, number) for kind, number, _ in cache.begun] == [("load", 4), ("load", 9), ("store", 2), ("store", 3)]
+    assert cache.begun[0][2] is load and cache.begun[2][2] is store
+
+
+def test_an_empty_step_begins_nothing() -> None:
+    cache = Recorder()
+    begin(StepMetadata(), cache)  # type: ignore[arg-type]
+    assert cache.begun == []
+
+
+def test_steps_do_not_share_their_jobs() -> None:
+    one, two = StepMetadata(), StepMetadata()
+    assert one.loads is not two.loads and one.stores is not two.stores

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from kvkeep.connector.params import CacheParams
+from kvkeep.connector.tracker import Tracker
+from kvkeep.kv.keys import KEY_BYTES
+
+NAME = "num_kvkeep_extra_cached_tokens"
+KEYS = [bytes([at]) * KEY_BYTES for at in range(1, 6)]
+
+
+def tracker(params: object = None) -> Tracker:
+    return Tracker(1, "r", None, "default", CacheParams.of(params), bytearray(b"".join(KEYS)))
+
+
+def test_keys_by_block() -> None:
+    it = tracker()
+    assert it.num_blocks == 5
+    assert [it.key(at) for at in range(5)] == KEYS
+    assert it.key(-1) == b"", "nothing comes before the first"
+    assert it.key(5) == b""
+    assert it.keys_of(0, 5) == b"".join(KEYS)
+    assert it.keys_of(1, 3) == KEYS[1] + KEYS[2]
+    assert it.keys_of(2, 2) == b""
+    assert type(it.keys_of(0, 1)) is bytes, "a copy that can go to others: the tracker's own keys grow"
+
+
+def test_keys_that_were_handed_out_do_not_grow() -> None:
+    it = tracker()
+    before = it.keys_of(0, 5)
+    it.keys += KEYS[0]
+    assert len(before) == 5 * KEY_BYTES and it.num_blocks == 6
+
+
+def test_blocks_count_once_however_often_they_come() -> None:
+    it = tracker({NAME: None})
+    assert it.reply(4) == {NAME: 0}
+    it.count_loaded(2, 3)
+    assert it.reply(4) == {NAME: 12}
+    it.count_loaded(2, 3)
+    it.count_loaded(3, 1)
+    assert it.reply(4) == {NAME: 12}
+    it.count_loaded(0, 3)
+    assert it.reply(4) == {NAME: 20}
+    it.count_loaded(4, 0)
+    assert it.reply(16) == {NAME: 80}
+
+
+def test_reply_follows_what_was_sent() -> None:
+    assert tracker().reply(4) is None
+    assert tracker({}).reply(4) == {}
+    assert tracker([]).reply(4) is None

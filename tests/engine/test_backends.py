@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.scheduler import Answer
+from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.worker import Finished
+from kvkeep.engine.backends import NativeBackend, ServerBackend, backend_of
+from kvkeep.engine.offloading import KVTransferConfig, resolve
+from kvkeep.errors import SettingsError
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.shape import BlockShape
+
+IDENTITY = ModelIdentity(model="m", revision="1", kv_dtype="float32", block_tokens=4, layout="one")
+SHAPE = BlockShape(IDENTITY, (256,))
+KEYS = bytes(range(16))
+ONE = np.array([1])
+
+
+def nowhere() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def pools() -> set[Path]:
+    return set(Path("/dev/shm").glob("kvkeep-embedded-*"))
+
+
+def finished(worker: Any) -> Finished:
+    """What a worker reports, once it does."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        report = worker.poll()
+        if report.stored or report.loaded:
+            return report
+        time.sleep(0.001)
+    raise AssertionError("nothing was reported")
+
+
+def answered(cache: Any) -> Answer:
+    """What the cache says, once it does."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        answer = cache.lookup("r", None, KEYS)
+        if answer is not None:
+            assert isinstance(answer, Answer)
+            return answer
+    raise AssertionError("nothing was answered")
+
+
+def test_no_connector_is_no_backend() -> None:
+    assert backend_of(None) is None
+    assert backend_of(KVTransferConfig()) is None
+    assert backend_of(KVTransferConfig(kv_connector_extra_config={"kvkeep.address": "tcp://h:1"})) is None
+
+
+def test_the_connector_says_which_backend() -> None:
+    native = backend_of(resolve("native", 1 / 64))
+    assert isinstance(native, NativeBackend)
+    assert native.server.store.pool_bytes == 16 << 20
+    native.close()
+    assert isinstance(backend_of(resolve("kvkeep", 1)), ServerBackend)
+
+
+def test_the_server_is_where_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVKEEP_ADDRESS", raising=False)
+
+    def address(**extra: Any) -> str:
+        backend = backend_of(KVTransferConfig("KVKeepConnector", None, extra))
+        assert isinstance(backend, ServerBackend)
+        return backend._options.address
+
+    assert address() == "tcp://localhost:5555"
+    assert address(**{"kvkeep.port": 7}) == "tcp://localhost:7"
+    assert address(**{"kvkeep.address": "tcp://h:9"}) == "tcp://h:9"
+    monkeypatch.setenv("KVKEEP_ADDRESS", "tcp://elsewhere:1")
+    assert address() == "tcp://elsewhere:1"
+    with pytest.raises(SettingsError, match=r"kvkeep\.nonsense"):
+        address(**{"kvkeep.nonsense": 1})
+
+
+def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks() -> None:
+    backend = ServerBackend(ClientOptions(address=nowhere()))
+    sides = [backend.transfer_side(SHAPE, ParallelStrategy.of()) for _ in range(8)]
+    cache = backend.lookup_side(SHAPE)
+    started = time.monotonic()
+    backend.connect()
+    assert time.monotonic() - started < 2, "not one patience for each"
+    answer = cache.lookup("r", None, KEYS)
+    assert isinstance(answer, Answer) and (answer.blocks, answer.failure) == (0, "not_connected")
+    for side in (*sides, cache):
+        side.close()
+    backend.close()
+
+
+def test_every_rank_and_the_scheduler_has_a_connection_of_its_own() -> None:
+    backend = NativeBackend(2 << 20)
+    shape = BlockShape(msgspec.structs.replace(IDENTITY, kv_world_size=2), (128, 128))
+    ranks = [backend.transfer_side(shape, ParallelStrategy.of(tp_size=2, rank=rank)) for rank in range(2)]
+    cache = backend.lookup_side(shape)
+    for rank in ranks:
+        rank.register_kv_caches([torch.zeros((4, 32))])
+    backend.connect()
+    connections = [side.connection for side in (*ranks, cache)]  # type: ignore[attr-defined]
+    assert len(set(map(id, connections))) == 3 and all(connection.up for connection in connections)
+    assert len(list(backend.server.service.sessions.all())) == 3
+    for side in (*ranks, cache):
+        side.close()
+    assert not list(backend.server.service.sessions.all())
+    backend.close()
+
+
+def test_native_moves_blocks_and_two_do_not_share() -> None:
+    before = pools()
+    one, two = NativeBackend(2 << 20), NativeBackend(2 << 20)
+    assert len(pools() - before) == 2
+    memory = torch.arange(4 * 64, dtype=torch.float32).reshape(4, 64)
+    worker, cache, other = (
+        one.transfer_side(SHAPE, ParallelStrategy.of()),
+        one.lookup_side(SHAPE),
+        two.lookup_side(SHAPE),
+    )
+    worker.register_kv_caches([memory])
+    one.connect()
+    two.connect()
+    worker.store("s", StoreRequest("default", b"", KEYS, ONE))
+    assert finished(worker).stored == {"s": 1}
+    answer, nothing = answered(cache), answered(other)
+    assert (answer.blocks, nothing.blocks, nothing.failure) == (1, 0, "")
+    worker.load("l", LoadRequest("default", KEYS, 0, np.array([3]), answer.epoch, answer.slots, answer.checksums))
+    assert finished(worker) == Finished(loaded=["l"])
+    assert torch.equal(memory[3], memory[1])
+    for side in (worker, cache, other):
+        side.close()
+    one.close()
+    one.close()
+    two.close()
+    assert pools() <= before
+
+
+def test_native_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVKEEP_ADDRESS", "tcp://nobody.invalid:1")
+    backend = NativeBackend(2 << 20)
+    cache = backend.lookup_side(SHAPE)
+    started = time.monotonic()
+    backend.connect()
+    assert time.monotonic() - started < 0.4
+    assert cache.connection.up and cache.connection.options.address.startswith("inproc://")  # type: ignore[attr-defined]
+    cache.close()
+    backend.close()

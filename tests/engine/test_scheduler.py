@@ -1,0 +1,464 @@
+"""Scheduling step by step: who runs, with what from which cache, within which limits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvkeep.engine.config import EngineConfig
+from kvkeep.engine.request import Status
+from kvkeep.engine.scheduler import Scheduler
+from kvkeep.errors import RequestError
+
+Rigs = Callable[..., Any]
+
+BLOCK_TOKENS = 4
+
+
+def scheduled(r: Any) -> dict[str, int]:
+    return dict(r.steps[-1].num_scheduled_tokens)
+
+
+# -- batches and budgets -----------------------------------------------------------------------------------------
+
+
+def test_one_request_runs_to_its_end(rig: Rigs) -> None:
+    r = rig(cache=False)
+    request = r.add(r.prompt(3), max_tokens=3)
+    assert [len(r.step()) for _ in range(3)] == [0, 0, 1]
+    assert [list(step.num_scheduled_tokens.values()) for step in r.steps] == [[14], [1], [1]]
+    assert request.finish_reason == "length" and request.output_tokens == r.answer(request)
+    assert request.metrics.first_token_s is not None and request.metrics.finished_s is not None
+
+
+def test_requests_join_and_leave_a_running_batch(rig: Rigs) -> None:
+    r = rig(cache=False)
+    for which in range(6):
+        r.add(r.prompt(which, which=which), max_tokens=3 + which)
+        r.step()
+    assert len(scheduled(r)) > 2
+    r.run()
+
+
+def test_a_long_prompt_is_computed_over_several_steps(rig: Rigs) -> None:
+    r = rig(max_num_batched_tokens=10)
+    request = r.add(r.prompt(8, tail=3))
+    r.step(3)
+    assert request.output_tokens == [] and request.num_computed_tokens == 30
+    r.step()
+    assert [list(step.num_scheduled_tokens.values()) for step in r.steps] == [[10], [10], [10], [5]]
+    assert len(request.output_tokens) == 1
+
+
+def test_the_budget_is_shared_running_ones_first(rig: Rigs) -> None:
+    r = rig(max_num_batched_tokens=16)
+    r.add(r.prompt(2, which=1), "a", max_tokens=9)
+    r.step()
+    r.add(r.prompt(3, which=2), "b", max_tokens=9)
+    r.add(r.prompt(3, which=3), "c", max_tokens=9)
+    r.step()
+    assert scheduled(r) == {"a": 1, "b": 14, "c": 1}
+    r.step()
+    assert scheduled(r) == {"a": 1, "b": 1, "c": 13}
+
+
+def test_without_chunked_prefill_a_prompt_is_computed_at_once_or_waits(rig: Rigs) -> None:
+    r = rig(max_num_batched_tokens=20, enable_chunked_prefill=False)
+    r.add(r.prompt(3, which=1), "a")
+    r.add(r.prompt(3, which=2), "b")
+    r.add(r.prompt(0, which=3), "c")
+    r.step()
+    assert scheduled(r) == {"a": 14}, "others wait behind the one that does not fit"
+    r.step()
+    assert scheduled(r) == {"a": 1, "b": 14, "c": 2}
+    assert all(step.segments[0].start == 0 or step.segments[0].count == 1 for step in r.steps)
+
+
+def test_no_more_run_at_once_than_may(rig: Rigs) -> None:
+    r = rig(max_num_seqs=2)
+    for which in range(5):
+        r.add(r.prompt(1, which=which))
+    most = 0
+    while r.engine.busy:
+        r.step()
+        most = max(most, len(r.scheduler.running), len(scheduled(r)))
+    assert most == 2
+
+
+def test_a_stop_token_ends_a_request(rig: Rigs) -> None:
+    r = rig()
+    tokens = r.answer(r.add(r.prompt(2), max_tokens=8))
+    stop = tokens[3]
+    request = r.add(r.prompt(2), max_tokens=8, stop=[stop])
+    r.run()
+    assert request.finish_reason == "stop" and request.output_tokens == tokens[: tokens.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "max_tokens", "hint"),
+    [
+        ({"num_blocks": 5}, 14, 3, "raise num_blocks"),
+        ({"max_num_batched_tokens": 20, "enable_chunked_prefill": False}, 18, 3, "raise max_num_batched_tokens"),
+    ],
+)
+def test_what_can_never_fit_is_refused(
+    rig: Rigs, options: dict[str, Any], prompt: int, max_tokens: int, hint: str
+) -> None:
+    r = rig(**options)
+    with pytest.raises(RequestError) as refusal:
+        r.engine.add(r.words(prompt), r.add(r.words(prompt - 1), max_tokens=max_tokens).sampling)
+    assert refusal.value.code == "too_long" and hint in refusal.value.hint
+    assert len(r.scheduler.unfinished) == 1 and len(r.cache.leases) == 1, "what is refused leaves nothing behind"
+    r.run()
+    assert r.requests[0].finish_reason == "length", "what just fits is served"
+
+
+# -- order and preemption ----------------------------------------------------------------------------------------
+
+
+def test_lower_priorities_are_served_first(rig: Rigs) -> None:
+    r = rig(max_num_seqs=1)
+    for name, priority in [("a", 1), ("b", 0), ("c", -5), ("d", 0)]:
+        r.add(r.prompt(1, which=name), name, priority=priority, max_tokens=1)
+    r.run()
+    assert [request for step in r.steps for request in step.num_scheduled_tokens] == ["c", "b", "d", "a"]
+
+
+def test_who_came_last_and_matters_least_is_preempted_first(rig: Rigs) -> None:
+    r = rig(num_blocks=10)
+    for name, priority in [("a", 1), ("b", 0), ("c", 0)]:
+        r.add(r.prompt(2, tail=3, which=name), name, priority=priority, max_tokens=16)
+    order = []
+    while r.engine.busy:
+        before = {each.id: each.metrics.preemptions for each in r.requests}
+        r.step()
+        order += [each.id for each in r.requests if each.metrics.preemptions > before[each.id]]
+    assert order[:2] == ["a", "c"] and "b" not in order
+    assert r.requests[0].metrics.preemptions == order.count("a")
+
+
+def test_a_preempted_request_finds_its_own_blocks(rig: Rigs) -> None:
+    r = rig(cache=False)
+    request = r.add(r.prompt(4), max_tokens=6)
+    r.step(4)
+    r.scheduler.preempt(request)
+    r.step()
+    assert request.local_blocks == 5 and scheduled(r) == {request.id: 2}, "generated tokens included"
+    assert request.metrics.preemptions == 1 and request.metrics.local_cached_tokens == 0
+    r.run()
+    assert request.finish_reason == "length"
+
+
+def test_many_in_a_tiny_pool(rig: Rigs) -> None:
+    r = rig(num_blocks=8, max_num_batched_tokens=9)
+    for which in range(7):
+        r.add(r.prompt(which % 4, which=which % 3, end=which), max_tokens=10)
+    r.run(limit=400)
+    assert {each.finish_reason for each in r.requests} == {"length"}
+    assert sum(each.metrics.preemptions for each in r.requests) > 0
+
+
+# -- the prefix cache --------------------------------------------------------------------------------------------
+
+
+def test_a_second_request_finds_the_first_ones_blocks(rig: Rigs) -> None:
+    r = rig(cache=False)
+    r.add(r.prompt(5, end=1))
+    r.run()
+    second = r.add(r.prompt(5, end=2))
+    r.step()
+    assert scheduled(r) == {second.id: 2} and second.metrics.local_cached_tokens == 5 * BLOCK_TOKENS
+
+
+def test_requests_of_one_step_share_what_it_computes(rig: Rigs) -> None:
+    r = rig(cache=False)
+    first, second = r.add(r.prompt(5, end=1), "a"), r.add(r.prompt(5, end=2), "b")
+    r.step()
+    assert scheduled(r) == {"a": 22, "b": 2} and first.block_ids[:5] == second.block_ids[:5]
+
+
+def test_at_least_one_token_is_computed(rig: Rigs) -> None:
+    r = rig(cache=False)
+    prompt = r.prompt(4, tail=0)
+    r.add(prompt)
+    r.run()
+    second = r.add(prompt)
+    r.step()
+    assert scheduled(r) == {second.id: BLOCK_TOKENS} and second.local_blocks == 3
+
+
+def test_prefix_caching_can_be_off(rig: Rigs) -> None:
+    r = rig(cache=False, enable_prefix_caching=False)
+    r.add(r.prompt(3, end=1), "a")
+    r.add(r.prompt(3, end=2), "b")
+    r.step()
+    assert scheduled(r) == {"a": 14, "b": 14} and r.pool.num_remembered == 0
+    r.run()
+
+
+def test_local_hits_are_those_of_the_admission_not_of_a_try_before(rig: Rigs) -> None:
+    r = rig(cache=False, enable_chunked_prefill=False, max_num_batched_tokens=40)
+    r.add(r.prompt(2), max_tokens=1)
+    r.run()
+    r.add(r.prompt(7, which="other"))
+    request = r.add(r.prompt(6, end="late"))
+    r.step()
+    assert request.status is Status.WAITING and request.block_ids == [], "two blocks were found, but it did not fit"
+    r.add(r.prompt(6), priority=-1)
+    r.run()
+    assert request.metrics.local_cached_tokens == 6 * BLOCK_TOKENS
+
+
+# -- the external cache ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync_loads", [False, True])
+def test_a_prefix_is_loaded(rig: Rigs, sync_loads: bool) -> None:
+    r = rig(sync_loads=sync_loads)
+    r.seed(r.prompt(6))
+    request = r.add(r.prompt(6))
+    r.step()
+    if not sync_loads:
+        assert scheduled(r) == {} and request.status is Status.WAITING
+        r.step()
+    assert scheduled(r) == {request.id: 2}
+    r.run()
+    assert request.metrics.external_cached_tokens == 6 * BLOCK_TOKENS and r.cache.stores == []
+
+
+@pytest.mark.parametrize("sync_loads", [False, True])
+def test_the_whole_prompt_is_in_the_cache(rig: Rigs, sync_loads: bool) -> None:
+    r = rig(sync_loads=sync_loads)
+    prompt = r.prompt(6, tail=0)
+    r.seed(prompt)
+    request = r.add(prompt)
+    r.run()
+    assert request.metrics.external_cached_tokens == 5 * BLOCK_TOKENS, "one block is left to compute its last token"
+    assert [segment.count for step in r.steps for segment in step.segments] == [BLOCK_TOKENS, 1, 1]
+    assert r.cache.stores == []
+
+
+@pytest.mark.parametrize("sync_loads", [False, True])
+@pytest.mark.parametrize("known", [1, 3, 5])
+def test_a_part_of_the_prompt_is_in_the_cache(rig: Rigs, sync_loads: bool, known: int) -> None:
+    r = rig(sync_loads=sync_loads)
+    r.seed(r.prompt(known))
+    request = r.add(r.prompt(6))
+    r.run()
+    assert request.metrics.external_cached_tokens == known * BLOCK_TOKENS
+    assert [len(store.block_ids) for store in r.cache.stores] == [6 - known]
+
+
+def test_a_request_that_waits_for_its_lookup_is_passed_by(rig: Rigs) -> None:
+    r = rig()
+    r.seed(r.prompt(4))
+    r.cache.hold_lookups = True
+    request = r.add(r.prompt(4))
+    r.step()
+    r.cache.hold_lookups = False
+    other = r.add(r.prompt(1, which="other"), max_tokens=9)  # its lookup is answered at once
+    r.cache.hold_lookups = True
+    r.step(2)
+    assert request.status is Status.WAITING and len(other.output_tokens) == 2
+    assert [number for number, _, _ in r.cache.lookups] == [1, 2], "the server is asked once"
+    r.cache.hold_lookups = False
+    r.step(2)
+    assert request.status is Status.RUNNING
+
+
+def test_others_run_while_one_loads(rig: Rigs) -> None:
+    r = rig()
+    r.seed(r.prompt(4))
+    r.cache.hold_loads = None
+    loading, other = r.add(r.prompt(4)), r.add(r.prompt(1, which="other"), max_tokens=9)
+    r.step(3)
+    assert loading.status is Status.LOADING and len(other.output_tokens) == 3
+
+
+def test_one_load_for_two_requests_async(rig: Rigs) -> None:
+    r = rig()
+    r.seed(r.prompt(6))
+    r.cache.hold_loads = None
+    first, second = r.add(r.prompt(6, end=1)), r.add(r.prompt(6, end=2))
+    r.step(2)
+    assert (first.status, second.status) == (Status.LOADING, Status.WAITING)
+    r.cache.release_loads()
+    r.step(2)
+    assert len(r.cache.loads) == 1 and first.block_ids[:6] == second.block_ids[:6]
+    assert second.metrics.local_cached_tokens == 6 * BLOCK_TOKENS and second.metrics.external_cached_tokens == 0
+
+
+def test_one_load_for_two_requests_sync(rig: Rigs) -> None:
+    r = rig(sync_loads=True)
+    r.seed(r.prompt(6))
+    first, second = r.add(r.prompt(6, end=1)), r.add(r.prompt(6, end=2))
+    r.step()
+    assert len(scheduled(r)) == 2 and len(r.cache.loads) == 1 and first.block_ids[:6] == second.block_ids[:6]
+
+
+def test_two_requests_with_one_prefix_and_no_prefix_cache(rig: Rigs) -> None:
+    r = rig(enable_prefix_caching=False)
+    r.seed(r.prompt(4))
+    r.add(r.prompt(4, end=1))
+    r.add(r.prompt(4, end=2))
+    r.run()
+    assert len(r.cache.loads) == 2
+    assert [each.metrics.external_cached_tokens for each in r.requests] == [16, 16]
+
+
+def test_the_local_prefix_grows_between_lookup_and_admission(rig: Rigs) -> None:
+    r = rig(max_num_seqs=1)
+    r.add(r.prompt(3), max_tokens=1)
+    r.seed(r.prompt(6))
+    request = r.add(r.prompt(6))
+    r.run()
+    assert [(skip, number) for number, _, skip in r.cache.lookups] == [(0, 1), (0, 2)]
+    assert [(load.skip, len(load.block_ids)) for load in r.cache.loads][-1] == (3, 3)
+    assert request.metrics.local_cached_tokens == request.metrics.external_cached_tokens == 3 * BLOCK_TOKENS
+
+
+def test_the_local_prefix_grows_over_all_that_was_found(rig: Rigs) -> None:
+    r = rig(max_num_seqs=1)
+    r.add(r.prompt(6, end="first"), max_tokens=1)
+    r.seed(r.prompt(2))
+    request = r.add(r.prompt(6))
+    assert 2 in r.cache.leases
+    r.step(3)
+    assert request.local_blocks == 6 and 2 not in r.cache.leases, "no load: the lease is let go"
+
+
+def test_the_local_prefix_shrinks_between_lookup_and_admission(rig: Rigs) -> None:
+    r = rig(max_num_seqs=1)
+    r.add(r.prompt(4), max_tokens=1)
+    r.run()
+    r.seed(r.prompt(6))
+    r.add(r.prompt(2, which="other"), max_tokens=2)
+    request = r.add(r.prompt(6))
+    r.pool.forget_all()
+    r.run()
+    assert [skip for number, _, skip in r.cache.lookups if number == 3] == [4, 0], "asked anew, from further back"
+    assert r.cache.loads[-1].skip == 0 and request.metrics.external_cached_tokens == 6 * BLOCK_TOKENS
+
+
+def test_generated_tokens_are_stored_and_hit_by_the_next_turn(rig: Rigs) -> None:
+    r = rig()
+    first = r.add(r.prompt(3), max_tokens=11)
+    r.run()
+    r.step(2)
+    r.pool.forget_all()
+    second = r.add([*first.tokens, *r.words(6, "question")])
+    r.run()
+    assert len(first.tokens) == 25
+    assert second.metrics.external_cached_tokens == 24
+
+
+def test_what_is_known_to_be_stored_is_not_stored_again(rig: Rigs) -> None:
+    r = rig()
+    r.add(r.prompt(4), max_tokens=6)
+    r.run()
+    r.step(2)
+    assert [len(store.block_ids) for store in r.cache.stores] == [4, 1]
+    assert len({key for store in r.cache.stores for key in (store.keys[:16], store.keys[-16:])}) == 3
+
+
+# -- little room -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync_loads", [False, True])
+@pytest.mark.parametrize("num_blocks", [9, 10, 13, 17])
+def test_loaded_requests_do_not_keep_each_other_from_running(rig: Rigs, sync_loads: bool, num_blocks: int) -> None:
+    r = rig(sync_loads=sync_loads, num_blocks=num_blocks, max_num_batched_tokens=8)
+    for which in range(4):
+        r.seed(r.prompt(5, which=which))
+        r.add(r.prompt(5, which=which), max_tokens=8)
+    r.run(limit=400)
+    assert {each.finish_reason for each in r.requests} == {"length"}
+
+
+def test_two_loaded_requests_fill_the_pool(rig: Rigs) -> None:
+    """Neither can take a step: the later one gives its blocks up."""
+    r = rig(num_blocks=9)
+    for which in range(2):
+        r.seed(r.prompt(4, which=which))
+        r.add(r.prompt(4, which=which))
+    r.cache.hold_loads = None
+    r.step(2)
+    assert r.pool.num_free == 0 and len(r.scheduler.loading) == 2
+    r.cache.let_go()
+    r.step(2)
+    assert r.requests[0].status is Status.RUNNING and r.requests[1].metrics.preemptions == 1
+    r.run(limit=20)
+
+
+def test_a_load_that_finds_no_room_waits_without_blocks(rig: Rigs) -> None:
+    r = rig(num_blocks=9)
+    r.seed(r.prompt(5))
+    running = r.add(r.prompt(4, which="other"), max_tokens=6)
+    r.step()
+    request = r.add(r.prompt(5))
+    r.step()
+    assert request.status is Status.WAITING and request.block_ids == [] and r.cache.loads == []
+    r.run()
+    assert running.metrics.preemptions == 0 and request.metrics.external_cached_tokens == 5 * BLOCK_TOKENS
+
+
+# -- all of it at random -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_schedules(rig: Rigs, seed: int) -> None:
+    draw = random.Random(seed)
+    tp_size = draw.choice([1, 1, 2])
+    r = rig(
+        num_blocks=draw.choice([14, 20, 40]),
+        max_num_batched_tokens=draw.choice([40, 60, 200]) if seed % 4 == 0 else draw.choice([5, 9, 30]),
+        max_num_seqs=draw.choice([2, 4, 8]),
+        enable_chunked_prefill=seed % 4 != 0,
+        enable_prefix_caching=draw.random() < 0.8,
+        sync_loads=seed % 2 == 0,
+        tensor_parallel_size=tp_size,
+        kv_load_failure_policy=draw.choice(["recompute", "recompute", "fail"]),
+    )
+    for which in range(2):
+        r.seed(r.prompt(draw.randrange(2, 7), which=which))
+    ends = itertools.count()
+    for _ in range(60):
+        if draw.random() < 0.35:
+            prompt = r.prompt(draw.randrange(7), draw.randrange(1, 6), draw.randrange(3), next(ends) % 5)
+            r.add(prompt, max_tokens=draw.randrange(1, 7), priority=draw.randrange(2))
+        if draw.random() < 0.3 and r.scheduler.unfinished:
+            victim = draw.choice(r.scheduler.unfinished)
+            leave = draw.choice([r.scheduler.abort, r.scheduler.preempt, r.scheduler.preempt])
+            when = draw.randrange(3)
+            if when == 0:
+                leave(victim)
+            elif when == 1:
+                r.before_run = lambda leave=leave, victim=victim: leave(victim)
+            else:
+                r.after_run = lambda output, leave=leave, victim=victim: leave(victim)
+        r.cache.failing.clear()
+        if draw.random() < 0.6:
+            r.cache.fail(*draw.sample(range(7), draw.randrange(1, 4)), rank=draw.randrange(tp_size))
+        r.cache.hold_lookups = draw.random() < 0.3
+        if seed % 2:
+            r.cache.hold_loads = {rank for rank in range(tp_size) if draw.random() < 0.5}
+            r.cache.release_loads(draw.randrange(tp_size))
+        r.cache.hold_stores = {rank for rank in range(tp_size) if draw.random() < 0.5}
+        r.cache.release_stores(draw.randrange(tp_size))
+        r.step()
+        if draw.random() < 0.05:
+            r.pool.forget_all()
+    r.cache.failing.clear()
+    r.done(limit=600)
+
+
+def test_integrity_check_can_fail() -> None:
+    scheduler = Scheduler(EngineConfig(num_blocks=8))
+    scheduler.check_integrity()
+    scheduler.pool.take(1)
+    with pytest.raises(AssertionError, match="held by others"):
+        scheduler.check_integrity()
