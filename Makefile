@@ -14,10 +14,10 @@ INSTALL_INPUTS := pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c 
 
 help:
 	@echo "make setup   virtual environment in $(VENV) with kvkeep and its development tools"
-	@echo "make demo    a server and two client processes that share blocks"
+	@echo "make demo    a server, two engine processes that share it, and its sudden end"
 	@echo "make test    check, then all tests"
 	@echo "make check   ruff and mypy --strict"
-	@echo "make bench   lookup, transfer and index benchmarks"
+	@echo "make bench   lookup, transfer, index and engine benchmarks"
 	@echo "make clean   remove build outputs and caches (the virtual environment stays)"
 
 setup: $(STAMP)
@@ -49,7 +49,7 @@ check: $(STAMP)
 	@$(BIN)/mypy
 
 bench: $(STAMP)
-	@for what in lookup transfer index; do \
+	@for what in lookup transfer index engine; do \
 		echo "bench: $$what"; $(BIN)/kvkeep bench $$what || exit 1; \
 	done
 

@@ -12,6 +12,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +22,10 @@ from fastapi.routing import APIRoute
 
 from kvkeep.cli.bench import BENCHES
 from kvkeep.cli.main import app as command_line
+from kvkeep.connector.params import EXTRA_CACHED_TOKENS
+from kvkeep.engine.config import EngineConfig
+from kvkeep.engine.offloading import CPU_BYTES, KNOWN_KEYS, KVTransferConfig
+from kvkeep.engine.request import RequestMetrics
 from kvkeep.server.counters import Counters
 from kvkeep.server.http import make_app
 from kvkeep.server.metrics import families
@@ -174,6 +179,19 @@ def test_every_command_and_option_is_documented() -> None:
             assert len(re.findall(r"^\| `", text, flags=re.MULTILINE)) == len(rows), f"{name}: a row too many"
     for bench in BENCHES:
         assert f"| `{bench}` | {BENCHES[bench]} |" in documented["kvkeep bench NAME"]
+
+
+def test_every_option_of_the_engine_is_documented() -> None:
+    rows = [row.split(" | ")[:2] for row in table_rows("engine.md")]
+    documented = {cells[0].split("`")[1]: cells[1].strip("`") for cells in rows}
+    options = [each for each in fields(EngineConfig) if each.name not in ("sync_loads", "kv_load_failure_policy")]
+    assert {each.name: str(each.default) for each in options}.items() <= documented.items()
+    metrics = {each.name for each in fields(RequestMetrics)} | {"ttft_ms"}
+    in_params = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished")} | {*EXTRA_CACHED_TOKENS}
+    in_config = {each.name for each in fields(KVTransferConfig)} | {*KNOWN_KEYS, CPU_BYTES}
+    user_facing = {"kv_offloading_size", "kv_offloading_backend", "kv_transfer_config"}
+    expected = {each.name for each in options} | metrics | in_params | in_config | user_facing
+    assert set(documented) == expected
 
 
 # -- links and samples in all documents

@@ -63,6 +63,7 @@ LIVE_WITHOUT_IMPORT: dict[str, str] = {}
 TESTED_ELSEWHERE: dict[str, str] = {
     "kvkeep.kv.native": "tests of checksum and copy run it in each instruction set",
     "kvkeep.store.plans": "plain data",
+    "kvkeep.engine.models.decoder": "tests of attention, gqa and mla run it against transformers' models",
 }
 TESTS_OF_THE_WHOLE = {
     "tests/test_tidy.py",

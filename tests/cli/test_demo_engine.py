@@ -48,6 +48,12 @@ def test_an_engine_that_was_killed_is_noticed() -> None:
         engine._process.kill()
 
 
+def test_an_engine_to_which_nobody_speaks_ends() -> None:
+    command = [sys.executable, "-m", "kvkeep.cli.demo_engine"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 def test_the_command_line_does_not_load_torch() -> None:
     program = "import sys, kvkeep.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -19,6 +19,7 @@ from kvkeep.engine.backends import NativeBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.llm import Prompt
+from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.scheduler import Step, StepOutput
 from kvkeep.errors import RequestError
@@ -193,11 +194,12 @@ def test_a_salted_load_works_over_the_network_too(server: ServerProcess) -> None
 
 def test_another_process_shares_by_salt_only(server: ServerProcess) -> None:
     number, tokens = seed(), prompt(22)
-    [cold] = run_process(server.address, {"seed": number, "prompts": [tokens], "salts": [SALT]})
+    with engine(server, OracleModel(number)) as llm:
+        [cold] = serve(llm, [counting(tokens, SALT)])
     job = {"seed": number, "prompts": [tokens, tokens, tokens], "salts": [SALT, "bob", None]}
     [warm, other, unsalted] = run_process(server.address, job)
-    assert (cold["extra"], warm["extra"], other["extra"], unsalted["extra"]) == (0, 20, 0, 0)
-    assert cold["tokens"] == warm["tokens"]
+    assert (extra(cold), warm["extra"], other["extra"], unsalted["extra"]) == (0, 20, 0, 0)
+    assert cold.token_ids == warm["tokens"]
     assert len({tuple(each["tokens"]) for each in (warm, other, unsalted)}) == 3, "bytes differ by salt"
 
 

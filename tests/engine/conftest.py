@@ -33,6 +33,7 @@ from kvkeep.kv.shape import BlockShape
 
 BLOCK_TOKENS = 4
 GARBAGE = 0x5AD0BAD05AD0BAD
+SLOTS_A_LEASE = 1_000
 PASSED = pytest.StashKey[bool]()
 
 
@@ -124,7 +125,8 @@ class ScriptedCache:
                 break
             blocks += 1
         described = max(0, blocks - skip)
-        slots = np.full(described, lease.number, dtype=np.int64)  # so that a load shows under which lease it reads
+        first = lease.number * SLOTS_A_LEASE + skip  # so that a load shows which blocks it reads, and under which lease
+        slots = np.arange(first, first + described, dtype=np.int64)
         return Answer(blocks, skip, 1, slots, np.zeros((described, self.num_shards), dtype=np.uint64))
 
     def release(self, request: Hashable) -> None:
@@ -137,7 +139,7 @@ class ScriptedCache:
         self.last_keys[request] = last_key
 
     def is_leased(self, load: LoadRequest) -> bool:
-        return {int(slot) for slot in load.slots} <= {lease.number for lease in self.leases.values()}
+        return {slot // SLOTS_A_LEASE for slot in load.slots.tolist()} <= {each.number for each in self.leases.values()}
 
     # -- the script
 
@@ -188,6 +190,8 @@ class ScriptedRank:
     def end_loads(self) -> None:
         for job, request in self.held_loads.items():
             assert self.cache.is_leased(request), "a load reads what is leased no longer"
+            places = [slot % SLOTS_A_LEASE for slot in request.slots.tolist()]
+            assert places == list(range(request.skip, request.skip + len(request.block_ids)))
             bad = []
             keys = keys_of(request.keys)[request.skip :]
             for at, (key, block) in enumerate(zip(keys, request.block_ids.tolist(), strict=True)):
@@ -371,8 +375,9 @@ class Rig:
         if connector is not None:
             trackers = [*connector._trackers.values(), *connector._owners.values()]
             assert all(min(each.jobs, each.loads, each.stored) >= 0 for each in trackers)
-        for rank in self.cache.ranks:
-            assert all(map(self.cache.is_leased, rank.held_loads.values())), "a lease ended before its load"
+        held = [load for rank in self.cache.ranks for load in rank.held_loads.values()]
+        leased = all(map(self.cache.is_leased, held))
+        assert leased, "a lease ended before its load"
 
     def check_prefix_cache(self) -> None:
         """Whoever asks for a block that is remembered gets the right bytes."""

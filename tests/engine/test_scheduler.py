@@ -394,6 +394,33 @@ def test_two_loaded_requests_fill_the_pool(rig: Rigs) -> None:
     r.run(limit=20)
 
 
+def test_a_loaded_request_that_waits_gives_way_to_one_that_runs(rig: Rigs) -> None:
+    r = rig(num_blocks=9, max_num_seqs=1)
+    r.seed(r.prompt(4))
+    r.cache.hold_loads = None
+    waiting = r.add(r.prompt(4), priority=1)
+    r.step()
+    running = r.add(r.prompt(3, tail=3, which="other"), max_tokens=8)
+    r.cache.let_go()
+    r.step(2)
+    assert waiting.status is Status.WAITING and len(waiting.block_ids) == 4
+    r.run()
+    assert running.metrics.preemptions == 0 and waiting.metrics.preemptions == 1
+
+
+def test_a_loaded_request_without_room_keeps_what_it_has_loaded(rig: Rigs) -> None:
+    r = rig(enable_chunked_prefill=False, max_num_batched_tokens=45)
+    r.seed(r.prompt(6))
+    request = r.add(r.prompt(6, tail=12))
+    r.step()
+    blocks = list(request.block_ids)
+    r.add(r.prompt(9, which="other"), priority=-1)
+    r.step()
+    assert request.status is Status.WAITING and request.block_ids == blocks and len(blocks) == 6
+    r.run()
+    assert request.metrics.preemptions == 0 and len(r.cache.loads) == 1
+
+
 def test_a_load_that_finds_no_room_waits_without_blocks(rig: Rigs) -> None:
     r = rig(num_blocks=9)
     r.seed(r.prompt(5))

@@ -276,6 +276,25 @@ def test_preemption_during_a_load_that_nobody_needs_any_more(rig: Rigs) -> None:
     assert request.finish_reason == other.finish_reason == "length"
 
 
+def test_preemption_during_load_and_the_local_prefix_is_lost(rig: Rigs) -> None:
+    """It would have to ask anew, from further back. Not before the load is over that reads under the first answer."""
+    r = rig()
+    r.add(r.prompt(3), max_tokens=1)
+    r.run()
+    r.seed(r.prompt(6))
+    r.cache.hold_loads = None
+    request = r.add(r.prompt(6))
+    r.step()
+    assert request.status is Status.LOADING and r.cache.loads[-1].skip == 3
+    r.scheduler.preempt(request)
+    r.pool.forget_all()
+    r.step(2)
+    assert request.status is Status.WAITING and [skip for _, _, skip in r.cache.lookups] == [0, 3]
+    r.cache.let_go()
+    r.run()
+    assert r.cache.loads[-1].skip == 0 and request.metrics.external_cached_tokens == 6 * BLOCK_TOKENS
+
+
 def test_preemption_right_after_a_load(rig: Rigs) -> None:
     r = rig()
     r.seed(r.prompt(6))

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -131,7 +131,10 @@ def _tell(talks: list[Talk], screen: Screen) -> dict[str, Any]:
     longest = talks[0].prompt_tokens + 3 * (MESSAGE_TOKENS + ANSWER_TOKENS) + LONG_ANSWER_TOKENS
     blocks = longest // BLOCK_TOKENS + 2  # of a conversation
     pool_mib = (len(talks) * blocks * BLOCK_TOKENS * _POOL_BYTES_A_TOKEN >> 20) + 32
-    with ServerProcess("--pool-size", f"{pool_mib}MiB") as server:
+    server = ServerProcess("--pool-size", f"{pool_mib}MiB")
+    with ExitStack() as ends:
+        ends.push(server)  # before it starts: whoever interrupts that must not leave it behind
+        server.start()
         screen.say(f"1. A server is running: {server.address}, pool {format_size(pool_mib << 20)}")
         _first_engine(talks, server.address, len(talks) * blocks + 1, screen)
         tenants = {each["tenant"]: each for each in ask(server.http, "/v1/tenants")["tenants"]}

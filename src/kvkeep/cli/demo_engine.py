@@ -144,10 +144,13 @@ class EngineProcess:
 
 
 def _main() -> None:
+    line = sys.stdin.readline()
+    if not line:  # whoever started us is gone
+        return
     # Here and not above: the command line must not load torch to show its help.
     from kvkeep.bench.engine import DESCRIPTION, compute_threads, demo_model, make_llm
 
-    first = json.loads(sys.stdin.readline())
+    first = json.loads(line)
     # One thread: the other core is for copies and server, and a busy machine does not make threads wait for each other.
     with (
         compute_threads(1),

@@ -35,6 +35,10 @@ def engine_fuzz(
     """Run random schedules under faults; the tokens must be those without a cache. Exit code 1 if they are not."""
     if model not in _MODELS:
         raise SettingsError(f"--model is {model!r}", f"allowed are {', '.join(_MODELS)}")
+    if jobs < 0:
+        raise SettingsError(f"--jobs is {jobs}", "write 0 for one process for each core")
+    if seed is not None and seed < 0:
+        raise SettingsError(f"--seed is {seed}", "seeds count from 0")
     span = range(seed, seed + 1) if seed is not None else _span(seeds)
     started = time.monotonic()
     totals: Counter[str] = Counter()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
+from typing import ClassVar
 
 log = logging.getLogger(__name__)
 
@@ -15,16 +18,26 @@ def trouble(address: str, why: str, refusal: str) -> tuple[str, str]:
 
 
 class Outage:
-    """One clear message an outage: what was tried, what it means, what to do."""
+    """One clear message an outage: what was tried, what it means, what to do. An engine has a connection for each rank
+    and one for its scheduler: what one of them has said about an address, the others of this process do not repeat."""
+
+    _said: ClassVar[dict[tuple[str, str], weakref.WeakSet[Outage]]] = {}  # who has met this trouble at this address
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, address: str) -> None:
         self._address = address
         self.told = False
 
     def begin(self, why: str, refusal: str) -> None:
-        if not self.told:
-            self.told = True
-            what, remedy = trouble(self._address, why, refusal)
+        if self.told:
+            return
+        self.told = True
+        what, remedy = trouble(self._address, why, refusal)
+        with self._lock:
+            others = self._said.setdefault((self._address, refusal), weakref.WeakSet())
+            first = not others
+            others.add(self)
+        if first:
             log.warning(
                 "kvkeep: %s. Serving without the cache; it will be used as soon as the server is there%s.",
                 what,
@@ -38,5 +51,14 @@ class Outage:
             log.exception("kvkeep: the session with %s failed inside the client", self._address)
 
     def end(self) -> None:
+        """The last of those who met trouble there says that it is over."""
         self.told = False
-        log.warning("kvkeep: connected to %s", self._address)
+        with self._lock:
+            met = [key for key, others in self._said.items() if key[0] == self._address and self in others]
+            for key in met:
+                self._said[key].discard(self)
+            over = all(not others for key, others in self._said.items() if key[0] == self._address)
+            for key in [key for key, others in self._said.items() if not others]:
+                del self._said[key]
+        if over:
+            log.warning("kvkeep: connected to %s", self._address)

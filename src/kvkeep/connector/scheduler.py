@@ -125,7 +125,7 @@ class SchedulerSide:
     def no_load(self, request_id: str) -> None:
         """The request begins without a load: what the server promised may go."""
         tracker = self._trackers.get(request_id)
-        if tracker is not None and tracker.asked is not None:
+        if tracker is not None and tracker.asked is not None and not tracker.loads:
             self._let_go(tracker)
 
     def prepare_store(self, request_id: str, block_ids: Sequence[int], computed_blocks: int) -> Job | None:
@@ -171,7 +171,7 @@ class SchedulerSide:
     def complete(self, reports: Sequence[Finished]) -> Completed:
         """Takes in what the workers report, one report each. A job that nobody knows is nobody's business."""
         completed = Completed()
-        for report in reports:
+        for rank, report in enumerate(reports):
             for number, block_ids in report.failed.items():
                 job = self._jobs.get(number)  # type: ignore[call-overload]
                 if job is not None:
@@ -181,8 +181,8 @@ class SchedulerSide:
             for number in (*report.loaded, *report.stored):
                 job = self._jobs.get(number)  # type: ignore[call-overload]
                 if job is not None:
-                    job.reports += 1
-                    if job.reports == self._world_size:
+                    job.reports.add(rank)
+                    if len(job.reports) == self._world_size:
                         self._end_job(job)
                         (completed.loads if job.is_load else completed.stores).append(job)
         return completed

@@ -32,7 +32,7 @@ class Job:
     first_block: int  # its place in the request
     block_ids: list[int]
     is_load: bool
-    reports: int = 0
+    reports: set[int] = field(default_factory=set)  # the ranks that have
     failed: set[int] = field(default_factory=set)  # ids of blocks that some rank could not load
 
     def good_blocks(self) -> int:

@@ -90,7 +90,7 @@ def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
     extra = config.kv_connector_extra_config
     if config.kv_connector == NATIVE:
         nbytes = extra.get(CPU_BYTES)
-        if type(nbytes) is not int:
+        if type(nbytes) is not int or nbytes < 1:
             problem = f"{CPU_BYTES} in kv_connector_extra_config must be a number of bytes, not {nbytes!r}"
             raise SettingsError(problem, "set it, or set kv_offloading_size instead")
         return NativeBackend(nbytes, client_options(extra))

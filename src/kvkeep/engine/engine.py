@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,15 +61,14 @@ class Engine:
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
         """Takes a request. RequestError, naming the field, for one that cannot be served; nothing has changed then."""
-        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        name = self._new_name() if request_id is None else request_id
         if name in self._requests:
             raise RequestError("duplicate", f"a request {name!r} is being served", field="request_id")
         if type(priority) is not int:
             raise RequestError("bad_request", f"priority must be an integer, not {priority!r}", field="priority")
-        identity = self.workers.shape.identity
-        chain = KeyChain(root_key(identity, salt), self.config.block_tokens)
-        self._check_tokens(tokens)
-        request = Request(name, list(tokens), sampling or SamplingParams(), chain, salt, priority, kv_transfer_params)
+        checked = self._check_tokens(tokens)
+        chain = KeyChain(root_key(self.workers.shape.identity, salt), self.config.block_tokens)
+        request = Request(name, checked, sampling or SamplingParams(), chain, salt, priority, kv_transfer_params)
         self.scheduler.add(request)
         self._requests[name] = request
         return request
@@ -82,7 +82,11 @@ class Engine:
     def step(self) -> list[Request]:
         """Runs one step. Returns the requests that have ended."""
         step = self.scheduler.schedule()
-        output = self.workers.run(step)
+        try:
+            output = self.workers.run(step)
+        except BaseException:  # guard: whatever it is (no memory, Ctrl-C), what the step was to compute is not there
+            self.scheduler.undo(step)
+            raise
         self.scheduler.update_from_output(step, output)
         self.waits = not step.segments
         finished = self.scheduler.take_finished()
@@ -118,12 +122,24 @@ class Engine:
         """Raises AssertionError if the engine contradicts itself. Between steps only."""
         self.scheduler.check_integrity()
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
+    def _new_name(self) -> str:
+        """One that no user has chosen."""
+        return next(name for number in self._numbers if (name := f"request-{number}") not in self._requests)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> list[int]:
         vocab_size = self.workers.model.vocab_size
-        if len(tokens) == 0:
+        try:
+            checked = [operator.index(token) for token in tokens]  # numpy's integers too
+            flawed = any(isinstance(token, bool) for token in tokens)
+        except TypeError:
+            flawed = True
+        if flawed:
+            hint = "generate takes a list of prompts, each a list of integers"
+            raise RequestError("bad_tokens", "a prompt is a list of token ids", field="prompt", hint=hint)
+        if not checked:
             raise RequestError("bad_tokens", "the prompt is empty", field="prompt", hint="send at least one token")
-        for token in tokens:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(
-                    "bad_tokens", f"{token!r} is no token of this model: 0 to {vocab_size - 1}", field="prompt"
-                )
+        if min(checked) < 0 or max(checked) >= vocab_size:
+            wrong = next(token for token in checked if not 0 <= token < vocab_size)
+            problem = f"{wrong} is no token of this model"
+            raise RequestError("bad_tokens", problem, field="prompt", hint=f"there are 0 to {vocab_size - 1}")
+        return checked

@@ -40,7 +40,7 @@ _DEFAULT_HOST, _DEFAULT_PORT = "localhost", 5555
 _HOST = "a host name, or an IPv4 or IPv6 address"
 _PREFIX = "kvkeep."
 _OPTIONS = {option.name: str(option.type) for option in dataclasses.fields(ClientOptions) if option.name != "address"}
-_KNOWN_KEYS = [_PREFIX + name for name in ("address", "host", "port", "load", *_OPTIONS)]
+KNOWN_KEYS = [_PREFIX + name for name in ("address", "host", "port", "load", *_OPTIONS)]
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def resolve(
 def client_options(extra: Mapping[str, Any]) -> ClientOptions:
     """What a connector's extra config says to the client. Keys of other software are left alone."""
     for key in extra:
-        if key.startswith(_PREFIX) and key not in _KNOWN_KEYS:
-            raise _unknown("kv_connector_extra_config", key, _KNOWN_KEYS)
+        if key.startswith(_PREFIX) and key not in KNOWN_KEYS:
+            raise _unknown("kv_connector_extra_config", key, KNOWN_KEYS)
     chosen = {name: _option(_PREFIX + name, extra[_PREFIX + name]) for name in _OPTIONS if _PREFIX + name in extra}
     address = _address(extra)
     return ClientOptions(**chosen) if address is None else ClientOptions(address=address, **chosen)

@@ -170,6 +170,7 @@ class Scheduler:
             return None
         self._leave_queue(request)
         request.status = Status.RUNNING
+        request.admitted = True
         self.running.append(request)
         return count
 
@@ -189,7 +190,7 @@ class Scheduler:
         request.num_computed_tokens = len(request.block_ids) * self.config.block_tokens
         if not request.admitted:
             request.metrics.local_cached_tokens = len(local) * self.config.block_tokens
-            request.admitted = True
+            request.admitted = extra > 0  # else not before it runs: there may be no room for it
         if self.connector is None:
             return True
         if not extra:
@@ -208,18 +209,27 @@ class Scheduler:
 
     def update_from_output(self, step: Step, output: StepOutput) -> None:
         """Takes in what the workers did: first what failed, then what was computed."""
-        failed: set[Request] = set()
+        void: set[Request] = set()
         if self.connector is not None:
             completed = self.connector.complete(output.reports)
-            failed = self._recover(step, completed.invalid_block_ids)
+            void = self._recover(step, completed.invalid_block_ids)
             for job in completed.loads:
                 self._end_load(job)
             for job in completed.stores:
                 self.pool.release(job.block_ids)
         for request, token in zip(step.requests, output.tokens, strict=True):
-            # Whoever was aborted or preempted meanwhile, or ran on bad blocks, has no use for this token.
-            if request.status is Status.RUNNING and request not in failed:
+            # Not if it was aborted or preempted meanwhile; and who shares a bad block must not store it either.
+            if request.status is Status.RUNNING and request not in void:
                 self._take_token(request, token)
+
+    def undo(self, step: Step) -> None:
+        """The step failed in the middle, nobody knows where. What it was to fill is not there, nor what it was to load:
+        its requests begin again, and nobody finds those blocks."""
+        for load in step.metadata.loads.values():
+            self.pool.forget(load.block_ids.tolist())
+        for segment, request in zip(step.segments, step.requests, strict=True):
+            self.pool.forget(segment.block_ids[segment.start // self.config.block_tokens :])
+            self.preempt(request)
 
     def _recover(self, step: Step, invalid_block_ids: set[int]) -> set[Request]:
         """Applies M5. Returns the requests whose outcome of this step is void."""
@@ -249,7 +259,7 @@ class Scheduler:
     def _set_back(self, affected: Affected) -> None:
         request = affected.request
         request.remembered_blocks = min(request.remembered_blocks, affected.first_bad)
-        if request.status is Status.WAITING and request.num_computed_tokens == 0:
+        if request.status is Status.WAITING:  # it had no room in this step; what is good of its load, it finds again
             self._drop_blocks(request)
 
     def _end_load(self, job: Job) -> None:

@@ -43,21 +43,25 @@ class Workers:
         self.shape = BlockShape(
             model.identity(strategies[0], config.block_tokens), tuple(shard_bytes[r] for r in sorted(shard_bytes))
         )
+        self._reports: list[Finished] = []
         self._caches: list[TransferSide] = []
         if backend is not None:
             self._caches = [backend.transfer_side(self.shape, rank.strategy) for rank in self.ranks]
             for cache, rank in zip(self._caches, self.ranks, strict=True):
                 cache.register_kv_caches(rank.kv)
+            self._reports = [Finished() for _ in self._caches]
 
     def run(self, step: Step) -> StepOutput:
         """Begins the step's jobs, computes its segments, and reports the jobs that have ended by now."""
         for cache in self._caches:
             begin(step.metadata, cache)
-        reports = [Finished() for _ in self._caches]
         if self._config.sync_loads:
-            self._wait_for_loads(step.metadata, reports)
-        tokens = self._compute(step, {block for report in reports for ids in report.failed.values() for block in ids})
-        self._poll(reports)
+            self._wait_for_loads(step.metadata)
+        bad = {block for report in self._reports for block_ids in report.failed.values() for block in block_ids}
+        tokens = self._compute(step, bad)
+        self._poll()
+        # Taken only now: a worker says it once, and the reports of a step that fails belong to the next one.
+        reports, self._reports = self._reports, [Finished() for _ in self._caches]
         return StepOutput(tokens, reports)
 
     def _compute(self, step: Step, bad_blocks: set[int]) -> list[int]:
@@ -80,14 +84,14 @@ class Workers:
         for cache in self._caches:
             cache.close()
 
-    def _wait_for_loads(self, metadata: StepMetadata, reports: list[Finished]) -> None:
+    def _wait_for_loads(self, metadata: StepMetadata) -> None:
         """Workers report every load, sooner or later: each has its deadlines."""
-        while any(not metadata.loads.keys() <= set(report.loaded) for report in reports):
-            self._poll(reports)
+        while any(not metadata.loads.keys() <= set(report.loaded) for report in self._reports):
+            self._poll()
             time.sleep(_SYNC_LOAD_POLL_S)
 
-    def _poll(self, reports: list[Finished]) -> None:
-        for cache, report in zip(self._caches, reports, strict=True):
+    def _poll(self) -> None:
+        for cache, report in zip(self._caches, self._reports, strict=True):
             finished = cache.poll()
             report.stored.update(finished.stored)
             report.loaded.extend(finished.loaded)

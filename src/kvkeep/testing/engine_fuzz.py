@@ -66,6 +66,8 @@ class Fuzz:
     def __init__(self, seed: int, model: str = "oracle") -> None:
         self.seed = seed
         self._random = random.Random(f"{model} {seed}")
+        # In some lives, users with one prompt come together and load it inside the step: what fails then is shared.
+        self._bursts = self._random.random() < 0.2
         self._config = self._draw_config()
         self._model_name = model
         self._reference = Engine(_model(model, self._config), _roomy(self._config))
@@ -85,7 +87,7 @@ class Fuzz:
         try:
             for _ in range(self._random.randint(3, 14)):
                 self._arrive()
-                for _ in range(self._random.choice((0, 1, 1, 3, 10, 40))):
+                for _ in range(self._random.choice((60, 60, 10) if self._bursts else (0, 1, 1, 3, 10, 40))):
                     self._step()
                     self._disturb()
             self._finish()
@@ -98,23 +100,25 @@ class Fuzz:
     def _draw_config(self) -> EngineConfig:
         chance = self._random
         block_tokens = chance.choice((2, 4, 8))
-        chunked = chance.random() < 0.75
-        budget = chance.choice((4, 16, 64)) if chunked else 400
+        chunked = self._bursts or chance.random() < 0.75
+        budget = chance.choice((8, 16) if self._bursts else (4, 16, 64)) if chunked else 400
         return EngineConfig(
             block_tokens=block_tokens,
             num_blocks=-(-200 // block_tokens) + chance.choice((2, 10, 100)),
             max_num_batched_tokens=budget,
-            max_num_seqs=chance.choice((1, 4, 8, 8)),
+            max_num_seqs=8 if self._bursts else chance.choice((1, 4, 8)),
             enable_chunked_prefill=chunked,
-            enable_prefix_caching=chance.random() < 0.7,
+            enable_prefix_caching=self._bursts or chance.random() < 0.7,
             tensor_parallel_size=chance.choice((1, 1, 2, 4)),
             pipeline_parallel_size=chance.choice((1, 1, 2)),
-            sync_loads=chance.random() < 0.4,
+            sync_loads=self._bursts or chance.random() < 0.3,
             kv_load_failure_policy="fail" if chance.random() < 0.2 else "recompute",
         )
 
     def _draw_faults(self) -> CacheFaults:
         chance = self._random
+        if self._bursts:
+            return CacheFaults(load_failure=0.6)
         if chance.random() < 0.2:
             return CacheFaults()
 
@@ -136,16 +140,20 @@ class Fuzz:
         """A new conversation, another branch of one, or its next turn; sometimes several at once that begin alike."""
         chance = self._random
         salt, beginning = self._beginning()
-        alike = chance.random() < 0.5
-        for _ in range(chance.choice((1, 1, 2, 4))):
+        engine = chance.choice(self._engines)
+        alike = self._bursts or chance.random() < 0.3
+        if self._bursts:  # then only the external cache has it
+            engine.scheduler.pool.forget_all()
+        for _ in range(chance.choice((1, 2, 4))):
             if not alike:
                 salt, beginning = self._beginning()
-            tokens = beginning + [chance.randrange(_VOCABULARY) for _ in range(chance.choice((1, 5, 20, 40)))]
+                engine = chance.choice(self._engines)
+            tail = chance.choice((1, 2, 20) if self._bursts else (1, 3, 9, 30))
+            tokens = beginning + [chance.randrange(_VOCABULARY) for _ in range(tail)]
             sampling = SamplingParams(
                 max_tokens=chance.choice((1, 4, 18)), temperature=chance.choice((0.0, 0.8)), seed=chance.randrange(1000)
             )
             reference = self._answer_without_cache(tokens, salt, sampling)
-            engine = chance.choice(self._engines)
             request = engine.add(tokens, sampling, salt=salt or None, priority=chance.choice((0, 0, 1)))
             turn = _Turn(request, reference)
             self._turns.append(turn)
@@ -155,8 +163,9 @@ class Fuzz:
     def _beginning(self) -> tuple[str, list[int]]:
         """A salt, and what somebody with it has said and heard, or a part of it."""
         chance = self._random
-        salt = chance.choice(("", "", "alice", "bob"))
-        tokens = list(chance.choice(self._histories.setdefault(salt, [[]])[-6:]))
+        salt = chance.choice(("",) if self._bursts else ("", "", "alice", "bob"))
+        latest = 2 if self._bursts else 6
+        tokens = list(chance.choice(self._histories.setdefault(salt, [[]])[-latest:]))
         return salt, tokens[: chance.choice((len(tokens), len(tokens), chance.randint(0, len(tokens))))][:140]
 
     def _answer_without_cache(self, tokens: list[int], salt: str, sampling: SamplingParams) -> list[int]:

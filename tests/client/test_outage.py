@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+
+from kvkeep.client.outage import Outage
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def test_several_connections_of_a_process_say_it_once(said: pytest.LogCaptureFixture) -> None:
+    outages = [Outage("tcp://a:1") for _ in range(5)]
+    for outage in outages:
+        outage.begin("nobody listens there", "")
+        outage.begin("nobody listens there", "")
+    assert len(said.messages) == 1 and "tcp://a:1" in said.messages[0] and "kvkeep serve" in said.messages[0]
+    for outage in outages:
+        outage.end()
+    assert said.messages[1:] == ["kvkeep: connected to tcp://a:1"]
+
+
+def test_another_address_and_another_refusal_are_other_troubles(said: pytest.LogCaptureFixture) -> None:
+    outages = [Outage("tcp://a:1"), Outage("tcp://b:1"), Outage("tcp://a:1")]
+    for outage, refusal in zip(outages, ("", "", "too many sessions"), strict=True):
+        outage.begin("it does not answer", refusal)
+    assert len(said.messages) == 3
+
+
+def test_the_next_outage_is_told_again(said: pytest.LogCaptureFixture) -> None:
+    outage = Outage("tcp://a:1")
+    for _ in range(2):
+        outage.begin("it does not answer", "")
+        outage.end()
+    assert len(said.messages) == 4
+
+
+def test_who_is_gone_keeps_nobody_from_speaking(said: pytest.LogCaptureFixture) -> None:
+    gone = Outage("tcp://a:1")
+    gone.begin("it does not answer", "")
+    del gone
+    gc.collect()
+    Outage("tcp://a:1").begin("it does not answer", "")
+    assert len(said.messages) == 2
