@@ -89,5 +89,5 @@ def test_what_is_left_behind_is_noticed() -> None:
     engine.scheduler.pool.forget_all()
     engine.add(PROMPT)  # its lookup holds a lease, and nobody will use it
     cache.pass_time(50)
-    with pytest.raises(AssertionError, match="leases are left"):
+    with pytest.raises(AssertionError, match="the server still holds"):
         cache.check_nothing_held()

