@@ -132,6 +132,17 @@ def test_an_aborted_request_is_reported_with_the_next_step() -> None:
     assert request.metrics.finished_s is not None
 
 
+def test_the_name_of_an_aborted_request_is_free_at_once() -> None:
+    engine = Engine(OracleModel(), config())
+    first = engine.add(TOKENS, request_id="mine")
+    engine.abort("mine")
+    second = engine.add(TOKENS, SamplingParams(max_tokens=4), request_id="mine")
+    assert first in engine.step() and engine.busy
+    finish(engine)
+    assert (first.finish_reason, second.finish_reason) == ("abort", "length")
+    assert second.output_tokens == expected(TOKENS, 4)
+
+
 def test_flush_without_a_cache_has_nothing_to_do() -> None:
     assert Engine(OracleModel(), config()).flush(timeout_s=0)
 
@@ -146,7 +157,7 @@ def test_flush_says_when_it_takes_too_long() -> None:
     cache = engine.workers._caches[0]
     poll, cache.poll = cache.poll, Finished  # type: ignore[method-assign]
     assert not engine.flush(timeout_s=0.1) and not connector.idle
-    assert 0.1 <= time.monotonic() - begun < 2
+    assert time.monotonic() - begun >= 0.1
     cache.poll = poll  # type: ignore[method-assign]
     assert engine.flush() and connector.idle
     engine.close()

@@ -62,7 +62,7 @@ class Engine:
     ) -> Request:
         """Takes a request. RequestError, naming the field, for one that cannot be served; nothing has changed then."""
         name = self._new_name() if request_id is None else request_id
-        if name in self._requests:
+        if name in self._requests and not self._requests[name].finish_reason:
             raise RequestError("duplicate", f"a request {name!r} is being served", field="request_id")
         if type(priority) is not int:
             raise RequestError("bad_request", f"priority must be an integer, not {priority!r}", field="priority")
@@ -91,7 +91,8 @@ class Engine:
         self.waits = not step.segments
         finished = self.scheduler.take_finished()
         for request in finished:
-            del self._requests[request.id]
+            if self._requests.get(request.id) is request:  # its id may be somebody else's after an abort
+                del self._requests[request.id]
         return finished
 
     def pause(self) -> None:
