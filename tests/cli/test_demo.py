@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -11,17 +12,32 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvkeep.cli.demo import ANSWER_TOKENS, BLOCK_TOKENS, MESSAGE_TOKENS, Kill, Screen, bar, broken_promises, same_tokens
+from kvkeep.cli import demo
+from kvkeep.cli.demo import (
+    ANSWER_TOKENS,
+    BLOCK_TOKENS,
+    MESSAGE_TOKENS,
+    USERS,
+    Kill,
+    Screen,
+    _killed,
+    _show,
+    bar,
+    broken_promises,
+    same_tokens,
+)
 from kvkeep.cli.demo_engine import Answer, Progress
+from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess
 
 # Small: what is shown holds for any size, and how fast is not a test's business.
-DEMO = [sys.executable, "-m", "kvkeep.cli.main", "demo", "--users", "2", "--prompt-tokens", "256"]
+DEMO = [sys.executable, "-m", "kvkeep.cli.main", "demo", "--users", "2", "--prompt-tokens", "128"]
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
@@ -30,15 +46,15 @@ def start(*flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*DEMO, *flags], stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
-def left_behind(demo: subprocess.Popen[str]) -> list[str]:
+def left_behind(run: subprocess.Popen[str]) -> list[str]:
     """Processes of the demo's session, and pools of its servers."""
-    left = [str(path) for path in Path("/dev/shm").glob(f"kvkeep-p{demo.pid}-*")]
+    left = [str(path) for path in Path("/dev/shm").glob(f"kvkeep-p{run.pid}-*")]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             after_name = (process / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended meanwhile
             continue
-        if int(after_name[3]) == demo.pid:
+        if int(after_name[3]) == run.pid:
             left.append(process.name)
     return left
 
@@ -50,29 +66,20 @@ class Run:
     stderr: str
 
 
-def run(*flags: str) -> Iterator[Run]:
-    with start(*flags) as demo:
-        yield Run(demo, *demo.communicate(timeout=300))
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Run]:
+    with start("--json") as running:
+        yield Run(running, *running.communicate(timeout=300))
 
 
 @pytest.fixture(scope="module")
-def as_json() -> Iterator[Run]:
-    yield from run("--json")
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Run]:
-    yield from run()
-
-
-@pytest.fixture(scope="module")
-def outcome(as_json: Run) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads(as_json.stdout)
+def outcome(whole: Run) -> dict[str, Any]:
+    assert whole.demo.returncode == 0, whole.stderr
+    said: dict[str, Any] = json.loads(whole.stdout)
     return said
 
 
-def test_all_promises_are_kept(as_json: Run, outcome: dict[str, Any]) -> None:
-    assert as_json.demo.returncode == 0, as_json.stderr
+def test_all_promises_are_kept(outcome: dict[str, Any]) -> None:
     for promise in ("same_tokens", "server_killed", "same_tokens_after_kill"):
         assert outcome[promise] is True, promise
     assert outcome["unfinished_at_kill"] >= 1
@@ -85,7 +92,7 @@ def test_tokens_come_from_what_the_first_engine_stored(outcome: dict[str, Any]) 
     assert [user["user"] for user in outcome["users"]] == ["alice", "bob"]
     for user in outcome["users"]:
         stored = user["prompt_tokens"] - MESSAGE_TOKENS - 1
-        assert stored > 200 + 2 * ANSWER_TOKENS
+        assert stored > 100 + 2 * ANSWER_TOKENS
         assert user["external_cached_tokens"] == stored // BLOCK_TOKENS * BLOCK_TOKENS
     assert outcome["external_cached_tokens"] == sum(user["external_cached_tokens"] for user in outcome["users"])
 
@@ -97,41 +104,72 @@ def test_usage_of_each_tenant_is_what_it_stored(outcome: dict[str, Any]) -> None
         assert user["usage_bytes"] > 0
 
 
-def test_the_story_is_told_in_five_steps(plain: Run) -> None:
-    assert plain.demo.returncode == 0, plain.stderr
-    steps = [line[:2] for line in plain.stdout.splitlines() if line[:1].isdigit()]
-    assert steps == ["1.", "2.", "3.", "4.", "5."]
-    for words in ("turn 4, after the kill: the same tokens", "TTFT cold", "TTFT warm", "█", "alice", "t-", "MiB"):
-        assert words in plain.stdout
-    assert all(len(line) <= 80 for line in plain.stdout.splitlines()[:-1]), "the last line names the model"
+def test_the_story_is_told_in_five_steps(whole: Run, outcome: dict[str, Any]) -> None:
+    story = whole.stderr.splitlines()
+    assert story[0] == "Two users talk to a model. Engines come and go, the cache stays. About a minute."
+    assert [line[:2] for line in story if line[:1].isdigit()] == ["1.", "2.", "3.", "4.", "5."]
+    left = outcome["unfinished_at_kill"]
+    assert f"4. Server killed (SIGKILL) with {left} of 2 requests under way; all 2 were answered" in story
+    assert story[-1] == "   turns 1 to 3: the same tokens; turn 4, after the kill: the same tokens"
+    assert all(len(line) <= 80 for line in story)
 
 
-def test_progress_goes_to_stderr_without_a_bar(plain: Run) -> None:
+def test_progress_goes_to_stderr_without_a_bar(whole: Run) -> None:
     for engine in ("first engine", "second engine", "no cache at all"):
-        assert f"{engine}: starting" in plain.stderr and engine not in plain.stdout
-    assert "\x1b" not in plain.stderr + plain.stdout and "Traceback" not in plain.stderr
+        assert f"   {engine}: starting\n" in whole.stderr
+    assert "\x1b" not in whole.stderr + whole.stdout and "Traceback" not in whole.stderr
 
 
-def test_nothing_is_left(as_json: Run, plain: Run) -> None:
-    assert left_behind(as_json.demo) == [] and left_behind(plain.demo) == []
+def test_nothing_is_left(whole: Run) -> None:
+    assert left_behind(whole.demo) == []
+
+
+def test_the_outcome_is_shown(outcome: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    _show(outcome | {"seconds": 12.3})
+    shown = capsys.readouterr().out
+    for words in ("time to first token (TTFT)", "TTFT cold", "TTFT warm", "█", "alice", tenant_of("bob"), "took 12 s"):
+        assert words in shown
+    assert "Each user has a secret, the salt" in shown and outcome["model"] in shown
+    assert all(len(line) <= 80 for line in shown.splitlines()[:-1]), "the last line names the model"
+
+
+def test_what_is_shown_of_many_and_long_prompts_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    user = {"tenant": tenant_of("heidi"), "blocks": 9999, "usage_bytes": 1234 << 20, "prompt_tokens": 8192}
+    times = {"external_cached_tokens": 8176, "cold_ttft_ms": 99999.0, "warm_ttft_ms": 99.0}
+    users = [user | times | {"user": name} for name in USERS]
+    _show({"users": users, **times, "speedup": 1010.1, "seconds": 600.0, "model": "a model"})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and sum(line.startswith("heidi") for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("done", "unfinished", "complete", "said"),
+    [
+        (True, 4, 4, "Server killed (SIGKILL) with 4 of 4 requests under way; all 4 were answered"),
+        (True, 2, 3, "Server killed (SIGKILL) with 2 of 4 requests under way; ONLY 3 of 4 were answered"),
+        (False, 0, 4, "Server NOT killed; all 4 were answered"),
+    ],
+)
+def test_what_is_said_of_the_kill_is_what_happened(done: bool, unfinished: int, complete: int, said: str) -> None:
+    assert _killed(done, unfinished, complete, users=4) == said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(number: signal.Signals) -> None:
-    with start() as demo:
-        assert demo.stderr is not None
-        for line in demo.stderr:
+    with start() as run:
+        assert run.stderr is not None
+        for line in run.stderr:
             if line == "   first engine: starting\n":
                 break
         # Ctrl-C goes to all processes of a terminal; SIGTERM usually to the one that was asked for.
-        os.killpg(demo.pid, number) if number == signal.SIGINT else demo.send_signal(number)
-        demo.communicate(timeout=60)
-        assert demo.returncode not in (0, None)
+        os.killpg(run.pid, number) if number == signal.SIGINT else run.send_signal(number)
+        _, said = run.communicate(timeout=60)
+        assert (run.returncode, said) == (128 + number, "stopped\n")
         # An engine that was being started in that moment sees that nobody speaks to it, and ends by itself.
         deadline = time.monotonic() + 30
-        while left_behind(demo) and time.monotonic() < deadline:
+        while left_behind(run) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert left_behind(demo) == []
+        assert left_behind(run) == []
 
 
 # -- what is not as promised is found
@@ -178,8 +216,6 @@ def test_a_broken_promise_is_named(planted: dict[str, Any]) -> None:
 
 
 def test_a_broken_promise_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvkeep.cli import demo
-
     user = {"external_cached_tokens": 16}
     planted = {"same_tokens": False, "server_killed": True, "same_tokens_after_kill": True}
     monkeypatch.setattr(demo, "_tell", lambda *_: planted | {"users": [user], "prompt_tokens": 64, "speedup": 1.0})
@@ -195,9 +231,9 @@ def test_a_broken_promise_ends_the_command(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_kill_counts_only_what_was_unfinished() -> None:
     with ServerProcess("--pool-size", "16MiB") as server:
         kill = Kill(server)
-        kill(Progress(answers=0.0, running=0))
+        kill(Progress(answers=0.0, complete=0, running=0))
         assert not kill.done and kill.unfinished([ANSWER]) == 0
-        kill(Progress(answers=0.5, running=1))
+        kill(Progress(answers=0.5, complete=0, running=1))
         assert kill.done and server.process is not None and server.process.returncode == -signal.SIGKILL
     early = dataclasses.replace(ANSWER, arrived_s=kill.died_s - 2, finished_s=kill.died_s - 1)
     midst = dataclasses.replace(early, finished_s=kill.died_s + 1)
@@ -211,7 +247,7 @@ def test_a_server_that_died_before_was_not_killed() -> None:
         server.send(signal.SIGTERM)
         server.process.wait()
         kill = Kill(server)
-        kill(Progress(answers=0.5, running=1))
+        kill(Progress(answers=0.5, complete=0, running=1))
         assert not kill.done and kill.unfinished([ANSWER]) == 0
 
 
@@ -225,9 +261,36 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     screen = Screen(json=False)
     with screen.progress("an engine", 4) as show:
-        show(2)
+        show(2.5, 1)
         screen.say("1. Something is told meanwhile")
-        show(4)
+        show(4, 4)
     said = capsys.readouterr()
     assert said.out == "1. Something is told meanwhile\n"
     assert "an engine" in said.err and "━" in said.err
+    assert " 1 of 4 answers" in said.err and " 4 of 4 answers" in said.err
+
+
+def test_no_terminal_gets_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with Screen(json=False).progress("an engine", 40) as show:
+        for second in range(24):
+            now_s = 100.0 + second
+            show(second + 0.5, second)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "   an engine: starting",
+        "   an engine: 6%, 2 of 40 answers",
+        "   an engine: 31%, 12 of 40 answers",
+        "   an engine: 56%, 22 of 40 answers",
+    ]
+
+
+def test_without_torch_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError) as refusal:
+        demo.demo()
+    assert refusal.value.hint == "install kvkeep[engine]"

@@ -2,50 +2,111 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
+from kvkeep.cli import demo_engine
 from kvkeep.cli.demo_engine import EngineProcess, Progress, Question
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import KVKeepError, RequestError, SettingsError
+
+QUESTION = Question("a", [1, 2, 3], 4)
 
 
-def test_questions_are_answered_with_progress_on_the_way() -> None:
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineProcess]:
+    with EngineProcess(None, num_blocks=32) as running:
+        yield running
+
+
+def test_an_engine_says_what_it_computes(engine: EngineProcess) -> None:
+    assert "8 layers" in engine.model
+
+
+def test_questions_are_answered_with_progress_on_the_way(engine: EngineProcess) -> None:
     seen: list[Progress] = []
-    with EngineProcess(None, num_blocks=32) as engine:
-        assert "layers" in engine.model
-        first, second = engine.serve([Question("a", [1, 2, 3], 4), Question("b", [4], 6)], seen.append)
-        [again] = engine.serve([Question("a", [1, 2, 3], 4)])
+    first, second = engine.serve([QUESTION, Question("b", [4], 6)], seen.append)
+    [again] = engine.serve([QUESTION])
     assert (len(first.tokens), len(second.tokens)) == (4, 6)
     assert again.tokens == first.tokens and again.finish_reason == "length"
     assert first.arrived_s < first.finished_s and first.ttft_ms > 0 and first.external_cached_tokens == 0
     assert [each.answers for each in seen] == sorted(each.answers for each in seen)
-    assert seen[0].running == 2 and seen[-1].answers == 2
+    assert seen[0].running == 2 and seen[-1].answers == seen[-1].complete == 2
+    assert {each.complete for each in seen} == {0, 1, 2} and all(each.complete <= each.answers for each in seen)
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
-    with pytest.raises(KVKeepError, match="num_blocks must be an integer of at least 1"), EngineProcess(None, 0):
+# -- what goes wrong inside the process: here without one
+
+
+def speak(monkeypatch: pytest.MonkeyPatch, num_blocks: int, question: Question) -> None:
+    said = [{"address": None, "num_blocks": num_blocks}, {"questions": [dataclasses.asdict(question)]}]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in said)))
+    demo_engine._main()
+
+
+def test_an_engine_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="num_blocks must be an integer of at least 1"):
+        speak(monkeypatch, 0, QUESTION)
+
+
+def test_a_question_that_cannot_be_answered_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="raise num_blocks"):
+        speak(monkeypatch, 8, Question("a", [1] * 1000, 1))
+
+
+# -- what the parent makes of a process that ends: one without a model
+
+READY = 'import sys; sys.stdin.readline(); print(\'{"model": "none"}\', flush=True); sys.stdin.readline(); '
+
+
+def child(program: str) -> EngineProcess:
+    return EngineProcess(None, 8, ("-c", program))
+
+
+def test_what_a_process_said_before_it_was_ready_is_told() -> None:
+    with (
+        pytest.raises(KVKeepError, match=r"(?s)exit code 1\. It said:\nno memory$"),
+        child("raise SystemExit('no memory')"),
+    ):
         raise AssertionError("it is not there")
 
 
-def ask(engine: EngineProcess, tokens: int, *, kill: bool = False) -> None:
-    with engine:
-        if kill:
-            engine._process.kill()
-        engine.serve([Question("a", [1] * tokens, 1)])
+def test_what_a_process_said_instead_of_an_answer_is_told() -> None:
+    program = READY + "raise ValueError('too long')"
+    with pytest.raises(KVKeepError, match=r"(?s)exit code 1.*ValueError: too long"), child(program) as engine:
+        engine.serve([QUESTION])
 
 
-def test_an_engine_that_fails_says_why() -> None:
-    with pytest.raises(KVKeepError, match=r"(?s)exit code 1.*RequestError.*raise num_blocks"):
-        ask(EngineProcess(None, num_blocks=8), tokens=1000)
+def test_a_process_that_ends_badly_is_noticed_at_the_end() -> None:
+    with (
+        pytest.raises(KVKeepError, match=r"exit code 3\. It said:\n\(nothing\)"),
+        child(READY + "sys.exit(3)") as engine,
+    ):
+        assert engine.model == "none"
 
 
-def test_an_engine_that_was_killed_is_noticed() -> None:
-    with pytest.raises(KVKeepError, match="exit code -9"):
-        ask(EngineProcess(None, num_blocks=8), tokens=1, kill=True)
-    with pytest.raises(KVKeepError, match="exit code -9"), EngineProcess(None, num_blocks=8) as engine:
+def kill_and_ask(process: EngineProcess) -> None:
+    with process as engine:
         engine._process.kill()
+        engine.serve([QUESTION])
+
+
+def test_a_process_that_was_killed_is_noticed() -> None:
+    with pytest.raises(KVKeepError, match="exit code -9"):
+        kill_and_ask(child(READY))
+    with pytest.raises(KVKeepError, match="exit code -9"), child(READY) as engine:
+        engine._process.kill()
+
+
+def test_whoever_fails_beside_a_process_ends_it() -> None:
+    with pytest.raises(ZeroDivisionError), child(READY + "import time; time.sleep(600)") as engine:
+        raise ZeroDivisionError
+    assert engine._process.returncode == -9
 
 
 def test_an_engine_to_which_nobody_speaks_ends() -> None:

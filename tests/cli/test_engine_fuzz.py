@@ -1,30 +1,44 @@
+"""Most of it runs in this process: a process of its own would import torch, which takes longer than the runs."""
+
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from kvkeep.cli import engine_fuzz
-
-FUZZ = [sys.executable, "-m", "kvkeep.cli.main", "engine-fuzz"]
-
-
-def fuzz(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*FUZZ, *flags], capture_output=True, text=True, timeout=300)
+from kvkeep.cli.main import main
 
 
-def test_one_seed_as_json_is_the_same_each_time() -> None:
-    runs = [json.loads(fuzz("--seed", "7", "--json").stdout) for _ in range(2)]
-    for run in runs:
-        del run["seconds"]
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """The command sets up its own process, which is ours here."""
+    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
+    yield
+    torch.set_num_threads(threads)
+    logging.disable(disabled)
+
+
+def test_one_seed_as_json_is_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = []
+    for _ in range(2):
+        engine_fuzz.engine_fuzz(seed=7, json=True)
+        runs.append(json.loads(capsys.readouterr().out))
+        del runs[-1]["seconds"]
     assert runs[0] == runs[1]
     assert runs[0]["runs"] == 1 and runs[0]["requests"] > 0 and runs[0]["violation_count"] == 0
 
 
 def test_several_seeds_in_several_processes() -> None:
-    done = fuzz("--seeds", "3:9", "--jobs", "2")
+    flags = ["--seeds", "3:9", "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvkeep.cli.main", "engine-fuzz", *flags], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("6 runs (oracle, seeds 3:9)") and "every answer is right" in done.stdout
 
@@ -39,9 +53,14 @@ def test_several_seeds_in_several_processes() -> None:
         (["--seed", "-1"], "--seed is -1"),
     ],
 )
-def test_bad_options_are_refused(flags: list[str], problem: str) -> None:
-    done = fuzz(*flags)
-    assert done.returncode == 2 and problem in done.stderr and "hint:" in done.stderr
+def test_bad_options_are_refused(
+    flags: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvkeep", "engine-fuzz", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and problem in said and "hint:" in said
 
 
 def test_a_violation_is_told_with_the_way_to_replay_it(

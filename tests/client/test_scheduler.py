@@ -163,18 +163,23 @@ def test_a_fault_is_an_empty_answer_that_says_why(sim: Any, fault: str, passing:
     assert scheduler.lookup("r", None, keys(3)) is answer, "and it is not asked again in every step"
 
 
-def test_an_answer_names_the_epoch_that_gave_it_even_if_it_is_read_later(simulation: Make) -> None:
+@pytest.mark.parametrize("read_before", [False, True])
+def test_an_answer_of_a_server_that_is_gone_is_asked_anew(simulation: Make, read_before: bool) -> None:
     sim = simulation(shared_memory=True)
     store(sim, 3)
     scheduler = adapter(sim)
     scheduler.lookup("r", None, keys(3))
     sim.run(20)
+    if read_before:
+        answer = scheduler.lookup("r", None, keys(3))
+        assert answer is not None and (answer.blocks, answer.epoch) == (3, 1)
     sim.replace_server(epoch=2)
     sim.run(2_000)
     assert scheduler.connection.epoch == 2
+    assert scheduler.lookup("r", None, keys(3)) is None, "on its way"
+    sim.run(20)
     answer = scheduler.lookup("r", None, keys(3))
-    assert answer is not None
-    assert (answer.blocks, answer.epoch) == (3, 1)
+    assert answer is not None and (answer.blocks, answer.epoch) == (0, 2)
 
 
 def test_only_keys_and_the_tenants_digest_leave_the_engine(sim: Any) -> None:

@@ -133,7 +133,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 
 def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
     save_file({**tensors_of(), "model.layers.0.mlp.gate.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    refused(tmp_path, "mlp.gate.weight is not a tensor of this kind of model")
+    refused(tmp_path, "mlp.gate.weight is not a tensor of a model with 2 layers")
     save_file(tensors_of(), tmp_path / "model.safetensors")
     refused(tmp_path, "layers.1.* is not a tensor", replace(SETTINGS, num_layers=1))
 

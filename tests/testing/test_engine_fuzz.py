@@ -55,7 +55,7 @@ def replace(target: object, name: str, value: Any) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(target, name, value)
 
 
-def without_hold(self: Scheduler, request: Request) -> None:
+def without_hold(self: Scheduler, request: Request, *, at_once: bool) -> None:
     """Stores without keeping the source blocks alive."""
     full = request.num_computed_tokens // self.config.block_tokens
     job = self.connector.prepare_store(request.id, request.block_ids, full) if self.connector else None

@@ -9,6 +9,9 @@ a thread beside the computation; what they can take from it is the interpreter's
 With reuse a follow-up (the first prompt again and a few tokens more) is asked of both. Neither engine has a prefix
 cache of its own here, so whatever is not computed came from the server. The floor of warm TTFT is one copy of the
 prompt's KV into the engine, and computing the last tokens: those after the last full block.
+
+With many requests at once, of short prompts and longer answers, blocks become full one by one, in different steps, and
+are stored one by one: `many_requests_ratio` is the time with a cache to that without. Here, too, none is found.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,18 +46,29 @@ MODEL = ModelSettings(
     head_dim=32,
 )
 BLOCK_TOKENS = 16
-KV_TOKEN_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 8
-DESCRIPTION = (
-    f"random weights, {MODEL.num_layers} layers, hidden size {MODEL.hidden_size}, "
-    f"{KV_TOKEN_BYTES // 1024} KiB of KV a token, float64"
-)
 _ANSWER_TOKENS = 32
 _FOLLOW_UP_TOKENS = 24
 _WARM_UP = 1  # a round in which code is run for the first time
 _ROUNDS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
+_MANY, _MANY_PROMPT_TOKENS, _MANY_ANSWER_TOKENS = 32, 16, 48
+_MANY_BLOCKS = _MANY * ((_MANY_PROMPT_TOKENS + _MANY_ANSWER_TOKENS) // BLOCK_TOKENS + 1)
+
+TARGETS = {"overhead_ratio": 1.03, "speedup": 3.0}  # at most and at least; of the default options
 
 
-def demo_model() -> Model:
+def kv_token_bytes(settings: ModelSettings = MODEL) -> int:
+    return 2 * settings.num_layers * settings.num_kv_heads * settings.head_dim * 8
+
+
+def describe(settings: ModelSettings = MODEL) -> str:
+    """The model in a line."""
+    return (
+        f"random weights, {settings.num_layers} layers, hidden size {settings.hidden_size}, "
+        f"{kv_token_bytes(settings) / 1024:g} KiB of KV a token, float64"
+    )
+
+
+def demo_model(settings: ModelSettings = MODEL) -> Model:
     """The model that demo and benchmark compute, with weights from a seed.
 
     In float64: how many tokens share a batch changes the order of sums, and so their last bits. In float32 that turns
@@ -62,7 +76,7 @@ def demo_model() -> Model:
     """
     import torch
 
-    return GQAModel(MODEL, random_weights(MODEL, seed=0, dtype=torch.float64), "demo")
+    return GQAModel(settings, random_weights(settings, seed=0, dtype=torch.float64), "demo")
 
 
 def make_llm(model: Model, address: str | None, num_blocks: int, *, prefix_caching: bool) -> LLM:
@@ -92,20 +106,30 @@ def compute_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(rounds: int = 9, prompts: int = 2, prompt_tokens: int = 1536, threads: int = 1) -> dict[str, Any]:
-    """Starts a server and serves fresh prompts, with it and without; then one of them with a few tokens more."""
+def run(
+    rounds: int = 9,
+    prompts: int = 2,
+    prompt_tokens: int = 1536,
+    threads: int = 1,
+    layers: int = MODEL.num_layers,
+) -> dict[str, Any]:
+    """Starts a server and serves fresh prompts, with it and without; then one of them with a few tokens more; then many
+    short ones."""
+    settings = replace(MODEL, num_layers=layers)
     longest = prompt_tokens + _FOLLOW_UP_TOKENS + _ANSWER_TOKENS
     num_blocks = prompts * (longest // BLOCK_TOKENS + 2) + 1
-    pool_mib = _ROUNDS_IN_POOL * (num_blocks * BLOCK_TOKENS * KV_TOKEN_BYTES >> 20) + 64
+    block_bytes = BLOCK_TOKENS * kv_token_bytes(settings)
+    pool_mib = _ROUNDS_IN_POOL * ((num_blocks + _MANY_BLOCKS) * block_bytes >> 20) + 64
     samples: dict[str, list[float]] = {}
     same_tokens = True
     with (
         compute_threads(threads),
         ServerProcess("--pool-size", f"{pool_mib}MiB", "--slab-size", "8MiB") as server,
     ):
-        bench = _Bench(demo_model(), server.address, num_blocks)
+        bench = _Bench(demo_model(settings), server.address, max(num_blocks, _MANY_BLOCKS + 1))
         for turn in range(_WARM_UP + rounds):
             sample, same = bench.round(turn, prompts, prompt_tokens)
+            sample["copy_floor_ms"] = _copy_ms(prompts * (prompt_tokens + _ANSWER_TOKENS) * kv_token_bytes(settings))
             same_tokens &= same
             for name, value in sample.items() if turn >= _WARM_UP else ():
                 samples.setdefault(name, []).append(value)
@@ -114,30 +138,74 @@ def run(rounds: int = 9, prompts: int = 2, prompt_tokens: int = 1536, threads: i
         return round(float(np.median(np.divide(samples[above], samples[below]))), 3)
 
     return {
-        "model": DESCRIPTION,
+        "model": describe(settings),
         "rounds": rounds,
         "prompts": prompts,
         "prompt_tokens": prompt_tokens,
         "threads": threads,
+        "layers": layers,
         **{name: round(float(np.median(values)), 2) for name, values in sorted(samples.items())},
         "overhead_ratio": ratio("with_cache_ms", "no_cache_ms"),
         "ttft_overhead_ratio": ratio("with_cache_ttft_ms", "no_cache_ttft_ms"),
+        "many_requests_ratio": ratio("many_with_cache_ms", "many_no_cache_ms"),
         "speedup": ratio("cold_ttft_ms", "warm_ttft_ms"),
         "same_tokens": same_tokens,
+        "targets": dict(TARGETS),
     }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result in lines, and whether it is what it should be."""
+    facts = {name: value for name, value in result.items() if name != "targets"}
+    width = max(map(len, facts))
+    lines = [
+        f"{name:{width}}  {str(value).lower() if isinstance(value, bool) else value}" for name, value in facts.items()
+    ]
+    targets, overhead, speedup = result["targets"], result["overhead_ratio"], result["speedup"]
+    lines += [
+        "",
+        f"target {_met(overhead <= targets['overhead_ratio'])}: "
+        f"overhead_ratio is {overhead:g}, at most {targets['overhead_ratio']:g} is wanted",
+        f"target {_met(speedup >= targets['speedup'])}: "
+        f"speedup is {speedup:g}, at least {targets['speedup']:g} is wanted",
+    ]
+    return "\n".join(lines)
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What both engines are asked in a round."""
+
+    fresh: list[list[int]]
+    follow_up: list[int]
+    many: list[list[int]]
+
+    @classmethod
+    def draw(cls, seed: int, prompts: int, prompt_tokens: int) -> _Asked:
+        rng = np.random.default_rng(seed)
+        fresh = [_tokens(rng, prompt_tokens) for _ in range(prompts)]
+        # Of different lengths, so that their blocks become full in different steps.
+        many = [_tokens(rng, _MANY_PROMPT_TOKENS - at % BLOCK_TOKENS) for at in range(_MANY)]
+        return cls(fresh, [*fresh[0], *_tokens(rng, _FOLLOW_UP_TOKENS)], many)
 
 
 @dataclass(frozen=True)
 class _Served:
-    """What one engine did in a round: the fresh prompts, and the follow-up."""
+    """What one engine did in a round: the fresh prompts, the follow-up, and the many short ones."""
 
-    total_ms: float
+    fresh_ms: float
     fresh: list[Completion]
     follow_up: list[Completion]
+    many_ms: float
+    many: list[Completion]
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [each.token_ids for each in (*self.fresh, *self.follow_up)]
+        return [each.token_ids for each in (*self.fresh, *self.follow_up, *self.many)]
 
 
 @dataclass(frozen=True)
@@ -151,39 +219,49 @@ class _Bench:
 
     def round(self, turn: int, prompts: int, prompt_tokens: int) -> tuple[dict[str, float], bool]:
         """What it took, in milliseconds, and whether both engines gave the same tokens."""
-        rng = np.random.default_rng(turn)
-        fresh = [_tokens(rng, prompt_tokens) for _ in range(prompts)]
-        follow_up = [*fresh[0], *_tokens(rng, _FOLLOW_UP_TOKENS)]
+        asked = _Asked.draw(turn, prompts, prompt_tokens)
         if turn % 2:
-            without, cached = self._serve(None, fresh, follow_up), self._serve(self.address, fresh, follow_up)
+            without, cached = self._serve(None, asked), self._serve(self.address, asked)
         else:
-            cached, without = self._serve(self.address, fresh, follow_up), self._serve(None, fresh, follow_up)
-        if hits := _external_tokens(cached.fresh):
-            raise AssertionError(f"{hits} tokens of prompts that nobody sent before came from the cache")
-        if not _external_tokens(cached.follow_up):
-            raise Unavailable("a prompt that was just served is not in the cache", "the machine may be too busy")
+            cached, without = self._serve(self.address, asked), self._serve(None, asked)
+        _check_reuse(cached)
         sample = {
-            "no_cache_ms": without.total_ms,
-            "with_cache_ms": cached.total_ms,
+            "no_cache_ms": without.fresh_ms,
+            "with_cache_ms": cached.fresh_ms,
             "no_cache_ttft_ms": _ttft_ms(without.fresh),
             "with_cache_ttft_ms": _ttft_ms(cached.fresh),
             "cold_ttft_ms": _ttft_ms(without.follow_up),
             "warm_ttft_ms": _ttft_ms(cached.follow_up),
-            "copy_floor_ms": _copy_ms(prompts * (prompt_tokens + _ANSWER_TOKENS) * KV_TOKEN_BYTES),
+            "many_no_cache_ms": without.many_ms,
+            "many_with_cache_ms": cached.many_ms,
         }
         return sample, without.tokens == cached.tokens
 
-    def _serve(self, address: str | None, fresh: list[list[int]], follow_up: list[int]) -> _Served:
-        sampling = SamplingParams(max_tokens=_ANSWER_TOKENS)
+    def _serve(self, address: str | None, asked: _Asked) -> _Served:
         with make_llm(self.model, address, self.num_blocks, prefix_caching=False) as llm:
             # Shorter than a block, so nothing of it is stored: meanwhile the pool is mapped, as in an engine that runs.
-            llm.generate([fresh[0][: BLOCK_TOKENS - 1]], SamplingParams(max_tokens=1))
-            llm.generate([fresh[0][:1]], SamplingParams(max_tokens=BLOCK_TOKENS - 1))
-            started = time.perf_counter()
-            answers = llm.generate(fresh, sampling)
-            llm.engine.flush()
-            total_ms = (time.perf_counter() - started) * 1e3
-            return _Served(total_ms, answers, llm.generate([follow_up], sampling))
+            llm.generate([asked.fresh[0][: BLOCK_TOKENS - 1]], SamplingParams(max_tokens=1))
+            llm.generate([asked.fresh[0][:1]], SamplingParams(max_tokens=BLOCK_TOKENS - 1))
+            fresh_ms, fresh = _timed(llm, asked.fresh, _ANSWER_TOKENS)
+            _, follow_up = _timed(llm, [asked.follow_up], _ANSWER_TOKENS)
+            many_ms, many = _timed(llm, asked.many, _MANY_ANSWER_TOKENS)
+            return _Served(fresh_ms, fresh, follow_up, many_ms, many)
+
+
+def _timed(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[Completion]]:
+    """Until the last block is stored."""
+    started = time.perf_counter()
+    answers = llm.generate(prompts, SamplingParams(max_tokens=max_tokens))
+    llm.engine.flush()
+    return (time.perf_counter() - started) * 1e3, answers
+
+
+def _check_reuse(cached: _Served) -> None:
+    """Only the follow-up may find something, and it must."""
+    if hits := _external_tokens([*cached.fresh, *cached.many]):
+        raise AssertionError(f"{hits} tokens of prompts that nobody sent before came from the cache")
+    if not _external_tokens(cached.follow_up):
+        raise Unavailable("a prompt that was just served is not in the cache", "the machine may be too busy")
 
 
 def _external_tokens(answers: list[Completion]) -> int:

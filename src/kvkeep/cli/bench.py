@@ -200,7 +200,9 @@ def _load(name: str) -> ModuleType:
 
                 return keys
     except ImportError as error:
-        raise SettingsError(f"benchmark {name} cannot be loaded: {error}", "install kvkeep[dev]") from error
+        raise SettingsError(
+            f"benchmark {name} cannot be loaded: {error}", "install kvkeep[engine], or kvkeep[dev] for all of them"
+        ) from error
 
 
 def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:

@@ -46,7 +46,10 @@ PROMISED_FROM_TOKENS = 1024  # shorter prompts are computed so fast that there i
 _POOL_BYTES_A_TOKEN = 16 << 10  # twice what the model's KV takes
 _VOCAB_SIZE = 4096
 _BAR_WIDTH = 40  # with what stands before it, a line has 80 columns
-_SECONDS_BETWEEN_LINES = 2.0
+_PROGRESS_WIDTH = 32  # of the bar that shows how far it is, with numbers behind it
+_FIRST_LINE_S, _NEXT_LINE_S = 2.0, 10.0  # how far it is, where there is no terminal
+_A_MINUTE_TOKENS = 8192  # of all first prompts together
+_COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}
 
 Users = Annotated[int, typer.Option(min=2, max=len(USERS), help="How many users talk.")]
 PromptTokens = Annotated[
@@ -57,22 +60,47 @@ PromptTokens = Annotated[
 def demo(users: Users = 4, prompt_tokens: PromptTokens = 1792, json: Json = False) -> None:
     """Serve conversations on two engine processes that share a cache, and kill the server under the second."""
     if importlib.util.find_spec("torch") is None:
-        raise SettingsError("the demo computes a model with torch, which is not installed", "install kvkeep[dev]")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no process is left behind
+        raise SettingsError("the demo computes a model with torch, which is not installed", "install kvkeep[engine]")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        broken = _run(users, prompt_tokens, json)
+    except _Stopped as stopped:
+        note("stopped")
+        sys.exit(128 + stopped.number)
+    for promise in broken:
+        note(f"NOT as promised: {promise}")
+    if broken:
+        sys.exit(1)
+
+
+class _Stopped(BaseException):
+    """A signal asked us to end. On the way out every process that we started is ended too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _Stopped(number)
+
+
+def _run(users: int, prompt_tokens: int, json: bool) -> list[str]:
+    """Tells the story and shows its outcome; gives the promises that were broken."""
     started = time.monotonic()
+    screen = Screen(json)
     # Each a little shorter than the one before: tenants differ in what they use.
     talks = [Talk(name, prompt_tokens * (12 - at) // 12) for at, name in enumerate(USERS[:users])]
-    outcome = _tell(talks, Screen(json))
+    lasts = "About a minute." if users * prompt_tokens <= _A_MINUTE_TOKENS else "Some minutes."
+    screen.say(f"{_COUNTS[users]} users talk to a model. Engines come and go, the cache stays. {lasts}")
+    outcome = _tell(talks, screen)
     outcome["seconds"] = round(time.monotonic() - started, 1)
     if json:
         show_json(outcome)
     else:
         _show(outcome)
-    broken = broken_promises(outcome)
-    for promise in broken:
-        note(f"NOT as promised: {promise}")
-    if broken:
-        sys.exit(1)
+    return broken_promises(outcome)
 
 
 def broken_promises(outcome: dict[str, Any]) -> list[str]:
@@ -190,16 +218,21 @@ def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> 
         for at, talk in enumerate(talks):  # one by one: TTFT without waiting for each other
             [answer] = engine.serve([talk.ask()])
             talk.hear(answer)
-            show(at + 1)
+            show(at + 1, at + 1)
         asked = sum(len(talk.asked[2].prompt) for talk in talks)
         cached = sum(talk.answers[2].external_cached_tokens for talk in talks)
         screen.say(f"3. Engine process {engine.pid} goes on with turn 3: {cached:,} of {asked:,} tokens from the cache")
         answers = engine.serve([talk.ask(LONG_ANSWER_TOKENS) for talk in talks], _after(users, show, kill))
         for talk, answer in zip(talks, answers, strict=True):
             talk.hear(answer)
-        left, complete = kill.unfinished(answers), sum(answer.finish_reason == "length" for answer in answers)
-        screen.say(f"4. In turn 4 the server is {'killed (SIGKILL)' if kill.done else 'NOT killed'} in mid-flight:")
-        screen.say(f"   {left} of {users} requests are unfinished at that moment, {complete} of {users} are answered")
+        complete = sum(answer.finish_reason == "length" for answer in answers)
+        screen.say(f"4. {_killed(kill.done, kill.unfinished(answers), complete, users)}")
+
+
+def _killed(done: bool, unfinished: int, complete: int, users: int) -> str:
+    """What became of turn 4's requests."""
+    what = f"Server killed (SIGKILL) with {unfinished} of {users} requests under way" if done else "Server NOT killed"
+    return f"{what}; {f'all {users}' if complete == users else f'ONLY {complete} of {users}'} were answered"
 
 
 def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[list[Answer]]]:
@@ -217,13 +250,13 @@ def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[
 
 
 def _after(
-    before: int, show: Callable[[float], None], also: Callable[[EngineProgress], None] = lambda progress: None
+    before: int, show: Show, also: Callable[[EngineProgress], None] = lambda progress: None
 ) -> Callable[[EngineProgress], None]:
     """What to do with an engine's progress when so many answers were there before."""
 
     def watch(progress: EngineProgress) -> None:
         also(progress)
-        show(before + progress.answers)
+        show(before + progress.answers, before + progress.complete)
 
     return watch
 
@@ -262,6 +295,9 @@ def _outcome(talks: list[Talk], reference: list[list[Answer]], tenants: dict[str
 # -- what is seen
 
 
+Show = Callable[[float, int], None]  # with how many answers are there, begun ones by their parts, and how many whole
+
+
 class Screen:
     """The story's lines on stdout (with JSON on stderr), and on stderr how far it is."""
 
@@ -278,37 +314,42 @@ class Screen:
             self._bar.start()
 
     @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Callable[[float], None]]:
-        """Gives a function to call with how many answers are there. A bar in a terminal, gone at the end; elsewhere a
-        line now and then."""
+    def progress(self, what: str, total: int) -> Iterator[Show]:
+        """Gives a function to call with the answers so far. A bar in a terminal, gone at the end; elsewhere a line now
+        and then."""
         if not sys.stderr.isatty():
             yield _lines(what, total)
             return
-        columns = (TextColumn("   {task.description:<16}"), BarColumn(_BAR_WIDTH), TimeElapsedColumn())
+        columns = (
+            TextColumn("   {task.description:<16}"),
+            BarColumn(_PROGRESS_WIDTH),
+            TextColumn("{task.fields[whole]:>2} of {task.total} answers"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as self._bar:
-            bar, task = self._bar, self._bar.add_task(what, total=total)
+            bar, task = self._bar, self._bar.add_task(what, total=total, whole=0)
             try:
-                yield lambda answers: bar.update(task, completed=answers)
+                yield lambda answers, whole: bar.update(task, completed=answers, whole=whole)
             finally:
                 self._bar = None
 
 
-def _lines(what: str, total: int) -> Callable[[float], None]:
-    said_s = time.monotonic()
+def _lines(what: str, total: int) -> Show:
+    next_s = time.monotonic() + _FIRST_LINE_S
     note(f"   {what}: starting")
 
-    def show(answers: float) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s > _SECONDS_BETWEEN_LINES:
-            said_s = time.monotonic()
-            note(f"   {what}: {answers / total:.0%}")
+    def show(answers: float, whole: int) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + _NEXT_LINE_S
+            note(f"   {what}: {answers / total:.0%}, {whole} of {total} answers")
 
     return show
 
 
 def _show(outcome: dict[str, Any]) -> None:
     users = outcome["users"]
-    print()
+    print("\nTurn 3, time to first token (TTFT): cold without a cache, warm from the server")
     rows = [
         (
             user["user"],
@@ -319,7 +360,7 @@ def _show(outcome: dict[str, Any]) -> None:
         )
         for user in users
     ]
-    show_table(("turn 3", "prompt tokens", "from the cache", "TTFT cold", "TTFT warm"), rows)
+    show_table(("user", "prompt tokens", "from the cache", "TTFT cold", "TTFT warm"), rows)
     print()
     longest = max(outcome["cold_ttft_ms"], outcome["warm_ttft_ms"])
     bars = [
@@ -327,7 +368,7 @@ def _show(outcome: dict[str, Any]) -> None:
         for name, key in (("cold, without a cache", "cold_ttft_ms"), ("warm, from the server", "warm_ttft_ms"))
     ]
     show_table(("median time to first token", "", f"{outcome['speedup']:.1f} times faster"), bars)
-    print()
+    print("\nEach user has a secret, the salt. The server sees only what is made of it:")
     most = max(user["usage_bytes"] for user in users) or 1
     shares = [
         (
@@ -340,7 +381,7 @@ def _show(outcome: dict[str, Any]) -> None:
         for user in users
     ]
     show_table(("salt", "known to the server as", "blocks", "usage", ""), shares)
-    print(f"\nThe server never sees a salt. All this took {outcome['seconds']:.0f} s.")
+    print(f"\nAll this took {outcome['seconds']:.0f} s.")
     print(f"The model: {outcome['model']}.")
 
 

@@ -4,7 +4,7 @@
     EngineProcess(address, num_blocks)  ────► builds the model, connects     {"address": …, "num_blocks": …}
                                         ◄──── {"model": …}                         ready
     serve(questions)                    ────► {"questions": […]}
-                                        ◄──── {"progress": 0.4, "running": 2}      after each step
+                                        ◄──── {"progress": {"answers": 0.4, …}}    after each step
                                         ◄──── {"answers": […]}
     end of the block                    ────► (no more input) stores what is left, and ends
 
@@ -53,19 +53,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Progress:
-    """`answers` counts those begun by their parts; `running` is how many requests are being computed."""
+    """`answers` counts those begun by their parts, `complete` only whole ones; `running` requests are computed."""
 
     answers: float
+    complete: int
     running: int
 
 
 class EngineProcess:
-    """The parent's end. Without an address the engine has no cache at all, not even one of its own."""
+    """The parent's end. Without an address the engine has no cache at all, not even one of its own. `program` is what
+    the interpreter runs: the engine, or whatever speaks as it does."""
 
-    def __init__(self, address: str | None, num_blocks: int) -> None:
+    def __init__(
+        self, address: str | None, num_blocks: int, program: Sequence[str] = ("-m", "kvkeep.cli.demo_engine")
+    ) -> None:
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the engine)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvkeep.cli.demo_engine"],
+            [sys.executable, *program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -93,7 +97,7 @@ class EngineProcess:
         """Answers all questions together. KVKeepError, with what the process said, if it ends instead."""
         self._send({"questions": [dataclasses.asdict(each) for each in questions]})
         while "answers" not in (said := self._receive()):
-            on_progress(Progress(said["progress"], said["running"]))
+            on_progress(Progress(**said["progress"]))
         return [Answer(**each) for each in said["answers"]]
 
     def __exit__(
@@ -148,7 +152,7 @@ def _main() -> None:
     if not line:  # whoever started us is gone
         return
     # Here and not above: the command line must not load torch to show its help.
-    from kvkeep.bench.engine import DESCRIPTION, compute_threads, demo_model, make_llm
+    from kvkeep.bench.engine import compute_threads, demo_model, describe, make_llm
 
     first = json.loads(line)
     # One thread: the other core is for copies and server, and a busy machine does not make threads wait for each other.
@@ -156,7 +160,7 @@ def _main() -> None:
         compute_threads(1),
         make_llm(demo_model(), first["address"], first["num_blocks"], prefix_caching=bool(first["address"])) as llm,
     ):
-        _say({"model": DESCRIPTION})
+        _say({"model": describe()})
         for line in sys.stdin:
             _say({"answers": _answer(llm, json.loads(line)["questions"])})
 
@@ -168,7 +172,8 @@ def _answer(llm: Any, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def report(done: int) -> None:
         scheduler = llm.engine.scheduler
         parts = [r.num_computed_tokens / (r.prompt_tokens + r.sampling.max_tokens) for r in scheduler.unfinished]
-        _say({"progress": done + sum(parts), "running": len(scheduler.running)})
+        progress = Progress(done + sum(parts), done, len(scheduler.running))
+        _say({"progress": dataclasses.asdict(progress)})
 
     prompts = [
         Prompt(each["prompt"], each["salt"], sampling=SamplingParams(max_tokens=each["max_tokens"]))

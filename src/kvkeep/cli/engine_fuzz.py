@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +26,9 @@ _SHOWN_VIOLATIONS = 10
 
 def engine_fuzz(
     seed: Annotated[int | None, typer.Option(help="Run this one seed, in this process.")] = None,
-    seeds: Annotated[str, typer.Option(help="Run these seeds: FIRST:END, without END itself.")] = "0:100",
+    seeds: Annotated[
+        str | None, typer.Option(help="Run these seeds: FIRST:END, without END itself; 0:100 if neither is given.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help="oracle checks every byte; gqa and mla are small transformers.")
     ] = "oracle",
@@ -39,7 +42,9 @@ def engine_fuzz(
         raise SettingsError(f"--jobs is {jobs}", "write 0 for one process for each core")
     if seed is not None and seed < 0:
         raise SettingsError(f"--seed is {seed}", "seeds count from 0")
-    span = range(seed, seed + 1) if seed is not None else _span(seeds)
+    if seed is not None and seeds is not None:
+        raise SettingsError("--seed and --seeds contradict each other", "leave one of them out")
+    span = range(seed, seed + 1) if seed is not None else _span(seeds or "0:100")
     started = time.monotonic()
     totals: Counter[str] = Counter()
     faults: Counter[str] = Counter()
@@ -118,3 +123,6 @@ def _run(what: tuple[int, str]) -> dict[str, Any]:
         return asdict(Fuzz(seed, model).run())
     except Violation as violation:
         return {"seed": seed, "violation": str(violation)}
+    except Exception as error:  # guard: whatever it is, it is a finding, and the other seeds still run
+        place = "".join(traceback.format_tb(error.__traceback__)[-2:])
+        return {"seed": seed, "violation": f"seed {seed}, model {model}: {type(error).__name__}: {error}\n{place}"}

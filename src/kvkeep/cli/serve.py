@@ -72,8 +72,11 @@ def serve(
         daemon.close()
 
 
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 class Signals:
-    """The first SIGTERM or SIGINT asks for an orderly end; the second one does not wait for it.
+    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly end; the second one does not wait for it.
 
     Either way the pool is removed: the second signal raises SystemExit, which the caller's `finally` sees. Only a
     third one ends the process on the spot.
@@ -82,8 +85,9 @@ class Signals:
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
         self._asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._received)
+        for number in _ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup says that a closed terminal is no reason
+                signal.signal(number, self._received)
 
     def then(self, stop: Callable[[], None]) -> None:
         """What an orderly end is, from now on."""
@@ -94,7 +98,7 @@ class Signals:
             self._asked = True
             self._stop()
             return
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in _ENDING:
             signal.signal(each, signal.SIG_DFL)
         raise SystemExit(128 + number)
 

@@ -31,6 +31,7 @@ from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.segments import Segments
 
 _FIRST_RETRY_MS = 5
+_LAST_QUICK_RETRY_MS = 160  # some 300 ms after the first attempt: a server that is there has answered by then
 _WAIT_SLICE_MS = 20
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
@@ -170,8 +171,8 @@ class Connection:
                 self._outage.stumble()
                 self._go_down()
 
-    def wait(self, call: Call) -> m.Reply | None:
-        """Waits for a call to end, at most until its deadline. For callers that may block."""
+    def wait(self, call: Call, meanwhile: Callable[[], None] = lambda: None) -> m.Reply | None:
+        """Waits for a call to end, at most until its deadline, and does something else now and then. May block."""
         while not call.done:
             if os.getpid() != self._pid:
                 call.failure = "forked"
@@ -180,6 +181,7 @@ class Connection:
                 self.poll()
                 if not call.done:
                     self._transport.wait(min(_WAIT_SLICE_MS, max(1, call.deadline_ms - self._clock())))
+            meanwhile()
         return call.reply
 
     def wait_until_up(self, timeout_ms: int) -> bool:
@@ -342,8 +344,8 @@ class Connection:
         if not self._handshake.failure:
             self.refusal = ""
             self.state = "greeting"
-        elif patience_ms == self.options.reconnect_interval_ms:
-            self._outage.begin("nobody listens there", self.refusal)
+        elif patience_ms >= min(_LAST_QUICK_RETRY_MS, self.options.reconnect_interval_ms):
+            self._outage.begin("no connection could be made", self.refusal)
 
     def _advance_handshake(self) -> None:
         step, deadline_ms = self._handshake, self.options.handshake_deadline_ms

@@ -64,12 +64,13 @@ class SchedulerAdapter:
     def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
         """Asks once; None until the answer is there, then the same answer every time. A fault is an empty answer.
 
-        With other keys than before (the request was preempted and has grown) it asks anew.
+        With other keys than before (the request was preempted and has grown), and when what was found belongs to a
+        server that is gone, it asks anew.
         """
         self.connection.poll()
         asked = self._asked.get(request)
-        if asked is not None and (asked.keys, asked.skip, asked.salt) != (keys, skip, salt):
-            self.cancel(request)
+        if asked is not None and ((asked.keys, asked.skip, asked.salt) != (keys, skip, salt) or self._is_stale(asked)):
+            self.release(request)
             asked = None
         if asked is None:
             layout = self.connection.layout
@@ -108,6 +109,10 @@ class SchedulerAdapter:
     def close(self) -> None:
         self._asked.clear()
         self.connection.close()
+
+    def _is_stale(self, asked: _Asked) -> bool:
+        """Slots of a server that is gone, or that we are not connected to: no worker could read them."""
+        return asked.call.done and not asked.call.failure and asked.call.epoch != self.connection.epoch
 
     def _read(self, asked: _Asked) -> Answer:
         hit = read_found(asked.call.reply, asked.keys, asked.skip, self._shards)

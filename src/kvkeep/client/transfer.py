@@ -128,8 +128,8 @@ class Transfer:
     def store(self, request: StoreRequest, between_parts: Callable[[], None] = lambda: None) -> int:
         """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised.
 
-        `between_parts` is called where something else may be done. Slots that are not filled are given back, also when
-        this raises for a request that is wrong in itself.
+        `between_parts` is called where something else may be done, also while the server lets us wait. Slots that are
+        not filled are given back, also when this raises for a request that is wrong in itself.
         """
         parts = self._parts(request)
         first = self._prepare(request, next(parts))
@@ -139,7 +139,7 @@ class Transfer:
         try:
             while ahead is not None:
                 part, call = ahead
-                plan = read_plan(self._connection.wait(call), part[1] - part[0])
+                plan = read_plan(self._connection.wait(call, between_parts), part[1] - part[0])
                 if plan is None:
                     break
                 if plan.refused:
@@ -160,12 +160,12 @@ class Transfer:
         finally:
             for call in begun:
                 self._connection.give_up(call)
-        return self._count_stored(completions)
+        return self._count_stored(completions, between_parts)
 
-    def _count_stored(self, completions: list[tuple[Call, Call]]) -> int:
+    def _count_stored(self, completions: list[tuple[Call, Call]], meanwhile: Callable[[], None]) -> int:
         stored = 0
         for written, completion in completions:
-            done = self._connection.wait(completion)
+            done = self._connection.wait(completion, meanwhile)
             if isinstance(done, m.Done):
                 stored += done.count
             else:

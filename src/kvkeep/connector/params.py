@@ -1,4 +1,4 @@
-"""What a request may say about the cache in its `kv_transfer_params`, and what it hears back (M1).
+"""What a request may say about the cache in its `kv_transfer_params`, and what it hears back.
 
     in    {"num_kvkeep_extra_cached_tokens": None, "kvkeep_priority": 80}
     out   {"num_kvkeep_extra_cached_tokens": 1280}
@@ -44,12 +44,16 @@ class CacheParams:
         if not isinstance(params, Mapping):
             log.warning("kvkeep: kv_transfer_params is a %s, no mapping: ignored", type(params).__name__)
             return cls()
-        return cls(
-            counts=tuple(name for name in EXTRA_CACHED_TOKENS if name in params),
-            priority=_integer(params, "kvkeep_priority", 100, _NORMAL_PRIORITY),
-            ttl_ms=_integer(params, "kvkeep_ttl_ms", _LONGEST_TTL_MS, 0),
-            session_finished=_flag(params, "kvkeep_session_finished"),
-        )
+        try:
+            return cls(
+                counts=tuple(name for name in EXTRA_CACHED_TOKENS if name in params),
+                priority=_integer(params, "kvkeep_priority", 100, _NORMAL_PRIORITY),
+                ttl_ms=_integer(params, "kvkeep_ttl_ms", _LONGEST_TTL_MS, 0),
+                session_finished=_flag(params, "kvkeep_session_finished"),
+            )
+        except Exception:  # guard: a mapping can be any class, and none of them may raise into the engine
+            log.warning("kvkeep: kv_transfer_params cannot be read: ignored", exc_info=True)
+            return cls()
 
     def reply(self, extra_cached_tokens: int) -> dict[str, int] | None:
         """What comes back: the number under each name that was asked for; nothing to a request without params."""

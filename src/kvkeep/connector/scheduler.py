@@ -2,22 +2,23 @@
 
     arrive ──► lookup ──► prepare_load ──► build_step ──► complete      the prefix that the server has
                           prepare_store ──► build_step ──► complete     the blocks that were computed
-    end        the request is over; what it learns about the cache (M1)
+    end        the request is over; what it learns about the cache
 
 The engine decides about its blocks, this side about the server's. No call here blocks, and none raises for what a
 server, a network or a request's params did. The rules:
 
 - A lookup is sent on arrival, and asking again is free.
 - Two requests that miss the same block load it once: the second is told to wait, and then has it in the prefix cache.
-- A request whose load failed is not offered a hit again, so that it cannot fail for ever (M5).
+- A request whose load failed is not offered a hit again, so that it cannot fail for ever.
 - Only what is computed and verified is stored, also generated tokens; what the server has is not.
-- A salt goes with every lookup, load and store (M3): its keys are made with it, its blocks belong to its tenant.
+- A salt goes with every lookup, load and store: its keys are made with it, its blocks belong to its tenant.
 - A lease is held until the last worker has read from it, also when the request is gone before.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
 
 log = logging.getLogger(__name__)
+
+BLOCKS_TOGETHER = 8  # generated blocks that are stored in one go; nobody can ask for them before the answer is known
 
 
 @dataclass
@@ -54,6 +57,7 @@ class SchedulerSide:
         self._trackers: dict[str, Tracker] = {}
         self._jobs: dict[int, Job] = {}
         self._owners: dict[int, Tracker] = {}  # of jobs
+        self._loading: Counter[bytes] = Counter()  # keys of blocks that are on their way here
         self._next_job = self._next_tracker = 0
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
@@ -128,10 +132,15 @@ class SchedulerSide:
         if tracker is not None and tracker.asked is not None and not tracker.loads:
             self._let_go(tracker)
 
-    def prepare_store(self, request_id: str, block_ids: Sequence[int], computed_blocks: int) -> Job | None:
-        """Stores what is computed of the request's blocks and not stored, beginning with the next step."""
+    def prepare_store(
+        self, request_id: str, block_ids: Sequence[int], computed_blocks: int, *, at_once: bool = True
+    ) -> Job | None:
+        """Stores what is computed of the request's blocks and not stored, beginning with the next step. If it need not
+        be at once, only several together: each job is a round trip or two for every worker."""
         tracker = self._trackers.get(request_id)
-        if tracker is None or not tracker.tenant or computed_blocks <= tracker.stored:
+        if tracker is None or not tracker.tenant:
+            return None
+        if computed_blocks - tracker.stored < (1 if at_once else BLOCKS_TOGETHER):
             return None
         first = tracker.stored
         tracker.stored = computed_blocks
@@ -151,11 +160,12 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         return 0 if tracker is None else tracker.loaded.bit_count()
 
-    def end(self, request_id: str) -> dict[str, int] | None:
-        """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it had none."""
+    def end(self, request_id: str, params: object = None) -> dict[str, int] | None:
+        """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it had none. `params`
+        are those it came with, for one that never arrived here: the cache gave it nothing."""
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
-            return None
+            return CacheParams.of(params).reply(0)
         tracker.ended = True
         self._end_session(tracker)
         return tracker.reply(self._block_tokens)
@@ -198,13 +208,7 @@ class SchedulerSide:
         return tracker.asked
 
     def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
-        key = tracker.key(block)
-        return any(
-            job.is_load
-            and job.first_block <= block < job.first_block + len(job.block_ids)
-            and self._owners[job.number].key(block) == key
-            for job in self._jobs.values()
-        )
+        return tracker.key(block) in self._loading
 
     def _new_job(self, tracker: Tracker, first_block: int, block_ids: Sequence[int], *, is_load: bool) -> Job:
         self._next_job += 1
@@ -212,7 +216,9 @@ class SchedulerSide:
         self._jobs[job.number] = job
         self._owners[job.number] = tracker
         tracker.jobs += 1
-        tracker.loads += is_load
+        if is_load:
+            tracker.loads += 1
+            self._loading.update(tracker.key(first_block + at) for at in range(len(block_ids)))
         return job
 
     def _end_job(self, job: Job) -> None:
@@ -221,6 +227,10 @@ class SchedulerSide:
         tracker.jobs -= 1
         if job.is_load:
             tracker.loads -= 1
+            for at in range(job.first_block, job.first_block + len(job.block_ids)):
+                self._loading[tracker.key(at)] -= 1
+                if not self._loading[tracker.key(at)]:
+                    del self._loading[tracker.key(at)]
             good = job.good_blocks()
             tracker.count_loaded(job.first_block, good)
             if good < len(job.block_ids):  # what the server had from there on was no good, and ours will be

@@ -6,8 +6,8 @@
                                      └─ what the server had beyond it: loaded
     stored                  blocks that the server has, as far as we know: the first ones need no store
 
-The number of M1 is the number of blocks that were really loaded: `max(0, external hits - local hits)` where all goes
-well, less where a load failed.
+What the cache gave a request is counted in blocks that were really loaded: `max(0, external hits - local hits)` where
+all goes well, less where a load failed.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ class Tracker:
         self.loaded |= ((1 << count) - 1) << start
 
     def reply(self, block_tokens: int) -> dict[str, int] | None:
-        """What the finished request's `kv_transfer_params` are (M1)."""
+        """What the finished request's `kv_transfer_params` are."""
         return self.params.reply(self.loaded.bit_count() * block_tokens)

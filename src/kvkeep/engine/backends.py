@@ -1,4 +1,4 @@
-"""Where an engine's external cache is: in a kvkeep server, or in this process (M4)."""
+"""Where an engine's external cache is: in a kvkeep server, or in this process."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from kvkeep.errors import RequestError, SettingsError
+from kvkeep.kv.identity import MAX_BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class EngineConfig:
                 raise SettingsError(f"{option.name} must be an integer of at least 1, not {value!r}")
             if option.type == "bool" and type(value) is not bool:
                 raise SettingsError(f"{option.name} must be true or false, not {value!r}")
+        if self.block_tokens > MAX_BLOCK_TOKENS:
+            raise SettingsError(f"block_tokens is {self.block_tokens}", f"{MAX_BLOCK_TOKENS} are the most")
         if self.kv_load_failure_policy not in ("recompute", "fail"):
             raise SettingsError(
                 f"kv_load_failure_policy is {self.kv_load_failure_policy!r}", "allowed are recompute and fail"

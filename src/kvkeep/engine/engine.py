@@ -62,15 +62,24 @@ class Engine:
     ) -> Request:
         """Takes a request. RequestError, naming the field, for one that cannot be served; nothing has changed then."""
         name = self._new_name() if request_id is None else request_id
+        if not isinstance(name, str):
+            raise RequestError("bad_request", f"a request's id is a text, not {name!r}", field="request_id")
         if name in self._requests and not self._requests[name].finish_reason:
             raise RequestError("duplicate", f"a request {name!r} is being served", field="request_id")
         if type(priority) is not int:
             raise RequestError("bad_request", f"priority must be an integer, not {priority!r}", field="priority")
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            problem = f"sampling is a {type(sampling).__name__}"
+            raise RequestError("bad_sampling", problem, field="sampling", hint="pass a SamplingParams")
         checked = self._check_tokens(tokens)
         chain = KeyChain(root_key(self.workers.shape.identity, salt), self.config.block_tokens)
         request = Request(name, checked, sampling or SamplingParams(), chain, salt, priority, kv_transfer_params)
-        self.scheduler.add(request)
         self._requests[name] = request
+        try:
+            self.scheduler.add(request)
+        except BaseException:  # guard: whoever was refused, or interrupted, is not being served
+            del self._requests[name]
+            raise
         return request
 
     def abort(self, request_id: str) -> None:
@@ -140,7 +149,7 @@ class Engine:
         if not checked:
             raise RequestError("bad_tokens", "the prompt is empty", field="prompt", hint="send at least one token")
         if min(checked) < 0 or max(checked) >= vocab_size:
-            wrong = next(token for token in checked if not 0 <= token < vocab_size)
-            problem = f"{wrong} is no token of this model"
+            wrong = next(at for at, token in enumerate(checked) if not 0 <= token < vocab_size)
+            problem = f"number {wrong} of the prompt is no token of this model"
             raise RequestError("bad_tokens", problem, field="prompt", hint=f"there are 0 to {vocab_size - 1}")
         return checked

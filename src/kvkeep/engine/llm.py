@@ -10,10 +10,14 @@ in this process; the size is meant for that one, since a server has a size of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -29,7 +33,9 @@ from kvkeep.engine.models.settings import ModelSettings, read_settings
 from kvkeep.engine.models.weights import load_weights, random_weights
 from kvkeep.engine.offloading import KVTransferConfig, load_mode, resolve
 from kvkeep.engine.request import Request, RequestMetrics
-from kvkeep.errors import SettingsError
+from kvkeep.errors import RequestError, SettingsError
+
+log = logging.getLogger(__name__)
 
 _OPTIONS = {option.name for option in fields(EngineConfig)} - {"sync_loads", "kv_load_failure_policy"}
 
@@ -85,18 +91,29 @@ class LLM:
         given = KVTransferConfig.of(kv_transfer_config)
         self.kv_transfer_config = resolve(kv_offloading_backend, kv_offloading_size, given)
         transfer = self.kv_transfer_config or KVTransferConfig()
+        if transfer.kv_connector is None and transfer.kv_connector_extra_config:
+            log.warning(
+                "kvkeep: no external cache is used: set kv_offloading_size, or kv_connector in kv_transfer_config"
+            )
         config = EngineConfig(
             **options,
             sync_loads=load_mode(transfer.kv_connector_extra_config) == "sync",
             kv_load_failure_policy=transfer.kv_load_failure_policy,
         )
+        kind = _device_type(device)
+        if kind != "cpu" and transfer.kv_connector is not None:
+            hint = "leave kv_offloading_size and kv_transfer_config out, or compute on the CPU"
+            raise SettingsError(f"blocks on {device} cannot be offloaded yet", hint)
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise SettingsError(f"device is {device!r}, but torch finds no GPU", "compute on the CPU")
         loaded = _model(model, seed, dtype, device)
         backend = backend_of(self.kv_transfer_config)
-        if backend is not None and torch.device(device).type != "cpu":
-            backend.close()
-            hint = "leave kv_offloading_size out, or compute on the CPU"
-            raise SettingsError(f"blocks on {device} cannot be offloaded yet", hint)
-        self.engine = Engine(loaded, config, backend)
+        try:
+            self.engine = Engine(loaded, config, backend)
+        except BaseException:  # guard: whatever it is, no memory of ours and no thread may stay behind
+            if backend is not None:
+                backend.close()
+            raise
 
     def generate(
         self,
@@ -109,29 +126,31 @@ class LLM:
         `on_progress` is called after each step with the number of answers that are complete.
         """
         requests: list[Request] = []
-        try:
-            for prompt in prompts:
-                prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
-                requests.append(
-                    self.engine.add(
-                        prompt.tokens,
-                        prompt.sampling or sampling,
-                        salt=prompt.salt,
-                        priority=prompt.priority,
-                        kv_transfer_params=prompt.kv_transfer_params,
-                    )
-                )
-            done = 0
-            while self.engine.busy:
-                done += len(self.engine.step())
-                self.engine.pause()
-                if on_progress is not None:
-                    on_progress(done)
-        finally:  # also when somebody interrupts
-            for request in requests:
-                self.engine.abort(request.id)
-            self.engine.step()  # hands the last blocks over; they are stored in the background
+        with _interrupts_between_steps() as let_interrupt:
+            try:
+                requests.extend(self._add(prompt, sampling) for prompt in _listed(prompts))
+                done = 0
+                while self.engine.busy:
+                    done += len(self.engine.step())
+                    self.engine.pause()
+                    let_interrupt()
+                    if on_progress is not None:
+                        on_progress(done)
+            finally:
+                for request in requests:
+                    self.engine.abort(request.id)
+                self.engine.step()  # hands the last blocks over; they are stored in the background
         return [_completion(request) for request in requests]
+
+    def _add(self, prompt: Prompt | Sequence[int], sampling: SamplingParams | None) -> Request:
+        prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+        return self.engine.add(
+            prompt.tokens,
+            prompt.sampling or sampling,
+            salt=prompt.salt,
+            priority=prompt.priority,
+            kv_transfer_params=prompt.kv_transfer_params,
+        )
 
     def close(self) -> None:
         """Waits until the last blocks are stored, and lets go of the cache."""
@@ -146,15 +165,61 @@ class LLM:
         self.close()
 
 
+@contextlib.contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until it is let: in the middle of a step it would leave a job that nobody has begun. A second
+    one comes through at once. Only the main thread gets any."""
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    def let() -> None:
+        if held:
+            held.clear()
+            raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    let()
+
+
+def _listed(prompts: Sequence[Prompt | Sequence[int]]) -> list[Prompt | Sequence[int]]:
+    try:
+        return list(prompts)
+    except TypeError:
+        problem = f"prompts is a {type(prompts).__name__}"
+        raise RequestError("bad_tokens", problem, field="prompts", hint="pass a list of prompts") from None
+
+
+def _device_type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise SettingsError(f"device is {device!r}", "write cpu, cuda or cuda:1") from None
+
+
 def _model(model: str | Path | ModelSettings | Model, seed: int, dtype: torch.dtype, device: str) -> Model:
     if not isinstance(model, str | Path | ModelSettings):
+        if not callable(getattr(model, "forward", None)):
+            problem = f"model is a {type(model).__name__}"
+            raise SettingsError(problem, "pass the directory of a checkpoint, a ModelSettings or a model")
         return model
     if isinstance(model, ModelSettings):
         settings, name = model, f"random-{model.kind}"
         weights = random_weights(settings, seed, dtype, device)
     else:
         directory = Path(model)
-        settings, name = read_settings(directory), directory.name
+        settings, name = read_settings(directory), "checkpoint"  # its fingerprint tells it from others, not its place
         weights = load_weights(directory, settings, dtype, device)
     return (MLAModel if settings.kind == "mla" else GQAModel)(settings, weights, name)
 

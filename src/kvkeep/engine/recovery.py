@@ -1,4 +1,4 @@
-"""What happens when a load failed (M5): which requests go back, and how far.
+"""What happens when a load failed: which requests go back, and how far.
 
     blocks of a request   |0|1|2|3|4|5|6|          loaded or found: 0 to 5, of which 3 failed; in this step 6 was
     computed counts as computed    ──────► 3 * block_tokens
@@ -72,8 +72,8 @@ class Rebuilding:
             self._owner.update(dict.fromkeys(each.rebuilds, each.request))
 
     def blocks(self, request: Request, block_tokens: int) -> bool:
-        """Whether this request counts as computed what another one has yet to compute again. (What it writes itself it
-        need not wait for. So whoever waits, waits for a request before it, and never in a circle.)"""
+        """Whether this request counts as computed what another one has yet to compute again. What it will write
+        itself it need not wait for, and so nobody waits in a circle."""
         if not self._owner:
             return False
         used = request.block_ids[: -(-request.num_computed_tokens // block_tokens)]

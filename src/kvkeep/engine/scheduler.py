@@ -68,11 +68,11 @@ class Scheduler:
         self.config.check_length(request.prompt_tokens, request.sampling.max_tokens)
         request.number = self._next_number
         self._next_number += 1
-        self._enqueue(request)
         if self.connector is not None:
             local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
             keys = request.chain.keys()
             self.connector.arrive(request.id, request.salt, request.kv_transfer_params, keys, len(local))
+        self._enqueue(request)
 
     def abort(self, request: Request) -> None:
         """Ends a request at any moment; of one that has ended already, nothing is left to end."""
@@ -168,6 +168,8 @@ class Scheduler:
             if len(request.block_ids) == request.local_blocks:  # it can find these again; a load would be lost
                 self._drop_blocks(request)
             return None
+        if self.connector is not None:
+            self.connector.no_load(request.id)
         self._leave_queue(request)
         request.status = Status.RUNNING
         request.admitted = True
@@ -194,7 +196,6 @@ class Scheduler:
         if self.connector is None:
             return True
         if not extra:
-            self.connector.no_load(request.id)
             return True
         request.load = self.connector.prepare_load(request.id, len(local), taken)
         self.pool.share(taken)  # the job's own hold: an abort must not free what is still being written
@@ -227,12 +228,16 @@ class Scheduler:
         its requests begin again, and nobody finds those blocks."""
         for load in step.metadata.loads.values():
             self.pool.forget(load.block_ids.tolist())
-        for segment, request in zip(step.segments, step.requests, strict=True):
-            self.pool.forget(segment.block_ids[segment.start // self.config.block_tokens :])
-            self.preempt(request)
+        unfilled: set[int] = set()
+        for segment in step.segments:
+            unfilled.update(segment.block_ids[segment.start // self.config.block_tokens :])
+        self.pool.forget(unfilled)
+        for request in self.unfinished:
+            if request in step.requests or not unfilled.isdisjoint(request.block_ids):
+                self.preempt(request)
 
     def _recover(self, step: Step, invalid_block_ids: set[int]) -> set[Request]:
-        """Applies M5. Returns the requests whose outcome of this step is void."""
+        """Applies the rules for failed loads. Returns the requests whose outcome of this step is void."""
         if not invalid_block_ids:
             return set()
         block_tokens = self.config.block_tokens
@@ -290,16 +295,17 @@ class Scheduler:
             if self.connector is not None and keys:
                 self.connector.extend(request.id, keys)
             reason = request.stop_reason()
-        self._store(request)
+        is_prompt = request.num_computed_tokens <= request.prompt_tokens  # somebody else may have the same
+        self._store(request, at_once=is_prompt or bool(reason))
         if reason:
             self._finish(request, reason)
 
-    def _store(self, request: Request) -> None:
-        """What this step has proven to be computed goes to the external cache."""
+    def _store(self, request: Request, *, at_once: bool) -> None:
+        """What is proven to be computed goes to the external cache."""
         if self.connector is None:
             return
         full = request.num_computed_tokens // self.config.block_tokens
-        job = self.connector.prepare_store(request.id, request.block_ids, full)
+        job = self.connector.prepare_store(request.id, request.block_ids, full, at_once=at_once)
         if job is not None:
             self.pool.share(job.block_ids)  # whatever happens to the request, they stay until they are copied
 
@@ -359,7 +365,7 @@ class Scheduler:
         request.finish_reason = reason
         request.metrics.finished_s = time.monotonic()
         if self.connector is not None:
-            request.reply_params = self.connector.end(request.id)
+            request.reply_params = self.connector.end(request.id, request.kv_transfer_params)
         self._finished.append(request)
 
     def check_integrity(self) -> None:

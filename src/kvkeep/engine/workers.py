@@ -8,6 +8,7 @@ the cache.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from kvkeep.engine.models.model import Model, Rank
 from kvkeep.engine.models.sampling import sample
 from kvkeep.engine.recovery import spread
 from kvkeep.engine.scheduler import Step, StepOutput
+from kvkeep.errors import SettingsError
 from kvkeep.kv.shape import BlockShape
 
 NO_TOKEN = -1
@@ -33,10 +35,14 @@ class Workers:
         self._config = config
         tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
         strategies = [model.strategy(tp_size, pp_size, rank) for rank in range(config.world_size)]
-        self.ranks = [
-            Rank(strategy, model.allocate_kv(strategy, config.num_blocks, config.block_tokens))
-            for strategy in strategies
-        ]
+        try:
+            self.ranks = [
+                Rank(strategy, model.allocate_kv(strategy, config.num_blocks, config.block_tokens))
+                for strategy in strategies
+            ]
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # torch's words for too much
+            problem = f"there is no memory for num_blocks = {config.num_blocks:.6g}: {error}"
+            raise SettingsError(problem.partition("\n")[0], "lower num_blocks") from None
         shard_bytes = {
             rank.strategy.kv_rank: sum(kv.nbytes for kv in rank.kv.values()) // config.num_blocks for rank in self.ranks
         }
@@ -67,8 +73,10 @@ class Workers:
     def _compute(self, step: Step, bad_blocks: set[int]) -> list[int]:
         """A token for each segment. One that stands on blocks which failed to load just now is not computed: the
         scheduler will not take its token."""
-        bad_blocks = spread(step.segments, bad_blocks, self._config.block_tokens)
-        sound = [at for at, each in enumerate(step.segments) if bad_blocks.isdisjoint(each.block_ids)]
+        sound: Sequence[int] = range(len(step.segments))
+        if bad_blocks:
+            bad_blocks = spread(step.segments, bad_blocks, self._config.block_tokens)
+            sound = [at for at in sound if bad_blocks.isdisjoint(step.segments[at].block_ids)]
         tokens = [NO_TOKEN] * len(step.segments)
         if not sound:
             return tokens

@@ -129,7 +129,7 @@ def _replicas(tp_size: int, use_mla: bool, num_kv_heads: int | None, kv_tp_repli
     if tp_size % num_kv_heads:
         raise _refusal(
             f"{num_kv_heads} KV heads (num_kv_heads) do not spread evenly over tp_size {tp_size}",
-            "choose a tp_size that is a multiple of the KV heads, or pass kv_tp_replicas=1",
+            "choose a tp_size that divides the KV heads or is a multiple of them",
         )
     return tp_size // num_kv_heads
 

@@ -49,6 +49,7 @@ class Outcome:
     local_cached_tokens: int = 0
     external_cached_tokens: int = 0
     checked_bytes: int = 0
+    stumbles: int = 0  # steps that failed in the middle
     faults: dict[str, int] = field(default_factory=dict)
 
 
@@ -58,6 +59,10 @@ class _Turn:
 
     request: Request
     reference: list[int]
+
+
+class _Stumble(RuntimeError):
+    """A step that fails in the middle, as for want of memory."""
 
 
 class Fuzz:
@@ -75,8 +80,9 @@ class Fuzz:
             seed, self._draw_faults(), pool_bytes=self._random.choice((1 << 17, 1 << 21, 1 << 21))
         )
         self._engines: list[Engine] = []
+        self._stumbles = self._random.choice((0.0, 0.0, 0.05))
         for _ in range(self._random.choice((1, 1, 2))):
-            self._engines.append(Engine(_model(model, self._config), self._config, self.cache))
+            self._add_engine()
         self._histories: list[list[int]] = [[]]  # what somebody may continue, or somebody else repeat
         self._turns: list[_Turn] = []
         self._live: list[tuple[Engine, _Turn]] = []
@@ -94,6 +100,18 @@ class Fuzz:
         except AssertionError as error:
             raise Violation(f"seed {self.seed}, model {self._model_name}: {error}") from error
         return self.outcome
+
+    def _add_engine(self) -> None:
+        model = _model(self._model_name, self._config)
+        forward = model.forward
+
+        def stumbling(*step: Any) -> Any:
+            if self._random.random() < self._stumbles:
+                raise _Stumble
+            return forward(*step)
+
+        model.forward = stumbling  # type: ignore[method-assign, assignment]
+        self._engines.append(Engine(model, self._config, self.cache))
 
     # -- drawn from the seed
 
@@ -175,7 +193,10 @@ class Fuzz:
 
     def _step(self) -> None:
         for engine in self._engines:
-            engine.step()
+            try:
+                engine.step()
+            except _Stumble:
+                self.outcome.stumbles += 1
             engine.check_integrity()
             self.outcome.steps += 1
         self._live = [(engine, turn) for engine, turn in self._live if not turn.request.finish_reason]
@@ -194,7 +215,7 @@ class Fuzz:
         if chance.random() < 0.1:
             chance.choice(self._engines).scheduler.pool.forget_all()
         if chance.random() < 0.01 and len(self._engines) < 3:
-            self._engines.append(Engine(_model(self._model_name, self._config), self._config, self.cache))
+            self._add_engine()
         if chance.random() < 0.01:
             events: list[Callable[[], None]] = [self.cache.restart_server, self.cache.stop_server]
             chance.choice(events)()
@@ -205,6 +226,7 @@ class Fuzz:
 
     def _finish(self) -> None:
         self.cache.resume_server()
+        self._stumbles = 0.0
         for _ in range(_STEPS_AT_MOST):
             if not any(engine.busy or engine.has_jobs for engine in self._engines):
                 break

@@ -18,6 +18,8 @@ import torch
 from kvkeep.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_TEMPERATURE = 1e6
+MAX_TOKENS = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +40,18 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, least=1)
-        if type(self.temperature) not in (int, float) or not 0 <= self.temperature < math.inf:
-            raise _refusal("temperature", f"must be a number of at least 0, not {self.temperature!r}")
+        _check_int("max_tokens", self.max_tokens, least=1, most=MAX_TOKENS)
+        if type(self.temperature) not in (int, float) or not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise _refusal("temperature", f"must be a number from 0 to {MAX_TEMPERATURE:g}")
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(63))  # frozen to everybody else
         _check_int("seed", self.seed, least=0, most=MAX_SEED)
         if self.top_k is not None:
-            _check_int("top_k", self.top_k, least=1)
+            _check_int("top_k", self.top_k, least=1, most=MAX_TOKENS)
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
             raise _refusal("stop_token_ids", f"must be a list of token ids, not {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, least=0)
+            _check_int("stop_token_ids", token, least=0, most=MAX_TOKENS)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
@@ -73,11 +75,11 @@ def _generator(params: SamplingParams, position: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") & MAX_SEED)
 
 
-def _check_int(field: str, value: object, *, least: int, most: int | None = None) -> None:
+def _check_int(field: str, value: object, *, least: int, most: int) -> None:
+    if type(value) is int and value > most:  # not quoted: it may have too many digits to be printed
+        raise _refusal(field, f"is more than {most}")
     if type(value) is not int or value < least:  # a bool is an int to isinstance, and a mistake here
         raise _refusal(field, f"must be an integer of at least {least}, not {value!r}")
-    if most is not None and value > most:
-        raise _refusal(field, f"is {value}, the limit is {most}")
 
 
 def _refusal(field: str, problem: str) -> RequestError:

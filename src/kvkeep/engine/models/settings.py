@@ -12,7 +12,6 @@ computing nearly the right model would give fluent, wrong answers.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,9 @@ ARCHITECTURES: dict[str, Literal["gqa", "mla"]] = {
 QWEN3_HEAD_DIM = 128  # what Qwen3 assumes where its config is silent; the others divide the hidden size
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
+MAX_SIZE = 2**24  # of any dimension; a config that asks for more is damaged
+MAX_LAYERS = 10_000
+MAX_NUMBER = 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ class ModelSettings:
         own, other = (GQA_SIZES, MLA_SIZES) if self.kind == "gqa" else (MLA_SIZES, GQA_SIZES)
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", *own):
             _check_size(field, getattr(self, field))
+        if self.num_layers > MAX_LAYERS:
+            raise _refusal("num_layers", f"is {self.num_layers}", f"the limit is {MAX_LAYERS}")
         for field in other:
             if getattr(self, field) != 0:
                 raise _refusal(field, f"is {getattr(self, field)!r}, but kind is {self.kind}", "leave it out")
@@ -104,7 +108,7 @@ def read_settings(directory: Path) -> ModelSettings:
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}", "name a Hugging Face model directory") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path} is not JSON: {error}", "download the checkpoint again") from error
     if not isinstance(config, dict):
         raise SettingsError(f"{path} holds no JSON object", "download the checkpoint again")
@@ -179,7 +183,7 @@ def _refuse_windows(config: Mapping[str, object], architecture: str) -> None:
     """A window limits how far back a token sees. Mistral assumes one of 4,096 where its config is silent."""
     hint = "only full attention is supported"
     kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise _refusal("layer_types", f"is {kinds!r}", hint)
     if config.get("use_sliding_window"):
         raise _refusal("use_sliding_window", "is true", hint)
@@ -235,13 +239,18 @@ def _int(config: Mapping[str, object], field: str, default: int | None = None) -
 
 
 def _check_size(field: str, value: object) -> None:
-    if type(value) is not int or value < 1:  # a bool is an int to isinstance, and a mistake here
-        raise _refusal(field, f"is {value!r}", "it must be an integer of at least 1")
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:  # a bool is an int to isinstance, and a mistake here
+        raise _refusal(field, f"is {_short(value)}", f"it must be an integer from 1 to {MAX_SIZE}")
 
 
 def _check_positive(field: str, value: object) -> None:
-    if type(value) not in (int, float) or not 0 < cast(float, value) < math.inf:
-        raise _refusal(field, f"is {value!r}", "it must be a number above 0")
+    if type(value) not in (int, float) or not 0 < cast(float, value) <= MAX_NUMBER:
+        raise _refusal(field, f"is {_short(value)}", "it must be a number above 0")
+
+
+def _short(value: object) -> str:
+    """For a message; an integer can have more digits than Python prints."""
+    return repr(value)[:80] if not isinstance(value, int) or abs(value) <= MAX_NUMBER else "too large"
 
 
 def _refusal(field: str, problem: str, hint: str) -> SettingsError:

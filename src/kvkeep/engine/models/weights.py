@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -158,11 +159,11 @@ def _checkpoint_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _refusal(directory, f"{index.name} cannot be read: {error!r}") from error
         for name in names:
-            if Path(name).name != name or not (directory / name).is_file():
-                raise _refusal(directory, f"{index.name} names {name!r}, which is not there")
+            if Path(name).name != name or not os.path.isfile(directory / name):  # unlike Path's, it never raises
+                raise _refusal(directory, f"{index.name} names {name[:200]!r}, which is not there")
         return sorted(directory / name for name in names)
     single = directory / "model.safetensors"
     files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
@@ -203,7 +204,7 @@ def _check_unused(
             if torch.equal(tensor.to(embeddings.device, embeddings.dtype), embeddings):
                 continue
             raise _refusal(directory, f"{name} differs from the embeddings, but tie_word_embeddings is true")
-        raise _refusal(directory, f"{name} is not a tensor of this kind of model")
+        raise _refusal(directory, f"{name} is not a tensor of a model with {settings.num_layers} layers of this kind")
 
 
 def _fingerprint(settings: ModelSettings, files: list[Path]) -> str:
