@@ -8,7 +8,7 @@
     └── Unavailable          the server cannot be reached, or did not answer before the deadline
 
 A cache fault never reaches an engine as an exception: the client turns each into a counted miss. These classes are
-for people (command line, admin API, `kvkeep.connect()`), so each carries a hint that says what to do next.
+for people (command line, admin API, `kvkeep.connect()`, `LLM`), so each carries a hint that says what to do next.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from kvkeep.cli.demo import (
     Kill,
     Screen,
     _killed,
+    _opening,
     _show,
     bar,
     broken_promises,
@@ -106,12 +107,18 @@ def test_usage_of_each_tenant_is_what_it_stored(outcome: dict[str, Any]) -> None
 
 def test_the_story_is_told_in_five_steps(whole: Run, outcome: dict[str, Any]) -> None:
     story = whole.stderr.splitlines()
-    assert story[0] == "Two users talk to a model. Engines come and go, the cache stays. About a minute."
+    assert story[0] == "Two users talk to a model. Engines come and go, the cache stays. About 1 min."
     assert [line[:2] for line in story if line[:1].isdigit()] == ["1.", "2.", "3.", "4.", "5."]
     left = outcome["unfinished_at_kill"]
     assert f"4. Server killed (SIGKILL) with {left} of 2 requests under way; all 2 were answered" in story
     assert story[-1] == "   turns 1 to 3: the same tokens; turn 4, after the kill: the same tokens"
     assert all(len(line) <= 80 for line in story)
+
+
+def test_the_opening_fits_for_any_number_of_users() -> None:
+    for users in range(2, len(USERS) + 1):
+        assert len(_opening(users, 64)) <= 80 and _opening(users, 8192).endswith("Some min.")
+    assert _opening(4, 1792).startswith("Four users talk to a model.")
 
 
 def test_progress_goes_to_stderr_without_a_bar(whole: Run) -> None:

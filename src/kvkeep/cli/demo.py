@@ -74,6 +74,11 @@ def demo(users: Users = 4, prompt_tokens: PromptTokens = 1792, json: Json = Fals
         sys.exit(1)
 
 
+def _opening(users: int, prompt_tokens: int) -> str:
+    lasts = "About 1 min." if users * prompt_tokens <= _A_MINUTE_TOKENS else "Some min."
+    return f"{_COUNTS[users]} users talk to a model. Engines come and go, the cache stays. {lasts}"
+
+
 class _Stopped(BaseException):
     """A signal asked us to end. On the way out every process that we started is ended too."""
 
@@ -92,8 +97,7 @@ def _run(users: int, prompt_tokens: int, json: bool) -> list[str]:
     screen = Screen(json)
     # Each a little shorter than the one before: tenants differ in what they use.
     talks = [Talk(name, prompt_tokens * (12 - at) // 12) for at, name in enumerate(USERS[:users])]
-    lasts = "About a minute." if users * prompt_tokens <= _A_MINUTE_TOKENS else "Some minutes."
-    screen.say(f"{_COUNTS[users]} users talk to a model. Engines come and go, the cache stays. {lasts}")
+    screen.say(_opening(users, prompt_tokens))
     outcome = _tell(talks, screen)
     outcome["seconds"] = round(time.monotonic() - started, 1)
     if json:
