@@ -11,7 +11,8 @@ cache of its own here, so whatever is not computed came from the server. The flo
 prompt's KV into the engine, and computing the last tokens: those after the last full block.
 
 With many requests at once, of short prompts and longer answers, blocks become full one by one, in different steps, and
-are stored one by one: `many_requests_ratio` is the time with a cache to that without. Here, too, none is found.
+most are stored when all requests have ended: `many_requests_ratio` is the time with a cache, those stores included, to
+that without. Here, too, none is found.
 """
 
 from __future__ import annotations
