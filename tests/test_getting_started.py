@@ -1,4 +1,4 @@
-"""What getting-started shows is run as it stands, against a real server."""
+"""What the guides show is run as it stands, against a real server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import pytest
 
 from kvkeep.testing.process import ServerProcess
 
-TEXT = Path(__file__).parent.parent / "docs" / "getting-started.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT.read_text(), re.DOTALL)
+DOCS = Path(__file__).parent.parent / "docs"
+PROGRAMS = [
+    program
+    for guide in ("getting-started.md", "engine.md")
+    for program in re.findall(r"```python\n(.*?)```", (DOCS / guide).read_text(), re.DOTALL)
+]
 PRINTS = [
     r"4\n\(4, 2, 16, 8, 64\)\n\(0, 2, 16, 8, 64\)\n",
     r"(\[\d+, \d+, \d+, \d+\]) \{'num_kvkeep_extra_cached_tokens': 0\}\n"
     r"\1 \{'num_kvkeep_extra_cached_tokens': 192\}\n",
     r"5 blocks found\nfailed blocks: \{\}\nfailed blocks: \{\}\nTrue\n",
+    r"\[(\d+, ){3}\d+\] 0\n\[(\d+, ){3}\d+\] 32\n",
 ]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client import transfer as module
 from kvkeep.client.connection import Connection
-from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
+from kvkeep.client.transfer import LoadRequest, Stored, StoreRequest, Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
@@ -104,7 +104,7 @@ def test_a_store_in_parts_is_the_same_as_one_at_once(
     connection, engine = sim.connected(), memory()
     ids = [*range(20, 32)]
     between = []
-    assert transfer(connection, engine).store(storing(ids), lambda: between.append(sim.held())) == 12
+    assert transfer(connection, engine).offer(storing(ids), lambda: between.append(sim.held())) == Stored(12, True)
     parts = -(-12 // blocks_a_part)
     prepared = [request for request in sim.recorder.came if isinstance(request, m.PrepareStore)]
     assert [request.parent for request in prepared] == [
@@ -203,7 +203,9 @@ def test_while_a_store_waits_for_the_server_something_else_is_done(sim: Any) -> 
     connection = sim.connected()
     sim.recorder.instead = lambda header, request: None
     between: list[int] = []
-    assert transfer(connection, memory()).store(storing([0, 1]), lambda: between.append(sim.network.clock())) == 0
+    assert (
+        not transfer(connection, memory()).offer(storing([0, 1]), lambda: between.append(sim.network.clock())).complete
+    )
     assert len(between) > 3 and max(b - a for a, b in itertools.pairwise(between)) <= 50
 
 

@@ -305,7 +305,7 @@ def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     for job in range(3):
         worker.load(job, some_load([5, 6]))
         worker.store(job, StoreRequest("default", b"", keys(1), np.array([0])))
-    assert worker.poll() == Finished(stored={2: 0}, loaded=[2], failed={2: [5, 6]})
+    assert worker.poll() == Finished(stored={2: 0}, incomplete=[2], loaded=[2], failed={2: [5, 6]})
     assert worker.connection.counters.failures == {"queue_full": 2}
     assert worker.poll() == Finished(), "everything is told once"
     worker.close()
@@ -316,10 +316,12 @@ def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
     worker.load("queued", some_load([5]))
     worker.store("queued", StoreRequest("default", b"", keys(1), np.array([0])))
     worker.close()
-    assert worker.poll() == Finished(stored={"queued": 0}, loaded=["queued"], failed={"queued": [5]})
+    assert worker.poll() == Finished(
+        stored={"queued": 0}, incomplete=["queued"], loaded=["queued"], failed={"queued": [5]}
+    )
     worker.load("late", some_load([6]))
     worker.store("late", StoreRequest("default", b"", keys(1), np.array([0])))
-    assert worker.poll() == Finished(stored={"late": 0}, loaded=["late"], failed={"late": [6]})
+    assert worker.poll() == Finished(stored={"late": 0}, incomplete=["late"], loaded=["late"], failed={"late": [6]})
     worker.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,22 @@ def test_an_answer_of_a_server_that_is_gone_is_asked_anew() -> None:
     assert waits.metrics.failed_loads == 0 and waits.output_tokens == alone([*PREFIX, 2])
 
 
+def test_what_a_lost_store_left_out_is_offered_again() -> None:
+    """A new server in the middle of a long answer has nothing of it. At the end it has all."""
+    cache = SimulatedCache(1, pool_bytes=1 << 21)
+    engine = Engine(OracleModel(), EngineConfig(block_tokens=4), cache)
+    request = engine.add(PREFIX, SamplingParams(max_tokens=200))
+    run(engine, cache, 40)
+    cache.restart_server()
+    run(engine, cache, 200)
+    assert request.finish_reason == "length" and not engine.has_jobs
+    other = Engine(OracleModel(), EngineConfig(block_tokens=4), cache)
+    again = other.add(request.tokens, ONE)
+    run(other, cache, 20)
+    assert again.metrics.external_cached_tokens == 256
+    cache.check_nothing_held()
+
+
 class Raising(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         raise RuntimeError("no")
@@ -157,14 +174,16 @@ def test_ctrl_c_comes_between_steps(sync: str) -> None:
         interrupted = 0
         for at in range(12):
             timer = threading.Timer(0.001 + 0.002 * at, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             try:
-                llm.generate(prompts, SamplingParams(max_tokens=20))
+                timer.start()
+                try:
+                    llm.generate(prompts, SamplingParams(max_tokens=20))
+                finally:
+                    timer.cancel()
+                    timer.join()
+                    time.sleep(0.01)  # a signal on its way arrives here, and not in the next test
             except KeyboardInterrupt:
                 interrupted += 1
-            finally:
-                timer.cancel()
-                timer.join()
             llm.engine.scheduler.pool.forget_all()
         assert interrupted > 0
         done = llm.generate(prompts, SamplingParams(max_tokens=20))

@@ -77,6 +77,14 @@ class StoreRequest:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What came of a store: how many blocks were written, and whether the server has all of them now."""
+
+    written: int
+    complete: bool
+
+
+@dataclass(frozen=True)
 class LoadRequest:
     """Blocks to load: those of keys[skip:], into block_ids of the engine, from the slots that a lookup gave.
 
@@ -125,8 +133,12 @@ class Transfer:
 
     # -- store
 
-    def store(self, request: StoreRequest, between_parts: Callable[[], None] = lambda: None) -> int:
-        """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised.
+    def store(self, request: StoreRequest) -> int:
+        """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised."""
+        return self.offer(request).written
+
+    def offer(self, request: StoreRequest, between_parts: Callable[[], None] = lambda: None) -> Stored:
+        """Stores what the server lacks; failures are counted, not raised.
 
         `between_parts` is called where something else may be done, also while the server lets us wait. Slots that are
         not filled are given back, also when this raises for a request that is wrong in itself.
@@ -136,10 +148,12 @@ class Transfer:
         ahead: tuple[tuple[int, int], Call] | None = first
         begun = [first[1]]  # not yet completed
         completions: list[tuple[Call, Call]] = []
+        complete = True
         try:
             while ahead is not None:
                 part, call = ahead
                 plan = read_plan(self._connection.wait(call, between_parts), part[1] - part[0])
+                complete &= plan is not None and not plan.refused
                 if plan is None:
                     break
                 if plan.refused:
@@ -152,6 +166,7 @@ class Transfer:
                 if len(plan.positions):
                     completion = self._write_part(request, part, call, plan)
                     if completion is None:
+                        complete = False
                         break
                     completions.append((call, completion))
                 begun.remove(call)
@@ -160,17 +175,19 @@ class Transfer:
         finally:
             for call in begun:
                 self._connection.give_up(call)
-        return self._count_stored(completions, between_parts)
+        written, all_done = self._count_stored(completions, between_parts)
+        return Stored(written, complete and all_done)
 
-    def _count_stored(self, completions: list[tuple[Call, Call]], meanwhile: Callable[[], None]) -> int:
-        stored = 0
+    def _count_stored(self, completions: list[tuple[Call, Call]], meanwhile: Callable[[], None]) -> tuple[int, bool]:
+        stored, all_done = 0, True
         for written, completion in completions:
             done = self._connection.wait(completion, meanwhile)
             if isinstance(done, m.Done):
                 stored += done.count
             else:
                 self._connection.give_up(written)
-        return stored
+                all_done = False
+        return stored, all_done
 
     def _parts(self, request: StoreRequest) -> Iterator[tuple[int, int]]:
         count = len(request.block_ids)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
+from kvkeep.client.transfer import LoadRequest, Stored, StoreRequest, Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
@@ -32,6 +32,7 @@ class Finished:
     """What has ended since the last poll. `failed` names, for each load, the engine blocks that must be computed."""
 
     stored: dict[Hashable, int] = field(default_factory=dict)  # job -> blocks written
+    incomplete: list[Hashable] = field(default_factory=list)  # stores that left something out: offer those blocks again
     loaded: list[Hashable] = field(default_factory=list)  # every load, whether or not blocks of it failed
     failed: dict[Hashable, list[int]] = field(default_factory=dict)
 
@@ -87,8 +88,11 @@ class WorkerAdapter:
     def store(self, job: Hashable, request: StoreRequest) -> None:
         """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
         with self._wake:
-            if not self.strategy.stores or not self._has_room(self._stores):
-                self._finished.stored[job] = 0
+            if not self.strategy.stores:
+                self._end_store(job, Stored(0, complete=True))
+                return
+            if not self._has_room(self._stores):
+                self._end_store(job, Stored(0, complete=False))
                 return
             self._stores.append((job, request))
             self._wake.notify()
@@ -114,7 +118,8 @@ class WorkerAdapter:
             self._closing = True
             for job, request in self._loads:
                 self._end_load(job, request.block_ids.tolist())
-            self._finished.stored.update((job, 0) for job, _ in self._stores)
+            for job, _ in self._stores:
+                self._end_store(job, Stored(0, complete=False))
             self._loads.clear()
             self._stores.clear()
             self._wake.notify()
@@ -167,13 +172,13 @@ class WorkerAdapter:
 
     def _store(self, job: Hashable, request: StoreRequest) -> None:
         assert self._transfer is not None
-        stored = 0
+        stored = Stored(0, complete=False)
         try:
-            stored = self._transfer.store(request, self._load_what_waits)
+            stored = self._transfer.offer(request, self._load_what_waits)
         except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
             self._failed_inside("store")
         with self._wake:
-            self._finished.stored[job] = stored
+            self._end_store(job, stored)
 
     def _failed_inside(self, what: str) -> None:
         self.connection.counters.fail("internal_error")
@@ -186,6 +191,11 @@ class WorkerAdapter:
             self.connection.counters.fail("closed" if self._closing else "queue_full")
             return False
         return True
+
+    def _end_store(self, job: Hashable, stored: Stored) -> None:
+        self._finished.stored[job] = stored.written
+        if not stored.complete:
+            self._finished.incomplete.append(job)
 
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)

@@ -142,6 +142,8 @@ class SchedulerSide:
             return None
         if computed_blocks - tracker.stored < (1 if at_once else BLOCKS_TOGETHER):
             return None
+        if computed_blocks < tracker.retry_from and not at_once:
+            return None
         first = tracker.stored
         tracker.stored = computed_blocks
         job = self._new_job(tracker, first, block_ids[first:computed_blocks], is_load=False)
@@ -188,6 +190,10 @@ class SchedulerSide:
                     job.failed.update(block_ids)
                     completed.invalid_block_ids.update(block_ids)
                     self._owners[job.number].offers = False
+            for number in report.incomplete:
+                job = self._jobs.get(number)  # type: ignore[call-overload]
+                if job is not None:
+                    job.incomplete = True
             for number in (*report.loaded, *report.stored):
                 job = self._jobs.get(number)  # type: ignore[call-overload]
                 if job is not None:
@@ -236,6 +242,11 @@ class SchedulerSide:
             if good < len(job.block_ids):  # what the server had from there on was no good, and ours will be
                 tracker.stored = min(tracker.stored, job.first_block + good)
             self._let_go(tracker)
+        elif job.incomplete:
+            # The server was away, or is another one, or had no room. It takes no block without those before it, so all
+            # are offered again; those that it has it will not take twice.
+            tracker.stored = 0
+            tracker.retry_from = job.first_block + len(job.block_ids) + BLOCKS_TOGETHER
         if tracker.ended:
             self._end_session(tracker)
 

@@ -34,6 +34,7 @@ class Job:
     is_load: bool
     reports: set[int] = field(default_factory=set)  # the ranks that have
     failed: set[int] = field(default_factory=set)  # ids of blocks that some rank could not load
+    incomplete: bool = False  # a store of which some rank left something out
 
     def good_blocks(self) -> int:
         """How many leading blocks every rank has loaded. Those after a bad one do not count: they are computed

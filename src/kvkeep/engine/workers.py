@@ -102,6 +102,7 @@ class Workers:
         for cache, report in zip(self._caches, self._reports, strict=True):
             finished = cache.poll()
             report.stored.update(finished.stored)
+            report.incomplete.extend(finished.incomplete)
             report.loaded.extend(finished.loaded)
             for job, block_ids in finished.failed.items():
                 report.failed.setdefault(job, []).extend(block_ids)

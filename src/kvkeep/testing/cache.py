@@ -211,8 +211,11 @@ class SimulatedWorker:
         if self._cache.random.random() < self._cache.faults.store_loss:
             self._cache.counts["lost_stores"] += 1
             self._finished.stored[job] = 0
+            self._finished.incomplete.append(job)
         else:
-            self._finished.stored[job] = self._transfer.store(request)
+            outcome = self._transfer.offer(request)
+            self._finished.stored[job] = outcome.written
+            self._finished.incomplete += [] if outcome.complete else [job]
 
     def _fill_with_garbage(self, block_ids: list[int]) -> None:
         for layer in self._layers:
