@@ -161,7 +161,7 @@ def test_what_is_said_of_the_kill_is_what_happened(done: bool, unfinished: int, 
     assert _killed(done, unfinished, complete, users=4) == said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_leaves_nothing(number: signal.Signals) -> None:
     with start() as run:
         assert run.stderr is not None

@@ -61,7 +61,7 @@ def demo(users: Users = 4, prompt_tokens: PromptTokens = 1792, json: Json = Fals
     """Serve conversations on two engine processes that share a cache, and kill the server under the second."""
     if importlib.util.find_spec("torch") is None:
         raise SettingsError("the demo computes a model with torch, which is not installed", "install kvkeep[engine]")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
         broken = _run(users, prompt_tokens, json)
