@@ -1,7 +1,8 @@
-# One command each: `make setup`, `make demo`, `make test`, `make check`, `make bench`, `make clean`.
+# One command each: `make setup`, `make demo`, `make test`, `make check`, `make bench`, `make fuzz`, `make clean`.
 # Another interpreter: `make setup PYTHON=python3.12`.
 
 PYTHON ?= python3
+SEEDS ?= 0:300
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 INSTALL_INPUTS := pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench fuzz clean
 
 help:
 	@echo "make setup   virtual environment in $(VENV) with kvkeep and its development tools"
@@ -18,6 +19,7 @@ help:
 	@echo "make test    check, then all tests"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make bench   lookup, transfer, index and engine benchmarks"
+	@echo "make fuzz    random lives of the engine under faults: make fuzz SEEDS=0:1000"
 	@echo "make clean   remove build outputs and caches (the virtual environment stays)"
 
 setup: $(STAMP)
@@ -52,6 +54,9 @@ bench: $(STAMP)
 	@for what in lookup transfer index engine; do \
 		echo "bench: $$what"; $(BIN)/kvkeep bench $$what || exit 1; \
 	done
+
+fuzz: $(STAMP)
+	@for model in oracle gqa mla; do $(BIN)/kvkeep engine-fuzz --model $$model --seeds $(SEEDS) || exit 1; done
 
 clean:
 	@echo "clean: removing build outputs and caches"
