@@ -10,9 +10,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,36 @@ def assert_explained(done: subprocess.CompletedProcess[str], *words: str) -> Non
         assert word in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_in_order_and_removes_the_pool(number: signal.Signals) -> None:
+@pytest.fixture
+def heeded() -> Iterator[Callable[[signal.Signals], None]]:
+    """A process is born with the signals ignored that its parent ignores, as under nohup."""
+    before: dict[signal.Signals, Any] = {}
+
+    def heed(number: signal.Signals) -> None:
+        before[number] = signal.signal(number, lambda *_: None)
+
+    yield heed
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_server_under_nohup_outlives_its_terminal(heeded: Callable[[signal.Signals], None]) -> None:
+    heeded(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with ServerProcess("--pool-size", "32MiB") as server:
+        process = server.process
+        assert process is not None
+        server.send(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None
+        assert "stopped" in server.stop() and process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_in_order_and_removes_the_pool(
+    number: signal.Signals, heeded: Callable[[signal.Signals], None]
+) -> None:
+    heeded(number)
     with ServerProcess("--pool-size", "32MiB") as server:
         directory = SHM / f"kvkeep-{server.name}"
         assert directory.is_dir()

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -163,6 +163,15 @@ def test_an_id_that_is_no_text_is_refused(request_id: Any) -> None:
         Engine(OracleModel(), EngineConfig()).add(PREFIX, request_id=request_id)
 
 
+@pytest.fixture
+def heeded_interrupts() -> Iterator[None]:
+    """Whoever runs tests behind a shell runs them with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_interrupts")
 @pytest.mark.parametrize("sync", ["async", "sync"])
 def test_ctrl_c_comes_between_steps(sync: str) -> None:
     """Real signals, at any moment. Afterwards nothing is held, and the same prompts get the same answers."""

@@ -86,7 +86,8 @@ class Signals:
         self._stop: Callable[[], None] | None = None
         self._asked = False
         for number in _ENDING:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup says that a closed terminal is no reason
+            # nohup ignores SIGHUP: a closed terminal is no reason then. (Shells ignore SIGINT for what runs behind.)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._received)
 
     def then(self, stop: Callable[[], None]) -> None:
