@@ -1,23 +1,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from kvkeep.engine.models.gqa import GQAModel
-from kvkeep.engine.models.model import Rank, Segment
+from kvkeep.engine.models.model import Segment
 from kvkeep.engine.models.settings import ModelSettings, read_settings
 from kvkeep.engine.models.weights import load_weights, random_weights
 from kvkeep.errors import SettingsError
 
-BLOCK_TOKENS = 4
-NUM_BLOCKS = 32
+sys.path.insert(0, str(Path(__file__).parent))
+from references import BLOCK_TOKENS, NUM_BLOCKS, InDouble, every_row, ranks_of, save, some_tokens
 
 SETTINGS = ModelSettings(
     kind="gqa",
@@ -42,16 +41,6 @@ TINY = {
 }
 
 
-class InDouble(TorchFunctionMode):
-    """transformers computes norms, angles and softmax in float32 even of a float64 model; here it does not."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wider = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        return func(*map(wider, args), **{name: wider(value) for name, value in (kwargs or {}).items()})
-
-
 def reference_of(architecture: str, **config: object) -> Any:
     """A random model of the transformers library, none of whose parameters is a constant."""
     import transformers
@@ -63,32 +52,6 @@ def reference_of(architecture: str, **config: object) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
-
-
-def save(reference: Any, directory: Path) -> Path:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    reference.save_pretrained(directory)
-    return directory
-
-
-def ranks_of(model: GQAModel, tp_size: int = 1, pp_size: int = 1) -> list[Rank]:
-    strategies = [model.strategy(tp_size, pp_size, rank) for rank in range(tp_size * pp_size)]
-    return [Rank(strategy, model.allocate_kv(strategy, NUM_BLOCKS, BLOCK_TOKENS)) for strategy in strategies]
-
-
-def every_row(model: GQAModel, tokens: list[int], ranks: list[Rank], prefill: int) -> torch.Tensor:
-    """The logits after the first `prefill` tokens, and after each that follows, from blocks scattered over the KV."""
-    block_ids = random.Random(7).sample(range(NUM_BLOCKS), -(-len(tokens) // BLOCK_TOKENS))
-    steps = [(0, prefill), *((start, 1) for start in range(prefill, len(tokens)))]
-    segments = [Segment("r", None, tokens, start, count, block_ids) for start, count in steps]
-    return torch.cat([model.forward([segment], ranks, BLOCK_TOKENS) for segment in segments])
-
-
-def some_tokens(count: int) -> list[int]:
-    return random.Random(3).choices(range(SETTINGS.vocab_size), k=count)
 
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {

@@ -140,6 +140,13 @@ def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
         LLM(tmp_path)
 
 
+def test_an_engine_that_cannot_be_made_leaves_no_pool_behind() -> None:
+    before = set(Path("/dev/shm").glob("kvkeep-embedded-*"))
+    with pytest.raises(SettingsError, match="no memory for num_blocks"):
+        LLM(OracleModel(), **NATIVE | {"num_blocks": 10**15})
+    assert set(Path("/dev/shm").glob("kvkeep-embedded-*")) <= before
+
+
 def test_offloading_from_a_gpu_is_refused_and_leaves_nothing_behind() -> None:
     before = set(Path("/dev/shm").glob("kvkeep-embedded-*"))
     with pytest.raises(SettingsError, match="cannot be offloaded yet"):

@@ -1,7 +1,7 @@
 """What an engine's scheduler needs: how much of a prompt the server has. Never blocks, never raises.
 
     lookup ──► None (not known yet) ──► Answer ──► workers load ──► release
-                 └── cancel                          └── cancel (the request was aborted)
+                 └── release (the request was aborted, here or at any time)
 
 Asking again for the same request costs nothing and changes nothing, so a scheduler may ask in every step.
 """
@@ -89,15 +89,11 @@ class SchedulerAdapter:
         return asked.answer
 
     def release(self, request: Hashable) -> None:
-        """The blocks are loaded, or will not be: the lease may end."""
+        """The blocks are loaded, or will not be, answered or not: whatever was given is given back."""
         asked = self._asked.pop(request, None)
         if asked is not None:
             self.connection.give_up(asked.call)
             self.connection.poll()
-
-    def cancel(self, request: Hashable) -> None:
-        """The request is gone, answered or not. The same as release: whatever was given is given back."""
-        self.release(request)
 
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
         """The request is over. With `finished`, the conversation too: its blocks may go early."""
