@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvkeep.bench import vllm
 from kvkeep.cli.bench import BENCHES, OPTIONS, _load, options_of, read_options, show
 from kvkeep.errors import SettingsError
 
@@ -92,6 +93,20 @@ def test_what_cannot_be_measured_here_is_said_without_a_traceback(kvkeep: Run) -
     done = kvkeep("bench", "copy", "--total-bytes", "100TiB", "--block-bytes", "1MiB")
     assert done.returncode == 2 and "not enough memory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_option_means_what_its_benchmark_says(kvkeep: Run) -> None:
+    explained = {name: kvkeep("bench", name, "--help").stdout for name in ("vllm", "checksum")}
+    assert "auto takes a GPU where there is one" in explained["vllm"]
+    assert "to measure the kernel on a GPU too" in explained["checksum"]
+    assert set(vllm.OPTIONS) == set(options_of(vllm.run))
+
+
+def test_real_vllm_is_a_matter_of_settings(kvkeep: Run) -> None:
+    """Whether it is missing or there: this device is not."""
+    done = kvkeep("bench", "vllm", "--device", "tpu", "--json")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "error: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_any_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:

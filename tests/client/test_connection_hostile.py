@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
+from kvkeep.client.sources import Piece
+from kvkeep.client.transfer import Transfer
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, encode
@@ -87,7 +89,7 @@ def test_nothing_raises_whatever_the_server_answers(simulation: Make, seed: int,
     scheduler = SchedulerAdapter(connection.shape, connection=connection)
     engine = np.random.default_rng(seed).integers(0, 256, (8, 1000), dtype=np.uint8)
     kept, ids = engine.copy(), np.arange(4)
-    transfer = Transfer(connection, BlockRuns.of([engine]), 0)
+    transfer = Transfer(connection, [Piece(BlockRuns.of([engine]))], 0)
     connection.wait_until_up(2_000)
     got = 0
     for turn in range(40):

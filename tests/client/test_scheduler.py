@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvkeep.client.requests import StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.transfer import StoreRequest, Transfer
+from kvkeep.client.sources import Piece
+from kvkeep.client.transfer import Transfer
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.store.table import READY
@@ -27,7 +29,7 @@ def store(sim: Any, count: int, name: str = "k", salt: str | None = None) -> Non
     connection = sim.connected()
     blocks = np.full((count, 1000), 7, dtype=np.uint8)
     request = StoreRequest(tenant_of(salt), b"", keys(count, name), np.arange(count))
-    assert Transfer(connection, BlockRuns.of([blocks]), 0).store(request) == count
+    assert Transfer(connection, [Piece(BlockRuns.of([blocks]))], 0).store(request) == count
 
 
 def adapter(sim: Any, **options: Any) -> SchedulerAdapter:

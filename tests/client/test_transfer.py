@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from kvkeep.client import transfer as module
 from kvkeep.client.connection import Connection
-from kvkeep.client.transfer import LoadRequest, Stored, StoreRequest, Transfer
+from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
+from kvkeep.client.sources import Piece
+from kvkeep.client.transfer import Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
@@ -33,7 +35,7 @@ def memory(blocks: int = 40, seed: int = 0, nbytes: int = NBYTES) -> NDArray[np.
 
 
 def transfer(connection: Connection, engine: NDArray[np.uint8], shard: int = 0) -> Transfer:
-    return Transfer(connection, BlockRuns.of([engine]), shard)
+    return Transfer(connection, [Piece(BlockRuns.of([engine]))], shard)
 
 
 def storing(ids: list[int], name: str = "k", parent: bytes = b"", **hints: int) -> StoreRequest:
@@ -346,7 +348,7 @@ def test_block_ids_come_as_engines_have_them(ids: Any) -> None:
     ("change", "field"),
     [
         ({"block_ids": [0.5, 1.0]}, "block_ids"),
-        ({"block_ids": [[0, 1]]}, "block_ids"),
+        ({"block_ids": [[[0, 1]]]}, "block_ids"),
         ({"block_ids": [0]}, "keys"),
         ({"parent": b"short"}, "parent"),
         ({"priority": 500}, "priority"),

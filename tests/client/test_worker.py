@@ -16,7 +16,7 @@ from kvkeep.client import transfer as transfer_module
 from kvkeep.client import worker as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished, WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
@@ -333,7 +333,7 @@ def test_a_load_does_not_wait_for_the_rest_of_a_store(start: Start, monkeypatch:
     monkeypatch.setattr(transfer_module, "_BYTES_A_PART", 1)
     order: list[str] = []
     first_part, loads_are_queued = threading.Event(), threading.Event()
-    write_part, load = engine.worker._transfer._write_part, engine.worker._load  # type: ignore[union-attr]
+    write_part, load = transfer_module._PieceStore._write, engine.worker._load
 
     def write_and_tell(*arguments: Any) -> Any:
         order.append("part")
@@ -345,7 +345,7 @@ def test_a_load_does_not_wait_for_the_rest_of_a_store(start: Start, monkeypatch:
         order.append("load")
         load(*arguments)
 
-    monkeypatch.setattr(engine.worker._transfer, "_write_part", write_and_tell)
+    monkeypatch.setattr(transfer_module._PieceStore, "_write", write_and_tell)
     monkeypatch.setattr(engine.worker, "_load", load_and_tell)
     engine.worker.store("s", StoreRequest("default", b"", keys(4, f"{engine.prefix}/b"), np.arange(4)))
     assert first_part.wait(30)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from kvkeep.client.scheduler import Answer
+from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.kv.keys import KEY_BYTES
 
 BLOCK_TOKENS = 4
+PIECES = Pieces([CacheGroup("full", BLOCK_TOKENS)])
 
 
 class ScriptedCache:
@@ -54,4 +56,4 @@ def cache() -> Any:
 
 @pytest.fixture
 def side(cache: ScriptedCache) -> SchedulerSide:
-    return SchedulerSide(cache, BLOCK_TOKENS, world_size=1)
+    return SchedulerSide(cache, PIECES, world_size=1)

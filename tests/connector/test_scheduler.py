@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvkeep.client.worker import Finished
+from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.kv.keys import KEY_BYTES
 
+PIECES = Pieces([CacheGroup("full", 4)])
 NAME = "num_kvkeep_extra_cached_tokens"
 
 
@@ -26,12 +29,17 @@ def stored(*jobs: int) -> Finished:
     return Finished(stored=dict.fromkeys(jobs, 1))
 
 
+def ranks(*reports: Finished) -> list[Finished]:
+    """One report of each rank."""
+    return [replace(report, rank=rank) for rank, report in enumerate(reports)]
+
+
 def load_all(side: SchedulerSide, request_id: str = "r", blocks: int = 5, **failed: Any) -> None:
     """Looks up, loads into blocks 10, 11, … and reports."""
     assert side.lookup(request_id, 0, blocks) == blocks
     job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
     side.build_step()
-    side.complete([loaded(job.number, **{name: {job.number: bad} for name, bad in failed.items()})])
+    side.complete(ranks(loaded(job.number, **{name: {job.number: bad} for name, bad in failed.items()})))
 
 
 # -- lookups
@@ -181,31 +189,31 @@ def test_a_step_takes_the_jobs_that_were_prepared_since_the_last(side: Scheduler
 
 
 def test_a_job_is_over_when_every_rank_has_reported_it(cache: Any) -> None:
-    side = SchedulerSide(cache, 4, world_size=3)
+    side = SchedulerSide(cache, PIECES, world_size=3)
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
     assert side.lookup("r", 0, 5) == 5
     job = side.prepare_load("r", 0, range(10, 15))
     side.build_step()
-    assert side.complete([loaded(job.number), Finished(), Finished()]).loads == []
-    assert side.complete([Finished(), loaded(job.number), Finished()]).loads == []
+    assert side.complete(ranks(loaded(job.number), Finished(), Finished())).loads == []
+    assert side.complete(ranks(Finished(), loaded(job.number), Finished())).loads == []
     assert not side.idle and cache.released == []
-    assert side.complete([Finished(), Finished(), loaded(job.number)]).loads == [job]
+    assert side.complete(ranks(Finished(), Finished(), loaded(job.number))).loads == [job]
     assert side.idle and cache.released == [1]
     assert side.end("r") == {NAME: 20}
 
 
 def test_a_rank_that_reports_twice_does_not_stand_for_another(cache: Any) -> None:
     """Else a job would end, and its blocks be given away, while a rank still writes to them."""
-    side = SchedulerSide(cache, 4, world_size=2)
+    side = SchedulerSide(cache, PIECES, world_size=2)
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 5
     job = side.prepare_load("r", 0, range(10, 15))
     side.build_step()
-    assert side.complete([loaded(job.number), Finished()]).loads == []
-    assert side.complete([loaded(job.number), Finished()]).loads == []
-    assert side.complete([Finished(), loaded(job.number)]).loads == [job]
+    assert side.complete(ranks(loaded(job.number), Finished())).loads == []
+    assert side.complete(ranks(loaded(job.number), Finished())).loads == []
+    assert side.complete(ranks(Finished(), loaded(job.number))).loads == [job]
 
 
 def test_reports_of_jobs_that_nobody_knows_or_that_are_over_do_nothing(side: SchedulerSide, cache: Any) -> None:
@@ -214,21 +222,21 @@ def test_reports_of_jobs_that_nobody_knows_or_that_are_over_do_nothing(side: Sch
     cache.blocks = 2
     side.arrive("r", None, {NAME: None}, keys(5))
     load_all(side, blocks=2)
-    again = side.complete([loaded(1, failed={1: [10]}), stored(1)])
+    again = side.complete(ranks(loaded(1, failed={1: [10]}), stored(1)))
     assert (again.loads, again.stores, again.invalid_block_ids) == ([], [], set())
     assert side.end("r") == {NAME: 8}
 
 
 def test_failed_blocks_are_known_with_the_first_report(cache: Any) -> None:
-    side = SchedulerSide(cache, 4, world_size=2)
+    side = SchedulerSide(cache, PIECES, world_size=2)
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
     assert side.lookup("r", 0, 5) == 5
     job = side.prepare_load("r", 0, range(10, 15))
     side.build_step()
-    first = side.complete([loaded(job.number, failed={job.number: [13]}), Finished()])
+    first = side.complete(ranks(loaded(job.number, failed={job.number: [13]}), Finished()))
     assert (first.loads, first.invalid_block_ids) == ([], {13})
-    second = side.complete([Finished(), loaded(job.number, failed={job.number: [11]})])
+    second = side.complete(ranks(Finished(), loaded(job.number, failed={job.number: [11]})))
     assert (second.loads, second.invalid_block_ids) == ([job], {11})
     assert side.loaded_blocks("r") == 1 and side.end("r") == {NAME: 4}
 
@@ -332,7 +340,7 @@ def test_the_session_ends_with_the_request_if_nothing_is_under_way(side: Schedul
 
 
 def test_an_aborted_request_keeps_its_lease_until_the_last_rank_has_read(cache: Any) -> None:
-    side = SchedulerSide(cache, 4, world_size=2)
+    side = SchedulerSide(cache, PIECES, world_size=2)
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -340,9 +348,9 @@ def test_an_aborted_request_keeps_its_lease_until_the_last_rank_has_read(cache: 
     side.build_step()
     assert side.end("r") == {NAME: 0}, "nothing has come yet"
     assert cache.ended == [] and cache.released == []
-    side.complete([loaded(job.number), Finished()])
+    side.complete(ranks(loaded(job.number), Finished()))
     assert cache.ended == [] and cache.released == []
-    assert side.complete([Finished(), loaded(job.number)]).loads == [job]
+    assert side.complete(ranks(Finished(), loaded(job.number))).loads == [job]
     assert len(cache.ended) == 1 and side.idle
 
 
@@ -372,7 +380,7 @@ def test_a_request_id_that_is_used_again_is_another_request(side: SchedulerSide,
     new = side.prepare_load("r", 0, [20, 21, 22])
     assert [question[0] for question in cache.asked] == [1, 2], "to the cache they have different names"
     side.build_step()
-    side.complete([loaded(old.number, failed={old.number: [10]})])
+    side.complete(ranks(loaded(old.number, failed={old.number: [10]})))
     assert [request for request, *_ in cache.ended] == [1]
     assert side.loaded_blocks("r") == 0, "what the old one loaded is not the new one's"
     side.complete([loaded(new.number)])

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.client.transfer import LoadRequest, StoreRequest
-from kvkeep.connector.step import Job, StepMetadata, begin
+from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.connector.step import Job, StepMetadata, begin, finish
 
 
 class Recorder:
@@ -20,6 +20,9 @@ class Recorder:
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         self.begun.append(("store", job, request))
+
+    def withdraw(self, block_ids: Any) -> None:
+        self.begun.append(("withdraw", 0, block_ids))
 
 
 def job(block_ids: list[int], failed: set[int]) -> Job:
@@ -40,14 +43,18 @@ def test_blocks_of_others_do_not_matter() -> None:
     assert job([7, 3], {1, 2}).good_blocks() == 2
 
 
-def test_loads_begin_before_stores_and_each_under_its_number() -> None:
+def test_what_is_stored_begins_first_then_blocks_are_withdrawn_then_loads_write_into_them() -> None:
     none = np.empty(0, dtype=np.int64)
     load = LoadRequest("default", b"", 0, none, 1, none, np.empty((0, 1), dtype=np.uint64))
     store = StoreRequest("default", b"", b"", none)
     cache = Recorder()
-    begin(StepMetadata({4: load, 9: load}, {2: store, 3: store}), cache)  # type: ignore[arg-type]
-    assert [(kind, number) for kind, number, _ in cache.begun] == [("load", 4), ("load", 9), ("store", 2), ("store", 3)]
-    assert cache.begun[0][2] is load and cache.begun[2][2] is store
+    step = StepMetadata({4: load, 9: load}, {2: store, 3: store}, {5: store}, [7, 8])
+    begin(step, cache)  # type: ignore[arg-type]
+    expected: list[tuple[str, Hashable]] = [("store", 2), ("store", 3), ("withdraw", 0), ("load", 4), ("load", 9)]
+    assert [(kind, number) for kind, number, _ in cache.begun] == expected
+    assert cache.begun[0][2] is store and cache.begun[2][2] == [7, 8] and cache.begun[3][2] is load
+    finish(step, cache)  # type: ignore[arg-type]
+    assert [(kind, number) for kind, number, _ in cache.begun[5:]] == [("store", 5)]
 
 
 def test_an_empty_step_begins_nothing() -> None:

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer, SchedulerAdapter
-from kvkeep.client.transfer import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished, WorkerAdapter
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, root_key

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.client.transfer import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine

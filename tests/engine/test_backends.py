@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvkeep.client.connection import Connection
-from kvkeep.client.options import ClientOptions
+from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.client.transfer import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished
-from kvkeep.engine.backends import _CONNECT_PATIENCE_MS, NativeBackend, ServerBackend, backend_of
+from kvkeep.engine.backends import NativeBackend, ServerBackend, backend_of
 from kvkeep.engine.offloading import KVTransferConfig, resolve
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import ModelIdentity
@@ -105,7 +105,7 @@ def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(monkeypatch
     cache = backend.lookup_side(SHAPE)
     backend.connect()
     assert len(patience) == 9
-    assert sum(patience) <= _CONNECT_PATIENCE_MS + len(patience), "not one patience for each; a millisecond is rounding"
+    assert sum(patience) <= CONNECT_PATIENCE_MS + len(patience), "not one patience for each; a millisecond is rounding"
     answer = cache.lookup("r", None, KEYS)
     assert isinstance(answer, Answer) and (answer.blocks, answer.failure) == (0, "not_connected")
     for side in (*sides, cache):

@@ -131,6 +131,25 @@ def test_a_bad_option_is_refused_by_name(options: dict[str, Any], named: str) ->
         LLM(OracleModel(), **options)
 
 
+@pytest.mark.parametrize(
+    ("field", "key", "policy"),
+    [("recompute", "fail", "fail"), ("fail", "recompute", "recompute"), ("fail", None, "fail")],
+)
+def test_our_key_for_the_failure_policy_wins_over_the_field(field: str, key: str | None, policy: str) -> None:
+    extra = {} if key is None else {"kvkeep.load_failure_policy": key}
+    words = {"kv_load_failure_policy": field, "kv_connector_extra_config": extra}
+    with LLM(OracleModel(), kv_transfer_config=words, **NATIVE) as llm:
+        assert llm.engine.config.kv_load_failure_policy == policy
+
+
+def test_keys_for_vllm_are_accepted_and_checked_all_the_same() -> None:
+    extra: dict[str, Any] = {"kvkeep.revision": "2", "kvkeep.allow_untested_vllm": True}
+    with LLM(OracleModel(), kv_transfer_config={"kv_connector_extra_config": extra}, **NATIVE) as llm:
+        assert llm.generate([TOKENS])[0].finish_reason == "length"
+    with pytest.raises(SettingsError, match=r"kvkeep\.revision"):
+        LLM(OracleModel(), kv_transfer_config={"kv_connector_extra_config": {"kvkeep.revision": ""}}, **NATIVE)
+
+
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", str(tmp_path)):
         with pytest.raises(SettingsError, match=r"config\.json"):

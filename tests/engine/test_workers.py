@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished
 from kvkeep.connector.step import StepMetadata
 from kvkeep.engine.config import EngineConfig
@@ -122,8 +122,8 @@ def test_jobs_begin_on_every_rank_and_every_rank_reports_for_itself() -> None:
     caches[0].polls = [Finished(stored={2: 1})]
     caches[1].polls = [Finished(loaded=[1], failed={1: [3]})]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
-    assert [cache.begun for cache in caches] == [[("load", 1), ("store", 2)]] * 2
-    assert list(output.reports) == [Finished(stored={2: 1}), Finished(loaded=[1], failed={1: [3]})]
+    assert [cache.begun for cache in caches] == [[("store", 2), ("load", 1)]] * 2
+    assert list(output.reports) == [Finished(0, stored={2: 1}), Finished(1, loaded=[1], failed={1: [3]})]
     assert output.tokens == []
 
 
@@ -154,8 +154,8 @@ def test_a_synchronous_load_is_waited_for_on_every_rank() -> None:
     caches[1].polls = [Finished(), Finished(stored={8: 2}), Finished(loaded=[1]), Finished(loaded=[7])]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD})))
     assert list(output.reports) == [
-        Finished(loaded=[1], stored={9: 1}),
-        Finished(loaded=[1, 7], stored={8: 2}),
+        Finished(0, loaded=[1], stored={9: 1}),
+        Finished(1, loaded=[1, 7], stored={8: 2}),
     ], "nothing that was said meanwhile is lost"
 
 
@@ -193,7 +193,8 @@ def test_a_report_outlives_a_step_that_failed(sync: bool) -> None:
         workers.run(step_of(workers, [1, 2], metadata=StepMetadata({1: LOAD})))
     model.fails = False
     output = workers.run(step_of(workers))
-    assert list(output.reports) == [Finished(loaded=[1], failed={1: [9]}, stored={5: 1})] * 2
+    expected = [Finished(rank, loaded=[1], failed={1: [9]}, stored={5: 1}) for rank in range(2)]
+    assert list(output.reports) == expected
 
 
 def test_close_closes_every_side() -> None:

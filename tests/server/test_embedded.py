@@ -19,8 +19,8 @@ import pytest
 from kvkeep.client.cache import Cache
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer, SchedulerAdapter
-from kvkeep.client.transfer import LoadRequest, StoreRequest
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import PoolError
 from kvkeep.kv.identity import ModelIdentity, tenant_of

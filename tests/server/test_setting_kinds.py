@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.server.setting_kinds import AUTO_SIZE, DIRECTORY, DURATION, QUOTA, SIZE, SWITCH, split_host
+from kvkeep.server.setting_kinds import AUTO_SIZE, DIRECTORY, DURATION, QUOTA, SIZE, SWITCH
 from kvkeep.units import MIB
 
 
@@ -41,17 +41,3 @@ def test_a_home_is_expanded_where_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert DIRECTORY.parse("~/state") == Path("/somewhere/state")
     with pytest.raises(ValueError):
         DIRECTORY.parse("~nobody-of-this-name/state")
-
-
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [("localhost:0", "localhost", 0), ("[::1]:5555", "::1", 5555), ("*:65535", "*", 65535)],
-)
-def test_host_and_port(text: str, host: str, port: int) -> None:
-    assert split_host(text) == (host, port)
-
-
-@pytest.mark.parametrize("text", ["", "a", "a:", ":1", "a:65536", "::1:5", "a b:1", "a:-1", "a:1\n"])
-def test_what_is_no_host_and_port(text: str) -> None:
-    with pytest.raises(ValueError):
-        split_host(text)

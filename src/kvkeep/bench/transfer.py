@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.transfer import LoadRequest, StoreRequest
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import Unavailable
 from kvkeep.kv import native

@@ -30,17 +30,21 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "copy": "How fast blocks are gathered and scattered, with and without a checksum on the way.",
         "keys": "What a block's key costs, for each hash we could have taken.",
         "engine": "What a cache costs an engine that finds nothing in it, and saves one that does.",
+        "vllm": "Time to the first token of real vLLM, without a connector, with kvkeep's and with its peers.",
     }
 )
 
-# What an option of this name means, in whichever benchmark it is.
+# What an option of this name means, in whichever benchmark it is; one may have OPTIONS of its own that go before.
 OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "block_bytes": "Sizes of a block to measure, with commas between.",
         "block_tokens": "Tokens in a block.",
         "blocks": "How many blocks.",
+        "connectors": "Connectors to measure, with commas between.",
         "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
+        "interleave": "Let engines take turns.",
         "layers": "Layers that a block is spread over.",
+        "model": "Folder of a checkpoint.",
         "prompt_tokens": "Tokens in a prompt.",
         "prompts": "How many prompts are served together.",
         "repeats": "How often each way is measured.",
@@ -61,10 +65,11 @@ class BenchCommand(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         assert self.name is not None
-        run = _load(self.name).run
+        module = _load(self.name)
+        meanings = {**OPTIONS, **getattr(module, "OPTIONS", {})}
         rows = [
-            (_flag(name), f"{OPTIONS[name]} [default: {_text(default, name)}]")
-            for name, default in options_of(run).items()
+            (_flag(name), f"{meanings[name]} [default: {_text(default, name)}]")
+            for name, default in options_of(module.run).items()
         ]
         return help_section(super().get_help(ctx), "Options of this benchmark", rows)
 
@@ -195,6 +200,10 @@ def _load(name: str) -> ModuleType:
                 from kvkeep.bench import engine
 
                 return engine
+            case "vllm":
+                from kvkeep.bench import vllm
+
+                return vllm
             case _:
                 from kvkeep.bench import keys
 

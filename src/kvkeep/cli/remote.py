@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.errors import RequestError, SettingsError, Unavailable
-from kvkeep.server.setting_kinds import split_host
 from kvkeep.server.settings import TABLE
+from kvkeep.wire.address import split_host
 
 DEFAULT_ADDRESS = TABLE["http_address"].default
 _ANSWER_WITHIN_S = 5.0

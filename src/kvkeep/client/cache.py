@@ -23,7 +23,9 @@ from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import trouble
 from kvkeep.client.replies import Hit, read_found
-from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
+from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.sources import Piece
+from kvkeep.client.transfer import Transfer
 from kvkeep.errors import RequestError, Unavailable
 from kvkeep.kv.identity import ModelIdentity, tenant_of
 from kvkeep.kv.keys import KeyChain, root_key
@@ -123,7 +125,7 @@ class Cache:
         if not len(chain):
             return 0
         request = StoreRequest(tenant_of(salt), b"", chain.keys(), np.arange(len(chain)), priority, ttl_ms)
-        return Transfer(self.connection, BlockRuns.of([_writable(array)]), 0).store(request)
+        return Transfer(self.connection, [Piece(BlockRuns.of([_writable(array)]))], 0).store(request)
 
     def get(self, tokens: Sequence[int], *, salt: str | None = None) -> NDArray[Any]:
         """The leading blocks of `tokens` that the server has, verified: an array [n, *block_shape], n may be 0."""
@@ -135,7 +137,7 @@ class Cache:
             blocks = np.empty((hit.blocks, *self._shape), dtype=self._dtype)
             ids = np.arange(hit.blocks)
             request = LoadRequest(tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums)
-            loaded = Transfer(self.connection, BlockRuns.of([blocks]), 0).load(request)
+            loaded = Transfer(self.connection, [Piece(BlockRuns.of([blocks]))], 0).load(request)
         finally:
             self.connection.give_up(call)
         return blocks[: hit.blocks if loaded.all() else int(np.argmin(loaded))]

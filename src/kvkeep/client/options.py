@@ -9,6 +9,9 @@ from kvkeep.errors import SettingsError
 
 DEFAULT_ADDRESS = "tcp://localhost:5555"
 
+# At start-up: a server that is there answers at once; one that is not must not keep an engine from starting.
+CONNECT_PATIENCE_MS = 500
+
 
 def default_address() -> str:
     """Where the server is if nobody says: as the environment has it, like the server itself."""

@@ -6,6 +6,7 @@ is reported, its engine blocks must stay as they are. One thread a worker does t
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections import deque
@@ -13,9 +14,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.transfer import LoadRequest, Stored, StoreRequest, Transfer
+from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
+from kvkeep.client.sources import Piece, Sources
+from kvkeep.client.transfer import Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
@@ -25,16 +30,21 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.02
 _JOBS_QUEUED = 1024
+_MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
+_ALL = slice(None)
 
 
 @dataclass
 class Finished:
-    """What has ended since the last poll. `failed` names, for each load, the engine blocks that must be computed."""
+    """What has ended since the last poll, on one rank. `failed` names, for each load, the engine blocks that must be
+    computed."""
 
+    rank: int = 0
     stored: dict[Hashable, int] = field(default_factory=dict)  # job -> blocks written
     incomplete: list[Hashable] = field(default_factory=list)  # stores that left something out: offer those blocks again
     loaded: list[Hashable] = field(default_factory=list)  # every load, whether or not blocks of it failed
     failed: dict[Hashable, list[int]] = field(default_factory=dict)
+    withdrawn: int = 0  # blocks that the engine took back before they were copied
 
 
 class WorkerAdapter:
@@ -48,10 +58,10 @@ class WorkerAdapter:
         options: ClientOptions | None = None,
         connection: Connection | None = None,
     ) -> None:
-        if strategy.kv_world_size != len(shape.shard_bytes):
+        if strategy.kv_world_size != shape.identity.kv_world_size:
             raise RequestError(
                 "bad_shards",
-                f"the strategy has {strategy.kv_world_size} shards, the block shape {len(shape.shard_bytes)}",
+                f"the strategy has {strategy.kv_world_size} shards, the block shape {shape.identity.kv_world_size}",
                 field="strategy",
             )
         self.shape = shape
@@ -60,27 +70,34 @@ class WorkerAdapter:
         self._transfer: Transfer | None = None
         self._loads: deque[tuple[Hashable, LoadRequest]] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
-        self._finished = Finished()
+        self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
+        self._set_aside_bytes = 0
+        self._finished = Finished(strategy.rank)
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvkeep-worker", daemon=True)
 
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
         """Says, once, where the engine's blocks are, one tensor a layer. Raises for tensors that do not fit."""
+        self.register_pieces([Piece(BlockRuns.of(layers, block_dim))])
+
+    def register_pieces(self, pieces: Sequence[Piece]) -> None:
+        """The same for an engine whose blocks come in several pieces."""
         if self._transfer is not None:
             problem = "the tensors are registered already"
             raise RequestError("registered", problem, field="layers", hint="close this adapter and make another")
-        runs = BlockRuns.of(layers, block_dim)
-        expected = self.shape.shard_bytes[self.strategy.kv_rank]
-        if runs.nbytes != expected:
+        first_shard = self.strategy.kv_rank * self.shape.pieces
+        given = [piece.runs.nbytes for piece in pieces]
+        expected = list(self.shape.shard_bytes[first_shard : first_shard + self.shape.pieces])
+        if given != expected:
             raise RequestError(
                 "bad_shards",
-                f"the tensors have {runs.nbytes} bytes a block, the block shape says {expected}",
+                f"the tensors have {_listed(given)} bytes a block, the block shape says {_listed(expected)}",
                 field="layers",
                 hint="shard_bytes of the BlockShape must be what each KV rank's tensors really hold",
             )
-        self._transfer = Transfer(self.connection, runs, self.strategy.kv_rank)
-        self.connection.physical = (self.strategy.kv_rank, bytes.fromhex(runs.fingerprint))
+        self._transfer = Transfer(self.connection, pieces, first_shard)
+        self.connection.physical = (first_shard, physical_fingerprint(pieces))
         if self.connection.state != "down":
             self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
         self._thread.start()
@@ -94,6 +111,8 @@ class WorkerAdapter:
             if not self._has_room(self._stores):
                 self._end_store(job, Stored(0, complete=False))
                 return
+            if self._transfer is not None:
+                self._sources[job] = self._transfer.sources(request)
             self._stores.append((job, request))
             self._wake.notify()
 
@@ -101,15 +120,25 @@ class WorkerAdapter:
         """Loads blocks in the background."""
         with self._wake:
             if not self._has_room(self._loads):
-                self._end_load(job, request.block_ids.tolist())
+                self._end_load(job, request.ids_of(_ALL))
                 return
             self._loads.append((job, request))
             self._wake.notify()
 
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """The engine will write into these blocks now: stores that have not copied them yet set them aside, or end
+        before them. Waits for no server."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        with self._wake:
+            for sources in self._sources.values():
+                count, nbytes = sources.take_back(ids, _MOST_BYTES_ASIDE - self._set_aside_bytes)
+                self._finished.withdrawn += count
+                self._set_aside_bytes += nbytes
+
     def poll(self) -> Finished:
         """What has ended since the last call. Never blocks for longer than a lock is held."""
         with self._wake:
-            finished, self._finished = self._finished, Finished()
+            finished, self._finished = self._finished, Finished(self.strategy.rank)
         return finished
 
     def close(self) -> None:
@@ -117,7 +146,7 @@ class WorkerAdapter:
         with self._wake:
             self._closing = True
             for job, request in self._loads:
-                self._end_load(job, request.block_ids.tolist())
+                self._end_load(job, request.ids_of(_ALL))
             for job, _ in self._stores:
                 self._end_store(job, Stored(0, complete=False))
             self._loads.clear()
@@ -161,10 +190,9 @@ class WorkerAdapter:
 
     def _load(self, job: Hashable, request: LoadRequest) -> None:
         assert self._transfer is not None
-        failed = request.block_ids.tolist()
+        failed = request.ids_of(_ALL)
         try:
-            loaded = self._transfer.load(request)
-            failed = request.block_ids[~loaded].tolist()
+            failed = request.ids_of(~self._transfer.load(request))
         except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
             self._failed_inside("load")
         with self._wake:
@@ -174,7 +202,7 @@ class WorkerAdapter:
         assert self._transfer is not None
         stored = Stored(0, complete=False)
         try:
-            stored = self._transfer.offer(request, self._load_what_waits)
+            stored = self._transfer.offer(request, self._load_what_waits, self._sources.get(job))
         except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
             self._failed_inside("store")
         with self._wake:
@@ -193,6 +221,9 @@ class WorkerAdapter:
         return True
 
     def _end_store(self, job: Hashable, stored: Stored) -> None:
+        self._sources.pop(job, None)
+        if not self._sources:
+            self._set_aside_bytes = 0  # an upper bound meanwhile: what was set aside is freed with its store
         self._finished.stored[job] = stored.written
         if not stored.complete:
             self._finished.incomplete.append(job)
@@ -201,3 +232,13 @@ class WorkerAdapter:
         self._finished.loaded.append(job)
         if failed:
             self._finished.failed[job] = failed
+
+
+def physical_fingerprint(pieces: Sequence[Piece]) -> bytes:
+    """Equal where blocks can be exchanged, whichever way each piece lies in memory."""
+    fingerprints = [bytes.fromhex(piece.runs.fingerprint) for piece in pieces]
+    return fingerprints[0] if len(pieces) == 1 else hashlib.blake2b(b"".join(fingerprints), digest_size=16).digest()
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " + ".join(map(str, numbers))

@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvkeep.client.transfer import LoadRequest, StoreRequest
+from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.sources import NO_BLOCK
 from kvkeep.client.worker import Finished
 from kvkeep.connector.params import CacheParams
+from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.step import Job, LookupSide, StepMetadata
 from kvkeep.connector.tracker import Tracker
 from kvkeep.errors import RequestError
@@ -34,6 +37,8 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
 
 log = logging.getLogger(__name__)
+
+BlockIds = Sequence[int] | NDArray[np.int64]  # of one piece, or a row for each
 
 BLOCKS_TOGETHER = 8  # generated blocks that are stored in one go; nobody can ask for them before the answer is known
 
@@ -50,9 +55,9 @@ class Completed:
 class SchedulerSide:
     """One for each engine. `world_size` is the number of workers that report each job."""
 
-    def __init__(self, cache: LookupSide, block_tokens: int, world_size: int) -> None:
+    def __init__(self, cache: LookupSide, pieces: Pieces, world_size: int) -> None:
         self._cache = cache
-        self._block_tokens = block_tokens
+        self._pieces = pieces
         self._world_size = world_size
         self._trackers: dict[str, Tracker] = {}
         self._jobs: dict[int, Job] = {}
@@ -61,6 +66,8 @@ class SchedulerSide:
         self._next_job = self._next_tracker = 0
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
+        self._stores_after: dict[int, StoreRequest] = {}
+        self.failed_lookups = 0  # for whoever counts
 
     @property
     def idle(self) -> bool:
@@ -73,13 +80,23 @@ class SchedulerSide:
 
     # -- a request's way
 
-    def arrive(self, request_id: str, salt: str | None, params: object, keys: bytes, local_blocks: int = 0) -> None:
-        """A request has come, with the keys of its full blocks. Asks at once for those that the engine does not
-        have."""
+    def arrive(
+        self,
+        request_id: str,
+        salt: str | None,
+        params: object,
+        keys: bytes,
+        local_blocks: int = 0,
+        *,
+        reads: bool = True,
+    ) -> None:
+        """A request has come, with the keys of its full blocks. Asks at once for those that the engine does not have,
+        unless it must not read from a cache."""
         self._next_tracker += 1
         tracker = Tracker(self._next_tracker, request_id, salt, _tenant(salt), CacheParams.of(params), bytearray(keys))
+        tracker.offers = reads
         self._trackers[request_id] = tracker
-        if tracker.tenant and local_blocks < tracker.num_blocks:
+        if tracker.tenant and reads and local_blocks < tracker.num_blocks:
             self._ask(tracker, local_blocks, tracker.num_blocks)
 
     def extend(self, request_id: str, keys: bytes) -> None:
@@ -87,6 +104,16 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is not None:
             tracker.keys += keys
+
+    def known_blocks(self, request_id: str) -> int:
+        """How many of the request's blocks have keys here."""
+        tracker = self._trackers.get(request_id)
+        return 0 if tracker is None else tracker.num_blocks
+
+    def stored_blocks(self, request_id: str) -> int:
+        """How many of its first blocks need no store."""
+        tracker = self._trackers.get(request_id)
+        return 0 if tracker is None else tracker.stored
 
     def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
         """How many blocks after the `local_blocks` first ones can be loaded, `limit_blocks` in all at most.
@@ -101,25 +128,30 @@ class SchedulerSide:
         keys, skip = tracker.asked or (b"", 0)
         if len(keys) < limit_blocks * KEY_BYTES or skip > local_blocks:
             keys, skip = self._ask(tracker, local_blocks, tracker.num_blocks)
-        tracker.answer = self._cache.lookup(tracker.number, tracker.salt, keys, skip)
-        if tracker.answer is None:
+        answer = self._cache.lookup(tracker.number, tracker.salt, keys, skip)
+        if answer is None:
+            tracker.answer = None
             return None
-        tracker.stored = max(tracker.stored, tracker.answer.blocks)
-        return max(0, min(tracker.answer.blocks, limit_blocks) - local_blocks)
+        if answer.failure and answer is not tracker.answer:
+            self.failed_lookups += 1
+        tracker.answer = answer
+        tracker.stored = max(tracker.stored, answer.blocks)
+        return self._pieces.usable(answer.checksums, answer.skip, local_blocks, limit_blocks) - local_blocks
 
-    def prepare_load(self, request_id: str, local_blocks: int, block_ids: Sequence[int]) -> Job:
+    def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
         """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
         tracker = self._trackers[request_id]
         answer = tracker.answer
-        assert answer is not None and len(block_ids) <= answer.blocks - local_blocks
-        stop = local_blocks + len(block_ids)
+        table = np.atleast_2d(np.asarray(block_ids, dtype=np.int64))
+        stop = local_blocks + table.shape[1]
+        assert answer is not None and stop <= answer.blocks
         described = slice(local_blocks - answer.skip, stop - answer.skip)
-        job = self._new_job(tracker, local_blocks, block_ids, is_load=True)
+        job = self._new_job(tracker, local_blocks, table, is_load=True)
         self._loads[job.number] = LoadRequest(
             tracker.tenant,
             tracker.keys_of(0, stop),
             local_blocks,
-            np.asarray(block_ids, dtype=np.int64),
+            table.squeeze(0) if len(table) == 1 else table,
             answer.epoch,
             answer.slots[described],
             answer.checksums[described],
@@ -133,12 +165,19 @@ class SchedulerSide:
             self._let_go(tracker)
 
     def prepare_store(
-        self, request_id: str, block_ids: Sequence[int], computed_blocks: int, *, at_once: bool = True
+        self,
+        request_id: str,
+        block_ids: Sequence[int] | Callable[[int, int], NDArray[np.int64]],
+        computed_blocks: int,
+        *,
+        at_once: bool = True,
+        after_step: bool = False,
     ) -> Job | None:
-        """Stores what is computed of the request's blocks and not stored, beginning with the next step. If it need not
-        be at once, only several together: each job is a round trip or two for every worker."""
+        """Stores what is computed of the request's blocks and not stored, beginning with the next step, or at its end
+        if that step computes it. If it need not be at once, only several together: each job is a round trip or two for
+        every worker. `block_ids` are those of the whole request, or what gives the table of blocks start..stop-1."""
         tracker = self._trackers.get(request_id)
-        if tracker is None or not tracker.tenant:
+        if tracker is None or not (tracker.tenant and tracker.stores):
             return None
         if computed_blocks - tracker.stored < (1 if at_once else BLOCKS_TOGETHER):
             return None
@@ -146,12 +185,14 @@ class SchedulerSide:
             return None
         first = tracker.stored
         tracker.stored = computed_blocks
-        job = self._new_job(tracker, first, block_ids[first:computed_blocks], is_load=False)
-        self._stores[job.number] = StoreRequest(
+        ids = block_ids(first, computed_blocks) if callable(block_ids) else block_ids[first:computed_blocks]
+        table = np.atleast_2d(np.asarray(ids, dtype=np.int64))
+        job = self._new_job(tracker, first, table, is_load=False)
+        (self._stores_after if after_step else self._stores)[job.number] = StoreRequest(
             tracker.tenant,
             tracker.key(first - 1),
             tracker.keys_of(first, computed_blocks),
-            np.asarray(job.block_ids, dtype=np.int64),
+            table.squeeze(0) if len(table) == 1 else table,
             tracker.params.priority,
             tracker.params.ttl_ms,
         )
@@ -170,20 +211,27 @@ class SchedulerSide:
             return CacheParams.of(params).reply(0)
         tracker.ended = True
         self._end_session(tracker)
-        return tracker.reply(self._block_tokens)
+        return tracker.reply(self._pieces.block_tokens)
 
     # -- steps
 
-    def build_step(self) -> StepMetadata:
-        """The jobs that were prepared since the last step. They go to every worker."""
-        metadata = StepMetadata(self._loads, self._stores)
-        self._loads, self._stores = {}, {}
+    def build_step(self, written_blocks: set[int] | frozenset[int] = frozenset()) -> StepMetadata:
+        """The jobs that were prepared since the last step. They go to every worker. `written_blocks` are the engine
+        blocks that the step may write into, where an engine gives blocks to others before they are stored."""
+        withdrawn: set[int] = set()
+        if written_blocks:
+            for job in self._jobs.values():
+                if not job.is_load and job.number not in self._stores_after:
+                    withdrawn.update(written_blocks.intersection(job.block_ids))
+        requests = {number: self._jobs[number].request_id for number in self._loads}
+        metadata = StepMetadata(self._loads, self._stores, self._stores_after, sorted(withdrawn), requests)
+        self._loads, self._stores, self._stores_after = {}, {}, {}
         return metadata
 
     def complete(self, reports: Sequence[Finished]) -> Completed:
-        """Takes in what the workers report, one report each. A job that nobody knows is nobody's business."""
+        """Takes in what workers report. A job that nobody knows is nobody's business."""
         completed = Completed()
-        for rank, report in enumerate(reports):
+        for report in reports:
             for number, block_ids in report.failed.items():
                 job = self._jobs.get(number)  # type: ignore[call-overload]
                 if job is not None:
@@ -197,7 +245,7 @@ class SchedulerSide:
             for number in (*report.loaded, *report.stored):
                 job = self._jobs.get(number)  # type: ignore[call-overload]
                 if job is not None:
-                    job.reports.add(rank)
+                    job.reports.add(report.rank)
                     if len(job.reports) == self._world_size:
                         self._end_job(job)
                         (completed.loads if job.is_load else completed.stores).append(job)
@@ -216,15 +264,16 @@ class SchedulerSide:
     def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
         return tracker.key(block) in self._loading
 
-    def _new_job(self, tracker: Tracker, first_block: int, block_ids: Sequence[int], *, is_load: bool) -> Job:
+    def _new_job(self, tracker: Tracker, first_block: int, table: NDArray[np.int64], *, is_load: bool) -> Job:
         self._next_job += 1
-        job = Job(self._next_job, tracker.request_id, first_block, list(block_ids), is_load)
+        block_ids, blocks = table[table != NO_BLOCK].tolist(), table.shape[1]
+        job = Job(self._next_job, tracker.request_id, first_block, block_ids, is_load, blocks, self._pieces.whole)
         self._jobs[job.number] = job
         self._owners[job.number] = tracker
         tracker.jobs += 1
         if is_load:
             tracker.loads += 1
-            self._loading.update(tracker.key(first_block + at) for at in range(len(block_ids)))
+            self._loading.update(tracker.key(first_block + at) for at in range(blocks))
         return job
 
     def _end_job(self, job: Job) -> None:
@@ -233,20 +282,24 @@ class SchedulerSide:
         tracker.jobs -= 1
         if job.is_load:
             tracker.loads -= 1
-            for at in range(job.first_block, job.first_block + len(job.block_ids)):
+            for at in range(job.first_block, job.first_block + job.blocks):
                 self._loading[tracker.key(at)] -= 1
                 if not self._loading[tracker.key(at)]:
                     del self._loading[tracker.key(at)]
             good = job.good_blocks()
             tracker.count_loaded(job.first_block, good)
-            if good < len(job.block_ids):  # what the server had from there on was no good, and ours will be
+            if good < job.blocks:  # what the server had from there on was no good, and ours will be
                 tracker.stored = min(tracker.stored, job.first_block + good)
             self._let_go(tracker)
+        elif job.incomplete and not self._pieces.whole:
+            # Windows and states of the earlier blocks are gone: without them they would be of no use to anybody, and in
+            # the way of those who have them.
+            tracker.stores = False
         elif job.incomplete:
             # The server was away, or is another one, or had no room. It takes no block without those before it, so all
             # are offered again; those that it has it will not take twice.
             tracker.stored = 0
-            tracker.retry_from = job.first_block + len(job.block_ids) + BLOCKS_TOGETHER
+            tracker.retry_from = job.first_block + job.blocks + BLOCKS_TOGETHER
         if tracker.ended:
             self._end_session(tracker)
 

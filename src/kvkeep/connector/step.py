@@ -10,17 +10,26 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.client.transfer import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished
 
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """The jobs that begin with this step, by number."""
+    """The jobs that begin with this step, by number.
+
+    stores         of blocks that were computed before this step
+    stores_after   of blocks that this step computes: they begin when it is over
+    withdrawn      engine blocks that this step may write into, and that stores under way may not have read yet
+    requests       whose loads they are; for engines whose workers report requests
+    """
 
     loads: Mapping[int, LoadRequest] = field(default_factory=dict)
     stores: Mapping[int, StoreRequest] = field(default_factory=dict)
+    stores_after: Mapping[int, StoreRequest] = field(default_factory=dict)
+    withdrawn: Sequence[int] = ()
+    requests: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -32,14 +41,23 @@ class Job:
     first_block: int  # its place in the request
     block_ids: list[int]
     is_load: bool
+    blocks: int = 0  # how many of the request's; with several pieces each is several engine blocks, or fewer
+    whole: bool = True  # its first blocks are of use when a later one failed
     reports: set[int] = field(default_factory=set)  # the ranks that have
     failed: set[int] = field(default_factory=set)  # ids of blocks that some rank could not load
     incomplete: bool = False  # a store of which some rank left something out
 
+    def __post_init__(self) -> None:
+        self.blocks = self.blocks or len(self.block_ids)
+
     def good_blocks(self) -> int:
         """How many leading blocks every rank has loaded. Those after a bad one do not count: they are computed
         again."""
-        return next((at for at, block in enumerate(self.block_ids) if block in self.failed), len(self.block_ids))
+        if not self.failed:
+            return self.blocks
+        if not self.whole:
+            return 0
+        return next((at for at, block in enumerate(self.block_ids) if block in self.failed), self.blocks)
 
 
 class LookupSide(Protocol):
@@ -57,6 +75,7 @@ class TransferSide(Protocol):
     """What a worker asks of a cache: `kvkeep.client.worker.WorkerAdapter`, or a simulation of it."""
 
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None: ...
+    def withdraw(self, block_ids: Sequence[int]) -> None: ...
     def store(self, job: Hashable, request: StoreRequest) -> None: ...
     def load(self, job: Hashable, request: LoadRequest) -> None: ...
     def poll(self) -> Finished: ...
@@ -64,8 +83,17 @@ class TransferSide(Protocol):
 
 
 def begin(step: StepMetadata, cache: TransferSide) -> None:
-    """Begins a step's jobs on one worker, loads first: somebody waits for those."""
+    """Begins a step on one worker, before anything is computed: what is stored was computed before, and what stores
+    have not read by now must be saved from being overwritten, by loads too."""
+    for number, store in step.stores.items():
+        cache.store(number, store)
+    if step.withdrawn:
+        cache.withdraw(step.withdrawn)
     for number, load in step.loads.items():
         cache.load(number, load)
-    for number, store in step.stores.items():
+
+
+def finish(step: StepMetadata, cache: TransferSide) -> None:
+    """Begins what a step left to its end: its blocks are computed now."""
+    for number, store in step.stores_after.items():
         cache.store(number, store)

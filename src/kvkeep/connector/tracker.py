@@ -31,7 +31,8 @@ class Tracker:
     keys: bytearray = field(default_factory=bytearray)  # of all full blocks known so far
     asked: tuple[bytes, int] | None = None  # the keys and the skip of the lookup that is under way or answered
     answer: Answer | None = None
-    offers: bool = True  # False once a load has failed: the same hit is not offered again
+    offers: bool = True  # False once a load has failed, and for requests that must not read from any cache
+    stores: bool = True  # False once a store left out what cannot be offered again
     loaded: int = 0  # a bit for each block that came from the server at least once
     stored: int = 0
     retry_from: int = 0  # a store left something out: from so many blocks on, all of them are offered again

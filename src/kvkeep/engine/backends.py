@@ -6,18 +6,16 @@ import time
 from typing import Protocol
 
 from kvkeep.client.connection import Connection
-from kvkeep.client.options import ClientOptions
+from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
+from kvkeep.connector.options import client_options
 from kvkeep.connector.step import LookupSide, TransferSide
-from kvkeep.engine.offloading import CPU_BYTES, NATIVE, KVTransferConfig, client_options
+from kvkeep.engine.offloading import CPU_BYTES, NATIVE, KVTransferConfig
 from kvkeep.errors import SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server.embedded import EmbeddedServer
-
-# A server that is there answers at once; one that is not must not keep the engine from starting.
-_CONNECT_PATIENCE_MS = 500
 
 
 class CacheBackend(Protocol):
@@ -99,6 +97,6 @@ def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
 
 def _wait_until_up(connections: list[Connection]) -> None:
     """Until all are up, or patience is over for all of them together."""
-    deadline_s = time.monotonic() + _CONNECT_PATIENCE_MS / 1000
+    deadline_s = time.monotonic() + CONNECT_PATIENCE_MS / 1000
     for connection in connections:
         connection.wait_until_up(int((deadline_s - time.monotonic()) * 1000))

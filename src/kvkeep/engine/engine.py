@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig
@@ -33,7 +34,8 @@ class Engine:
         connector = None
         if backend is not None:
             cache = backend.lookup_side(self.workers.shape)
-            connector = SchedulerSide(cache, self.config.block_tokens, self.config.world_size)
+            pieces = Pieces([CacheGroup("full", self.config.block_tokens)])
+            connector = SchedulerSide(cache, pieces, self.config.world_size)
             backend.connect()
         self.scheduler = Scheduler(self.config, connector)
         self.waits = False  # whether the last step computed nothing: everybody waits for a lookup or a load

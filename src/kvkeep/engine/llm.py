@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kvkeep.connector.options import load_failure_policy, load_mode
 from kvkeep.engine.backends import backend_of
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
@@ -31,7 +32,7 @@ from kvkeep.engine.models.model import Model
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.models.settings import ModelSettings, read_settings
 from kvkeep.engine.models.weights import load_weights, random_weights
-from kvkeep.engine.offloading import KVTransferConfig, load_mode, resolve
+from kvkeep.engine.offloading import KVTransferConfig, resolve
 from kvkeep.engine.request import Request, RequestMetrics
 from kvkeep.errors import RequestError, SettingsError
 
@@ -95,10 +96,13 @@ class LLM:
             log.warning(
                 "kvkeep: no external cache is used: set kv_offloading_size, or kv_connector in kv_transfer_config"
             )
+        extra = transfer.kv_connector_extra_config
         config = EngineConfig(
             **options,
-            sync_loads=load_mode(transfer.kv_connector_extra_config) == "sync",
-            kv_load_failure_policy=transfer.kv_load_failure_policy,
+            sync_loads=load_mode(extra) == "sync",
+            kv_load_failure_policy=load_failure_policy(
+                {"kvkeep.load_failure_policy": transfer.kv_load_failure_policy, **extra}
+            ),
         )
         kind = _device_type(device)
         if kind != "cpu" and transfer.kv_connector is not None:

@@ -1,7 +1,7 @@
 """What a user says about KV offloading, as plain data: the names vLLM's users know, checked once.
 
     kv_offloading_size, kv_offloading_backend ──┐
-                                                ├── resolve ──► KVTransferConfig ──► client_options, load_mode
+                                                ├── resolve ──► KVTransferConfig ──► connector/options.py
     kv_transfer_config ─────────────────────────┘
 
 Every refusal is a SettingsError that names the key and its value, and says what to write instead.
@@ -10,18 +10,14 @@ Every refusal is a SettingsError that names the key and its value, and says what
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import ipaddress
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from kvkeep.client.options import ClientOptions
+from kvkeep.connector.options import POLICIES, check_one_of, refusal, unknown
 from kvkeep.errors import SettingsError
-from kvkeep.server.setting_kinds import ADDRESS, split_host
 from kvkeep.units import GIB
 
 NATIVE, KVKEEP = "NativeConnector", "KVKeepConnector"
@@ -29,18 +25,11 @@ CPU_BYTES = "cpu_bytes_to_use"
 
 _CONNECTORS = {"native": NATIVE, "kvkeep": KVKEEP}  # by backend
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
-_POLICIES = ("recompute", "fail")
-_MODES = ("async", "sync")
 _ELSEWHERE = {  # vLLM's names for what is called otherwise here
     "lmcache": 'this is vLLM\'s name for an external server; here it is "kvkeep"',
     "LMCacheMPConnector": f"this is vLLM's name for an external server's connector; here it is {KVKEEP}",
     "OffloadingConnector": f"this is vLLM's name for the in-process connector; here it is {NATIVE}",
 }
-_DEFAULT_HOST, _DEFAULT_PORT = "localhost", 5555
-_HOST = "a host name, or an IPv4 or IPv6 address"
-_PREFIX = "kvkeep."
-_OPTIONS = {option.name: str(option.type) for option in dataclasses.fields(ClientOptions) if option.name != "address"}
-KNOWN_KEYS = [_PREFIX + name for name in ("address", "host", "port", "load", *_OPTIONS)]
 
 
 @dataclass(frozen=True)
@@ -54,17 +43,17 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         if self.kv_connector is not None:
-            _check_one_of("kv_connector", self.kv_connector, _CONNECTORS.values())
+            check_one_of("kv_connector", self.kv_connector, _CONNECTORS.values(), _ELSEWHERE)
             object.__setattr__(self, "kv_role", "kv_both" if self.kv_role is None else self.kv_role)
         if self.kv_role is not None:
-            _check_one_of("kv_role", self.kv_role, _ROLES)
+            check_one_of("kv_role", self.kv_role, _ROLES)
             if self.kv_role != "kv_both":
                 problem = f"kv_role = {self.kv_role!r} is not supported: our connectors store and load"
                 raise SettingsError(problem, 'use "kv_both"')
-        _check_one_of("kv_load_failure_policy", self.kv_load_failure_policy, _POLICIES)
+        check_one_of("kv_load_failure_policy", self.kv_load_failure_policy, POLICIES)
         extra = self.kv_connector_extra_config
         if not isinstance(extra, Mapping) or not all(isinstance(key, str) for key in extra):
-            raise _refusal("kv_connector_extra_config", extra, "an object with names as keys")
+            raise refusal("kv_connector_extra_config", extra, "an object with names as keys")
         object.__setattr__(self, "kv_connector_extra_config", dict(extra))  # ours: what was given may change
 
     @classmethod
@@ -75,11 +64,11 @@ class KVTransferConfig:
         if isinstance(value, str):
             return cls.from_json(value)
         if not isinstance(value, Mapping):
-            raise _refusal("kv_transfer_config", value, "an object or JSON text of one")
+            raise refusal("kv_transfer_config", value, "an object or JSON text of one")
         known = [each.name for each in dataclasses.fields(cls)]
         for key in value:
             if key not in known:
-                raise _unknown("kv_transfer_config", key, known)
+                raise unknown("kv_transfer_config", key, known)
         return cls(**value)
 
     @classmethod
@@ -91,7 +80,7 @@ class KVTransferConfig:
             raise SettingsError(f"kv_transfer_config is no JSON: {error}", hint) from None
         config = cls.of(value) if isinstance(value, dict) else None
         if config is None:
-            raise _refusal("kv_transfer_config", value, "an object")
+            raise refusal("kv_transfer_config", value, "an object")
         return config
 
 
@@ -105,7 +94,7 @@ def resolve(
     The size is in GiB and, as in vLLM, that of all ranks together. It is passed on to the in-process connector only:
     an external server's capacity is its own. Keys that the user has set stay as they are.
     """
-    _check_one_of("kv_offloading_backend", kv_offloading_backend, _CONNECTORS)
+    check_one_of("kv_offloading_backend", kv_offloading_backend, _CONNECTORS, _ELSEWHERE)
     if kv_offloading_size is None:
         return given
     size_bytes = _size_bytes(kv_offloading_size)
@@ -122,112 +111,14 @@ def resolve(
     return dataclasses.replace(config, kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
 
 
-def client_options(extra: Mapping[str, Any]) -> ClientOptions:
-    """What a connector's extra config says to the client. Keys of other software are left alone."""
-    for key in extra:
-        if key.startswith(_PREFIX) and key not in KNOWN_KEYS:
-            raise _unknown("kv_connector_extra_config", key, KNOWN_KEYS)
-    chosen = {name: _option(_PREFIX + name, extra[_PREFIX + name]) for name in _OPTIONS if _PREFIX + name in extra}
-    address = _address(extra)
-    return ClientOptions(**chosen) if address is None else ClientOptions(address=address, **chosen)
-
-
-def load_mode(extra: Mapping[str, Any]) -> Literal["async", "sync"]:
-    """Whether the engine goes on with other requests while blocks are loaded (async), or waits in the step (sync)."""
-    mode = extra.get("kvkeep.load", "async")
-    _check_one_of("kvkeep.load", mode, _MODES)
-    return "sync" if mode == "sync" else "async"
-
-
 def _size_bytes(size_gib: object) -> int:
     expected = "a size in GiB greater than 0"
     if isinstance(size_gib, bool) or not isinstance(size_gib, int | float):
-        raise _refusal("kv_offloading_size", size_gib, expected)
+        raise refusal("kv_offloading_size", size_gib, expected)
     try:
         size_bytes = float(size_gib) * GIB
     except OverflowError:
         size_bytes = math.inf
     if not math.isfinite(size_bytes) or size_bytes < 1:  # NaN is not finite either
-        raise _refusal("kv_offloading_size", size_gib, expected)
+        raise refusal("kv_offloading_size", size_gib, expected)
     return int(size_bytes)
-
-
-def _option(key: str, value: object) -> Any:
-    """The value, if it is one for that option of the client."""
-    match _OPTIONS[key.removeprefix(_PREFIX)]:
-        case "int":
-            good, expected = type(value) is int and value >= 1, "a whole number of at least 1"
-        case "bool":
-            good, expected = isinstance(value, bool), "true or false"
-        case "bool | None":
-            good, expected = value is None or isinstance(value, bool), "true, false or null"
-        case _:
-            good, expected = isinstance(value, str), "text"
-    if not good:
-        raise _refusal(key, value, expected)
-    return value
-
-
-def _address(extra: Mapping[str, Any]) -> str | None:
-    """Where the server is, in our own words or those of other servers. None if nothing is said."""
-    address = extra.get("kvkeep.address")
-    own = [key for key in ("kvkeep.host", "kvkeep.port") if extra.get(key) is not None]
-    if address is not None:
-        if own:
-            raise SettingsError(f"kvkeep.address and {own[0]} contradict each other", "leave one of them out")
-        return _checked_address(address)
-    host_key = "kvkeep.host" if "kvkeep.host" in own else "lmcache.mp.host"
-    port_key = "kvkeep.port" if "kvkeep.port" in own else "lmcache.mp.port"
-    host, port = extra.get(host_key), extra.get(port_key)
-    if host is None and port is None:
-        return None
-    host = _DEFAULT_HOST if host is None else _host(host_key, host)
-    return f"tcp://{host}:{_DEFAULT_PORT if port is None else _port(port_key, port)}"
-
-
-def _checked_address(address: object) -> str:
-    try:
-        text: str = ADDRESS.parse(address if isinstance(address, str) else "")
-        if text.startswith("tcp://"):  # a server may listen on any host and port, a client cannot connect to them
-            host, port = split_host(text.removeprefix("tcp://"))
-            text = f"tcp://{_host('kvkeep.address', host)}:{_port('kvkeep.address', port)}"
-    except (ValueError, SettingsError):
-        raise _refusal("kvkeep.address", address, ADDRESS.expected) from None
-    return text
-
-
-def _host(key: str, value: object) -> str:
-    """A host as it stands in an address, IPv6 in brackets."""
-    text = value.removeprefix("tcp://") if isinstance(value, str) else ""
-    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    if ":" in bare or bare != text:
-        try:
-            return f"[{ipaddress.IPv6Address(bare if '%' not in bare else '')}]"
-        except ValueError:
-            raise _refusal(key, value, _HOST, "a port goes into a key of its own") from None
-    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
-        raise _refusal(key, value, _HOST, "another kind of address goes into kvkeep.address")
-    return text
-
-
-def _port(key: str, value: object) -> int:
-    number = int(value) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,5}", value) else value
-    if type(number) is not int or not 1 <= number <= 65535:
-        raise _refusal(key, value, "a port from 1 to 65535")
-    return number
-
-
-def _check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
-    names = list(allowed)
-    if not isinstance(value, str) or value not in names:
-        hint = _ELSEWHERE.get(value, "") if isinstance(value, str) else ""
-        raise _refusal(name, value, "one of " + ", ".join(f'"{each}"' for each in names), hint)
-
-
-def _refusal(name: str, value: object, expected: str, hint: str = "") -> SettingsError:
-    return SettingsError(f"{name} = {value!r}: expected {expected}", hint or "leave it out for the default")
-
-
-def _unknown(where: str, key: object, known: list[str]) -> SettingsError:
-    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-    return SettingsError(f"{where} has the unknown key {key!r}", f"the nearest known one is {near[0]!r}")

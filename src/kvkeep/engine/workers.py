@@ -55,7 +55,7 @@ class Workers:
             self._caches = [backend.transfer_side(self.shape, rank.strategy) for rank in self.ranks]
             for cache, rank in zip(self._caches, self.ranks, strict=True):
                 cache.register_kv_caches(rank.kv)
-            self._reports = [Finished() for _ in self._caches]
+            self._reports = self._no_reports()
 
     def run(self, step: Step) -> StepOutput:
         """Begins the step's jobs, computes its segments, and reports the jobs that have ended by now."""
@@ -67,7 +67,7 @@ class Workers:
         tokens = self._compute(step, bad)
         self._poll()
         # Taken only now: a worker says it once, and the reports of a step that fails belong to the next one.
-        reports, self._reports = self._reports, [Finished() for _ in self._caches]
+        reports, self._reports = self._reports, self._no_reports()
         return StepOutput(tokens, reports)
 
     def _compute(self, step: Step, bad_blocks: set[int]) -> list[int]:
@@ -87,6 +87,9 @@ class Workers:
             segment = step.segments[at]
             tokens[at] = sample(row, step.requests[at].sampling, segment.start + segment.count)
         return tokens
+
+    def _no_reports(self) -> list[Finished]:
+        return [Finished(rank) for rank in range(len(self._caches))]
 
     def close(self) -> None:
         for cache in self._caches:

@@ -36,6 +36,11 @@ ROW = 4096
 GOLDEN = 0x9E3779B97F4A7C15
 SEED = 0x6B766B6565700001
 _MASK = (1 << 64) - 1
+
+# Stands where a checksum would, for a shard of a block that was never written: an engine may do without parts of old
+# blocks. That bytes really have this checksum is as likely as any other accident, and then they are a miss.
+ABSENT = _MASK
+
 _ROWS_AT_A_TIME = 32  # 128 KiB: the temporaries of a piece stay in the second-level cache
 
 

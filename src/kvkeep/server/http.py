@@ -32,8 +32,8 @@ from kvkeep.server.admin import Admin, SettingShown, Status, TenantList
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.guard import Guard
 from kvkeep.server.metrics import make_registry
-from kvkeep.server.setting_kinds import split_host
 from kvkeep.store.plans import TenantUsage
+from kvkeep.wire.address import split_host
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvkeep import __version__
 from kvkeep.errors import ProtocolError, RequestError
-from kvkeep.kv.checksum import checksum
+from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.identity import check_tenant
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server import network
@@ -255,6 +255,8 @@ class Service:
             return m.Done(0)
         layout = self.store.layouts[table.layout[row]]
         for shard, expected in enumerate(layout.checks[table.check[row]].tolist()):
+            if expected == ABSENT:
+                continue
             area = self._memory.view(table.slot[row] + layout.shard_offsets[shard], layout.shard_bytes[shard])
             if checksum(area) == expected:
                 continue

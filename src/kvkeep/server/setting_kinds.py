@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kvkeep.units import (
     DURATION_FORMAT,
@@ -23,8 +23,7 @@ from kvkeep.units import (
     parse_duration,
     parse_size,
 )
-
-MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of a Unix socket, less its terminator
+from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,29 +99,6 @@ def _parse_directory(text: str) -> Path:
     return path
 
 
-def split_host(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`. ValueError unless both are there."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._*-]+):([0-9]{1,5})", text)
-    if match is None or int(match[2]) > 65535:
-        raise ValueError
-    return match[1].strip("[]"), int(match[2])
-
-
-def _parse_address(text: str) -> str:
-    scheme, _, rest = text.partition("://")
-    if scheme == "tcp":
-        split_host(rest)
-        return text
-    if (
-        not rest.isprintable()
-        or scheme != "ipc"
-        or rest[:1] not in ("/", "@")
-        or len(rest.encode()) > MAX_SOCKET_PATH_BYTES
-    ):
-        raise ValueError
-    return text
-
-
 def _parse_http_address(text: str) -> str:
     split_host(text)
     return text
@@ -134,10 +110,7 @@ DURATION = Kind(DURATION_FORMAT, parse_duration, _exact_duration, format_duratio
 SWITCH = Kind("true or false", _parse_switch, lambda on: "true" if on else "false")
 NAME = Kind("letters, digits, - and _, at most 64", _parse_name)
 DIRECTORY = Kind("an absolute path", _parse_directory)
-ADDRESS = Kind(
-    f"tcp://host:port, or ipc:// and an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes",
-    _parse_address,
-)
+ADDRESS = Kind(ADDRESS_FORMAT, parse_address)
 HTTP_ADDRESS = Kind("host:port", _parse_http_address)
 AUTO_SIZE = _size_or("auto")
 QUOTA = _size_or("none")

@@ -35,10 +35,10 @@ from kvkeep.server.setting_kinds import (
     SIZE,
     SWITCH,
     Kind,
-    split_host,
 )
 from kvkeep.tiers.memory import slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, TIB
+from kvkeep.wire.address import split_host
 
 ENV_PREFIX: Final = "KVKEEP_"
 # Variables with our prefix that are no settings: where the file is, whether to use the C kernel, and where

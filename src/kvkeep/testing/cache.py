@@ -18,8 +18,10 @@ import numpy as np
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.transfer import LoadRequest, StoreRequest, Transfer
+from kvkeep.client.sources import Piece
+from kvkeep.client.transfer import Transfer
 from kvkeep.client.worker import Finished
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
@@ -141,13 +143,13 @@ class SimulatedWorker:
         self._layers: Sequence[Any] = ()
         # How many polls are left, the job, and what is to be done: a list are blocks that are known to have failed.
         self._waiting: list[tuple[int, Hashable, LoadRequest | StoreRequest | list[int]]] = []
-        self._finished = Finished()
+        self._finished = Finished(strategy.rank)
 
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
         assert isinstance(layers, Mapping) and block_dim == 0
         runs = BlockRuns.of(layers)
         self._layers = list(layers.values())
-        self._transfer = Transfer(self._connection, runs, self._strategy.kv_rank)
+        self._transfer = Transfer(self._connection, [Piece(runs)], self._strategy.kv_rank)
         self._connection.physical = (self._strategy.kv_rank, bytes.fromhex(runs.fingerprint))
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
@@ -158,6 +160,9 @@ class SimulatedWorker:
             self._waiting.append((self._cache.random.randint(*self._cache.faults.delay), job, request))
         else:
             self._finished.stored[job] = 0
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        raise AssertionError("the reference engine keeps its blocks until they are stored")
 
     def poll(self) -> Finished:
         due = [entry for entry in self._waiting if entry[0] <= 0]
@@ -171,7 +176,7 @@ class SimulatedWorker:
                     self._store(job, request)
                 case failed:
                     self._end_load(job, failed)
-        finished, self._finished = self._finished, Finished()
+        finished, self._finished = self._finished, Finished(self._strategy.rank)
         return finished
 
     def close(self) -> None:
@@ -181,7 +186,7 @@ class SimulatedWorker:
         assert self._transfer is not None
         chance, faults, counts = self._cache.random, self._cache.faults, self._cache.counts
         counts["loads"] += 1
-        loaded = np.zeros(len(request.block_ids), dtype=np.bool_)
+        loaded = np.zeros(request.blocks, dtype=np.bool_)
         if chance.random() < faults.load_loss:
             counts["lost_loads"] += 1
         else:
@@ -189,7 +194,7 @@ class SimulatedWorker:
         if chance.random() < faults.load_failure:
             loaded[chance.randrange(len(loaded)) :] &= chance.random() < 0.5
             loaded[chance.randrange(len(loaded))] = False
-        failed = request.block_ids[~loaded].tolist()
+        failed = request.ids_of(~loaded)
         self._fill_with_garbage(failed)
         counts["failed_blocks"] += len(failed)
         if failed and chance.random() < faults.load_failure:  # some bad news now, the rest with the end of the job

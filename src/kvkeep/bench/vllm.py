@@ -1,0 +1,397 @@
+"""Real vLLM without a connector, with kvkeep's, and with its peers: what a cold prompt costs, and what a hit saves.
+
+Every repeat takes a prompt that nobody has sent before, of random tokens, and asks for one token:
+
+    cold            nothing of it is known
+    local hit       the same prompt again: vLLM's own prefix cache has it
+    external hit    and again, with that cache dropped: whatever is not computed came through the connector
+
+Before the next one is asked, what is still being stored has arrived. The floor of cold is the engine without a
+connector; that of an external hit is a local one, and a copy of the KV. Noise of the machine must meet all engines
+alike, so on a CPU all of them live at the same time and take turns, in changing order, one at work while others idle;
+ratios are medians of the repeats' ratios. On a GPU, whose memory one engine fills, they come one after the other unless
+they are asked to take turns.
+
+A round before the measured ones warms up and compares eight tokens, cold, local and external, with those of the engine
+without a connector: `same_tokens`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvkeep.bench.vllm_run import Answer, EngineProcess
+from kvkeep.bench.vllm_setup import (
+    ServedModel,
+    arguments,
+    connector,
+    environment,
+    given_model,
+    own_model,
+)
+from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.units import MIB
+
+CONNECTORS = ("none", "kvkeep", "lmcache", "native")
+PEERS = ("lmcache", "native")
+PROMPT_TOKENS = {"cpu": (2000,), "cuda": (2000, 8000, 32000)}
+TARGETS = {"cold_ratio": 1.05, "speedup": 3.0}  # of kvkeep on a CPU, at most and at least
+
+# What options mean here, where it is more than their name says elsewhere.
+OPTIONS = {
+    "device": "auto, cpu or cuda; auto takes a GPU where there is one.",
+    "model": "Folder of a checkpoint; auto makes a small Llama on a CPU, and on a GPU one of 8B geometry, without real "
+    "weights.",
+    "prompt_tokens": "Tokens in a prompt, several with commas between; auto is 2000, and on a GPU 2000,8000,32000.",
+    "connectors": "Of none, kvkeep, lmcache and native, with commas between; auto is all that can be had.",
+    "repeats": "How often each case is measured.",
+    "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
+}
+
+_CHECKED_TOKENS = 8
+_CASES = ("cold", "local", "external")
+_PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
+
+
+# -- what is to be measured
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options, checked. `left_out` says why a connector is not measured; `named` were asked for by name."""
+
+    device: str
+    prompt_tokens: tuple[int, ...]
+    connectors: tuple[str, ...]
+    repeats: int
+    interleave: bool
+    named: bool
+    left_out: dict[str, str]
+
+    @classmethod
+    def make(cls, device: str, prompt_tokens: str, connectors: str, repeats: int, interleave: bool) -> Plan:
+        if not _installed("vllm"):
+            raise SettingsError(
+                "vLLM is not installed in this environment",
+                "pip install kvkeep beside vLLM, and run this command with that environment's python",
+            )
+        device = _device(device)
+        lengths = PROMPT_TOKENS[device] if prompt_tokens == "auto" else _lengths(prompt_tokens)
+        missing = _missing(device)
+        if connectors == "auto":
+            chosen = tuple(name for name in CONNECTORS if name not in missing)
+            return cls(device, lengths, chosen, repeats, interleave or device == "cpu", False, missing)
+        names = connectors.split(",")
+        for name in names:
+            if name not in CONNECTORS:
+                raise SettingsError(f'--connectors "{name}": expected some of {", ".join(CONNECTORS)}, or auto')
+            if name in missing:
+                raise SettingsError(f"connector {name} cannot be measured here: {missing[name]}")
+        # All are compared with none.
+        chosen = tuple(name for name in CONNECTORS if name in {"none", *names})
+        return cls(device, lengths, chosen, repeats, interleave or device == "cpu", True, {})
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Connectors whose engines live at the same time."""
+        return [self.connectors] if self.interleave else [(name,) for name in self.connectors]
+
+
+def _device(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise SettingsError(f'--device "{device}": expected auto, cpu or cuda')
+    if device == "cpu":
+        return device
+    import torch
+
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise SettingsError("--device cuda: torch finds no GPU")
+    return "cuda" if there else "cpu"
+
+
+def _gpu() -> str:
+    """Its name. To be asked when engines are gone: it takes memory of the GPU."""
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    # Of less than two blocks there may be nothing to find.
+    if not lengths or min(lengths) < 64:
+        raise SettingsError(f'--prompt-tokens "{text}": expected at least 64, such as 2000 or 2000,8000')
+    return tuple(dict.fromkeys(lengths))
+
+
+def _missing(device: str) -> dict[str, str]:
+    missing = {}
+    if not _installed("lmcache"):
+        missing["lmcache"] = "not installed"
+    if device == "cpu":
+        missing["native"] = "needs a GPU"
+    return missing
+
+
+def _installed(name: str) -> bool:
+    """A mere folder of that name, where we were started, is no package."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
+# -- the run
+
+
+def run(
+    device: str = "auto",
+    model: str = "auto",
+    prompt_tokens: str = "auto",
+    connectors: str = "auto",
+    repeats: int = 5,
+    interleave: bool = False,
+) -> dict[str, Any]:
+    """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
+    plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave)
+    with _signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
+        served = own_model(Path(folder), plan.device) if model == "auto" else given_model(model, plan.device)
+        bench = Bench(plan, served)
+        for group in plan.groups:
+            bench.measure(group)
+    return bench.result()
+
+
+@contextmanager
+def _signals_end_the_block() -> Iterator[None]:
+    """An engine may hold a whole GPU, and a server's pool outlives it: neither is left behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Samples:
+    """What one connector took with prompts of one length. `tokens` are those of the cases, cold first."""
+
+    ms: dict[str, list[float]] = field(default_factory=lambda: {case: [] for case in _CASES})
+    cached_tokens: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine that is measured. `settle(prompt_tokens)` returns when a prompt that was cold is stored."""
+
+    engine: EngineProcess
+    settle: Callable[[int], None]
+
+
+@dataclass
+class Bench:
+    """All engines' samples."""
+
+    plan: Plan
+    model: ServedModel
+    vllm: str = ""
+    samples: dict[tuple[str, int], Samples] = field(default_factory=dict)
+
+    def measure(self, names: Sequence[str]) -> None:
+        """Connectors whose engines live at the same time."""
+        with ExitStack() as stack:
+            subjects: list[Subject] = []
+            for name in names:
+                with self._forgiving(name):
+                    _say(f"starting vLLM, connector: {name}")
+                    subjects.append(stack.enter_context(self._subject(name, len(names))))
+                    self.vllm = subjects[-1].engine.vllm
+            for length in self.plan.prompt_tokens:
+                for turn in range(self.plan.repeats + 1):
+                    subjects = [each for each in subjects if each.engine.name not in self.plan.left_out]
+                    self._round(subjects, length, turn)
+
+    def _round(self, subjects: Sequence[Subject], length: int, turn: int) -> None:
+        """Turn 0 warms up and compares tokens, all others are measured."""
+        rng = np.random.default_rng([length, turn])
+        prompt: list[int] = rng.integers(0, self.model.vocab_size, length).tolist()
+        first = turn % max(len(subjects), 1)
+        order = [*subjects[first:], *subjects[:first]]
+        for case in _CASES:
+            for subject in order:
+                if subject.engine.name not in self.plan.left_out:
+                    with self._forgiving(subject.engine.name):
+                        self._case(subject, case, prompt, turn)
+        if turn:
+            took = {each.engine.name: self._samples(each, length).ms for each in subjects}
+            said = "; ".join(f"{name} {_times(ms)}" for name, ms in took.items() if ms["cold"])
+            _say(f"{length:,} tokens, {turn} of {self.plan.repeats}: {said}")
+
+    def _case(self, subject: Subject, case: str, prompt: list[int], turn: int) -> None:
+        engine, samples = subject.engine, self._samples(subject, len(prompt))
+        if case == "external":
+            engine.drop_local_cache()
+            if turn and engine.name == "none":
+                return  # it would find nothing
+        answer = engine.ask(prompt, 1 if turn else _CHECKED_TOKENS)
+        if case == "cold":
+            _check_cold(engine.name, answer)
+            subject.settle(len(prompt))
+        if not turn:
+            samples.tokens.append(answer.tokens)
+            return
+        samples.ms[case].append(answer.ms)
+        if case == "external":
+            samples.cached_tokens.append(answer.cached_tokens)
+
+    def _samples(self, subject: Subject, length: int) -> Samples:
+        return self.samples.setdefault((subject.engine.name, length), Samples())
+
+    @contextmanager
+    def _forgiving(self, name: str) -> Iterator[None]:
+        """A peer that was not asked for by name and fails is left out. Everything else that fails ends the run."""
+        try:
+            yield
+        except KVKeepError as error:
+            if name not in PEERS or self.plan.named:
+                raise
+            self.plan.left_out[name] = error.message
+            _say(f"connector {name} is left out: {error.message}")
+
+    @contextmanager
+    def _subject(self, name: str, engines: int) -> Iterator[Subject]:
+        longest = max(self.plan.prompt_tokens)
+        pool_bytes = _PROMPTS_IN_POOL * longest * self.model.kv_token_bytes + 256 * MIB
+        with connector(name, pool_bytes, self.model.block_tokens) as way:
+            made = arguments(self.model, longest, engines, way.arguments)
+            around = environment(self.model, longest)
+            with EngineProcess(name, made, around, way.counting) as engine:
+                yield Subject(engine, way.settle)
+
+    # -- what came out
+
+    def result(self) -> dict[str, Any]:
+        measured = [
+            (name, length)
+            for length in self.plan.prompt_tokens
+            for name in self.plan.connectors
+            if name not in self.plan.left_out
+        ]
+        return {
+            "device": self.plan.device,
+            **({"gpu": _gpu()} if self.plan.device == "cuda" else {}),
+            "model": self.model.description,
+            "vllm": self.vllm,
+            "block_tokens": self.model.block_tokens,
+            "repeats": self.plan.repeats,
+            "interleaved": self.plan.interleave,
+            "rows": [self._row(*each) for each in measured],
+            "ratios": [self._ratios(*each) for each in measured if each[0] != "none"],
+            "left_out": dict(self.plan.left_out),
+            "targets": dict(TARGETS) if self.plan.device == "cpu" else {},
+        }
+
+    def _row(self, name: str, length: int) -> dict[str, Any]:
+        samples, wanted = self.samples[name, length], self.samples["none", length].tokens[0]
+        return {
+            "connector": name,
+            "prompt_tokens": length,
+            **{f"{case}{'_hit' * (case != 'cold')}_ms": _median(samples.ms[case], 2) for case in _CASES},
+            "cached_tokens": min(samples.cached_tokens, default=0),
+            "same_tokens": len(samples.tokens) == len(_CASES) and all(each == wanted for each in samples.tokens),
+        }
+
+    def _ratios(self, name: str, length: int) -> dict[str, Any]:
+        """Cold and local hit against none, and how much faster than cold an external hit is."""
+        mine, none = self.samples[name, length].ms, self.samples["none", length].ms
+        return {
+            "connector": name,
+            "prompt_tokens": length,
+            "cold_ratio": _ratio(mine["cold"], none["cold"]),
+            "local_hit_ratio": _ratio(mine["local"], none["local"]),
+            "speedup": _ratio(mine["cold"], mine["external"]),
+        }
+
+
+def _check_cold(name: str, answer: Answer) -> None:
+    if answer.cached_tokens:
+        raise AssertionError(f"{name}: {answer.cached_tokens} tokens of a prompt that nobody sent before were found")
+
+
+def _times(ms: dict[str, list[float]]) -> str:
+    return "/".join(f"{values[-1]:,.0f}" for values in ms.values() if values) + " ms"
+
+
+def _median(values: Sequence[float], digits: int) -> float | None:
+    return round(statistics.median(values), digits) if values else None
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float | None:
+    return _median([a / b for a, b in zip(above, below, strict=True)], 3)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result in lines, and on a CPU whether it is what it should be."""
+    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats")]
+    ratios = {(each["connector"], each["prompt_tokens"]): each for each in result["ratios"]}
+    head = ["connector", "tokens", "cold ms", "× none", "local hit ms", "× none", "external hit ms", "faster", "cached"]
+    lines = [[*head, "same tokens"]]
+    for row in result["rows"]:
+        ratio = ratios.get((row["connector"], row["prompt_tokens"]), {})
+        cells = [row["prompt_tokens"], row["cold_ms"], ratio.get("cold_ratio"), row["local_hit_ms"]]
+        cells += [ratio.get("local_hit_ratio"), row["external_hit_ms"], ratio.get("speedup"), row["cached_tokens"]]
+        lines.append([row["connector"], *map(_cell, cells), "yes" if row["same_tokens"] else "NO"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    drawn = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    left_out = [f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()]
+    kvkeep = [row for row in result["rows"] if row["connector"] == "kvkeep" and result["targets"]]
+    verdicts = [line for row in kvkeep for line in _verdicts(result, row, ratios["kvkeep", row["prompt_tokens"]])]
+    return "\n".join([*facts, "", *drawn, *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts])
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _verdicts(result: dict[str, Any], row: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
+    targets, where = result["targets"], f"at {row['prompt_tokens']:,} tokens"
+    cold, speedup, cached = ratios["cold_ratio"], ratios["speedup"], row["cached_tokens"]
+    full = (row["prompt_tokens"] - 1) // result["block_tokens"] * result["block_tokens"]
+    return [
+        f"target {_met(cold <= targets['cold_ratio'])}: {where} cold takes {cold:g} times as long as with none, "
+        f"at most {targets['cold_ratio']:g} is wanted",
+        f"target {_met(speedup >= targets['speedup'])}: {where} an external hit is {speedup:g} times faster than cold, "
+        f"at least {targets['speedup']:g} is wanted",
+        f"target {_met(cached >= full)}: {where} it gives {cached:,}, all {full:,} of full blocks are wanted",
+    ]
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

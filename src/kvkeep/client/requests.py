@@ -1,0 +1,102 @@
+"""What a worker is asked to do: blocks to store, blocks to load, and what came of a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.client.sources import NO_BLOCK
+from kvkeep.errors import RequestError
+from kvkeep.kv.keys import KEY_BYTES
+
+
+def _ids(block_ids: Any) -> NDArray[np.int64]:
+    """Block ids as engines have them (a list, an array, a CPU tensor; with several pieces a row for each) as an array.
+    RequestError, in the thread of whoever made the request, for anything that is no list of integers."""
+    array = np.asarray(block_ids)
+    if array.ndim not in (1, 2) or (array.dtype.kind not in "iu" and array.size):
+        raise RequestError(
+            "bad_request", f"block_ids must be integers, not {array.dtype} of shape {array.shape}", field="block_ids"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """Blocks to store: block_ids[i] of the engine holds the block of the i-th key; block_ids[p, i] piece p of it, where
+    an engine has several (NO_BLOCK: it lacks this piece).
+
+    parent     the key before the first one; b"" if the first one begins the prompt
+    priority   0 to 100, 50 is normal; higher ones stay longer
+    ttl_ms     after that long the blocks are the first to be evicted, and served until they are; 0: like all others
+    """
+
+    tenant: str
+    parent: bytes
+    keys: bytes
+    block_ids: NDArray[np.int64]
+    priority: int = 50
+    ttl_ms: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_ids", _ids(self.block_ids))
+        if len(self.keys) != self.blocks * KEY_BYTES:
+            raise RequestError("bad_request", f"{self.blocks} blocks, but {len(self.keys)} bytes of keys", field="keys")
+        if len(self.parent) not in (0, KEY_BYTES):
+            raise RequestError("bad_keys", f"a parent key has {KEY_BYTES} bytes, or none at a root", field="parent")
+        if not 0 <= self.priority <= 100:
+            raise RequestError("bad_priority", f"priority {self.priority} is not in 0..100", field="priority")
+        if self.ttl_ms < 0:
+            raise RequestError("bad_ttl", f"ttl_ms is {self.ttl_ms}; 0 means no limit", field="ttl_ms")
+
+    @property
+    def blocks(self) -> int:
+        return int(self.block_ids.shape[-1])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What came of a store: how many blocks were written, and whether the server has all of them now."""
+
+    written: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Blocks to load: those of keys[skip:], into block_ids of the engine, from the slots that a lookup gave; piece p of
+    them into block_ids[p], where an engine has several (NO_BLOCK: this piece is not wanted).
+
+    `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of its own. There are
+    as many block_ids as the lookup described blocks: `answer.blocks - answer.skip`.
+    """
+
+    tenant: str
+    keys: bytes
+    skip: int
+    block_ids: NDArray[np.int64]
+    epoch: int
+    slots: NDArray[np.int64]
+    checksums: NDArray[np.uint64]  # [blocks, shards]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_ids", _ids(self.block_ids))
+        if len(self.slots) not in (0, self.blocks):
+            raise RequestError(
+                "bad_request",
+                f"{self.blocks} blocks to load from {len(self.slots)} slots",
+                field="block_ids",
+                hint="one for each block that the lookup described: answer.blocks - answer.skip",
+            )
+
+    @property
+    def blocks(self) -> int:
+        return int(self.block_ids.shape[-1])
+
+    def ids_of(self, chosen: NDArray[np.bool_] | slice) -> list[int]:
+        """The engine blocks that the chosen ones of these blocks were to go into."""
+        ids = np.atleast_2d(self.block_ids)[:, chosen].ravel()
+        return ids[ids != NO_BLOCK].tolist()  # type: ignore[no-any-return]

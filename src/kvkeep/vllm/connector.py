@@ -1,0 +1,234 @@
+"""The class that vLLM makes, in its scheduler's process and in each worker's: its names on the outside, ours inside.
+
+    scheduler  on_new_request ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► build_connector_meta
+               update_connector_output · request_finished_all_groups · reset_cache                    │
+                                                                                                      ▼ every step
+    workers    bind_connector_metadata ─► (forward) ─► wait_for_save ─► get_finished ─► build_connector_worker_meta
+
+No call raises into vLLM: what goes wrong inside is counted, logged, and a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+import vllm
+from kvkeep.connector.options import allow_untested, client_options, load_failure_policy
+from kvkeep.errors import SettingsError
+from kvkeep.vllm import versions
+from kvkeep.vllm.messages import Handshake, Reports, Step
+from kvkeep.vllm.scheduler import RequestSide
+from kvkeep.vllm.stats import KVKeepPromMetrics, KVKeepStats
+from kvkeep.vllm.worker import WorkerSide
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a method answer `otherwise()` where it would raise."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(*args, **kwargs)
+            except Exception:  # guard: nothing that goes wrong with the cache may end the engine
+                log.exception("kvkeep: %s failed; the engine serves on", method.__name__)
+                connector: Any = args[0]
+                connector.faults += 1
+                return otherwise()  # type: ignore[no-any-return]
+
+        return call
+
+    return decorate
+
+
+class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
+    """`kv_connector` of a KV-transfer config. Settings are in its `kv_connector_extra_config`; a bad one is refused
+    at start-up with a SettingsError."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        problem = versions.refusal(vllm.__version__, allow_untested(extra))
+        if problem:
+            raise SettingsError(problem)
+        options = client_options(extra)
+        self.faults = 0
+        self._requests: RequestSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            # vLLM's own default ends a request whose load failed. Its scheduler reads this after the connector is made.
+            transfer.kv_load_failure_policy = load_failure_policy(extra)
+            self._requests = RequestSide(vllm_config, kv_cache_config, options)
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nobody waits for what we store: a dropped store is a later miss."""
+        return False
+
+    # -- the scheduler's side
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._shake_hands(metadata.values())
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._shake_hands(metadata.values())
+
+    @_guarded(lambda: None)
+    def _shake_hands(self, metadata: Iterable[Any]) -> None:
+        assert self._requests is not None
+        self._requests.shake_hands([each for each in metadata if isinstance(each, Handshake)])
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        assert self._requests is not None
+        self._requests.tables.manager = kv_cache_manager
+
+    @_guarded(lambda: None)
+    def on_new_request(self, request: Any) -> None:
+        assert self._requests is not None
+        self._requests.arrive(request)
+
+    @_guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._requests is not None
+        found = self._requests.lookup(request, num_computed_tokens)
+        return found, bool(found)
+
+    @_guarded(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._requests is not None
+        self._requests.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @_guarded(Step)
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        assert self._requests is not None
+        return self._requests.build_step(scheduler_output)
+
+    @_guarded(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._requests is not None
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, Reports):
+            self._requests.complete(reports)
+
+    @_guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never asks vLLM to hold blocks: it may have them back at once, stored or not."""
+        assert self._requests is not None
+        return False, self._requests.end(request)
+
+    @_guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        assert self._requests is not None
+        return self._requests.reset()
+
+    @_guarded(tuple)
+    def take_events(self) -> Iterable[Any]:
+        assert self._requests is not None
+        return self._requests.events.take()
+
+    # -- the workers' side
+
+    @_guarded(lambda: None)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        assert self._worker is not None
+        return self._worker.handshake
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._begin(connector_metadata)
+
+    @_guarded(lambda: None)
+    def _begin(self, step: Step) -> None:
+        assert self._worker is not None
+        self._worker.begin(step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: loads began when the step's metadata came."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no step waits for a load."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are stored when they are whole."""
+
+    @_guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        """The step is computed: begins what stores it, and waits for nothing."""
+        assert self._worker is not None
+        if isinstance(self._connector_metadata, Step):
+            self._worker.finish(self._connector_metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        received, _ = self._received()
+        return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        return versions.transfer_results(*self._received())
+
+    @_guarded(lambda: (set(), set()))
+    def _received(self) -> tuple[set[str], set[str]]:
+        assert self._worker is not None
+        self._worker.collect()
+        return self._worker.take_received()
+
+    @_guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.take_invalid()
+
+    @_guarded(lambda: None)
+    def build_connector_worker_meta(self) -> Reports | None:
+        assert self._worker is not None
+        return self._worker.take_reports()
+
+    # -- both
+
+    @_guarded(lambda: None)
+    def get_kv_connector_stats(self) -> KVKeepStats | None:
+        side = self._requests or self._worker
+        assert side is not None
+        stats = side.stats()
+        if self.faults:
+            stats = stats or KVKeepStats.of()
+            stats.aggregate(KVKeepStats.of(faults=self.faults))
+            self.faults = 0
+        return stats
+
+    @_guarded(lambda: None)
+    def shutdown(self) -> None:
+        side = self._requests or self._worker
+        assert side is not None
+        side.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVKeepStats:
+        return KVKeepStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVKeepPromMetrics:
+        return KVKeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

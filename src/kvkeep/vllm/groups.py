@@ -1,0 +1,121 @@
+"""A model's KV as vLLM describes it, in our words: which cache groups it has, and where their blocks lie.
+
+Raises SettingsError, with a hint, for what would not be right: such an engine is served without the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm.v1 import kv_cache_interface as kvi
+
+from kvkeep.client.sources import Piece
+from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.errors import SettingsError
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.vllm import versions
+
+# By exact type: a subclass that vLLM adds may mean anything.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+
+
+def pieces_of(vllm_config: Any, kv_cache_config: Any) -> Pieces:
+    """The model's groups; SettingsError if blocks of this engine cannot be cached."""
+    _check_engine(vllm_config)
+    pieces = Pieces([_group(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups])
+    if not pieces.whole and not versions.names_failed_requests():
+        raise SettingsError(
+            "this model keeps layers of several kinds, and this release of vLLM cannot recover a failed load of one",
+            "vLLM 0.30 or later can",
+        )
+    for group in kv_cache_config.kv_cache_groups:
+        if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+            raise SettingsError("this model has KV that vLLM does not let out", "serve it without kvkeep")
+    return pieces
+
+
+def _check_engine(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise SettingsError(f"{name} > 1 spreads the tokens of a block over ranks", f"set {name} to 1")
+    if vllm_config.model_config.is_encoder_decoder:
+        raise SettingsError("encoder-decoder models keep KV that no prefix of tokens determines", "serve it as it is")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise SettingsError(
+            "calculate_kv_scales makes scales of the first requests, so KV of one process means nothing to another",
+            "take scales from the checkpoint",
+        )
+
+
+def _group(spec: Any) -> CacheGroup:
+    kinds = {_kind(each): each for each in _members(spec)}
+    if len(kinds) != 1:
+        raise SettingsError(f"a cache group mixes layers: {sorted(kinds)}", "serve this model without kvkeep")
+    ((kind, each),) = kinds.items()
+    if kind == "full":
+        return CacheGroup("full", spec.block_size)
+    if kind == "state":
+        return CacheGroup("state", spec.block_size)
+    return CacheGroup("window", spec.block_size, each.sliding_window + getattr(each, "extra_retained_tokens", 0))
+
+
+def _members(spec: Any) -> Iterator[Any]:
+    if isinstance(spec, kvi.UniformTypeKVCacheSpecs):
+        yield from spec.kv_cache_specs.values()
+    else:
+        yield spec
+
+
+def _kind(spec: Any) -> str:
+    name = type(spec).__name__
+    if name in _FULL and not getattr(spec, "non_causal", False):
+        return "full"
+    if name in _WINDOW:
+        return "window"
+    if name == "MambaSpec":
+        if spec.mamba_cache_mode == "align" and not getattr(spec, "num_speculative_blocks", 0):
+            return "state"
+        raise SettingsError(
+            f"recurrent states are kept in mode {spec.mamba_cache_mode!r}, in which they belong to no prefix",
+            "set enable_prefix_caching and mamba_cache_mode='align', without speculative decoding",
+        )
+    raise SettingsError(f"kvkeep does not know how {name} keeps KV", "serve this model without kvkeep")
+
+
+def locate(pieces: Pieces, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[Piece]:
+    """Where each piece lies in this rank's memory. Raises RequestError for memory that blocks cannot be copied from."""
+    located = []
+    for number in range(len(pieces)):
+        group = kv_cache_config.kv_cache_groups[pieces.group_of(number)]
+        layers = _layers(group.layer_names, kv_caches, kv_cache_config.num_blocks)
+        located.append(Piece(BlockRuns.of(layers), pieces.may_lack(number)))
+    return located
+
+
+def _layers(names: Sequence[str], kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
+    layers: dict[str, Any] = {}
+    seen = set()
+    for name in names:
+        found = kv_caches.get(name)  # a layer of another pipeline stage has none here
+        if found is None:
+            continue
+        tensors = found if isinstance(found, list | tuple) else [found]
+        for at, tensor in enumerate(tensors):
+            if tensor.data_ptr() not in seen:  # layers that share their KV
+                seen.add(tensor.data_ptr())
+                layers[f"{name}.{at}" if len(tensors) > 1 else name] = _by_block(name, tensor, num_blocks)
+    return layers
+
+
+def _by_block(name: str, tensor: Any, num_blocks: int) -> Any:
+    """The tensor with a row for each block of the scheduler's: kernels may cut those into smaller ones."""
+    rows = tensor.shape[0]
+    if rows == num_blocks:
+        return tensor
+    if rows % num_blocks or not rows:
+        problem = f"the KV of layer {name} has {rows} rows for {num_blocks} blocks"
+        raise SettingsError(problem, f"kvkeep knows the layouts of vLLM {versions.SUPPORTED}")
+    return tensor.unflatten(0, (num_blocks, rows // num_blocks))

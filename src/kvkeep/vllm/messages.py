@@ -1,0 +1,43 @@
+"""What the two sides of the connector say to each other through vLLM: plain data, pickled by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvkeep.client.worker import Finished
+from kvkeep.connector.step import StepMetadata
+from kvkeep.kv.shape import BlockShape
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached."""
+
+    shape: BlockShape | None
+    refusal: str = ""
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """To every worker with a step. `lost` are loads that vLLM waits for and that could not be prepared: the blocks of
+    each request that must be computed."""
+
+    step: StepMetadata = field(default_factory=StepMetadata)
+    lost: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class Reports(KVConnectorWorkerMetadata):
+    """From the workers with a step's results, one of each rank that has something to say."""
+
+    finished: list[Finished] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Reports)
+        return Reports(self.finished + other.finished)

@@ -1,0 +1,246 @@
+"""The scheduler's side in vLLM: its calls in our words, its requests in our trackers.
+
+Nothing here holds a block: vLLM may give a block to another request while it is still being stored, and every step
+says which blocks it may write into, so that workers save what they have not copied yet. Whatever is stored begins when
+the step that computes it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
+from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.connector.params import CacheParams
+from kvkeep.connector.pieces import Pieces
+from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.vllm import versions
+from kvkeep.vllm.events import CacheEvents
+from kvkeep.vllm.groups import pieces_of
+from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, root_of
+from kvkeep.vllm.messages import Handshake, Reports, Step
+from kvkeep.vllm.stats import KVKeepStats
+
+log = logging.getLogger(__name__)
+
+_NULL_BLOCK = 0  # stands in vLLM's tables where a request needs no block
+
+
+@dataclass
+class _Known:
+    """A request that vLLM has told us of."""
+
+    request: Any
+    keys: RequestKeys
+    local_tokens: int = 0  # what the prefix cache had when it was last asked
+
+
+class RequestSide:
+    """One for each engine. Until the workers have said what blocks are like, and if they refused, it does nothing."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: ClientOptions) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._side: SchedulerSide | None = None
+        self._known: dict[str, _Known] = {}
+        self._written: set[int] = set()
+        self._lost: dict[str, list[int]] = {}
+        self._generation = b""
+        self._stats = KVKeepStats.of()
+        self.tables = versions.BlockTables()
+        self.events = CacheEvents(vllm_config)
+
+    # -- start-up
+
+    def shake_hands(self, handshakes: Sequence[Handshake]) -> None:
+        """What the workers have found out."""
+        refusals = sorted({each.refusal for each in handshakes if each.shape is None})
+        if refusals or not handshakes:
+            log.error("kvkeep: this engine is served without the cache: %s", "; ".join(refusals))
+            return
+        shape = handshakes[0].shape
+        assert shape is not None
+        self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
+        self._identity = shape.identity
+        block_tokens = [group.block_tokens for group in self._pieces.groups]
+        self._hash_tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
+        self._uses_hashes = versions.hashes_are_stable(self._vllm_config.cache_config.prefix_caching_hash_algo)
+        self._adapter = SchedulerAdapter(shape, self._options)
+        self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
+        self._side = SchedulerSide(self._adapter, self._pieces, self._vllm_config.parallel_config.world_size)
+
+    # -- a request's way
+
+    def arrive(self, request: Any) -> None:
+        if self._side is None:
+            return
+        root = root_of(self._identity, request, self._generation)
+        keys = self._keys(root, request)
+        self._known[request.request_id] = _Known(request, keys)
+        reads = not getattr(request, "skip_reading_prefix_cache", False)
+        self._side.arrive(request.request_id, request.cache_salt, request.kv_transfer_params, keys.grow(), reads=reads)
+        self._count(lookups=int(reads))
+
+    def lookup(self, request: Any, local_tokens: int) -> int | None:
+        """How many tokens after the first `local_tokens` can be loaded; None: not known yet."""
+        known = self._known.get(request.request_id)
+        if self._side is None or known is None or not self._grow(known):
+            return 0
+        known.local_tokens = local_tokens
+        tokens = request.num_tokens if self._pieces.whole else request.num_tokens - 1
+        blocks = local_tokens // self._pieces.block_tokens
+        found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
+        if not found:
+            return found
+        return (blocks + found) * self._pieces.block_tokens - local_tokens
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
+        """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""
+        request_id = request.request_id
+        self.tables.allocated(request_id, tables)
+        known = self._known.get(request_id)
+        computed = request.num_computed_tokens or (known.local_tokens if known else 0)
+        for table, block_tokens in zip(tables, self._group_tokens(), strict=True):
+            self._written.update(table[computed // block_tokens :])
+        self._written.discard(_NULL_BLOCK)
+        if self._side is None:
+            return
+        if not loaded_tokens:
+            self._side.no_load(request_id)
+            return
+        try:
+            assert known is not None
+            self._prepare_load(known, tables, loaded_tokens)
+        except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
+            log.exception("kvkeep: a load could not be prepared")
+            self._count(faults=1)
+            self._lost[request_id] = sorted({block for table in tables for block in table} - {_NULL_BLOCK})
+
+    def _prepare_load(self, known: _Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
+        assert self._side is not None
+        first = known.local_tokens // self._pieces.block_tokens
+        stop = (known.local_tokens + loaded_tokens) // self._pieces.block_tokens
+        rows = self._pieces.rows(tables, first, stop, _NULL_BLOCK)
+        rows = self._pieces.without_tokens(rows, known.local_tokens, first)
+        job = self._side.prepare_load(known.request.request_id, first, rows)
+        self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
+        self._count(hit_tokens=loaded_tokens)
+
+    def end(self, request: Any) -> dict[str, Any] | None:
+        """The request is over. What its `kv_transfer_params` are now."""
+        known = self._known.pop(request.request_id, None)
+        if self._side is None:
+            return CacheParams.of(request.kv_transfer_params).reply(0)
+        if known is not None and request.num_computed_tokens and self._grow(known):
+            self._store(known, request.num_computed_tokens, after_step=False)
+        self.tables.forget(request.request_id)
+        return self._side.end(request.request_id, request.kv_transfer_params)
+
+    # -- steps
+
+    def build_step(self, scheduled: Any) -> Step:
+        if self._side is None:
+            return Step()
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if more is not None and request_id not in cached.resumed_req_ids:
+                self.tables.grown(request_id, more)
+                self._written.update(*more)
+        self._written.discard(_NULL_BLOCK)
+        try:
+            for request_id, count in scheduled.num_scheduled_tokens.items():
+                known = self._known.get(request_id)
+                if known is not None and self._grow(known):
+                    self._store(known, known.request.num_computed_tokens + count, after_step=True)
+        except Exception:  # guard: loads that vLLM waits for must go out with this step, whatever a store does
+            log.exception("kvkeep: a store could not be prepared")
+            self._count(faults=1)
+        step = Step(self._side.build_step(self._written), self._lost)
+        self._written, self._lost = set(), {}
+        return step
+
+    def complete(self, reports: Reports) -> None:
+        if self._side is None:
+            return
+        completed = self._side.complete(reports.finished)
+        self._count(loaded_blocks=sum(job.good_blocks() for job in completed.loads))
+        self.events.completed(completed)
+
+    def _store(self, known: _Known, computed_tokens: int, *, after_step: bool) -> None:
+        """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
+        assert self._side is not None
+        request_id, pieces = known.request.request_id, self._pieces
+        blocks = min(computed_tokens // pieces.block_tokens, self._side.known_blocks(request_id))
+        if blocks <= self._side.stored_blocks(request_id):
+            return
+
+        def rows(start: int, stop: int) -> NDArray[np.int64]:
+            table = pieces.rows(self.tables.of(request_id), start, stop, _NULL_BLOCK)
+            return table if pieces.whole else pieces.without_states(table, computed_tokens, start)
+
+        # Old blocks of a window and old states are gone soon: only full attention can wait for company.
+        at_once = not pieces.whole or not after_step or computed_tokens <= known.request.num_prompt_tokens
+        job = self._side.prepare_store(request_id, rows, blocks, at_once=at_once, after_step=after_step)
+        if job is not None:
+            self.events.prepared(job, known.request, self._hash_tokens, pieces.block_tokens)
+
+    # -- the rest
+
+    def reset(self) -> bool:
+        """Nothing that was stored so far is found again by this engine, nor by others what it stores from now on:
+        whoever asks for this may have changed the weights."""
+        self._generation = os.urandom(16)
+        for request_id in list(self._known):
+            self._forget(request_id)
+        self.events.reset()
+        return True
+
+    def stats(self) -> KVKeepStats | None:
+        if self._side is None:
+            return None
+        self._count(lookup_failures=self._side.failed_lookups)
+        self._side.failed_lookups = 0
+        stats, self._stats = self._stats, KVKeepStats.of()
+        if stats.is_empty():
+            return None
+        return stats.aggregate(KVKeepStats.of(connected=int(self._adapter.connection.answering)))
+
+    def close(self) -> None:
+        if self._side is not None:
+            self._side.close()
+
+    def _keys(self, root: bytes, request: Any) -> RequestKeys:
+        if self._uses_hashes:
+            return EngineKeys(root, request, self._pieces.block_tokens, self._hash_tokens)
+        return OwnKeys(root, request, self._pieces.block_tokens)
+
+    def _grow(self, known: _Known) -> bool:
+        """Takes in the keys of new blocks. False if the request has become another one, and is not cached any more."""
+        assert self._side is not None
+        try:
+            keys = known.keys.grow()
+        except TokensChanged:
+            self._forget(known.request.request_id)
+            return False
+        if keys:
+            self._side.extend(known.request.request_id, keys)
+        return True
+
+    def _forget(self, request_id: str) -> None:
+        assert self._side is not None
+        del self._known[request_id]
+        self._side.end(request_id)
+
+    def _count(self, **counts: int) -> None:
+        self._stats.aggregate(KVKeepStats.of(**counts))
+
+    def _group_tokens(self) -> list[int]:
+        return [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]

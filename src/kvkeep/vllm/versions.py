@@ -1,0 +1,99 @@
+"""What differs between the releases of vLLM that one connector serves: 0.26 to 0.32.
+
+since   what                                      before
+0.30    a failed load can name its request        only blocks can be named, and of one group of full attention only:
+                                                  models with more are served without the cache
+0.30    the connector is given the cache manager  block tables are kept here, from what the scheduler hands out
+0.29    hashes start from the same root           the root is random in every process, unless PYTHONHASHSEED is set:
+        everywhere                                keys are hashed here
+0.31    kv_cache_config says how many ranks hold  taken from the number of KV heads; not for models with several
+        the same KV                               groups
+0.32    kv_cache_config says how many tokens      those of the smallest block, and each request's hashes are
+        a hash covers                             counted to make sure
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core import kv_cache_utils
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+SUPPORTED = "0.26 to 0.32"
+
+# Both have 256 bits and cannot be made to collide. The others are fast and neither.
+_SOUND_HASHES = ("sha256", "sha256_cbor")
+
+
+def refusal(version: str, allow_untested: bool) -> str:
+    """Why this release is not served, or "". Development builds have odd versions: what has no number is untested."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else (0, 0)
+    if OLDEST <= release <= NEWEST:
+        return ""
+    if found and release < OLDEST:
+        return f"vLLM {version} keeps KV in another way: kvkeep serves {SUPPORTED}"
+    if allow_untested:
+        return ""
+    return (
+        f"vLLM {version} is untested: kvkeep serves {SUPPORTED}"
+        " (set kvkeep.allow_untested_vllm to true in kv_connector_extra_config to try)"
+    )
+
+
+def names_failed_requests() -> bool:
+    """Whether a worker can say that a request's load failed as a whole."""
+    return hasattr(base, "KVConnectorTransferResults")
+
+
+def transfer_results(received: set[str], failed: set[str]) -> Any:
+    """What such a worker says."""
+    return base.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+
+def hashes_are_stable(algorithm: str) -> bool:
+    """Whether block hashes are the same in every process, and are sound keys."""
+    has_fixed_root = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and "PYTHONHASHSEED" not in os.environ
+    return has_fixed_root and algorithm in _SOUND_HASHES
+
+
+def hash_tokens(kv_cache_config: Any, block_tokens: Sequence[int]) -> int:
+    """How many tokens one of vLLM's hashes covers; `block_tokens` are those of each group."""
+    said = getattr(kv_cache_config, "hash_block_size", None)
+    return int(said) if said else min(block_tokens)
+
+
+def kv_tp_replicas(kv_cache_config: Any) -> int | None:
+    """How many neighbouring ranks hold the same KV, where vLLM says so."""
+    said = getattr(kv_cache_config, "kv_tp_replicas", None)
+    return None if said is None else int(said)
+
+
+class BlockTables:
+    """Which blocks a request has, a list for each group."""
+
+    def __init__(self) -> None:
+        self.manager: Any = None  # from 0.30 on
+        self._own: dict[str, list[list[int]]] = {}
+
+    def of(self, request_id: str) -> Sequence[Sequence[int]]:
+        if self.manager is not None:
+            return self.manager.get_block_ids(request_id)  # type: ignore[no-any-return]
+        return self._own.get(request_id, ())
+
+    def allocated(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        """All blocks of a request that is admitted, anew or again."""
+        if self.manager is None:
+            self._own[request_id] = [list(table) for table in tables]
+
+    def grown(self, request_id: str, more: Sequence[Sequence[int]]) -> None:
+        """Blocks that a running request was given besides."""
+        for table, ids in zip(self._own.get(request_id, ()), more, strict=False):
+            table.extend(ids)
+
+    def forget(self, request_id: str) -> None:
+        self._own.pop(request_id, None)

@@ -1,0 +1,267 @@
+"""The vLLM benchmark measures what it says, and says it in the form it must. vLLM itself is a stub here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.bench import vllm
+from kvkeep.bench.vllm import Bench, Plan
+from kvkeep.bench.vllm_setup import Connector, ServedModel
+from kvkeep.errors import KVKeepError, SettingsError
+
+ROW = ["connector", "prompt_tokens", "cold_ms", "local_hit_ms", "external_hit_ms", "cached_tokens", "same_tokens"]
+MODEL = ServedModel("nowhere", "a stub", "cpu", vocab_size=1000, kv_token_bytes=1024)
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of packages that there are."""
+    names = {"vllm"}
+    monkeypatch.setattr(vllm, "_installed", names.__contains__)
+    return names
+
+
+@pytest.fixture
+def behaviour() -> dict[str, str]:
+    """What goes wrong with the engine of a connector."""
+    return {}
+
+
+@pytest.fixture
+def settled() -> list[int]:
+    """Lengths of prompts that were waited for."""
+    return []
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: set[str],
+    behaviour: dict[str, str],
+    settled: list[int],
+) -> Run:
+    """`vllm.run` with stubs for vLLM, the model and the connectors' servers."""
+    shutil.copy(Path(__file__).with_name("vllm_stub.py"), tmp_path / "vllm.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    @contextmanager
+    def connector(name: str, pool_bytes: int, block_tokens: int) -> Iterator[Connector]:
+        if behaviour.get(name) == "no server":
+            raise KVKeepError("its server does not listen")
+        wrong = {"behaviour": behaviour[name]} if name in behaviour else {}
+        counting = "num_kvkeep_extra_cached_tokens" if name == "kvkeep" else ""
+        yield Connector({"external": name != "none"} | wrong, counting, settled.append)
+
+    monkeypatch.setattr(vllm, "connector", connector)
+    monkeypatch.setattr(vllm, "own_model", lambda folder, device: MODEL)
+    return vllm.run
+
+
+# -- options
+
+
+def make(
+    device: str = "cpu",
+    prompt_tokens: str = "auto",
+    connectors: str = "auto",
+    repeats: int = 5,
+    interleave: bool = False,
+) -> Plan:
+    return Plan.make(device, prompt_tokens, connectors, repeats, interleave)
+
+
+def test_on_a_cpu_engines_take_turns(installed: set[str]) -> None:
+    plan = make()
+    assert (plan.device, plan.prompt_tokens, plan.connectors) == ("cpu", (2000,), ("none", "kvkeep"))
+    assert plan.left_out == {"lmcache": "not installed", "native": "needs a GPU"}
+    assert plan.groups == [("none", "kvkeep")]
+    installed.add("lmcache")
+    assert make().connectors == ("none", "kvkeep", "lmcache")
+
+
+def test_on_a_gpu_they_come_one_after_the_other(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_device", lambda device: "cuda")
+    plan = make("auto")
+    assert plan.prompt_tokens == (2000, 8000, 32000) and plan.left_out == {"lmcache": "not installed"}
+    assert plan.groups == [("none",), ("kvkeep",), ("native",)]
+    assert make("auto", interleave=True).groups == [("none", "kvkeep", "native")]
+
+
+def test_all_are_compared_with_none(installed: set[str]) -> None:
+    plan = make(connectors="kvkeep", prompt_tokens="200,100,200")
+    assert plan.connectors == ("none", "kvkeep") and plan.prompt_tokens == (200, 100) and plan.named
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "tpu"}, '--device "tpu": expected auto, cpu or cuda'),
+        ({"connectors": "kvkeep,redis"}, '--connectors "redis": expected some of none, kvkeep'),
+        ({"connectors": ""}, '--connectors "": expected some of'),
+        ({"connectors": "native"}, "connector native cannot be measured here: needs a GPU"),
+        ({"connectors": "lmcache"}, "connector lmcache cannot be measured here: not installed"),
+        ({"prompt_tokens": "many"}, '--prompt-tokens "many": expected at least 64'),
+        ({"prompt_tokens": "2000,63"}, '--prompt-tokens "2000,63": expected at least 64'),
+    ],
+)
+def test_a_wrong_option_is_named(installed: set[str], options: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        make(**options)  # type: ignore[arg-type]
+    assert said in caught.value.message
+
+
+def test_a_gpu_that_is_not_there_is_missed(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert make("auto").device == "cpu"
+    with pytest.raises(SettingsError, match="torch finds no GPU"):
+        make("cuda")
+
+
+def test_without_vllm_there_is_a_hint(installed: set[str]) -> None:
+    installed.clear()
+    with pytest.raises(SettingsError, match="vLLM is not installed") as caught:
+        vllm.run()
+    assert caught.value.hint.startswith("pip install kvkeep beside vLLM")
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_folder").mkdir()
+    (tmp_path / "some_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    there = {name: vllm._installed(name) for name in ("some_folder", "some_package", "nothing_at_all")}
+    assert there == {"some_folder": False, "some_package": True, "nothing_at_all": False}
+
+
+# -- the run
+
+
+def test_rows_have_these_names_and_all_is_measured(run: Run, settled: list[int]) -> None:
+    result = run(device="cpu", prompt_tokens="100,200", repeats=2)
+    assert (result["device"], result["model"], result["vllm"]) == ("cpu", "a stub", "0.0.stub")
+    assert [list(row) for row in result["rows"]] == [ROW] * 4
+    measured = [(row["connector"], row["prompt_tokens"]) for row in result["rows"]]
+    assert measured == [("none", 100), ("kvkeep", 100), ("none", 200), ("kvkeep", 200)]
+    assert [row["cached_tokens"] for row in result["rows"]] == [0, 96, 0, 192]
+    assert all(row["same_tokens"] is True for row in result["rows"])
+    for row in result["rows"]:
+        assert row["cold_ms"] > row["local_hit_ms"] > 0
+        assert (row["external_hit_ms"] is None) == (row["connector"] == "none")
+    assert result["repeats"] == 2 and result["interleaved"] is True and result["targets"] == vllm.TARGETS
+    # Both engines, a round to warm up and two that count.
+    assert settled == [100] * 6 + [200] * 6
+    assert [each["connector"] for each in result["ratios"]] == ["kvkeep"] * 2
+
+
+def test_engines_take_turns_in_changing_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, str]] = []
+    case = Bench._case
+    monkeypatch.setattr(
+        Bench, "_case", lambda self, *asked: (order.append((asked[0].engine.name, asked[1])), case(self, *asked))
+    )
+    run(device="cpu", prompt_tokens="100", repeats=1)
+    names = ["none", "kvkeep"]
+    warm_up = [(name, at) for at in ("cold", "local", "external") for name in names]
+    assert order == warm_up + [(name, at) for at in ("cold", "local", "external") for name in reversed(names)]
+
+
+def test_other_tokens_are_seen(run: Run, behaviour: dict[str, str]) -> None:
+    behaviour["kvkeep"] = "wrong"
+    rows = run(device="cpu", prompt_tokens="100", repeats=1)["rows"]
+    assert [row["same_tokens"] for row in rows] == [True, False]
+
+
+def test_a_cold_prompt_that_is_found_is_none(run: Run, behaviour: dict[str, str]) -> None:
+    behaviour["kvkeep"] = "finds all"
+    with pytest.raises(AssertionError, match="kvkeep: 96 tokens of a prompt that nobody sent before"):
+        run(device="cpu", prompt_tokens="100", repeats=1)
+
+
+@pytest.mark.parametrize("wrong", ["no server", "no start", "dies"])
+def test_a_peer_that_fails_is_left_out(run: Run, installed: set[str], behaviour: dict[str, str], wrong: str) -> None:
+    installed.add("lmcache")
+    behaviour["lmcache"] = wrong
+    result = run(device="cpu", prompt_tokens="100", repeats=1)
+    assert [row["connector"] for row in result["rows"]] == ["none", "kvkeep"]
+    assert set(result["left_out"]) == {"native", "lmcache"}
+    assert result["left_out"]["lmcache"].startswith(("its server", "vLLM with connector lmcache ended"))
+    with pytest.raises(KVKeepError):
+        run(device="cpu", prompt_tokens="100", repeats=1, connectors="lmcache")
+
+
+def test_kvkeep_that_fails_ends_the_run(run: Run, behaviour: dict[str, str]) -> None:
+    behaviour["kvkeep"] = "dies"
+    with pytest.raises(KVKeepError, match=r"(?s)connector kvkeep ended.*a last word"):
+        run(device="cpu", prompt_tokens="100", repeats=1)
+
+
+def test_a_signal_ends_it_in_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Bench, "_round", lambda *ignored: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        run(device="cpu", prompt_tokens="100", repeats=1)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -- what is shown
+
+
+def bench(none_ms: float, kvkeep_ms: float, external_ms: float, cached: int = 1984) -> Bench:
+    plan = Plan("cpu", (2000,), ("none", "kvkeep"), 1, True, False, {"native": "needs a GPU\nand more"})
+    done = Bench(plan, MODEL, "0.0.stub")
+    for name, cold, external in (("none", none_ms, []), ("kvkeep", kvkeep_ms, [external_ms])):
+        tokens = [[1, 2]] * 3
+        found = [cached] * len(external)
+        done.samples[name, 2000] = vllm.Samples({"cold": [cold], "local": [30.0], "external": external}, found, tokens)
+    return done
+
+
+def test_ratios_are_medians_of_the_repeats() -> None:
+    done = bench(100.0, 104.0, 20.0)
+    done.samples["none", 2000].ms["cold"] = [100.0, 200.0, 400.0]
+    done.samples["kvkeep", 2000].ms |= {"cold": [110.0, 204.0, 400.0], "external": [10.0, 51.0, 200.0]}
+    for name in ("none", "kvkeep"):
+        done.samples[name, 2000].ms["local"] = [30.0] * 3
+    done.samples["kvkeep", 2000].cached_tokens = [1984, 1952, 1984]
+    result = done.result()
+    expected = {
+        "connector": "kvkeep",
+        "prompt_tokens": 2000,
+        "cold_ratio": 1.02,
+        "local_hit_ratio": 1.0,
+        "speedup": 4.0,
+    }
+    assert result["ratios"] == [expected]
+    assert result["rows"][1]["cold_ms"] == 204.0 and result["rows"][1]["cached_tokens"] == 1952
+
+
+def test_the_table_says_all_and_whether_targets_are_met() -> None:
+    shown = vllm.table(bench(100.0, 105.0, 35.0).result())
+    assert "a stub" in shown and "left out: native: needs a GPU" in shown and "and more" not in shown
+    [none, kvkeep] = [line.split() for line in shown.splitlines() if line.split()[:1] in (["none"], ["kvkeep"])]
+    assert none == ["none", "2,000", "100.00", "-", "30.00", "-", "-", "-", "0", "yes"]
+    assert kvkeep == ["kvkeep", "2,000", "105.00", "1.05", "30.00", "1.00", "35.00", "3.00", "1,984", "yes"]
+    assert shown.count("target met") == 3
+    missed = vllm.table(bench(100.0, 105.1, 35.1, cached=1983).result())
+    assert missed.count("target MISSED") == 3 and "target met" not in missed
+
+
+def test_on_a_gpu_there_are_no_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_gpu", lambda: "Some GPU")
+    done = bench(100.0, 105.0, 35.0)
+    done.plan = Plan("cuda", (2000,), ("none", "kvkeep"), 1, False, False, {})
+    result = done.result()
+    assert result["gpu"] == "Some GPU" and result["device"] == "cuda" and result["targets"] == {}
+    assert "target" not in vllm.table(result)

@@ -1,0 +1,97 @@
+"""An engine process answers, ends with all that it started, and says what went wrong. vLLM is a stub here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.bench import vllm_run
+from kvkeep.bench.vllm_run import EngineProcess
+from kvkeep.errors import KVKeepError
+
+PROMPT = list(range(100))
+
+
+@pytest.fixture
+def around(tmp_path: Path) -> dict[str, str]:
+    """An environment whose vLLM is the stub."""
+    shutil.copy(Path(__file__).with_name("vllm_stub.py"), tmp_path / "vllm.py")
+    return dict(os.environ) | {"PYTHONPATH": str(tmp_path)}
+
+
+def engine(around: dict[str, str], counting: str = "", **arguments: Any) -> EngineProcess:
+    return EngineProcess("some", {"block_size": 32} | arguments, around, counting)
+
+
+def test_prompts_are_answered_with_what_was_found(around: dict[str, str]) -> None:
+    with engine(around, external=True) as running:
+        assert running.vllm == "0.0.stub"
+        cold, local = running.ask(PROMPT, 3), running.ask(PROMPT, 3)
+        running.drop_local_cache()
+        external = running.ask(PROMPT, 3)
+    assert [each.cached_tokens for each in (cold, local, external)] == [0, 96, 96]
+    assert cold.tokens == local.tokens == external.tokens and len(cold.tokens) == 3
+    assert cold.ms > external.ms > local.ms > 0
+
+
+def test_where_a_connector_counts_its_own_that_is_taken(around: dict[str, str]) -> None:
+    with engine(around, "num_extra", external=True) as running:
+        found = [running.ask(PROMPT).cached_tokens, running.ask(PROMPT).cached_tokens]
+        running.drop_local_cache()
+        assert [*found, running.ask(PROMPT).cached_tokens] == [0, 0, 96]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whatever_an_engine_started_ends_with_it(around: dict[str, str], fails: bool) -> None:
+    running = engine(around, behaviour="child")
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext(), running:
+        running._stderr.seek(0)
+        [child] = re.findall(r"child (\d+)", running._stderr.read())
+        os.kill(int(child), 0)
+        if fails:
+            raise ZeroDivisionError
+    until = time.monotonic() + 10
+    while _alive(int(child)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    """A process whose parent is gone may stay as a zombie for a while."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_engine_that_cannot_start_says_why(around: dict[str, str]) -> None:
+    with pytest.raises(KVKeepError, match=r"(?s)connector some ended. It said:.*this engine cannot start"):
+        engine(around, behaviour="no start").__enter__()
+
+
+def test_an_engine_that_dies_says_its_last_word(around: dict[str, str]) -> None:
+    running = engine(around, behaviour="dies")
+    with pytest.raises(KVKeepError, match=r"(?s)ended. It said:.*a last word"), running:
+        running.ask(PROMPT)
+
+
+def test_an_engine_that_falls_silent_is_given_up(around: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_run, "_ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr(vllm_run, "_GIVE_UP_WITHIN_S", 0.1)
+    running = engine(around, behaviour="silent")
+    with pytest.raises(KVKeepError, match=r"said nothing for 0.1 s"), running:
+        running.ask(PROMPT)
+
+
+def test_a_cache_that_cannot_be_dropped_is_given_up(around: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_run, "_DROP_WITHIN_S", 0.1)
+    running = engine(around, behaviour="busy")
+    with pytest.raises(KVKeepError, match=r"could not drop its prefix cache within 0.1 s"), running:
+        running.drop_local_cache()

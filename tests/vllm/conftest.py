@@ -1,0 +1,93 @@
+"""Engine processes and a server that these tests share; without vLLM, each file is skipped and says what to do.
+
+An engine starts in seconds once its process is there, so there are few processes, and each has one engine after the other.
+Tests share what they have stored: each asks with prompts of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvkeep.testing.process import ServerProcess
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from replicas import POOL, Replica, at_rest, cores
+
+HAS_VLLM = (_spec := importlib.util.find_spec("vllm")) is not None and _spec.origin is not None
+THEIRS = "vllm|torch|transformers|triton|ray|importlib|swig|google|pydantic"  # modules that warn when vLLM is imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", f"ignore:::({THEIRS})")
+    config.addinivalue_line("filterwarnings", "ignore:builtin type .* has no __module__:DeprecationWarning")
+
+
+class _Skipped(pytest.Module):
+    def collect(self) -> Iterator[pytest.Item]:
+        pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if HAS_VLLM or HERE not in module_path.parents:
+        return None
+    return _Skipped.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of all models."""
+    directory = tmp_path_factory.mktemp("models")
+    made = subprocess.run(
+        [sys.executable, str(HERE / "checkpoints.py"), str(directory)], capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(*POOL) as running:
+        yield running
+
+
+def _replica(models: Path, threads_bind: str) -> Iterator[Replica]:
+    replica = Replica(models, threads_bind)
+    try:
+        yield replica
+    finally:
+        replica.close()
+
+
+@pytest.fixture(scope="session")
+def plain(models: Path) -> Iterator[Replica]:
+    """For engines without a cache."""
+    yield from _replica(models, str(cores()[0]))
+
+
+@pytest.fixture(scope="session")
+def one(models: Path) -> Iterator[Replica]:
+    yield from _replica(models, str(cores()[-1]))
+
+
+@pytest.fixture(scope="session")
+def two(models: Path) -> Iterator[Replica]:
+    yield from _replica(models, str(cores()[0]))
+
+
+@pytest.fixture(scope="session")
+def ranks(models: Path) -> Iterator[Replica]:
+    """For engines of two ranks, each a process of its own."""
+    yield from _replica(models, f"{cores()[0]}|{cores()[-1]}")
+
+
+@pytest.fixture
+def _nothing_is_left(server: ServerProcess) -> Iterator[None]:
+    yield
+    assert at_rest(server), "a lease or a write outlived its request"

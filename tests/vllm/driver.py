@@ -1,0 +1,296 @@
+"""A program: one vLLM engine after the other in this process, moved by lines of JSON on stdin, answered on stdout.
+
+    python driver.py                       {"do": "start", "options": {…}}  →  {"ok": …} or {"error": "…"}
+    python driver.py serve MODEL FLAG …    `vllm serve`, which ends with the process that started it
+
+vLLM's engine core runs here in the same thread, so nothing moves between two lines: what a request sees of the cache, the
+server and the pool is decided by whoever writes the lines. What vLLM prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_IDLE_S = 0.001  # how long a step that computed nothing is followed by nothing: as vLLM's own loop does
+
+
+def end_with_parent() -> None:
+    """Nobody is left behind, however the process that started this one ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        sys.exit("the parent is gone already")
+
+
+# -- what workers do for us; each runs on every rank
+
+
+def _tensors(worker: Any, layers: Sequence[str] | None = None) -> list[Any]:
+    """KV memory of these layers, blocks first; of all if not said which."""
+    held = worker.model_runner.vllm_config.compilation_config.static_forward_context
+    found: list[Any] = []
+    for name, layer in held.items():
+        if hasattr(layer, "kv_cache") and (layers is None or name in layers):
+            cache = layer.kv_cache
+            found += [part for part in (cache if isinstance(cache, list | tuple) else [cache]) if part.numel()]
+    return found
+
+
+def zero(worker: Any) -> None:
+    for tensor in _tensors(worker):
+        tensor.zero_()
+
+
+def _bytes(tensor: Any, block: int) -> bytes:
+    import torch
+
+    held: bytes = tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+    return held
+
+
+def digests(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> list[str]:
+    tensors = _tensors(worker, layers)
+    return [hashlib.sha256(b"".join(_bytes(each, block) for each in tensors)).hexdigest() for block in blocks]
+
+
+def beginnings(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> list[str]:
+    """The first bytes that each block has in the first of these layers."""
+    tensors = _tensors(worker, layers)
+    return [_bytes(tensors[0], block)[:64].hex() for block in blocks] if tensors else []
+
+
+class Engine:
+    """One vLLM engine, and all requests that it was given."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**options)
+        self.engine = self.llm.llm_engine
+        self.core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.outputs: dict[str, Any] = {}
+        self.aborted: set[str] = set()
+        self.count = 0
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        self.outputs.clear()
+        del self.llm, self.engine, self.core
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+    # -- requests
+
+    def submit(self, requests: Sequence[dict[str, Any]]) -> list[str]:
+        """These requests arrive, and nothing is computed yet."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        names = []
+        for request in requests:
+            name = f"r{self.count}"
+            self.count += 1
+            prompt = {"prompt_token_ids": request["tokens"]}
+            if request.get("salt") is not None:
+                prompt["cache_salt"] = request["salt"]
+            extra = {"kv_transfer_params": request["params"]} if "params" in request else None
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=request.get("max_tokens", 4),
+                logprobs=request.get("logprobs", 1),
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=extra,
+                output_kind=RequestOutputKind.CUMULATIVE,
+                **request.get("sampling", {}),
+            )
+            self.engine.add_request(name, prompt, sampling)
+            names.append(name)
+        return names
+
+    def step(self, count: int = 1) -> list[str]:
+        """So many steps of the engine; which requests have ended."""
+        for _ in range(count):
+            self._step()
+        return [name for name, output in self.outputs.items() if output.finished]
+
+    def _step(self) -> None:
+        before = time.monotonic()
+        for output in self.engine.step():
+            self.outputs[output.request_id] = output
+        if time.monotonic() - before < _IDLE_S:
+            time.sleep(_IDLE_S)
+
+    def run(self, names: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
+        """Steps until all of these have ended."""
+        deadline = time.monotonic() + limit_s
+        while any(not self._ended(name) for name in names):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {limit_s} s: {self.state()}")
+            self._step()
+        return [self._answer(name) for name in names]
+
+    def settle(self, limit_s: float) -> dict[str, Any]:
+        """Steps for as long as vLLM's own loop would: until nothing is held for anybody."""
+        deadline = time.monotonic() + limit_s
+        while self.scheduler.has_requests() or self.core.batch_queue:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not at rest within {limit_s} s: {self.state()}")
+            self._step()
+        return self.state()
+
+    def abort(self, names: Sequence[str]) -> None:
+        self.engine.abort_request(list(names))
+        self.aborted.update(names)
+
+    def _ended(self, name: str) -> bool:
+        return name in self.aborted or (name in self.outputs and self.outputs[name].finished)
+
+    def _answer(self, name: str) -> dict[str, Any]:
+        output = self.outputs.get(name)
+        if output is None:
+            return {"tokens": [], "logprobs": [], "cached": None, "params": None, "reason": "abort"}
+        [said] = output.outputs
+        tokens = list(said.token_ids)
+        chosen = [each[token].logprob for token, each in zip(tokens, said.logprobs or [], strict=False)]
+        return {
+            "tokens": tokens,
+            "logprobs": chosen,
+            "cached": output.num_cached_tokens,
+            "params": output.kv_transfer_params,
+            "reason": said.finish_reason,
+        }
+
+    def answers(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """What these have got until now."""
+        return [self._answer(name) for name in names]
+
+    # -- state
+
+    def state(self) -> dict[str, Any]:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            "free_blocks": pool.get_num_free_blocks(),
+            "requests": {key.split("-")[0]: each.status.name for key, each in self.scheduler.requests.items()},
+            "preemptions": sum(each.num_preemptions for each in self.scheduler.requests.values()),
+        }
+
+    def reset(self, connector: bool) -> bool:
+        return bool(self.engine.reset_prefix_cache(reset_connector=connector))
+
+    def zero(self) -> None:
+        """All KV becomes zeros, and the prefix cache does not know."""
+        self.core.model_executor.collective_rpc(zero)
+
+    def forget(self) -> bool:
+        """Neither the prefix cache nor the memory itself remembers anything."""
+        self.zero()
+        return bool(self.engine.reset_prefix_cache())
+
+    def forget_hashes(self) -> bool:
+        """The prefix cache forgets; fails while requests hold blocks, as vLLM says."""
+        return bool(self.engine.reset_prefix_cache())
+
+    def blocks(self, name: str) -> list[list[int]]:
+        """The blocks of a request that has not ended, for each group."""
+        [own] = [key for key in self.scheduler.requests if key.split("-")[0] == name]
+        return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(own)]
+
+    def digests(self, name: str, full: int) -> list[list[list[str]]]:
+        """What the first blocks of a request hold: for each rank, group and block."""
+        return self._on_ranks(digests, name, full)
+
+    def beginnings(self, name: str, full: int) -> list[list[list[str]]]:
+        return self._on_ranks(beginnings, name, full)
+
+    def _on_ranks(self, read: Callable[..., Any], name: str, full: int) -> list[list[list[str]]]:
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        asked = list(zip(groups, self.blocks(name), strict=True))
+        by_group = [
+            self.core.model_executor.collective_rpc(read, args=(list(group.layer_names), blocks[:full]))
+            for group, blocks in asked
+        ]
+        return [list(each) for each in zip(*by_group, strict=True)]
+
+    def facts(self) -> dict[str, Any]:
+        """What vLLM made of the options."""
+        config = self.engine.vllm_config
+        connector = self.scheduler.connector
+        return {
+            "block_size": config.cache_config.block_size,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+            "connector": type(connector).__name__ if connector is not None else None,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "ranks": config.parallel_config.world_size,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's own counters and gauges."""
+        totals: dict[str, float] = {}
+        for each in self.llm.get_metrics():
+            if hasattr(each, "value"):
+                totals[each.name] = totals.get(each.name, 0) + each.value
+        return totals
+
+
+def _handle(engine: Engine | None, line: dict[str, Any]) -> tuple[Engine | None, Any]:
+    do = line.pop("do")
+    if do == "start":
+        if engine is not None:
+            engine.close()
+        for name, value in line.pop("env").items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        engine = Engine(line["options"])
+        return engine, engine.facts()
+    if do == "close":
+        if engine is not None:
+            engine.close()
+        return None, None
+    return engine, getattr(engine, do)(**line)
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM logs to stdout
+    import vllm  # noqa: F401  (seconds; better now than in the first line)
+
+    engine: Engine | None = None
+    for text in sys.stdin:
+        try:
+            engine, result = _handle(engine, json.loads(text))
+            reply = {"ok": result}
+        except Exception as error:  # guard: whoever wrote the line decides what a failure means
+            import traceback
+
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies)
+    if engine is not None:
+        engine.close()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    if sys.argv[1:2] == ["serve"]:
+        from vllm.entrypoints.cli.main import main as vllm
+
+        sys.argv[0] = "vllm"
+        vllm()
+    else:
+        main()

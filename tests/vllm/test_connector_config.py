@@ -1,0 +1,132 @@
+"""M4: the ways in, and what an engine does that was told little or told wrong."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from replicas import POOL, EngineFailed, Replica, Since, counting, eventually, prompt, request, status, tokens_of
+
+from kvkeep.testing.process import ServerProcess
+
+BY_MODULE = {"kv_connector_module_path": "kvkeep.vllm"}
+ROLE = {"kv_role": "kv_both"}
+
+
+@pytest.fixture(autouse=True)
+def _engine_ends(two: Replica) -> Iterator[None]:
+    yield
+    two.close_engine()
+
+
+def split(server: ServerProcess) -> tuple[str, int]:
+    host, port = server.address.removeprefix("tcp://").rsplit(":", 1)
+    return host, int(port)
+
+
+def finds(replica: Replica, plain: Replica) -> None:
+    """What it stores it finds again, in the right place."""
+    tokens = prompt(100)
+    expected = tokens_of(plain.use("llama").serve([request(tokens)]))
+    answers = [*replica.serve([counting(tokens)]), *replica.fresh().serve([counting(tokens)])]
+    assert tokens_of(answers) == expected * 2
+    assert [answer.extra for answer in answers] == [0, 96]
+
+
+def connected(server: ServerProcess) -> bool:
+    return eventually(lambda: len(status(server)["sessions"]) >= 2 + before_of(server))
+
+
+_before: dict[str, int] = {}
+
+
+def before_of(server: ServerProcess) -> int:
+    return _before.get(server.name, 0)
+
+
+@pytest.fixture
+def target(server: ServerProcess, one: Replica) -> ServerProcess:
+    """The server, and how many sessions it has already."""
+    _before[server.name] = len(status(server)["sessions"])
+    return server
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "by name, through the plugin": {"kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE}},
+    "by module path": {"kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE, **BY_MODULE}},
+    "by vLLM's own offloading options": {
+        "kv_offloading_backend": "lmcache",
+        "kv_offloading_size": 1,
+        "kv_transfer_config": dict(BY_MODULE),
+    },
+}
+
+
+def options_of(way: str, extra: dict[str, Any]) -> dict[str, Any]:
+    options = {key: dict(value) if isinstance(value, dict) else value for key, value in WAYS[way].items()}
+    if extra:
+        options["kv_transfer_config"]["kv_connector_extra_config"] = extra
+    return options
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_reaches_the_server(plain: Replica, two: Replica, target: ServerProcess, way: str) -> None:
+    two.use("llama", **options_of(way, {"kvkeep.address": target.address}))
+    assert two.facts["connector"] in ("KVKeepConnector", "LMCacheMPConnector")
+    assert connected(target)
+    finds(two, plain)
+
+
+def test_the_names_of_other_software_are_understood(plain: Replica, two: Replica, target: ServerProcess) -> None:
+    host, port = split(target)
+    extra = {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": port, "lmcache.chunk_size": 256}
+    two.use("llama", **options_of("by vLLM's own offloading options", extra))
+    assert connected(target)
+    finds(two, plain)
+
+
+def test_the_address_may_come_from_the_environment(plain: Replica, two: Replica, target: ServerProcess) -> None:
+    way = options_of("by name, through the plugin", {})
+    two.use("llama", env={"KVKEEP_ADDRESS": target.address}, **way)
+    assert connected(target)
+    finds(two, plain)
+    two.use("llama", env={"KVKEEP_ADDRESS": None}, **way)  # for whoever comes next
+
+
+def test_nothing_said_means_the_default_port(plain: Replica, two: Replica) -> None:
+    with socket.socket() as taken:
+        if not taken.connect_ex(("127.0.0.1", 5555)):
+            pytest.skip("something listens on port 5555 here")
+    server = ServerProcess(*POOL)
+    server.address = "tcp://127.0.0.1:5555"
+    with server:
+        two.use("llama", **options_of("by vLLM's own offloading options", {}))
+        assert eventually(lambda: len(status(server)["sessions"]) >= 2)
+        since = Since(server)
+        finds(two, plain)
+        assert since("stored_blocks") == 3
+        two.close_engine()
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"kvkeep.adress": "tcp://127.0.0.1:1"}, "kvkeep.adress"),
+        ({"kvkeep.lookup_deadline_ms": "soon"}, "kvkeep.lookup_deadline_ms"),
+        ({"kvkeep.address": "ftp://nowhere"}, "address"),
+        ({"kvkeep.address": 5555}, "address"),
+        ({"kvkeep.port": "many"}, "port"),
+    ],
+)
+def test_a_bad_setting_stops_the_engine_and_is_named(
+    two: Replica, server: ServerProcess, extra: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(EngineFailed, match=named):
+        two.use("llama", server, extra=extra)
+
+
+def test_keys_of_other_software_are_left_alone(plain: Replica, two: Replica, target: ServerProcess) -> None:
+    two.use("llama", target, extra={"lmcache.local_cpu": True, "mine": {"a": 1}})
+    finds(two, plain)

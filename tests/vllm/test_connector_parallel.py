@@ -1,0 +1,112 @@
+"""M2: engines of two ranks on real vLLM. Who stores, who loads, and what the server counts of it.
+
+MLA's decode disagrees with its own prefill on a CPU, cache or no cache, so bytes are compared there and not tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from replicas import (
+    Replica,
+    Since,
+    at_rest,
+    counting,
+    eventually,
+    prompt,
+    request,
+    tokens_of,
+)
+
+from kvkeep.testing.process import ServerProcess
+
+pytestmark = pytest.mark.usefixtures("_nothing_is_left")
+
+LENGTHS = [33, 100, 160]
+MLA_BLOCK = 16  # what vLLM makes of any block size, for MLA on a CPU
+LATENT_BYTES = MLA_BLOCK * 2 * (512 + 64) * 4  # tokens, layers, latent and key, float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end(ranks: Replica) -> Iterator[None]:
+    """Two ranks would keep both cores warm for the tests that follow."""
+    yield
+    ranks.kill()
+
+
+def digests(replica: Replica, tokens: list[int], full: int) -> tuple[Any, int | None]:
+    """What every rank holds of this prompt's first blocks after its prefill, and how much of it was not computed."""
+    [name] = replica.submit([request(tokens, max_tokens=2)])
+    replica.step_until(lambda: bool(replica.answers([name])[0].tokens))
+    held = replica.call("digests", name=name, full=full)
+    [answer] = replica.run([name])
+    replica.settle()
+    return held, answer.cached
+
+
+def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: ServerProcess) -> None:
+    prompts = [prompt(length) for length in LENGTHS]
+    ranks.use("llama", tensor_parallel_size=2)
+    expected = ranks.serve([request(tokens) for tokens in prompts])
+    ranks.use("llama", server, tensor_parallel_size=2)
+    since = Since(server)
+    cold = ranks.serve([counting(tokens) for tokens in prompts])
+    assert eventually(lambda: since("stored_blocks") == 2 * (1 + 3 + 5)), "each rank stores its heads of each block"
+    warm = ranks.fresh().serve([counting(tokens) for tokens in prompts])
+    assert [answer.extra for answer in warm] == [32, 96, 160]
+    for answers in (cold, warm):
+        assert [(a.tokens, a.logprobs) for a in answers] == [(a.tokens, a.logprobs) for a in expected]
+    assert since.requests("Lookup") == 6, "the scheduler asks, not the ranks"
+    tokens = prompt(130)
+    computed, nothing = digests(ranks, tokens, 4)
+    assert eventually(lambda: since("stored_blocks") == 2 * (1 + 3 + 5 + 4)) and at_rest(server)
+    loaded, cached = digests(ranks.fresh(), tokens, 4)
+    assert (nothing, cached) == (0, 128)
+    assert loaded == computed, "on both ranks, byte for byte"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mla_is_stored_once_and_every_rank_gets_the_same_bytes(
+    one: Replica, ranks: Replica, server: ServerProcess, size: int
+) -> None:
+    replica = one.use("mla", server) if size == 1 else ranks.use("mla", server, tensor_parallel_size=2)
+    tokens = prompt(100)
+    since = Since(server)
+    computed, nothing = digests(replica, tokens, 6)
+    assert eventually(lambda: since("stored_blocks") == 6), "of one rank, however many there are"
+    assert at_rest(server)
+    assert (since.requests("PrepareStore"), since.requests("CompleteStore")) == (1, 1)
+    assert since("stored_bytes") == 6 * LATENT_BYTES
+    replica.fresh()
+    loaded, cached = digests(replica, tokens, 6)
+    assert (nothing, cached) == (0, 96)
+    assert loaded == computed
+    assert len(computed) == size and len({str(rank) for rank in computed}) == 1, "all ranks have the one copy"
+    assert since("stored_blocks") == 6, "what the server has is not stored again"
+    [again] = replica.fresh().serve([counting(tokens)])
+    assert again.extra == 96
+
+
+def test_mla_that_was_stored_by_one_rank_is_found_by_another_process(
+    one: Replica, two: Replica, server: ServerProcess
+) -> None:
+    tokens = prompt(90)
+    since = Since(server)
+    computed, _ = digests(one.use("mla", server), tokens, 5)
+    assert eventually(lambda: since("stored_blocks") == 5) and at_rest(server)
+    loaded, cached = digests(two.use("mla", server), tokens, 5)
+    assert (loaded, cached) == (computed, 80)
+
+
+def test_two_stages_of_a_pipeline(plain: Replica, ranks: Replica, server: ServerProcess) -> None:
+    prompts = [prompt(length) for length in LENGTHS]
+    expected = tokens_of(plain.use("llama").serve([request(tokens) for tokens in prompts]))
+    ranks.use("llama", server, pipeline_parallel_size=2)
+    since = Since(server)
+    assert tokens_of(ranks.serve([request(tokens) for tokens in prompts])) == expected
+    assert eventually(lambda: since("stored_blocks") == 2 * (1 + 3 + 5)), "each stage stores its layers of each block"
+    warm = ranks.fresh().serve([counting(tokens) for tokens in prompts])
+    assert tokens_of(warm) == expected
+    assert [answer.extra for answer in warm] == [32, 96, 160]

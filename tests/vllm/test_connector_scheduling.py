@@ -1,0 +1,111 @@
+"""What vLLM's scheduler does with requests of which a part is loaded: preempt, guess, reset, skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from replicas import Replica, Since, at_rest, counting, eventually, prompt, request, tokens_of
+
+from kvkeep.testing.process import ServerProcess
+
+pytestmark = pytest.mark.usefixtures("_nothing_is_left")
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_preempted_requests_answer_the_same(plain: Replica, one: Replica, server: ServerProcess, model: str) -> None:
+    prompts = [prompt(100 + 30 * number) for number in range(5)]
+    expected = tokens_of(plain.use(model).serve([request(tokens, max_tokens=70) for tokens in prompts]))
+    tight: dict[str, Any] = {"num_gpu_blocks_override": 24 if model == "llama" else 48, "max_model_len": 320}
+    one.use(model, server, **tight)
+    free = one.state()["free_blocks"]
+    for _ in range(2):
+        names = one.submit([counting(tokens, max_tokens=70) for tokens in prompts])
+        preempted = 0
+        while len(set(one.step(5)) & set(names)) < len(names):
+            preempted = max(preempted, one.state()["preemptions"])
+        assert preempted, "this is a test of preemption"
+        answers = one.answers(names)
+        assert tokens_of(answers) == expected
+        assert one.fresh().settle()["free_blocks"] == free
+        assert at_rest(server)
+    assert sum(answer.extra for answer in answers) > 0, "the second time from the cache"
+
+
+def test_a_reset_of_the_connector_makes_the_next_request_a_miss(
+    plain: Replica, one: Replica, server: ServerProcess
+) -> None:
+    tokens = prompt(100)
+    engine = one.use("llama", server)
+    expected = tokens_of(plain.use("llama").serve([request(tokens)]))
+    engine.serve([request(tokens)])
+    engine.settle()
+    assert engine.call("reset", connector=False)
+    [kept] = engine.serve([counting(tokens)])
+    assert kept.extra == 96, "vLLM's own prefix cache alone"
+    assert engine.call("reset", connector=True)
+    [missed] = engine.serve([counting(tokens)])
+    assert (missed.extra, missed.cached, [missed.tokens]) == (0, 0, expected)
+    [found] = engine.fresh().serve([counting(tokens)])
+    assert (found.extra, [found.tokens]) == (96, expected), "and what it computed since is found"
+    one.close_engine()
+
+
+def test_a_request_that_does_not_want_to_read_does_not(plain: Replica, one: Replica, server: ServerProcess) -> None:
+    tokens = prompt(100)
+    engine = one.use("llama", server)
+    engine.serve([request(tokens)])
+    engine.fresh()
+    since = Since(server)
+    [answer] = engine.serve([counting(tokens, sampling={"skip_reading_prefix_cache": True})])
+    assert (answer.extra, answer.cached) == (0, 0)
+    assert since("hit_blocks") == 0, "it did not even ask"
+    assert [answer.tokens] == tokens_of(plain.use("llama").serve([request(tokens)]))
+    [prompted] = engine.fresh().serve([counting(tokens, sampling={"prompt_logprobs": 1})])
+    assert prompted.extra == 0, "logprobs of a prompt need its computation"
+
+
+def test_guessed_tokens_are_stored_only_when_they_are_verified(
+    plain: Replica, one: Replica, two: Replica, server: ServerProcess
+) -> None:
+    loop = prompt(8)
+    tokens = [*prompt(60), *(loop * 6)]  # repeats itself, so that guesses are made
+    expected = tokens_of(plain.use("llama").serve([request(tokens, max_tokens=60)]))
+    guessing = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    one.use("llama", server, speculative_config=guessing)
+    since = Since(server)
+    [answer] = one.serve([request(tokens, max_tokens=60)])
+    assert [answer.tokens] == expected
+    assert eventually(lambda: since("stored_blocks") == (108 + 60 - 1) // 32)
+    turn = [*tokens, *answer.tokens, *prompt(5)]
+    [later] = two.use("llama", server).serve([counting(turn)])
+    assert later.extra == 160
+    assert [later.tokens] == tokens_of(plain.serve([request(turn)]))
+    [warm] = one.fresh().serve([counting(tokens, max_tokens=60)])
+    assert ([warm.tokens], warm.extra) == (expected, 96)
+
+
+def test_steps_that_overlap(plain: Replica, one: Replica, server: ServerProcess) -> None:
+    prompts = [prompt(60 + 30 * number) for number in range(6)]
+    asked = [counting(tokens, max_tokens=40) for tokens in prompts]
+    expected = tokens_of(plain.use("llama").serve(asked))
+    one.use("llama", server, async_scheduling=True)
+    assert one.facts["async_scheduling"]
+    free = one.state()["free_blocks"]
+    assert tokens_of(one.serve(asked, together=True)) == expected
+    warm = one.fresh().serve(asked, together=True)
+    assert tokens_of(warm) == expected
+    assert all(answer.extra >= 32 for answer in warm)
+    assert one.fresh().settle()["free_blocks"] == free
+
+
+def test_an_engine_without_a_prefix_cache_of_its_own(plain: Replica, one: Replica, server: ServerProcess) -> None:
+    tokens = prompt(170)
+    one.use("llama", server, enable_prefix_caching=False)
+    since = Since(server)
+    [cold] = one.serve([counting(tokens)])
+    assert eventually(lambda: since("stored_blocks") == 5) and at_rest(server)
+    [warm] = one.serve([counting(tokens)])
+    assert (cold.extra, warm.extra) == (0, 160)
+    assert cold.tokens == warm.tokens
+    assert [warm.tokens] == tokens_of(plain.use("llama").serve([request(tokens)]))
