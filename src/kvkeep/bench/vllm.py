@@ -168,7 +168,7 @@ def run(
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
     plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave)
-    with _signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
+    with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), plan.device) if model == "auto" else given_model(model, plan.device)
         bench = Bench(plan, served)
         for group in plan.groups:
@@ -177,7 +177,7 @@ def run(
 
 
 @contextmanager
-def _signals_end_the_block() -> Iterator[None]:
+def signals_end_the_block() -> Iterator[None]:
     """An engine may hold a whole GPU, and a server's pool outlives it: neither is left behind."""
 
     def end(number: int, frame: object) -> None:
@@ -226,7 +226,7 @@ class Bench:
             subjects: list[Subject] = []
             for name in names:
                 with self._forgiving(name):
-                    _say(f"starting vLLM, connector: {name}")
+                    say(f"starting vLLM, connector: {name}")
                     subjects.append(stack.enter_context(self._subject(name, len(names))))
                     self.vllm = subjects[-1].engine.vllm
             for length in self.plan.prompt_tokens:
@@ -248,7 +248,7 @@ class Bench:
         if turn:
             took = {each.engine.name: self._samples(each, length).ms for each in subjects}
             said = "; ".join(f"{name} {_times(ms)}" for name, ms in took.items() if ms["cold"])
-            _say(f"{length:,} tokens, {turn} of {self.plan.repeats}: {said}")
+            say(f"{length:,} tokens, {turn} of {self.plan.repeats}: {said}")
 
     def _case(self, subject: Subject, case: str, prompt: list[int], turn: int) -> None:
         engine, samples = subject.engine, self._samples(subject, len(prompt))
@@ -279,7 +279,7 @@ class Bench:
             if name not in PEERS or self.plan.named:
                 raise
             self.plan.left_out[name] = error.message
-            _say(f"connector {name} is left out: {error.message}")
+            say(f"connector {name} is left out: {error.message}")
 
     @contextmanager
     def _subject(self, name: str, engines: int) -> Iterator[Subject]:
@@ -393,5 +393,5 @@ def _met(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

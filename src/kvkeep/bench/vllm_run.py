@@ -5,6 +5,8 @@
                                           ◄─── {"vllm": "0.32.0"}              ready, after some 25 s
     ask(prompt, max_tokens)               ───► {"prompt": […], "max_tokens": 1, "counting": "…"}
                                           ◄─── {"ms": …, "tokens": […], "cached_tokens": …}
+    serve(prompts, 8, 5.0, 16)            ───► {"prompts": [[…], …], "at_a_time": 8, "seconds": 5.0, …}
+                                          ◄─── {"answers": {"0": […], …}, "tokens": …, …}
     drop_local_cache()                    ───► {"drop_within_s": 60}
                                           ◄─── {"dropped": true}
     end of the block                      ───► (no more input) ends; whoever is left of its group is killed
@@ -92,6 +94,13 @@ class EngineProcess:
         self._send({"prompt": list(prompt), "max_tokens": max_tokens, "counting": self._counting})
         return Answer(**self._receive(_ANSWER_WITHIN_S))
 
+    def serve(self, prompts: Sequence[list[int]], at_a_time: int, seconds: float, max_tokens: int) -> dict[str, Any]:
+        """Serves prompts, so many at a time, until the time is over and those under way are done. `answers` by the
+        prompt's place, `begun` prompts, `tokens` in the time, `failed` requests, and `seconds` that it took."""
+        asked = {"prompts": list(prompts), "at_a_time": at_a_time, "seconds": seconds, "max_tokens": max_tokens}
+        self._send(asked)
+        return self._receive(seconds + _ANSWER_WITHIN_S)
+
     def drop_local_cache(self) -> None:
         """Drops the engine's own prefix cache; what its connector keeps stays."""
         self._send({"drop_within_s": _DROP_WITHIN_S})
@@ -171,6 +180,8 @@ def _main() -> None:
 def _serve(vllm: Any, llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     if "drop_within_s" in asked:
         return {"dropped": _drop(llm, asked["drop_within_s"])}
+    if "prompts" in asked:
+        return _load(vllm, llm.llm_engine, asked)
     counting = asked["counting"]
     extra = {"extra_args": {"kv_transfer_params": {counting: 0}}} if counting else {}
     sampling = vllm.SamplingParams(
@@ -181,6 +192,27 @@ def _serve(vllm: Any, llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     ms = (time.perf_counter() - started) * 1e3
     cached = (answer.kv_transfer_params or {}).get(counting) if counting else answer.num_cached_tokens
     return {"ms": ms, "tokens": list(answer.outputs[0].token_ids), "cached_tokens": cached or 0}
+
+
+def _load(vllm: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
+    answers: dict[str, list[int]] = {}
+    begun = under_way = failed = 0
+    started = time.perf_counter()
+    more = True
+    while under_way or more:
+        more = begun < len(asked["prompts"]) and time.perf_counter() - started < asked["seconds"]
+        if more and under_way < asked["at_a_time"]:
+            engine.add_request(f"{begun}", {"prompt_token_ids": asked["prompts"][begun]}, sampling)
+            begun, under_way = begun + 1, under_way + 1
+            continue
+        for output in engine.step():
+            if output.finished:
+                under_way -= 1
+                failed += output.outputs[0].finish_reason != "length"
+                answers[output.request_id.partition("-")[0]] = list(output.outputs[0].token_ids)
+    tokens, took = sum(map(len, answers.values())), time.perf_counter() - started
+    return {"answers": answers, "begun": begun, "tokens": tokens, "failed": failed, "seconds": took}
 
 
 def _drop(llm: Any, seconds: float) -> bool:

@@ -197,8 +197,7 @@ def connector(name: str, pool_bytes: int, block_tokens: int) -> Iterator[Connect
     match name:
         case "kvkeep":
             with ServerProcess("--pool-size", f"{pool_bytes // MIB}MiB") as server:
-                options = {"kv_connector_module_path": "kvkeep.vllm"}
-                config = _transfer_config("KVKeepConnector", {"kvkeep.address": server.address}, options)
+                config = kvkeep_arguments(server.address)
                 settle = partial(Stored(server.http).wait, block_tokens)
                 yield Connector(config, "num_kvkeep_extra_cached_tokens", settle)
         case "lmcache":
@@ -209,6 +208,12 @@ def connector(name: str, pool_bytes: int, block_tokens: int) -> Iterator[Connect
             yield Connector({"kv_offloading_backend": "native", "kv_offloading_size": size_gib})
         case _:
             yield Connector()
+
+
+def kvkeep_arguments(address: str) -> dict[str, Any]:
+    """What an engine needs for our connector."""
+    options = {"kv_connector_module_path": "kvkeep.vllm"}
+    return _transfer_config("KVKeepConnector", {"kvkeep.address": address}, options)
 
 
 def _transfer_config(name: str, extra: dict[str, Any], options: dict[str, str]) -> dict[str, Any]:
@@ -227,7 +232,7 @@ class Stored:
         """The last token of a prompt is always computed, so a block that ends with it may be missing."""
         expected = self.blocks + (prompt_tokens - 1) // block_tokens
         until = time.monotonic() + _STORED_WITHIN_S
-        while (stored := self._stored_blocks()) < expected:
+        while (stored := self.count()) < expected:
             if time.monotonic() > until:
                 raise Unavailable(
                     f"the server has {stored:,} of {expected:,} blocks after {_STORED_WITHIN_S:g} s",
@@ -236,7 +241,7 @@ class Stored:
             time.sleep(0.02)
         self.blocks = stored
 
-    def _stored_blocks(self) -> int:
+    def count(self) -> int:
         """0 while any is under way."""
         try:
             with _opener.open(f"http://{self.http}/v1/status", timeout=5) as reply:

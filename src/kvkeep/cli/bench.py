@@ -31,6 +31,7 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "keys": "What a block's key costs, for each hash we could have taken.",
         "engine": "What a cache costs an engine that finds nothing in it, and saves one that does.",
         "vllm": "Time to the first token of real vLLM, without a connector, with kvkeep's and with its peers.",
+        "vllm-paused": "Throughput of real vLLM while the server hangs, against none.",
     }
 )
 
@@ -48,8 +49,10 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "prompt_tokens": "Tokens in a prompt.",
         "prompts": "How many prompts are served together.",
         "repeats": "How often each way is measured.",
+        "requests": "How many requests.",
         "resident": "How many blocks are in the cache meanwhile, with commas between.",
         "rounds": "How often each case is measured.",
+        "seconds": "For how long.",
         "seed": "Where random numbers begin.",
         "threads": "Threads that the model computes with.",
         "total_bytes": "How much is moved in a round.",
@@ -204,6 +207,10 @@ def _load(name: str) -> ModuleType:
                 from kvkeep.bench import vllm
 
                 return vllm
+            case "vllm-paused":
+                from kvkeep.bench import vllm_paused
+
+                return vllm_paused
             case _:
                 from kvkeep.bench import keys
 

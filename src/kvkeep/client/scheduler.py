@@ -67,8 +67,9 @@ class SchedulerAdapter:
         With other keys than before (the request was preempted and has grown), and when what was found belongs to a
         server that is gone, it asks anew.
         """
-        self.connection.poll()
         asked = self._asked.get(request)
+        if asked is None or asked.answer is None:
+            self.connection.poll()  # otherwise there is nothing to wait for, and a Keeper polls anyway
         if asked is not None and ((asked.keys, asked.skip, asked.salt) != (keys, skip, salt) or self._is_stale(asked)):
             self.release(request)
             asked = None

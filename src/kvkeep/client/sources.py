@@ -57,13 +57,21 @@ class Sources:
             spent = 0
             for number, piece in enumerate(self._pieces):
                 positions = np.flatnonzero(wanted[number])
-                room = min(len(positions), (allowance - spent) // piece.runs.nbytes)
-                self._set_aside(number, positions[:room])
+                room = min(len(positions), max(0, allowance - spent) // piece.runs.nbytes)
+                try:
+                    self._set_aside(number, positions[:room])
+                except MemoryError:
+                    room = 0
                 spent += room * piece.runs.nbytes
                 self._ids[number, positions] = NO_BLOCK
                 if len(positions) > room and not piece.may_lack:
                     self.stop = min(self.stop, int(positions[room]))
             return int(wanted.sum()), spent
+
+    def give_up(self) -> None:
+        """Nothing more is read."""
+        with self._lock:
+            self.stop = 0
 
     def copy(
         self, piece: int, positions: NDArray[np.int64], addresses: NDArray[np.uint64], *, verify: bool

@@ -125,11 +125,15 @@ class WorkerAdapter:
             self._loads.append((job, request))
             self._wake.notify()
 
-    def withdraw(self, block_ids: Sequence[int]) -> None:
-        """The engine will write into these blocks now: stores that have not copied them yet set them aside, or end
-        before them. Waits for no server."""
-        ids = np.asarray(block_ids, dtype=np.int64)
+    def withdraw(self, block_ids: Sequence[int] | None) -> None:
+        """The engine will write into these blocks now (None: nobody knows which): stores that have not copied them yet
+        set them aside, or end before them. Waits for no server."""
         with self._wake:
+            if block_ids is None:
+                for sources in self._sources.values():
+                    sources.give_up()
+                return
+            ids = np.asarray(block_ids, dtype=np.int64)
             for sources in self._sources.values():
                 count, nbytes = sources.take_back(ids, _MOST_BYTES_ASIDE - self._set_aside_bytes)
                 self._finished.withdrawn += count

@@ -29,7 +29,7 @@ class BlockShape:
             raise RequestError(
                 "bad_shards",
                 f"{len(self.shard_bytes)} shards for a KV world size of {self.identity.kv_world_size}"
-                f" and {self.pieces} pieces" * (self.pieces != 1),
+                + f" and {self.pieces} pieces" * (self.pieces != 1),
                 field="shard_bytes",
             )
         if min(self.shard_bytes) < 1:

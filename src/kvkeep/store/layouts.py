@@ -37,6 +37,7 @@ class Layout:
     sessions: set[int] = field(default_factory=set)
     physical: dict[int, bytes] = field(default_factory=dict)  # shard -> fingerprint of how its tensors lie in memory
     checks: NDArray[np.uint64] = field(init=False)
+    lacking: bool = False  # some block was stored without one of its shards, and may be given it later
     _free_checks: list[int] = field(default_factory=list)
     _next_check: int = 0
 

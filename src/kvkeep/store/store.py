@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
+from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.layouts import Layout, Layouts
@@ -188,7 +189,8 @@ class Store:
         priority: int = NORMAL_PRIORITY,
         ttl_ms: int = 0,
     ) -> StorePlan:
-        """Gives slots for one shard of those blocks that lack it; evicts to make room. `parent` is b"" at a root.
+        """Gives slots for one shard of those blocks that lack it, or were stored as lacking it; evicts to make room.
+        `parent` is b"" at a root.
 
         If there is no room for all, the first ones are taken: a beginning is worth storing, an end without its
         beginning is not.
@@ -236,6 +238,7 @@ class Store:
             )
         table = self.blocks.table
         work.layout.checks[table.many.check[work.rows], work.shard] = checksums
+        work.layout.lacking |= bool((checksums == ABSENT).any())
         self.blocks.shard_arrived(work.rows, work.shard, work.layout)
         self._end_write(state, write, now_ms)
         return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])
@@ -331,9 +334,11 @@ class Store:
                     "broken_chain", f"key {position} is not the child of the key before it", field="keys"
                 )
             if table.state[row] == WRITING:
-                arrived_or_coming = self.blocks.shards_in[row] | self.writers.get(row, 0)
-                if not arrived_or_coming >> shard & 1:
-                    joined.append((position, row))
+                lacks = not self.blocks.shards_in[row] >> shard & 1
+            else:  # whoever found such a block knows that the shard is not there: nobody reads where it will be
+                lacks = shape.lacking and shape.checks[table.check[row], shard] == ABSENT
+            if lacks and not self.writers.get(row, 0) >> shard & 1:
+                joined.append((position, row))
             above = row
         rest = wanted[new_from:]
         if len(set(rest)) != len(rest) or not index.keys().isdisjoint(rest):

@@ -161,7 +161,7 @@ class SimulatedWorker:
         else:
             self._finished.stored[job] = 0
 
-    def withdraw(self, block_ids: Sequence[int]) -> None:
+    def withdraw(self, block_ids: Sequence[int] | None) -> None:
         raise AssertionError("the reference engine keeps its blocks until they are stored")
 
     def poll(self) -> Finished:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvkeep.errors import RequestError
+from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.plans import Limits
 
 
@@ -302,8 +303,10 @@ class StoreModel:
         return known
 
     def _lacks(self, block: ModelBlock, shard: int) -> bool:
-        """Whether the shard is neither in nor on its way."""
-        if block.state != "writing" or shard in block.checksums:
+        """Whether the shard is neither in nor on its way, or said not to be there."""
+        if block.state == "writing" and shard in block.checksums:
+            return False
+        if block.state != "writing" and block.checksums[shard] != ABSENT:
             return False
         writes = [write for session in self.sessions.values() for write in session.writes.values()]
         return not any(write.shard == shard and block in write.blocks for write in writes)

@@ -111,7 +111,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._requests is not None
         self._requests.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    @_guarded(Step)
+    @_guarded(lambda: Step(all_withdrawn=True))
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         assert self._requests is not None
         return self._requests.build_step(scheduler_output)

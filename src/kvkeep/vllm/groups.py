@@ -24,6 +24,8 @@ _WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 def pieces_of(vllm_config: Any, kv_cache_config: Any) -> Pieces:
     """The model's groups; SettingsError if blocks of this engine cannot be cached."""
     _check_engine(vllm_config)
+    if not kv_cache_config.kv_cache_groups:
+        raise SettingsError("this model keeps no KV", "serve it without kvkeep")
     pieces = Pieces([_group(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups])
     if not pieces.whole and not versions.names_failed_requests():
         raise SettingsError(

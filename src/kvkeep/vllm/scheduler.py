@@ -20,7 +20,7 @@ from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
 from kvkeep.vllm import versions
 from kvkeep.vllm.events import CacheEvents
 from kvkeep.vllm.groups import pieces_of
@@ -40,6 +40,7 @@ class _Known:
     request: Any
     keys: RequestKeys
     local_tokens: int = 0  # what the prefix cache had when it was last asked
+    next_store: int = 0  # with so many tokens computed there may be something to store; most steps end here
 
 
 class RequestSide:
@@ -52,6 +53,7 @@ class RequestSide:
         self._side: SchedulerSide | None = None
         self._known: dict[str, _Known] = {}
         self._written: set[int] = set()
+        self._all_withdrawn = False
         self._lost: dict[str, list[int]] = {}
         self._generation = b""
         self._stats = KVKeepStats.of()
@@ -104,25 +106,26 @@ class RequestSide:
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""
-        request_id = request.request_id
-        self.tables.allocated(request_id, tables)
-        known = self._known.get(request_id)
-        computed = request.num_computed_tokens or (known.local_tokens if known else 0)
-        for table, block_tokens in zip(tables, self._group_tokens(), strict=True):
-            self._written.update(table[computed // block_tokens :])
-        self._written.discard(_NULL_BLOCK)
         if self._side is None:
             return
-        if not loaded_tokens:
-            self._side.no_load(request_id)
-            return
         try:
-            assert known is not None
-            self._prepare_load(known, tables, loaded_tokens)
+            known = self._known.get(request.request_id)
+            self.tables.allocated(request.request_id, tables)
+            computed = request.num_computed_tokens or (known.local_tokens if known else 0)
+            for table, group in zip(tables, self._pieces.groups, strict=True):
+                self._written.update(table[computed // group.block_tokens :])
+            if loaded_tokens:
+                assert known is not None
+                self._prepare_load(known, tables, loaded_tokens)
+            else:
+                self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
             log.exception("kvkeep: a load could not be prepared")
             self._count(faults=1)
-            self._lost[request_id] = sorted({block for table in tables for block in table} - {_NULL_BLOCK})
+            self._all_withdrawn = True
+            if loaded_tokens:
+                blocks = {block for table in tables for block in table} - {_NULL_BLOCK}
+                self._lost[request.request_id] = sorted(blocks)
 
     def _prepare_load(self, known: _Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         assert self._side is not None
@@ -139,7 +142,7 @@ class RequestSide:
         known = self._known.pop(request.request_id, None)
         if self._side is None:
             return CacheParams.of(request.kv_transfer_params).reply(0)
-        if known is not None and request.num_computed_tokens and self._grow(known):
+        if known is not None and request.num_computed_tokens:
             self._store(known, request.num_computed_tokens, after_step=False)
         self.tables.forget(request.request_id)
         return self._side.end(request.request_id, request.kv_transfer_params)
@@ -158,13 +161,13 @@ class RequestSide:
         try:
             for request_id, count in scheduled.num_scheduled_tokens.items():
                 known = self._known.get(request_id)
-                if known is not None and self._grow(known):
+                if known is not None and known.request.num_computed_tokens + count >= known.next_store:
                     self._store(known, known.request.num_computed_tokens + count, after_step=True)
         except Exception:  # guard: loads that vLLM waits for must go out with this step, whatever a store does
             log.exception("kvkeep: a store could not be prepared")
             self._count(faults=1)
-        step = Step(self._side.build_step(self._written), self._lost)
-        self._written, self._lost = set(), {}
+        step = Step(self._side.build_step(self._written), self._lost, self._all_withdrawn)
+        self._written, self._lost, self._all_withdrawn = set(), {}, False
         return step
 
     def complete(self, reports: Reports) -> None:
@@ -177,17 +180,27 @@ class RequestSide:
     def _store(self, known: _Known, computed_tokens: int, *, after_step: bool) -> None:
         """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
         assert self._side is not None
-        request_id, pieces = known.request.request_id, self._pieces
-        blocks = min(computed_tokens // pieces.block_tokens, self._side.known_blocks(request_id))
-        if blocks <= self._side.stored_blocks(request_id):
+        if not self._grow(known):
             return
+        request_id, pieces = known.request.request_id, self._pieces
+        # Old blocks of a window and old states are gone soon: only full attention can wait for company.
+        at_once = not pieces.whole or not after_step or computed_tokens <= known.request.num_prompt_tokens
+        blocks = min(computed_tokens // pieces.block_tokens, self._side.known_blocks(request_id))
+        stored = self._side.stored_blocks(request_id)
+        if not pieces.whole:
+            known.next_store = (blocks + 1) * pieces.block_tokens
+        else:
+            together = BLOCKS_TOGETHER if computed_tokens >= known.request.num_prompt_tokens else 1
+            known.next_store = (max(blocks, stored) + together) * pieces.block_tokens
 
         def rows(start: int, stop: int) -> NDArray[np.int64]:
             table = pieces.rows(self.tables.of(request_id), start, stop, _NULL_BLOCK)
             return table if pieces.whole else pieces.without_states(table, computed_tokens, start)
 
-        # Old blocks of a window and old states are gone soon: only full attention can wait for company.
-        at_once = not pieces.whole or not after_step or computed_tokens <= known.request.num_prompt_tokens
+        if blocks <= stored:
+            if self._side.lacks(request_id, blocks - 1) and computed_tokens == blocks * pieces.block_tokens:
+                self._side.prepare_fill(request_id, blocks - 1, rows(blocks - 1, blocks), after_step=after_step)
+            return
         job = self._side.prepare_store(request_id, rows, blocks, at_once=at_once, after_step=after_step)
         if job is not None:
             self.events.prepared(job, known.request, self._hash_tokens, pieces.block_tokens)
@@ -241,6 +254,3 @@ class RequestSide:
 
     def _count(self, **counts: int) -> None:
         self._stats.aggregate(KVKeepStats.of(**counts))
-
-    def _group_tokens(self) -> list[int]:
-        return [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]

@@ -62,9 +62,20 @@ class WorkerSide:
         for request_id, block_ids in step.lost.items():
             self.received.add(request_id)
             self._tell_failed(request_id, block_ids)
-        if self._adapter is not None:
-            self._loading.update(step.step.requests)
+        if self._adapter is None:
+            return
+        self._loading.update(step.step.requests)
+        try:
             begin(step.step, self._adapter)
+            if step.all_withdrawn:
+                self._adapter.withdraw(None)
+        except Exception:  # guard: vLLM waits for loads that were not begun, and stores must not read what is written
+            log.exception("kvkeep: a step could not be begun")
+            self._adapter.withdraw(None)
+            for job, load in step.step.loads.items():
+                request_id = self._loading.pop(job)
+                self.received.add(request_id)
+                self._tell_failed(request_id, load.ids_of(slice(None)))
 
     def finish(self, step: Step) -> None:
         if self._adapter is not None:
