@@ -95,3 +95,15 @@ def test_a_cache_that_cannot_be_dropped_is_given_up(around: dict[str, str], monk
     running = engine(around, behaviour="busy")
     with pytest.raises(KVKeepError, match=r"could not drop its prefix cache within 0.1 s"), running:
         running.drop_local_cache()
+
+
+def test_a_stream_is_served_until_time_is_over_and_all_are_done(around: dict[str, str]) -> None:
+    prompts = [[at] * 40 for at in range(200)]
+    with engine(around) as running:
+        served = running.serve(prompts, 4, 0.3, 2)
+        rest = running.serve(prompts[:6], 4, 60.0, 2)
+    begun = served["begun"]
+    assert 4 <= begun < 200 and set(served["answers"]) == {str(at) for at in range(begun)}
+    assert served["answers"]["3"] == [120, 121] and served["tokens"] == 2 * begun and served["seconds"] >= 0.3
+    assert served["failed"] == (begun > 13)
+    assert rest["begun"] == len(rest["answers"]) == 6 and rest["seconds"] < 60

@@ -62,6 +62,10 @@ class LLM:
             )
         ]
 
+    @property
+    def llm_engine(self) -> Any:
+        return _Engine(self)
+
     def reset_prefix_cache(self) -> bool:
         """Refused now and then, as while blocks are being stored."""
         self._refusals = 2 if self._refusals == 0 else self._refusals - 1
@@ -69,3 +73,20 @@ class LLM:
             return False
         self._local.clear()
         return True
+
+
+class _Engine:
+    """One request a step, last come first served."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._waiting: list[tuple[str, Any, SamplingParams]] = []
+
+    def add_request(self, request_id: str, prompt: Any, sampling: SamplingParams) -> None:
+        self._waiting.append((request_id, prompt, sampling))
+
+    def step(self) -> list[Any]:
+        request_id, prompt, sampling = self._waiting.pop()
+        [answer] = self._llm.generate([prompt], sampling, use_tqdm=False)
+        answer.outputs[0].finish_reason = "abort" if prompt["prompt_token_ids"][0] == 13 else "length"
+        return [SimpleNamespace(finished=True, request_id=f"{request_id}-0a1b", outputs=answer.outputs)]

@@ -36,6 +36,7 @@ OPTIONS = {
 }
 
 _WINDOW_S = 5.0
+_PAUSES_AFTER_S = 1.0
 _PREFIX_TOKENS, _OWN_TOKENS, _ANSWER_TOKENS = 512, 64, 16
 _PREFIXES = 4
 _STREAM = 4096  # more than anybody serves in that time
@@ -78,7 +79,7 @@ def _measure(
     while totals["kvkeep"]["seconds"] < seconds:
         for name, engine in engines.items():
             rest = stream[began[name] :]
-            with _pause(server, after_s=1.0) if name == "kvkeep" and not paused else nullcontext():
+            with _pause(server, _PAUSES_AFTER_S) if name == "kvkeep" and not paused else nullcontext():
                 served = engine.serve(rest, requests, _WINDOW_S, _ANSWER_TOKENS)
             paused = paused or name == "kvkeep"
             for at, tokens in served["answers"].items():

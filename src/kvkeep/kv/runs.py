@@ -135,7 +135,9 @@ def _describe(name: str, layer: Any, block_dim: int) -> _Layer:
         dtype = layer.dtype.name if layer.dtype.isnative else layer.dtype.str
     elif hasattr(layer, "data_ptr") and hasattr(layer, "element_size"):
         if layer.device.type != "cpu":
-            raise _refused(name, f"is on {layer.device}, not in host memory", "copy it with kvkeep.gpu")
+            raise _refused(
+                name, f"is on {layer.device}, not in host memory", "kvkeep moves the KV of engines on CPUs so far"
+            )
         address, itemsize = layer.data_ptr(), layer.element_size()
         strides = tuple(step * itemsize for step in layer.stride())
         dtype = str(layer.dtype).removeprefix("torch.")

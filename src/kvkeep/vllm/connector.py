@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 import vllm
-from kvkeep.connector.options import allow_untested, client_options, load_failure_policy
+from kvkeep.connector.options import allow_untested, client_options, load_failure_policy, load_mode
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
@@ -30,6 +30,15 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _log_as_vllm_does() -> None:
+    """What kvkeep has to say goes where vLLM's own messages go, unless somebody has arranged it otherwise."""
+    ours, theirs = logging.getLogger("kvkeep"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 def _guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -63,12 +72,17 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         if problem:
             raise SettingsError(problem)
         options = client_options(extra)
+        _log_as_vllm_does()
         self.faults = 0
         self._requests: RequestSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's own default ends a request whose load failed. Its scheduler reads this after the connector is made.
             transfer.kv_load_failure_policy = load_failure_policy(extra)
+            if load_mode(extra) == "sync":
+                log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are always asynchronous here")
+            if transfer.kv_role != "kv_both":
+                log.warning("kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads", transfer.kv_role)
             self._requests = RequestSide(vllm_config, kv_cache_config, options)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, options)

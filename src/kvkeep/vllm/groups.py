@@ -53,15 +53,16 @@ def _check_engine(vllm_config: Any) -> None:
 
 
 def _group(spec: Any) -> CacheGroup:
-    kinds = {_kind(each): each for each in _members(spec)}
+    kinds = {_kind(each) for each in _members(spec)}
     if len(kinds) != 1:
         raise SettingsError(f"a cache group mixes layers: {sorted(kinds)}", "serve this model without kvkeep")
-    ((kind, each),) = kinds.items()
+    (kind,) = kinds
     if kind == "full":
         return CacheGroup("full", spec.block_size)
     if kind == "state":
         return CacheGroup("state", spec.block_size)
-    return CacheGroup("window", spec.block_size, each.sliding_window + getattr(each, "extra_retained_tokens", 0))
+    reach = max(each.sliding_window + getattr(each, "extra_retained_tokens", 0) for each in _members(spec))
+    return CacheGroup("window", spec.block_size, reach)
 
 
 def _members(spec: Any) -> Iterator[Any]:

@@ -96,6 +96,13 @@ def _revision(model: Any, extra: Mapping[str, Any]) -> str:
     return f"{model.model}@{model.revision}"
 
 
+def _draft(speculative: Any) -> str | None:
+    """The model that guesses tokens, if it keeps KV of its own."""
+    if speculative is None or speculative.method in ("ngram", "ngram_gpu", "suffix"):
+        return None
+    return f"{speculative.method} {speculative.model}"
+
+
 def _config_digest(vllm_config: Any) -> str:
     """What changes how KV is computed and is not in the checkpoint: overrides, quantization, made-up weights."""
     model, load = vllm_config.model_config, vllm_config.load_config
@@ -104,7 +111,7 @@ def _config_digest(vllm_config: Any) -> str:
         "quantization": model.quantization,
         "load_format": str(load.load_format),
         "seed": model.seed if str(load.load_format) == "dummy" else None,
-        "draft": getattr(vllm_config.speculative_config, "model", None),
+        "draft": _draft(vllm_config.speculative_config),
     }
     facts["config"].pop("_name_or_path", None)
     facts["config"].pop("transformers_version", None)

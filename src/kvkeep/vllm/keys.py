@@ -9,6 +9,7 @@ the KV) is in the root that every key is bound to; salt and adapter are in there
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -16,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, keys_from_engine_hashes, root_key
+from kvkeep.vllm.weights import weights_fingerprint
 
 
 class TokensChanged(KVKeepError):
@@ -29,9 +31,21 @@ class RequestKeys(Protocol):
 
 def root_of(identity: ModelIdentity, request: Any, generation: bytes) -> bytes:
     """What every key of a request is bound to. `generation` is another one after each reset of the cache."""
-    lora = request.lora_request
-    adapter = "" if lora is None else repr((lora.lora_name, lora.lora_path))
+    adapter = "" if request.lora_request is None else _adapter(request.lora_request)
     return root_key(identity, request.cache_salt, lora=adapter, extra=generation)
+
+
+def _adapter(lora: Any) -> str:
+    """Which adapter it is. One that is trained further under the same name and path is another one; vLLM reads it when
+    it is first used in a process, or again if it is told to, and so do we."""
+    if lora.load_inplace:
+        _weights_of.cache_clear()
+    return repr((lora.lora_name, lora.lora_path, _weights_of(lora.lora_int_id, lora.lora_path)))
+
+
+@lru_cache(maxsize=4096)
+def _weights_of(number: int, path: str) -> str | None:
+    return weights_fingerprint(path, None)
 
 
 class EngineKeys:

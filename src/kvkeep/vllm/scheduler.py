@@ -21,6 +21,8 @@ from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
+from kvkeep.connector.step import Job
+from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.events import CacheEvents
 from kvkeep.vllm.groups import pieces_of
@@ -76,7 +78,16 @@ class RequestSide:
         self._hash_tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
         self._uses_hashes = versions.hashes_are_stable(self._vllm_config.cache_config.prefix_caching_hash_algo)
         self._adapter = SchedulerAdapter(shape, self._options)
-        self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
+        if self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS):
+            log.info("kvkeep: connected to %s", self._options.address)
+        log.info(
+            "kvkeep: blocks of %d tokens and %s, model %s, weights %s, keys from %s",
+            self._pieces.block_tokens,
+            format_size(sum(shape.shard_bytes)),
+            self._identity.model,
+            self._identity.revision[:12],
+            "vLLM's hashes" if self._uses_hashes else "tokens",
+        )
         self._side = SchedulerSide(self._adapter, self._pieces, self._vllm_config.parallel_config.world_size)
 
     # -- a request's way
@@ -126,6 +137,7 @@ class RequestSide:
             if loaded_tokens:
                 blocks = {block for table in tables for block in table} - {_NULL_BLOCK}
                 self._lost[request.request_id] = sorted(blocks)
+                self._forget(request.request_id)  # or vLLM asks again, is offered the same, and so on for ever
 
     def _prepare_load(self, known: _Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         assert self._side is not None
@@ -134,7 +146,7 @@ class RequestSide:
         rows = self._pieces.rows(tables, first, stop, _NULL_BLOCK)
         rows = self._pieces.without_tokens(rows, known.local_tokens, first)
         job = self._side.prepare_load(known.request.request_id, first, rows)
-        self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
+        self._note(job, known)
         self._count(hit_tokens=loaded_tokens)
 
     def end(self, request: Any) -> dict[str, Any] | None:
@@ -203,7 +215,7 @@ class RequestSide:
             return
         job = self._side.prepare_store(request_id, rows, blocks, at_once=at_once, after_step=after_step)
         if job is not None:
-            self.events.prepared(job, known.request, self._hash_tokens, pieces.block_tokens)
+            self._note(job, known)
 
     # -- the rest
 
@@ -247,9 +259,16 @@ class RequestSide:
             self._side.extend(known.request.request_id, keys)
         return True
 
+    def _note(self, job: Job, known: _Known) -> None:
+        try:
+            self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
+        except Exception:  # guard: the job goes out with the next step, whether or not there is an event of it
+            log.exception("kvkeep: the event of a job could not be noted")
+            self._count(faults=1)
+
     def _forget(self, request_id: str) -> None:
         assert self._side is not None
-        del self._known[request_id]
+        self._known.pop(request_id, None)
         self._side.end(request_id)
 
     def _count(self, **counts: int) -> None:

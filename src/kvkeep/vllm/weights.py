@@ -15,7 +15,7 @@ import struct
 from hashlib import blake2b
 from pathlib import Path
 
-CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+CONFIGS = ("config.json", "adapter_config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLE_BYTES = 256
 PLACES = 64
