@@ -339,29 +339,6 @@ def test_large_blocks_go_through_the_socket_a_few_at_a_time(simulation: Make) ->
     assert (target[:8] == engine[:8]).all()
 
 
-@pytest.mark.parametrize("ids", [[0, 1], range(2), (0, 1), np.array([0, 1], dtype=np.int32)])
-def test_block_ids_come_as_engines_have_them(ids: Any) -> None:
-    assert StoreRequest("default", b"", keys(2), ids).block_ids.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"block_ids": [0.5, 1.0]}, "block_ids"),
-        ({"block_ids": [[[0, 1]]]}, "block_ids"),
-        ({"block_ids": [0]}, "keys"),
-        ({"parent": b"short"}, "parent"),
-        ({"priority": 500}, "priority"),
-        ({"ttl_ms": -1}, "ttl_ms"),
-    ],
-)
-def test_a_wrong_request_is_refused_where_it_is_made(change: dict[str, Any], field: str) -> None:
-    good: dict[str, Any] = {"tenant": "default", "parent": b"", "keys": keys(2), "block_ids": [0, 1]}
-    with pytest.raises(RequestError) as caught:
-        StoreRequest(**good | change)
-    assert caught.value.field == field
-
-
 def test_a_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module.native, "available", False)
     module._note_slow_copies.cache_clear()

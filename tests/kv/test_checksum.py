@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
 from kvkeep.kv import native
-from kvkeep.kv.checksum import KEYS, ROW, checksum, checksum_at
+from kvkeep.kv.checksum import ABSENT, KEYS, ROW, checksum, checksum_at
 
 MASK = (1 << 64) - 1
 
@@ -166,3 +166,14 @@ def test_swapped_pieces_are_seen(width: int) -> None:
 def test_length_is_part_of_it() -> None:
     sums = [checksum(bytes(n)) for n in range(2 * ROW + 2)]
     assert len(set(sums)) == len(sums)
+
+
+def test_what_stands_for_an_absent_shard_is_told_from_all_that_is_there_and_survives_every_form() -> None:
+    """Blocks in other processes carry it: a change here is a change of format."""
+    assert ABSENT == MASK
+    assert ABSENT != 0, "0 stands for a shard that was stored without a checksum"
+    as_sent = np.full(3, ABSENT, dtype=np.uint64).tobytes()
+    assert np.frombuffer(as_sent, dtype="<u8").tolist() == [ABSENT] * 3
+    assert as_sent == b"\xff" * 24
+    shards = [bytes(nbytes) for nbytes in SIZES] + [b"\xff" * nbytes for nbytes in SIZES]
+    assert ABSENT not in {checksum(shard) for shard in shards}, "memory that is all zeros or all ones is there"

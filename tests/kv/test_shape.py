@@ -66,3 +66,42 @@ def test_the_fingerprint_is_stable_and_changes_with_everything() -> None:
 def test_the_fingerprint_is_no_key() -> None:
     shape = BlockShape(identity(), (64,))
     assert shape.fingerprint != root_key(shape.identity, None)
+
+
+# -- several pieces a rank
+
+
+@pytest.mark.parametrize(("ranks", "pieces"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)])
+def test_every_rank_has_a_size_for_each_of_its_pieces(ranks: int, pieces: int) -> None:
+    sizes = tuple(range(64, 64 + ranks * pieces))
+    shape = BlockShape(identity(kv_world_size=ranks), sizes, pieces)
+    assert (shape.shard_bytes, shape.pieces) == (sizes, pieces)
+    for wrong in (sizes[1:], (*sizes, 64)):
+        with pytest.raises(RequestError, match=f"{len(wrong)} shards for a KV world size of {ranks}") as caught:
+            BlockShape(identity(kv_world_size=ranks), wrong, pieces)
+        assert caught.value.field == "shard_bytes"
+        assert (f"and {pieces} pieces" in caught.value.message) == (pieces > 1), "said where there are several"
+
+
+@pytest.mark.parametrize(("pieces", "sizes"), [(0, ()), (0, (64,)), (-1, ()), (-1, (64,))])
+def test_there_is_at_least_one_piece(pieces: int, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(RequestError, match=f"KV world size of 1 and {pieces} pieces"):
+        BlockShape(identity(), sizes, pieces)
+
+
+def test_no_piece_is_empty() -> None:
+    with pytest.raises(RequestError, match="at least one byte"):
+        BlockShape(identity(), (64, 0), 2)
+
+
+def test_pieces_and_ranks_of_the_same_sizes_have_different_fingerprints() -> None:
+    shapes = [
+        BlockShape(identity(), (64, 32), 2),
+        BlockShape(identity(), (32, 64), 2),
+        BlockShape(identity(kv_world_size=2), (64, 32)),
+        BlockShape(identity(), (96,)),
+        BlockShape(identity(), (6432,)),
+        BlockShape(identity(), (64, 3, 2), 3),
+    ]
+    assert len({shape.fingerprint for shape in shapes}) == len(shapes)
+    assert BlockShape(identity(), (64, 32), 2).fingerprint == shapes[0].fingerprint

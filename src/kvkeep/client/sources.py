@@ -47,12 +47,20 @@ class Sources:
         self._aside: dict[tuple[int, int], tuple[NDArray[np.uint8], int]] = {}  # bytes and checksum
         self._lock = threading.Lock()
         self.stop = block_ids.shape[1]  # blocks from here on are lost
+        for row, piece in zip(block_ids, pieces, strict=True):
+            if not piece.may_lack and NO_BLOCK in row:  # the engine has no such block, so nothing after it either
+                self.stop = min(self.stop, int(np.flatnonzero(row == NO_BLOCK)[0]))
+
+    @property
+    def bytes_aside(self) -> int:
+        with self._lock:
+            return sum(row.nbytes for row, _ in self._aside.values())
 
     def take_back(self, block_ids: NDArray[np.int64], allowance: int) -> tuple[int, int]:
         """The engine will write into these blocks. Returns how many of them were still to be copied, and how many bytes
         were set aside for that, `allowance` at most."""
         with self._lock:
-            wanted = self._left & np.isin(self._ids, block_ids)
+            wanted = self._left & (self._ids != NO_BLOCK) & np.isin(self._ids, block_ids)
             wanted[:, self.stop :] = False
             spent = 0
             for number, piece in enumerate(self._pieces):
@@ -67,6 +75,12 @@ class Sources:
                 if len(positions) > room and not piece.may_lack:
                     self.stop = min(self.stop, int(positions[room]))
             return int(wanted.sum()), spent
+
+    def skip(self, piece: int, start: int, stop: int, but: NDArray[np.int64]) -> None:
+        """Of blocks start..stop-1 only these will be copied: the server has the others."""
+        with self._lock:
+            self._left[piece, start:stop] = False
+            self._left[piece, but] = True
 
     def give_up(self) -> None:
         """Nothing more is read."""

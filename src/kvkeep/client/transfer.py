@@ -236,6 +236,8 @@ class _PieceStore:
                 complete &= plan is not None and not plan.refused
                 if plan is None:
                     break
+                positions = part[0] + plan.positions.astype(np.int64)
+                self._sources.skip(self._piece, *part, positions)
                 if plan.refused:
                     self._connection.counters.fail("orphan" if plan.orphan else "no_room")
                 # Ask for the next part's slots now: the server works while this part is copied.
@@ -244,7 +246,7 @@ class _PieceStore:
                 if ahead is not None:
                     begun.append(ahead[1])
                 if len(plan.positions):
-                    completion = self._write(part, call, plan)
+                    completion = self._write(call, positions, plan)
                     if completion is None:
                         complete = False
                         break
@@ -290,9 +292,8 @@ class _PieceStore:
         )
         return part, self._connection.call(message, self._deadline_ms)
 
-    def _write(self, part: tuple[int, int], call: Call, plan: Plan) -> Call | None:
+    def _write(self, call: Call, positions: NDArray[np.int64], plan: Plan) -> Call | None:
         """Copies the blocks that the plan names and says that it is done. None: they could not be written."""
-        positions = part[0] + plan.positions.astype(np.int64)
         checksums = self._into_slots(call, positions, plan) if len(plan.slots) else self._into_puts(call, positions)
         if checksums is None:
             return None

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _IDLE_S = 0.02
 _JOBS_QUEUED = 1024
 _MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
+_MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
 
 
@@ -71,7 +72,6 @@ class WorkerAdapter:
         self._loads: deque[tuple[Hashable, LoadRequest]] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
-        self._set_aside_bytes = 0
         self._finished = Finished(strategy.rank)
         self._wake = threading.Condition()
         self._closing = False
@@ -127,17 +127,19 @@ class WorkerAdapter:
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
         """The engine will write into these blocks now (None: nobody knows which): stores that have not copied them yet
-        set them aside, or end before them. Waits for no server."""
+        set them aside, a few milliseconds' worth, or end with the part before. Waits for no server."""
         with self._wake:
             if block_ids is None:
                 for sources in self._sources.values():
                     sources.give_up()
                 return
             ids = np.asarray(block_ids, dtype=np.int64)
+            aside = sum(sources.bytes_aside for sources in self._sources.values())
+            allowance = min(_MOST_BYTES_AT_ONCE, _MOST_BYTES_ASIDE - aside)
             for sources in self._sources.values():
-                count, nbytes = sources.take_back(ids, _MOST_BYTES_ASIDE - self._set_aside_bytes)
+                count, nbytes = sources.take_back(ids, allowance)
                 self._finished.withdrawn += count
-                self._set_aside_bytes += nbytes
+                allowance -= nbytes
 
     def poll(self) -> Finished:
         """What has ended since the last call. Never blocks for longer than a lock is held."""
@@ -226,8 +228,6 @@ class WorkerAdapter:
 
     def _end_store(self, job: Hashable, stored: Stored) -> None:
         self._sources.pop(job, None)
-        if not self._sources:
-            self._set_aside_bytes = 0  # an upper bound meanwhile: what was set aside is freed with its store
         self._finished.stored[job] = stored.written
         if not stored.complete:
             self._finished.incomplete.append(job)

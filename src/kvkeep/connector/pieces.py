@@ -115,21 +115,20 @@ class Pieces:
         lacking[:, :local] = False
         if not lacking.any():
             return blocks
-        return next((n for n in range(blocks, local, -1) if self._is_hit(lacking, n)), local)
+        lengths = np.arange(local + 1, blocks + 1)
+        good = np.ones(len(lengths), dtype=np.bool_)
+        for row, place in zip(lacking, self._places, strict=True):
+            lacking_before = np.concatenate(([0], np.cumsum(row)))
+            good &= lacking_before[lengths] == lacking_before[self._first_needed(place, lengths)]
+        return int(lengths[good][-1]) if good.any() else local
 
-    def _is_hit(self, lacking: NDArray[np.bool_], blocks: int) -> bool:
-        return not any(
-            row[self._first_needed(place, blocks) : blocks].any()
-            for row, place in zip(lacking, self._places, strict=True)
-        )
-
-    def _first_needed(self, place: _Place, blocks: int) -> int:
-        """The first block of which a hit of so many needs this piece."""
-        tokens = blocks * self.block_tokens
+    def _first_needed(self, place: _Place, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first block of which hits of so many blocks need this piece."""
         match place.kind:
             case "full":
-                return 0
+                return np.zeros_like(lengths)
             case "window":  # the next token sees `reach` tokens, itself the last
-                return max(0, (tokens - place.reach + 1 - place.stop) // self.block_tokens + 1)
+                first_seen = lengths * self.block_tokens - place.reach + 1
+                return np.clip((first_seen - place.stop) // self.block_tokens + 1, 0, lengths)
             case "state":
-                return blocks - 1 if place.stop == self.block_tokens else blocks
+                return lengths - (place.stop == self.block_tokens)

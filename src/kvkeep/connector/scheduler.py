@@ -33,7 +33,6 @@ from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.step import Job, LookupSide, StepMetadata
 from kvkeep.connector.tracker import Tracker
 from kvkeep.errors import RequestError
-from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
 
@@ -136,11 +135,10 @@ class SchedulerSide:
         if answer.failure and answer is not tracker.answer:
             self.failed_lookups += 1
         tracker.answer = answer
-        tracker.stored = max(tracker.stored, answer.blocks)
-        if not self._pieces.whole:
-            lacking = np.flatnonzero((answer.checksums == ABSENT).any(axis=1)) + answer.skip
-            tracker.lacking = frozenset(lacking.tolist())
-        return self._pieces.usable(answer.checksums, answer.skip, local_blocks, limit_blocks) - local_blocks
+        usable = self._pieces.usable(answer.checksums, answer.skip, local_blocks, limit_blocks)
+        # What cannot be used for lack of a piece is computed here, and offered again with the pieces that it has here.
+        tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else usable)
+        return usable - local_blocks
 
     def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
         """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
@@ -188,28 +186,14 @@ class SchedulerSide:
         if computed_blocks < tracker.retry_from and not at_once:
             return None
         first = tracker.stored
-        tracker.stored = computed_blocks
         ids = block_ids(first, computed_blocks) if callable(block_ids) else block_ids[first:computed_blocks]
-        return self._store(tracker, first, ids, after_step)
-
-    def lacks(self, request_id: str, block: int) -> bool:
-        """Whether the server has this block of the request, but not all of its pieces."""
-        tracker = self._trackers.get(request_id)
-        return tracker is not None and tracker.stores and block in tracker.lacking
-
-    def prepare_fill(self, request_id: str, block: int, block_ids: BlockIds, *, after_step: bool) -> Job:
-        """Gives the server what it lacks of one block."""
-        tracker = self._trackers[request_id]
-        tracker.lacking -= {block}
-        return self._store(tracker, block, block_ids, after_step)
-
-    def _store(self, tracker: Tracker, first: int, block_ids: BlockIds, after_step: bool) -> Job:
-        table = np.atleast_2d(np.asarray(block_ids, dtype=np.int64))
+        table = np.atleast_2d(np.asarray(ids, dtype=np.int64))
+        tracker.stored = computed_blocks
         job = self._new_job(tracker, first, table, is_load=False)
         (self._stores_after if after_step else self._stores)[job.number] = StoreRequest(
             tracker.tenant,
             tracker.key(first - 1),
-            tracker.keys_of(first, first + job.blocks),
+            tracker.keys_of(first, computed_blocks),
             table.squeeze(0) if len(table) == 1 else table,
             tracker.params.priority,
             tracker.params.ttl_ms,

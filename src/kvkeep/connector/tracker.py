@@ -35,7 +35,6 @@ class Tracker:
     stores: bool = True  # False once a store left out what cannot be offered again
     loaded: int = 0  # a bit for each block that came from the server at least once
     stored: int = 0
-    lacking: frozenset[int] = frozenset()  # of those, blocks that the server has without one of their pieces
     retry_from: int = 0  # a store left something out: from so many blocks on, all of them are offered again
     jobs: int = 0  # loads and stores that workers have not reported yet
     loads: int = 0  # of those; they read under the lease of the answer, so that must stay

@@ -199,20 +199,15 @@ class RequestSide:
         at_once = not pieces.whole or not after_step or computed_tokens <= known.request.num_prompt_tokens
         blocks = min(computed_tokens // pieces.block_tokens, self._side.known_blocks(request_id))
         stored = self._side.stored_blocks(request_id)
-        if not pieces.whole:
-            known.next_store = (blocks + 1) * pieces.block_tokens
-        else:
-            together = BLOCKS_TOGETHER if computed_tokens >= known.request.num_prompt_tokens else 1
-            known.next_store = (max(blocks, stored) + together) * pieces.block_tokens
+        together = BLOCKS_TOGETHER if pieces.whole and computed_tokens >= known.request.num_prompt_tokens else 1
+        known.next_store = (max(blocks, stored) + together) * pieces.block_tokens
+        if blocks <= stored:
+            return
 
         def rows(start: int, stop: int) -> NDArray[np.int64]:
             table = pieces.rows(self.tables.of(request_id), start, stop, _NULL_BLOCK)
             return table if pieces.whole else pieces.without_states(table, computed_tokens, start)
 
-        if blocks <= stored:
-            if self._side.lacks(request_id, blocks - 1) and computed_tokens == blocks * pieces.block_tokens:
-                self._side.prepare_fill(request_id, blocks - 1, rows(blocks - 1, blocks), after_step=after_step)
-            return
         job = self._side.prepare_store(request_id, rows, blocks, at_once=at_once, after_step=after_step)
         if job is not None:
             self._note(job, known)

@@ -10,7 +10,7 @@ A failed load is told by its blocks, where vLLM can take a prefix of a load as i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
@@ -72,13 +72,13 @@ class WorkerSide:
         except Exception:  # guard: vLLM waits for loads that were not begun, and stores must not read what is written
             log.exception("kvkeep: a step could not be begun")
             self._adapter.withdraw(None)
-            failed = {job: load.ids_of(slice(None)) for job, load in step.step.loads.items()}
+            failed: dict[Hashable, list[int]] = {job: load.ids_of(slice(None)) for job, load in step.step.loads.items()}
             for job, block_ids in failed.items():
                 request_id = self._loading.pop(job)
                 self.received.add(request_id)
                 self._tell_failed(request_id, block_ids)
             stores, rank = step.step.stores, self._adapter.strategy.rank
-            self._reports.append(Finished(rank, dict.fromkeys(stores, 0), list(stores), list(failed), {**failed}))
+            self._reports.append(Finished(rank, dict.fromkeys(stores, 0), list(stores), list(failed), failed))
 
     def finish(self, step: Step) -> None:
         if self._adapter is not None:

@@ -1,0 +1,360 @@
+"""The blocks that a store reads: copied as they were when the engine took them back, or not at all."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvkeep.client import sources as module
+from kvkeep.client.sources import NO_BLOCK, Piece, Sources, row_addresses
+from kvkeep.errors import RequestError
+from kvkeep.kv.checksum import ABSENT, checksum
+from kvkeep.kv.runs import BlockRuns
+
+BLOCKS = 12
+SIZES = (100, 60, 4097)  # bytes of each piece
+PLENTY = 1 << 30
+
+
+class World:
+    """Engine memory in several pieces, one store of it, and slots to copy into."""
+
+    def __init__(self, ids: list[list[int]], may_lack: tuple[bool, ...] = (False, True, True), seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        sizes = SIZES[: len(ids)]
+        self.engine = [rng.integers(0, 256, (BLOCKS, nbytes), dtype=np.uint8) for nbytes in sizes]
+        self.before = [memory.copy() for memory in self.engine]
+        self.ids = np.array(ids, dtype=np.int64)
+        pieces = [Piece(BlockRuns.of([memory]), lack) for memory, lack in zip(self.engine, may_lack, strict=False)]
+        self.sources = Sources(pieces, self.ids)
+        self.slots = [np.full((self.ids.shape[1], nbytes), 0xEE, dtype=np.uint8) for nbytes in sizes]
+
+    def take_back(self, ids: list[int], allowance: int = PLENTY) -> tuple[int, int]:
+        """Takes back, and then overwrites, as an engine does."""
+        result = self.sources.take_back(np.array(ids, dtype=np.int64), allowance)
+        self.overwrite(ids)
+        return result
+
+    def overwrite(self, ids: list[int]) -> None:
+        for memory in self.engine:
+            memory[ids] = 0xAA
+
+    def copy(self, piece: int, positions: list[int], *, verify: bool = True) -> NDArray[np.uint64] | None:
+        rows = row_addresses(self.slots[piece])
+        return self.sources.copy(piece, np.array(positions, dtype=np.int64), rows[positions], verify=verify)
+
+    def old(self, piece: int, position: int) -> NDArray[np.uint8]:
+        """What the engine had there in the beginning."""
+        old: NDArray[np.uint8] = self.before[piece][self.ids[piece, position]]
+        return old
+
+    def check(self, piece: int, positions: list[int], sums: NDArray[np.uint64] | None) -> None:
+        """Every slot holds what the engine had, and its checksum says so; where it had nothing, nothing came."""
+        assert sums is not None and len(sums) == len(positions)
+        for position, value in zip(positions, sums.tolist(), strict=True):
+            slot = self.slots[piece][position]
+            if value == ABSENT:
+                assert (slot == 0xEE).all(), "nothing is written where there is nothing"
+            else:
+                assert (slot == self.old(piece, position)).all()
+                assert value == checksum(slot)
+
+
+# -- copies
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3], [3], [1, 3], []])
+def test_pieces_are_copied_to_the_addresses_of_their_own_positions(positions: list[int]) -> None:
+    world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
+    for piece in (0, 1):
+        sums = world.copy(piece, positions)
+        world.check(piece, positions, sums)
+        assert sums is not None and ABSENT not in sums
+        untouched = [at for at in range(4) if at not in positions]
+        assert (world.slots[piece][untouched] == 0xEE).all()
+    assert all((now == before).all() for now, before in zip(world.engine, world.before, strict=True))
+
+
+@pytest.mark.parametrize("at_a_time", [1, 100, 250, PLENTY])
+def test_a_block_without_a_piece_is_absent_whatever_goes_in_one_batch(
+    monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", at_a_time)
+    world = World([[0, 1, 2, 3, 4], [NO_BLOCK, 6, NO_BLOCK, NO_BLOCK, 7]])
+    sums = world.copy(1, [0, 1, 2, 3, 4])
+    world.check(1, [0, 1, 2, 3, 4], sums)
+    assert sums is not None and (sums == ABSENT).tolist() == [True, False, True, True, False]
+    world.check(0, [0, 1, 2, 3, 4], world.copy(0, [0, 1, 2, 3, 4]))
+
+
+def test_without_verification_checksums_are_zero_and_what_is_absent_stays_absent() -> None:
+    world = World([[0, 1, 2], [5, NO_BLOCK, 6]])
+    assert world.take_back([6]) == (1, 60)
+    assert world.copy(0, [0, 1, 2], verify=False) is not None
+    sums = world.copy(1, [0, 1, 2], verify=False)
+    assert sums is not None and sums.tolist() == [0, ABSENT, 0], "the one that was set aside too"
+    assert (world.slots[1][2] == world.old(1, 2)).all() and (world.slots[1][1] == 0xEE).all()
+
+
+def test_the_callers_table_is_neither_kept_nor_changed() -> None:
+    world = World([[0, 1, 2]])
+    table = world.ids
+    world.ids = table.copy()
+    world.take_back([1])
+    assert table.tolist() == [[0, 1, 2]]
+    table[:] = 9
+    world.check(0, [0, 1, 2], world.copy(0, [0, 1, 2]))
+
+
+def test_a_block_that_the_engine_does_not_have_is_an_error_of_the_request() -> None:
+    world = World([[0, BLOCKS]])
+    with pytest.raises(RequestError, match=f"block {BLOCKS} does not exist"):
+        world.copy(0, [0, 1])
+
+
+# -- taken back
+
+
+def test_what_was_not_copied_is_set_aside_as_it_was() -> None:
+    world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
+    assert world.take_back([0, 3, 5, 9]) == (3, 2 * 100 + 60)
+    for piece in (0, 1):
+        world.check(piece, [0, 1, 2, 3], world.copy(piece, [0, 1, 2, 3]))
+        assert (world.slots[piece] == world.before[piece][world.ids[piece]]).all()
+
+
+def test_a_block_is_taken_back_once_however_often_the_engine_says_so() -> None:
+    world = World([[7, 0, 11, 3]])
+    assert world.take_back([0, 0, 3]) == (2, 200)
+    assert world.take_back([0, 3]) == (0, 0), "else the new content would be set aside"
+    world.check(0, [0, 1, 2, 3], world.copy(0, [0, 1, 2, 3]))
+
+
+def test_what_is_copied_already_is_nobodys_concern() -> None:
+    world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
+    first = world.copy(0, [0, 1])
+    assert world.take_back([7, 0]) == (0, 0)
+    assert world.take_back([7, 0, 11], allowance=0) == (1, 0), "nor does it cost anything"
+    assert world.sources.stop == 2
+    world.check(0, [0, 1], first)
+    world.check(1, [0, 1], world.copy(1, [0, 1]))
+
+
+def test_an_engine_block_in_several_places_is_taken_back_from_all() -> None:
+    world = World([[7, 7, 0], [7, 2, 7]])
+    assert world.take_back([7]) == (4, 2 * 100 + 2 * 60)
+    for piece in (0, 1):
+        world.check(piece, [0, 1, 2], world.copy(piece, [0, 1, 2]))
+        assert (world.slots[piece] == world.before[piece][world.ids[piece]]).all()
+
+
+def test_blocks_that_the_store_does_not_read_cost_nothing() -> None:
+    world = World([[7, 0], [NO_BLOCK, 2]])
+    assert world.take_back([1, 3, 11]) == (0, 0)
+    assert world.take_back([]) == (0, 0)
+
+
+# -- without room to set aside
+
+
+@pytest.mark.parametrize("allowance", [0, 99, -1])
+def test_without_an_allowance_a_store_ends_before_what_it_must_have(allowance: int) -> None:
+    world = World([[7, 0, 11, 3]])
+    assert world.take_back([11], allowance) == (1, 0)
+    assert world.sources.stop == 2
+    world.check(0, [0, 1], world.copy(0, [0, 1]))
+    assert world.copy(0, [2, 3]) is None
+    assert world.copy(0, [3]) is None, "nothing after a block that is lost is stored either"
+    assert (world.slots[0][2:] == 0xEE).all()
+
+
+def test_a_batch_that_reaches_a_lost_block_writes_nothing_of_it() -> None:
+    world = World([[7, 0, 11, 3]])
+    world.take_back([11], allowance=0)
+    assert world.copy(0, [0, 1, 2]) is None
+    assert (world.slots[0][2] == 0xEE).all()
+
+
+def test_a_piece_that_a_block_may_lack_is_absent_and_the_store_goes_on() -> None:
+    world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
+    assert world.take_back([2, 4], allowance=59) == (2, 0)
+    sums = world.copy(1, [0, 1, 2, 3])
+    world.check(1, [0, 1, 2, 3], sums)
+    assert sums is not None and (sums == ABSENT).tolist() == [False, True, False, True]
+    world.check(0, [0, 1, 2, 3], world.copy(0, [0, 1, 2, 3]))
+
+
+def test_what_must_be_there_is_saved_before_what_may_lack() -> None:
+    world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
+    assert world.take_back([*range(BLOCKS)], allowance=400 + 60 + 59) == (8, 460)
+    assert world.sources.stop == 4
+    sums = world.copy(1, [0, 1, 2, 3])
+    assert sums is not None and (sums == ABSENT).tolist() == [False, True, True, True]
+    world.check(1, [0, 1, 2, 3], sums)
+    world.check(0, [0, 1, 2, 3], world.copy(0, [0, 1, 2, 3]))
+
+
+def test_an_allowance_saves_the_first_blocks_and_the_store_ends_after_them() -> None:
+    world = World([[7, 0, 11, 3]])
+    assert world.take_back([*range(BLOCKS)], allowance=250) == (4, 200)
+    assert world.sources.stop == 2
+    world.check(0, [0, 1], world.copy(0, [0, 1]))
+    assert world.copy(0, [2]) is None
+
+
+@pytest.mark.parametrize("ids", [[[7, 0, 11, 3], [1, 2, 5, 4]], [[1, 2, 5, 4], [7, 0, 11, 3]]])
+def test_of_several_pieces_that_must_be_there_the_first_that_is_lost_ends_the_store(ids: list[list[int]]) -> None:
+    world = World(ids, may_lack=(False, False))
+    assert world.take_back([0, 4], allowance=0) == (2, 0)
+    assert world.sources.stop == 1
+
+
+def test_what_lies_behind_a_lost_block_is_not_set_aside_any_more() -> None:
+    world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
+    assert world.take_back([0], allowance=0) == (1, 0)
+    assert world.take_back([11, 3, 4, 5]) == (0, 0)
+    assert world.take_back([7]) == (1, 100)
+    world.check(0, [0], world.copy(0, [0]))
+
+
+def test_memory_that_is_not_there_is_an_allowance_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([[7, 0, 11], [1, 2, 5]])
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(world.sources, "_set_aside", none_left)
+    assert world.take_back([11, 2]) == (2, 0)
+    assert world.sources.stop == 2
+    sums = world.copy(1, [0, 1])
+    assert sums is not None and (sums == ABSENT).tolist() == [False, True]
+    world.check(0, [0, 1], world.copy(0, [0, 1]))
+
+
+def test_a_store_that_is_given_up_reads_nothing_more() -> None:
+    world = World([[7, 0, 11, 3], [1, 2, 5, 4]])
+    world.check(1, [0, 1], world.copy(1, [0, 1]))
+    world.sources.give_up()
+    world.overwrite([*range(BLOCKS)])
+    assert world.copy(0, [0]) is None and world.copy(1, [2, 3]) is None
+    assert (world.slots[0] == 0xEE).all() and (world.slots[1][2:] == 0xEE).all()
+    assert world.take_back([7]) == (0, 0)
+
+
+# -- any order of it all
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_the_order_a_slot_holds_the_old_content_or_is_said_to_hold_none(data: st.DataObject) -> None:
+    """Against a model that knows, for each place, whether it was copied, saved, lost or never there."""
+    blocks, pieces = data.draw(st.integers(1, 6), "blocks"), data.draw(st.integers(1, 3), "pieces")
+    one_id = st.one_of(st.integers(0, BLOCKS - 1), st.just(NO_BLOCK))
+    ids = data.draw(
+        st.lists(st.lists(one_id, min_size=blocks, max_size=blocks), min_size=pieces, max_size=pieces), "ids"
+    )
+    may_lack = data.draw(st.tuples(*[st.booleans()] * pieces), "may lack")
+    world = World(ids, may_lack, seed=1)
+    state = {(p, b): "gone" if ids[p][b] == NO_BLOCK else "there" for p in range(pieces) for b in range(blocks)}
+    must_be_there = [row for row, lacks in zip(ids, may_lack, strict=True) if not lacks]
+    stop = min((row.index(NO_BLOCK) for row in must_be_there if NO_BLOCK in row), default=blocks)
+    for _ in range(data.draw(st.integers(1, 8), "steps")):
+        if data.draw(st.booleans(), "copy"):
+            piece = data.draw(st.integers(0, pieces - 1), "piece")
+            left = [b for b in range(blocks) if state[piece, b] != "copied"]
+            positions = sorted(data.draw(st.sets(st.sampled_from(left)), "positions")) if left else []
+            sums = world.copy(piece, positions)
+            assert (sums is None) == bool(positions and positions[-1] >= stop)
+            if sums is not None:
+                world.check(piece, positions, sums)
+                assert [value == ABSENT for value in sums.tolist()] == [state[piece, b] == "gone" for b in positions]
+                state |= {(piece, b): "copied" for b in positions}
+        else:
+            taken = data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=6), "taken")
+            allowance = data.draw(st.sampled_from([0, 60, 100, 160, 220, 5000, PLENTY]), "allowance")
+            count = spent = 0
+            new_stop = stop
+            for (p, b), was in sorted(state.items()):
+                if was != "there" or ids[p][b] not in taken or b >= stop:
+                    continue
+                count += 1
+                saved = spent + SIZES[p] <= allowance
+                spent += SIZES[p] * saved
+                state[p, b] = "saved" if saved else "gone"
+                if not saved and not may_lack[p]:
+                    new_stop = min(new_stop, b)
+            stop = new_stop
+            assert world.take_back(taken, allowance) == (count, spent)
+            assert world.sources.stop == stop
+
+
+def test_a_block_that_is_being_read_is_read_to_its_end_before_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([[7, 0]])
+    engine = threading.Thread(target=world.take_back, args=([7, 0],))
+
+    def gather_slowly(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(module, "gather", gather)
+        engine.start()
+        engine.join(0.1)  # time enough to get the blocks back, if it could
+        return gather(*arguments, **options)
+
+    gather = module.gather
+    monkeypatch.setattr(module, "gather", gather_slowly)
+    sums = world.copy(0, [0, 1])
+    engine.join()
+    assert (world.engine[0][[7, 0]] == 0xAA).all(), "now it has them"
+    world.check(0, [0, 1], sums)
+
+
+@pytest.mark.parametrize("allowance", [PLENTY, 20 * 4096])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_new_byte_reaches_a_slot_while_one_thread_copies_and_another_overwrites(
+    monkeypatch: pytest.MonkeyPatch, allowance: int, seed: int
+) -> None:
+    """Nothing is torn: each slot is the old block whole, or its store has ended before it."""
+    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 4096 * 3)
+    count, nbytes = 200, 4096
+    rng = np.random.default_rng(seed)
+    engine = rng.integers(0, 128, (count, nbytes), dtype=np.uint8)  # new content is above that
+    before, order = engine.copy(), rng.permutation(count)
+    store = Sources([Piece(BlockRuns.of([engine]))], order[np.newaxis])
+    slots, results = np.zeros((count, nbytes), dtype=np.uint8), []
+    begin = threading.Barrier(2)
+
+    def copy() -> None:
+        begin.wait()
+        for start in range(0, count, 20):
+            positions = np.arange(start, start + 20)
+            results.append(store.copy(0, positions, row_addresses(slots)[positions], verify=True))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    begin.wait()
+    spent = 0
+    for block in rng.permutation(count).tolist():
+        spent += store.take_back(np.array([block]), allowance - spent)[1]
+        engine[block] = 255
+    thread.join()
+    assert spent <= allowance and (allowance < PLENTY or store.stop == count)
+    assert len(results) == 10
+    for start, sums in zip(range(0, count, 20), results, strict=True):
+        if sums is None:
+            assert start + 20 > store.stop
+            continue
+        for at in range(20):
+            assert (slots[start + at] == before[order[start + at]]).all()
+            assert int(sums[at]) == checksum(slots[start + at])
+    assert (slots < 128).all(), "a part that was not finished has no new byte either"
+
+
+def test_rows_are_addressed_where_they_lie() -> None:
+    for shape in ((3, 17), (1, 1), (0, 5)):
+        buffer = np.zeros(shape, dtype=np.uint8)
+        assert row_addresses(buffer).tolist() == [buffer[at:].ctypes.data for at in range(shape[0])]
+        assert row_addresses(buffer).dtype == np.uint64
