@@ -195,6 +195,149 @@ def test_every_option_of_the_engine_is_documented() -> None:
     assert set(documented) == expected
 
 
+# -- vLLM: its connector cannot be imported here, so tables and messages are read from the source
+
+# Which argument is the message. TokensChanged is not among them: the connector catches it, and nobody reads it.
+ERRORS = {"SettingsError": 0, "KVKeepError": 0, "RequestError": 1, "_refused": 1}
+VARIES = "…"
+
+
+def table_of(file: str, name: str) -> dict[str, str]:
+    """A module's table of plain values."""
+    for node in ast.parse((ROOT / "src" / "kvkeep" / file).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            table: dict[str, str] = ast.literal_eval(node.value)
+            return table
+    raise KeyError(name)
+
+
+def vllm_metric_rows() -> list[str]:
+    counters, gauges = table_of("vllm/stats.py", "COUNTERS"), table_of("vllm/stats.py", "GAUGES")
+    return [f"| `vllm:kvkeep_{name}_total` | counter | {text} |" for name, text in counters.items()] + [
+        f"| `vllm:kvkeep_{name}` | gauge | {text} |" for name, text in gauges.items()
+    ]
+
+
+def messages_in(*places: str) -> set[str]:
+    """What the modules below these places say in logs, errors and refusals, with … for what varies."""
+    said = set()
+    for place in places:
+        path = ROOT / "src" / "kvkeep" / place
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            tree = ast.parse(file.read_text())
+            functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            for function in functions:
+                if function.name in ("refusal", "trouble"):  # these return their words
+                    said |= {
+                        text for node in ast.walk(function) if isinstance(node, ast.Return) for text in _texts(node)
+                    }
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Call):
+                        said |= _said_by(node, function)
+    return {text for text in said if len(text.replace(VARIES, "").split()) > 1}
+
+
+def _said_by(node: ast.Call, function: ast.FunctionDef) -> set[str]:
+    if ast.unparse(node.func).startswith(("log.", "_log.")):
+        at, before = 0, ""
+    elif _called(node) in ERRORS:
+        at, before = ERRORS[_called(node)], f"layer {VARIES} " if _called(node) == "_refused" else ""
+    else:
+        return set()
+    argument: ast.AST | None = node.args[at] if len(node.args) > at else None
+    if isinstance(argument, ast.Name):  # put together in a line before
+        argument = next(
+            (
+                each.value
+                for each in ast.walk(function)
+                if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == argument.id
+            ),
+            None,
+        )
+    text = _template(argument)
+    return {before + text} if text else set()
+
+
+def _texts(returned: ast.Return) -> Iterator[str]:
+    value = returned.value
+    yield from filter(None, [_template(value.elts[0] if isinstance(value, ast.Tuple) else value)])  # the rest is a hint
+
+
+def _template(node: ast.AST | None) -> str:
+    """A message's fixed words, with … for what varies; "" for what is no text."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[sdr]", VARIES, text)
+        case ast.JoinedStr(values=parts):
+            return "".join(_template(part) if isinstance(part, ast.Constant) else VARIES for part in parts)
+    return ""
+
+
+def says(template: str) -> str:
+    """A pattern for texts that say this, whatever stands for what varies."""
+    return ".*".join(re.escape(part) for part in template.split(VARIES))
+
+
+def messages_explained() -> list[str]:
+    text = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    ours, _, theirs = text.partition("## vLLM's own words")
+    assert theirs
+    return [row.split("`")[1] for row in re.findall(r"^\| `.*$", ours, flags=re.MULTILINE)]
+
+
+VLLM_SPEAKS = ("vllm", "client/outage.py", "client/fence.py", "client/transport.py", "connector/options.py")
+
+
+def test_every_message_that_a_user_of_vllm_can_meet_is_explained() -> None:
+    logged = messages_in("client/worker.py", "client/transfer.py", "client/scheduler.py", "connector")
+    expected = messages_in(*VLLM_SPEAKS) | {text for text in logged if text.startswith("kvkeep: ")}
+    assert len(expected) > 30, "the source was read"
+    explained = messages_explained()
+    assert [text for text in sorted(expected) if not any(re.search(says(text), row) for row in explained)] == []
+
+
+def test_every_message_that_is_explained_exists() -> None:
+    known = messages_in("vllm", "client", "connector", "kv")
+    assert [row for row in messages_explained() if not any(re.fullmatch(says(text), row) for text in known)] == []
+
+
+def test_messages_are_read_however_they_are_put_together(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        "def f(x):\n"
+        "    log.warning('kvkeep: %s and %d', x, 1)\n"
+        "    problem = f'no {x} here'\n"
+        "    raise SettingsError(problem, 'a hint')\n"
+        "def trouble(x):\n"
+        "    return f'no server at {x}', 'a remedy'\n"
+    )
+    assert messages_in(str(file)) == {"kvkeep: … and …", "no … here", "no server at …"}
+    assert re.search(says("no … here"), "kvkeep: no vLLM here, today")
+    assert not re.fullmatch(says("no … here"), "no vLLM there")
+
+
+def test_every_key_and_metric_of_the_vllm_connector_is_documented() -> None:
+    rows = table_rows("vllm.md")
+    cells = first_cells("vllm.md")
+    assert [row for row in rows if row.startswith("| `vllm:")] == vllm_metric_rows()
+    keys = {cell for cell in cells if cell.startswith(("kvkeep.", "lmcache.")) and cell != "kvkeep.vllm"}
+    assert keys == {*KNOWN_KEYS, "lmcache.mp.host", "lmcache.mp.port"}
+    hints = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished")}
+    assert {*EXTRA_CACHED_TOKENS} | hints <= set(cells)
+    assert f"`medium` is `{table_of('vllm/events.py', 'MEDIUM')}`" in (REFERENCE / "vllm.md").read_text()
+
+
+def test_the_sketch_for_kubernetes_is_yaml() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    documents = [
+        each for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) for each in yaml.safe_load_all(block)
+    ]
+    assert [each["kind"] for each in documents] == ["DaemonSet", "Deployment", "Pod"]
+    flags = re.findall(r"--([a-z-]+)", " ".join(re.findall(r"--[a-z-]+=[^\s,\]]+|--log-json", text)))
+    assert {flag.replace("-", "_") for flag in flags} <= set(TABLE)
+
+
 # -- links and samples in all documents
 
 
