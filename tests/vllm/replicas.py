@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -34,6 +35,7 @@ BRISK = {  # for servers that go away: nobody waits long
     "kvkeep.ping_interval_ms": 100,
     "kvkeep.reconnect_interval_ms": 50,
 }
+PATIENT = {"kvkeep.lookup_deadline_ms": 10_000, "kvkeep.store_deadline_ms": 10_000}  # a busy machine is no outage
 ANSWER_WITHIN_S = 60.0  # only ends a test that has failed
 START_WITHIN_S = 170.0
 
@@ -51,6 +53,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "vllm-cache"),  # other versions of vLLM on this machine have their own
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -119,6 +122,13 @@ def transfer(server: ServerProcess | str, extra: dict[str, Any] | None = None) -
     }
 
 
+class Server(ServerProcess):
+    """A server that does not outlive the tests."""
+
+    def command(self) -> Sequence[str]:
+        return [sys.executable, str(HERE / "driver.py"), "run", *super().command()]
+
+
 class Replica:
     """One engine process. Its engines come one after the other, and each lives until another is asked for."""
 
@@ -163,7 +173,7 @@ class Replica:
         **options: Any,
     ) -> Replica:
         """An engine with these options serves; the same one as before if they are the same."""
-        named = {"kvkeep.client": self._name, **(extra or {})}
+        named = {"kvkeep.client": self._name, **PATIENT, **(extra or {})}
         config = transfer(server, named) if server is not None else transfer_config
         chosen = {"model": str(self._models / model), **OPTIONS, **MODEL_OPTIONS.get(model, {}), **options}
         if config is not None:
@@ -174,16 +184,21 @@ class Replica:
             self.facts = self.call("start", START_WITHIN_S, **wanted)
             self._using = wanted
             if isinstance(server, ServerProcess):
-                self._wait_for_sessions(server)
+                self.wait_for(server)
         return self
 
-    def _wait_for_sessions(self, server: ServerProcess) -> None:
-        """Until then every lookup is a miss: the engine waits for nobody."""
+    def wait_for(self, server: ServerProcess) -> None:
+        """Until all its parts are connected; before, every lookup is a miss: the engine waits for nobody."""
         assert eventually(lambda: self._sessions(server) > self.facts["ranks"]), f"not connected\n{self.tail()}"
 
     def _sessions(self, server: ServerProcess) -> int:
         mine = [each for each in status(server)["sessions"] if each["client"] == self._name]
         return sum(each["plane"] in ("shared_memory", "network") for each in mine)
+
+    def reboot(self) -> None:
+        """A new process in place of this one; it gets ready in the background."""
+        self.kill()
+        self._boot()
 
     def close_engine(self) -> None:
         """The engine ends, as it does before its server goes."""
@@ -262,7 +277,8 @@ class Replica:
             raise EngineFailed(f"the engine process ended during {do}\n{self.tail()}")
         reply = json.loads(line)
         if "error" in reply:
-            self._using = None  # who knows what state it is in
+            if do != "submit":  # vLLM may refuse a request and be none the worse; otherwise, who knows
+                self._using = None
             raise EngineFailed(f"{do}: {reply['error']}\n{self.tail()}")
         return reply["ok"]
 
@@ -271,10 +287,8 @@ class Replica:
         self._using = None
         if self._process is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.communicate()
         self._process = None
 

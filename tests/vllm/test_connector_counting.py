@@ -81,7 +81,7 @@ def test_what_the_server_does_not_have_counts_nothing(engine: Replica, server: S
     since = Since(server)
     [answer] = engine.serve([counting(prompt(170), max_tokens=23)])
     assert (since("lookups"), since("lookup_blocks"), since("hit_blocks")) == (1, 5, 0)
-    assert since("stored_blocks") == 6, "170 tokens and 22 generated ones: the 23rd has no KV"
+    assert eventually(lambda: since("stored_blocks") == 6), "170 tokens and 22 generated ones: the 23rd has no KV"
     assert answer.params == {KEY: 0}
 
 
@@ -143,7 +143,7 @@ def test_a_request_aborted_while_its_blocks_come_gives_all_back(engine: Replica,
     assert engine.settle()["free_blocks"] == before
     assert at_rest(server)
     [answer] = engine.serve([counting(tokens)])
-    assert answer.params == {KEY: 1568}
+    assert answer.params == {KEY: 1600}
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])

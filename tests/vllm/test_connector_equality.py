@@ -1,6 +1,6 @@
 """The same tokens and the same logprobs with and without kvkeep, for each family of models that vLLM runs on a CPU.
 
-prompt of 100 tokens, blocks of 32:  |0 … 31|32 … 63|64 … 95|96 … 99      3 full blocks; the last token is always computed
+prompt of 100 tokens, blocks of 32:  |0 … 31|32 … 63|64 … 95|96 … 99      3 full blocks
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from replicas import (
     BLOCK,
     PoolMemory,
     Replica,
+    Server,
     Since,
     at_rest,
     counting,
@@ -116,7 +117,7 @@ def test_wrong_bytes_would_change_the_answer(bare: Replica) -> None:
 
 
 def test_wrong_bytes_in_the_pool_would_change_the_answer(plain: Replica, two: Replica) -> None:
-    with ServerProcess("--pool-size", "64MiB", "--slab-size", "1MiB", "--no-verify") as careless:
+    with Server("--pool-size", "64MiB", "--slab-size", "1MiB", "--no-verify") as careless:
         tokens = prompt(300)
         [computed], _ = both(plain.use("llama"), [tokens], max_tokens=8)
         two.use("llama", careless, extra={"kvkeep.verify": False})

@@ -22,7 +22,7 @@ BAD: list[Any] = [
     {"kvkeep_priority": "high"},
     {"kvkeep_priority": 101},
     {"kvkeep_priority": True},
-    {"kvkeep_priority": -(2**70)},
+    {"kvkeep_priority": -(2**62)},
     {"kvkeep_ttl_ms": -1},
     {"kvkeep_ttl_ms": 1.5},
     {"kvkeep_ttl_ms": None},
@@ -46,9 +46,9 @@ def test_bad_params_end_nothing(plain: Replica, engine: Replica, server: ServerP
     try:
         [answer] = engine.serve([request(tokens, params=params)])
     except EngineFailed as error:
-        if isinstance(params, dict) or "submit" not in str(error).splitlines()[0]:
+        if isinstance(params, dict) or not str(error).startswith("submit: "):
             raise
-        refused = True  # by vLLM, before the request was there: the engine is what it was
+        refused = True  # by vLLM, before the request was there
     else:
         refused = False
         assert [answer.tokens] == expected

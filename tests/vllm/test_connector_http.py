@@ -35,6 +35,8 @@ from replicas import (
 
 from kvkeep.testing.process import ServerProcess
 
+SWITCHES = ["--enforce-eager", "--skip-tokenizer-init"]
+
 pytestmark = pytest.mark.usefixtures("_nothing_is_left")
 
 
@@ -65,8 +67,7 @@ class Api:
         said = [str(part) for flag in flags.items() for part in flag]
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter for resets
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "driver.py"), "serve", str(model), *said]
-            + ["--enforce-eager", "--skip-tokenizer-init"],
+            [sys.executable, str(HERE / "driver.py"), "serve", str(model), *said, *SWITCHES],
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
@@ -167,7 +168,7 @@ def test_two_salts_never_share_and_one_does(api: Api, server: ServerProcess) -> 
     assert (counts, unsalted["kv_transfer_params"][KEY]) == ({"bob": 0, "alice": 96}, 0)
 
 
-@pytest.mark.parametrize("salt", ["a/b", "a\0b", "x" * 4000, "\ud800", "", 7, ["a"]], ids=repr)
+@pytest.mark.parametrize("salt", ["a/b", "a\0b", "x" * 4000, "\ud800", "", 7, ["a"]], ids=lambda salt: repr(salt)[:9])
 def test_a_hostile_salt_is_refused_or_served(api: Api, salt: Any) -> None:
     try:
         answer = api.complete(prompt(70), cache_salt=salt, kv_transfer_params={KEY: None})
@@ -218,7 +219,13 @@ def test_streams_and_broken_connections_leave_nothing_behind(api: Api, server: S
     stored(server, since, 15)
     api.fresh()
     body = json.dumps({"model": "tiny", "prompt": tokens, "max_tokens": 500, "stream": True, "ignore_eos": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    head = "\r\n".join([*lines, "", ""])
     for _ in range(5):
         with socket.create_connection((host, int(port))) as client:
             client.sendall((head + body).encode())

@@ -70,14 +70,7 @@ def test_a_hostile_salt_is_served_and_stays_alone(
 ) -> None:
     tokens = prompt(100)
     expected = tokens_of(plain.use("llama").serve([request(tokens)]))
-    try:
-        first = engine.serve([request(tokens, salt)])
-    except AssertionError as error:
-        assert salt == "\ud800" and "surrogates not allowed" in str(error), "vLLM itself cannot hash this one"
-        engine.use("llama", server)
-        assert tokens_of(engine.serve([request(tokens)])) == expected
-        return
-    assert tokens_of(first) == expected
+    assert tokens_of(engine.serve([request(tokens, salt)])) == expected
     answers = other.fresh().serve([counting(tokens), counting(tokens, salt), counting(tokens, salt + "x")])
     assert tokens_of(answers) == 3 * expected
     assert [answers[0].extra, answers[2].extra] == [0, 0]

@@ -79,7 +79,7 @@ class Connection:
 
     def __del__(self) -> None:
         # Dropped without `close`: with the lock and the socket gone, the server takes back what the session held.
-        if hasattr(self, "_closed") and not self._closed and os.getpid() == self._pid:
+        if hasattr(self, "_closed") and not self._closed and os and os.getpid() == self._pid:
             if self._fence is not None:
                 self._fence.let_go()
             self._transport.close()

@@ -38,7 +38,7 @@ def root_of(identity: ModelIdentity, request: Any, generation: bytes) -> bytes:
 def _adapter(lora: Any) -> str:
     """Which adapter it is. One that is trained further under the same name and path is another one; vLLM reads it when
     it is first used in a process, or again if it is told to, and so do we."""
-    if lora.load_inplace:
+    if getattr(lora, "load_inplace", False):
         _weights_of.cache_clear()
     return repr((lora.lora_name, lora.lora_path, _weights_of(lora.lora_int_id, lora.lora_path)))
 

@@ -67,7 +67,9 @@ class RequestSide:
     def shake_hands(self, handshakes: Sequence[Handshake]) -> None:
         """What the workers have found out."""
         refusals = sorted({each.refusal for each in handshakes if each.shape is None})
-        if refusals or not handshakes:
+        if not handshakes:
+            refusals = ["its workers did not say how they keep KV"]
+        if refusals:
             log.error("kvkeep: this engine is served without the cache: %s", "; ".join(refusals))
             return
         shape = handshakes[0].shape

@@ -90,8 +90,9 @@ class WorkerSide:
             return
         finished = self._adapter.poll()
         for job, block_ids in finished.failed.items():
-            self._tell_failed(self._loading[job], block_ids)
-        self.received.update(self._loading.pop(job) for job in finished.loaded)
+            if job in self._loading:
+                self._tell_failed(self._loading[job], block_ids)
+        self.received.update(self._loading.pop(job) for job in finished.loaded if job in self._loading)
         if finished != Finished(finished.rank):
             self._reports.append(finished)
 

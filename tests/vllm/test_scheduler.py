@@ -1,0 +1,180 @@
+"""The scheduler's side by itself: before and without a handshake, and when something inside goes wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+
+from engine_parts import Engine, answer_to, cache_config, full, request, vllm_config
+
+from kvkeep.client.options import ClientOptions
+from kvkeep.testing.cache import SimulatedCache
+from kvkeep.vllm.keys import TokensChanged
+from kvkeep.vllm.messages import Handshake, Reports
+from kvkeep.vllm.scheduler import RequestSide
+
+PROMPT = list(range(100, 123))
+COUNT = {"num_kvkeep_extra_cached_tokens": None}
+NOTHING = SimpleNamespace(
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()), num_scheduled_tokens={}
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """Its server has PROMPT, and it has nothing of it itself."""
+    cache = SimulatedCache(seed=1)
+    first, second = Engine(cache), Engine(cache)
+    first.run(request(PROMPT))
+    yield second
+    for each in (first, second):
+        each.rank.shutdown()
+        each.scheduler.shutdown()
+
+
+def requests_of(engine: Engine) -> RequestSide:
+    assert engine.connector._requests is not None
+    return engine.connector._requests
+
+
+# --- without a cache --------------------------------------------------------------------------------------------
+
+
+def check_it_does_nothing(side: RequestSide) -> None:
+    asked = request(PROMPT, params=COUNT)
+    side.arrive(asked)
+    assert side.lookup(asked, 0) == 0
+    side.allocated(asked, [[1, 2, 3]], 0)
+    step = side.build_step(NOTHING)
+    assert not (step.step.loads or step.step.stores or step.step.stores_after or step.step.withdrawn or step.lost)
+    side.complete(Reports())
+    assert side.end(asked) == {"num_kvkeep_extra_cached_tokens": 0}
+    assert side.reset() is True
+    assert side.stats() is None
+    side.close()
+    assert not side._known and not side._written and not side.tables._own
+
+
+def test_before_the_workers_have_spoken_it_does_nothing() -> None:
+    check_it_does_nothing(RequestSide(vllm_config(), cache_config(full()), ClientOptions()))
+
+
+@pytest.mark.parametrize("handshakes", [[], [Handshake(None, "no such layout")]])
+def test_workers_that_refuse_are_said_once_and_served_without_a_cache(
+    handshakes: list[Handshake], caplog: pytest.LogCaptureFixture
+) -> None:
+    side = RequestSide(vllm_config(), cache_config(full()), ClientOptions())
+    with caplog.at_level(logging.ERROR):
+        side.shake_hands([*handshakes, *handshakes])
+    [record] = [each for each in caplog.records if each.name.startswith("kvkeep")]
+    assert record.getMessage().count("no such layout") == len(handshakes)
+    check_it_does_nothing(side)
+
+
+def test_one_rank_that_refuses_is_enough(engine: Engine) -> None:
+    shape = engine.rank.get_handshake_metadata()
+    assert shape is not None
+    side = RequestSide(vllm_config(), cache_config(full()), ClientOptions())
+    side.shake_hands([shape, Handshake(None, "not here")])
+    check_it_does_nothing(side)
+
+
+# --- when something goes wrong ----------------------------------------------------------------------------------
+
+
+def change_tokens(engine: Engine, name: str) -> None:
+    """As if vLLM had replaced the request's tokens."""
+
+    def grow() -> bytes:
+        raise TokensChanged("as the test says")
+
+    requests_of(engine)._known[name].keys.grow = grow  # type: ignore[method-assign]
+
+
+def run_to_load(engine: Engine, name: str = "b") -> None:
+    engine.add(request(PROMPT, name))
+    for _ in range(20):
+        engine.step()
+        if engine.worker.loads:
+            return
+
+
+def test_a_request_whose_tokens_change_is_served_without_the_cache_and_leaves_nothing(engine: Engine) -> None:
+    engine.add(request(PROMPT, "b", max_tokens=6))
+    while not engine.answers["b"]:
+        engine.step()
+    change_tokens(engine, "b")
+    engine.abort("b")
+    engine.settle()
+    assert "b" not in engine.side._trackers, "or it is kept for ever"
+    assert engine.connector.faults == 0
+
+
+def test_a_request_whose_tokens_change_while_it_runs(engine: Engine) -> None:
+    engine.add(request(PROMPT, "b", max_tokens=60))
+    while not engine.answers["b"]:
+        engine.step()
+    stored = len(engine.worker.began)
+    change_tokens(engine, "b")
+    assert engine.run().answers["b"] == answer_to(PROMPT, 60)
+    assert [what for what, _ in engine.worker.began[stored:] if what == "store"] == []
+    engine.check_nothing_left()
+
+
+def test_a_load_whose_event_cannot_be_noted_is_told_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_of(engine).events, "prepared", lambda *args: 1 / 0)
+    engine.worker.withdraw = lambda block_ids: None  # type: ignore[method-assign]
+    engine.add(request(PROMPT, "b"))
+    told: list[str] = []
+    results = engine._results
+
+    def spy(scheduled: Any) -> Any:
+        output = results(scheduled)
+        told.extend(output.finished_recving or ())
+        return output
+
+    monkeypatch.setattr(engine, "_results", spy)
+    for _ in range(20):
+        engine.step()
+    assert told == ["b"]
+    assert engine.answers["b"] == answer_to(PROMPT)
+
+
+def test_a_store_that_cannot_be_prepared_keeps_no_load_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.side, "prepare_store", lambda *args, **words: 1 / 0)
+    engine.add(request([9, *PROMPT], "c", max_tokens=12))
+    run_to_load(engine)
+    assert engine.worker.loads
+    monkeypatch.undo()
+    engine.run()
+    assert engine.answers == {"b": answer_to(PROMPT), "c": answer_to([9, *PROMPT], 12)}
+    assert engine.connector.faults == 0
+
+
+def test_stats_count_and_start_anew(engine: Engine) -> None:
+    side = requests_of(engine)
+    side.stats()
+    side.arrive(request(PROMPT, "x"))
+    side.arrive(request(PROMPT, "y", sampling={"skip_reading_prefix_cache": True}))
+    stats = side.stats()
+    assert stats is not None and stats.data == {"lookups": 1, "connected": 1}
+    assert side.stats() is None
+    for name in ("x", "y"):
+        side._forget(name)
+
+
+def test_salts_that_are_none_are_served_without_the_cache(engine: Engine) -> None:
+    for salt in ("\ud800", "x" * 10_000, "\x00"):
+        try:
+            asked = request(PROMPT, cache_salt=salt)
+        except UnicodeEncodeError:
+            continue
+        engine.run(asked)
+        assert engine.answers[asked.request_id] == answer_to(PROMPT)
+    engine.check_nothing_left()

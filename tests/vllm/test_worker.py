@@ -1,0 +1,248 @@
+"""A rank's side: what it begins when, and that each load is told to vLLM once, whatever became of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+
+import torch
+from engine_parts import cache_config, full, one_rank, vllm_config
+
+import kvkeep.vllm.worker
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.worker import Finished
+from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.connector.step import StepMetadata
+from kvkeep.errors import RequestError, SettingsError
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.vllm.messages import Step
+from kvkeep.vllm.worker import WorkerSide
+
+WHOLE = Pieces([CacheGroup("full", 4)])
+SEVERAL = Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8)])
+
+
+class Recording:
+    """A WorkerAdapter that remembers what it was asked, and finishes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.finished = Finished(3)
+        self.raises: set[str] = set()
+        self.strategy = SimpleNamespace(rank=3)
+        self.connection = SimpleNamespace(answering=True, wait_until_up=lambda timeout_ms: True)
+
+    def store(self, job: int, request: StoreRequest) -> None:
+        self._note("store", job)
+
+    def load(self, job: int, request: LoadRequest) -> None:
+        self._note("load", job)
+
+    def withdraw(self, block_ids: Any) -> None:
+        self._note("withdraw", block_ids)
+
+    def register_pieces(self, pieces: Any) -> None:
+        self._note("register", len(pieces))
+
+    def poll(self) -> Finished:
+        finished, self.finished = self.finished, Finished(3)
+        return finished
+
+    def close(self) -> None:
+        self._note("close", None)
+
+    def _note(self, what: str, which: Any) -> None:
+        self.calls.append((what, which))
+        if what in self.raises:
+            raise RequestError("bad_request", "as the test says")
+
+
+def load(*blocks: int) -> LoadRequest:
+    ids = np.array(blocks, dtype=np.int64)
+    checksums = np.zeros((len(blocks), 1), dtype=np.uint64)
+    return LoadRequest("default", bytes(len(blocks) * KEY_BYTES), 0, ids, 1, ids, checksums)
+
+
+STORE = StoreRequest("default", b"", bytes(KEY_BYTES), np.array([1]))
+
+
+def side(pieces: Pieces = WHOLE) -> tuple[WorkerSide, Recording]:
+    made, adapter = WorkerSide(None, None, ClientOptions()), Recording()
+    made._adapter, made._pieces = adapter, pieces  # type: ignore[assignment]
+    return made, adapter
+
+
+def loading(worker: WorkerSide, **requests: int) -> None:
+    worker.begin(
+        Step(StepMetadata({job: load(job) for job in requests.values()}, requests={v: k for k, v in requests.items()}))
+    )
+
+
+# --- order ------------------------------------------------------------------------------------------------------
+
+
+def test_what_must_be_read_is_read_before_anything_is_overwritten() -> None:
+    worker, adapter = side()
+    step = Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7, 8], {1: "a"}))
+    worker.begin(step)
+    assert adapter.calls == [("store", 2), ("withdraw", [7, 8]), ("load", 1)]
+    worker.finish(step)
+    assert adapter.calls[3:] == [("store", 3)]
+    worker.begin(Step())
+    worker.finish(Step())
+    assert len(adapter.calls) == 4
+    worker.close()
+    assert adapter.calls[4:] == [("close", None)]
+
+
+def test_a_step_that_knows_nothing_takes_everything_back() -> None:
+    worker, adapter = side()
+    worker.begin(Step(all_withdrawn=True))
+    assert ("withdraw", None) in adapter.calls
+
+
+# --- loads ------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_is_told_once_when_it_has_ended() -> None:
+    worker, adapter = side()
+    loading(worker, a=1, b=2)
+    worker.collect()
+    assert worker.take_received() == (set(), set())
+    adapter.finished = Finished(3, loaded=[1])
+    worker.collect()
+    assert worker.take_received() == ({"a"}, set())
+    worker.collect()
+    assert worker.take_received() == (set(), set())
+    adapter.finished = Finished(3, loaded=[2])
+    worker.collect()
+    assert (worker.take_received(), worker.take_invalid()) == (({"b"}, set()), set())
+    assert not worker._loading
+
+
+@pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
+def test_a_failed_load_is_told_by_blocks_or_by_request(pieces: Pieces) -> None:
+    worker, adapter = side(pieces)
+    loading(worker, a=1, b=2)
+    adapter.finished = Finished(3, loaded=[1, 2], failed={1: [5, 6]})
+    worker.collect()
+    assert worker.take_received() == ({"a", "b"}, set() if pieces.whole else {"a"})
+    assert worker.take_invalid() == ({5, 6} if pieces.whole else set())
+    assert worker.take_received() == (set(), set()) and worker.take_invalid() == set()
+
+
+@pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
+def test_bad_news_may_come_before_the_end(pieces: Pieces) -> None:
+    worker, adapter = side(pieces)
+    loading(worker, a=1)
+    adapter.finished = Finished(3, failed={1: [5]})
+    worker.collect()
+    received, _ = worker.take_received()
+    assert not received
+    adapter.finished = Finished(3, loaded=[1])
+    worker.collect()
+    assert worker.take_received()[0] == {"a"}
+
+
+@pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
+def test_a_load_that_could_not_be_prepared_has_failed(pieces: Pieces) -> None:
+    worker, _ = side(pieces)
+    worker.begin(Step(lost={"a": [3, 4]}))
+    assert worker.take_received() == ({"a"}, set() if pieces.whole else {"a"})
+    assert worker.take_invalid() == ({3, 4} if pieces.whole else set())
+
+
+@pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
+def test_loads_of_a_step_that_cannot_be_begun_have_failed(pieces: Pieces) -> None:
+    worker, adapter = side(pieces)
+    adapter.raises = {"store"}
+    worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {}, [], {1: "a"})))
+    assert ("withdraw", None) in adapter.calls
+    assert worker.take_received() == ({"a"}, set() if pieces.whole else {"a"})
+    assert worker.take_invalid() == ({5, 6} if pieces.whole else set())
+
+
+def test_the_scheduler_hears_of_jobs_that_were_not_begun() -> None:
+    worker, adapter = side()
+    adapter.raises = {"store"}
+    worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {}, [], {1: "a"})))
+    worker.collect()
+    reports = worker.take_reports()
+    assert reports is not None, "or the scheduler waits for these jobs for ever"
+    assert {job for report in reports.finished for job in report.loaded} == {1}
+    assert {job: ids for report in reports.finished for job, ids in report.failed.items()} == {1: [5, 6]}
+    assert {job for report in reports.finished for job in (*report.stored, *report.incomplete)} == {2}
+
+
+# --- reports ----------------------------------------------------------------------------------------------------
+
+
+def test_reports_and_stats_are_what_has_ended_since() -> None:
+    worker, adapter = side()
+    assert worker.take_reports() is None and worker.stats() is None
+    loading(worker, a=1)
+    adapter.finished = Finished(3, {4: 2, 5: 0}, [5], [1], {1: [9]}, 6)
+    worker.collect()
+    worker.collect()
+    stats = worker.stats()
+    assert stats is not None
+    expected = {"failed_blocks": 1, "stored_blocks": 2, "incomplete_stores": 1, "withdrawn_blocks": 6, "connected": 1}
+    assert stats.data == expected
+    reports = worker.take_reports()
+    assert reports is not None and len(reports.finished) == 1 and reports.finished[0].rank == 3
+    assert worker.take_reports() is None and worker.stats() is None
+
+
+# --- start-up ---------------------------------------------------------------------------------------------------
+
+
+def registered(*specs: Any, kv: Any = None, **model: Any) -> WorkerSide:
+    config = vllm_config(**model)
+    cache = cache_config(*specs, num_blocks=6)
+    worker = WorkerSide(config, cache, ClientOptions())
+    layers = {name: torch.zeros(6, 4) for group in cache.kv_cache_groups for name in group.layer_names}
+    with one_rank(), mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", return_value=Recording()):
+        worker.register(layers if kv is None else kv)
+    return worker
+
+
+def test_a_worker_says_what_its_blocks_are_like() -> None:
+    worker = registered(full())
+    assert worker.handshake is not None and worker.handshake.shape is not None
+    assert worker.handshake.shape.shard_bytes == (16,) and worker.handshake.refusal == ""
+    assert registered(full()).handshake == worker.handshake
+
+
+def test_a_refusal_becomes_a_handshake_without_a_shape() -> None:
+    cases = [
+        registered(full(non_causal=True)),
+        registered(full(), is_encoder_decoder=True),
+        registered(full(), kv={}),
+        registered(full(), kv={"layer.0": torch.zeros(5, 4)}),
+    ]
+    for worker in cases:
+        assert worker.handshake is not None and worker.handshake.shape is None
+        assert worker.handshake.refusal
+
+
+def test_a_worker_that_refused_does_nothing_and_answers_all_the_same() -> None:
+    worker = registered(full(non_causal=True))
+    worker.begin(Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7], {1: "a"})))
+    worker.finish(Step())
+    worker.collect()
+    assert worker.take_received() == (set(), set()) and worker.take_invalid() == set()
+    assert worker.take_reports() is None and worker.stats() is None
+    worker.close()
+
+
+def test_the_refusal_has_the_hint() -> None:
+    with mock.patch.object(kvkeep.vllm.worker, "pieces_of", side_effect=SettingsError("no", "do this")):
+        worker = registered(full())
+    assert worker.handshake is not None and worker.handshake.refusal == "no (do this)"
