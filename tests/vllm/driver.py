@@ -251,12 +251,12 @@ class Engine:
         """What vLLM made of the options."""
         config = self.engine.vllm_config
         connector = self.scheduler.connector
+        kinds = [type(group.kv_cache_spec).__name__ for group in self.scheduler.kv_cache_config.kv_cache_groups]
         return {
             "block_size": config.cache_config.block_size,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
-            "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+            "groups": kinds,
             "connector": type(connector).__name__ if connector is not None else None,
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "ranks": config.parallel_config.world_size,
         }
 
@@ -299,7 +299,7 @@ class Driver:
         _set_environment(env)
         try:
             self.engine = Engine(options)
-        except BaseException:
+        except BaseException:  # guard: raised again; vLLM's remains would keep the next engine from starting
             _clean_up()
             raise
         return self.engine.facts()

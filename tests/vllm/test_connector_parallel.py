@@ -1,6 +1,7 @@
 """M2: engines of two ranks on real vLLM. Who stores, who loads, and what the server counts of it.
 
 MLA's decode disagrees with its own prefill on a CPU, cache or no cache, so bytes are compared there and not tokens.
+Pipelines are not here: vLLM 0.32.0 does not run them on a CPU, with or without a connector.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from replicas import (
     eventually,
     prompt,
     request,
-    tokens_of,
 )
 
 from kvkeep.testing.process import ServerProcess
@@ -98,17 +98,3 @@ def test_mla_that_was_stored_by_one_rank_is_found_by_another_process(
     assert eventually(lambda: since("stored_blocks") == 5) and at_rest(server)
     loaded, cached = digests(two.use("mla", server), tokens, 5)
     assert (loaded, cached) == (computed, 80)
-
-
-def test_two_stages_of_a_pipeline(plain: Replica, ranks: Replica, server: ServerProcess) -> None:
-    prompts = [prompt(length) for length in LENGTHS]
-    expected = tokens_of(plain.use("llama").serve([request(tokens) for tokens in prompts]))
-    # With a KV size that is given vLLM skips its warm-up on a CPU, and a second stage does not work without one.
-    warm_up: dict[str, Any] = {"env": {"VLLM_CPU_KVCACHE_SPACE": None}, "gpu_memory_utilization": 0.15}
-    ranks.use("llama", server, pipeline_parallel_size=2, **warm_up)
-    since = Since(server)
-    assert tokens_of(ranks.serve([request(tokens) for tokens in prompts])) == expected
-    assert eventually(lambda: since("stored_blocks") == 2 * (1 + 3 + 5)), "each stage stores its layers of each block"
-    warm = ranks.fresh().serve([counting(tokens) for tokens in prompts])
-    assert tokens_of(warm) == expected
-    assert [answer.extra for answer in warm] == [32, 96, 160]
