@@ -326,6 +326,7 @@ class Engine:
         if delivers:
             self.cache.pass_time(1)
         scheduled = self.scheduler.schedule()
+        self.rank.handle_preemptions(scheduled.kv_connector_metadata)
         self.rank.bind_connector_metadata(scheduled.kv_connector_metadata)
         sampled = {name: self._compute(name, tokens, scheduled) for name, tokens in self._work(scheduled)}
         self.rank.wait_for_save()
@@ -370,7 +371,7 @@ class Engine:
         requests = self.connector._requests
         assert requests is not None
         assert not requests._known and not requests._lost and not requests.tables._own
-        assert self.connector.faults == 0 and requests._stats.data.get("faults", 0) == 0 and self.rank.faults == 0
+        assert self.connector.faults == 0 and requests.faults == 0 and self.rank.faults == 0
         self.cache.check_nothing_held()
 
     # -- the model

@@ -140,6 +140,7 @@ SCHEDULER: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 WORKER: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "register_kv_caches": (lambda c: c.register_kv_caches({}), None),
+    "handle_preemptions": (lambda c: c.handle_preemptions(Step()), None),
     "bind_connector_metadata": (lambda c: c.bind_connector_metadata(Step()), None),
     "wait_for_save": (lambda c: c.wait_for_save(), None),
     "get_finished": (lambda c: c.get_finished(set()), (None, None)),

@@ -1,4 +1,4 @@
-"""`vllm serve` with kvkeep, as its users see it: over HTTP, with vLLM's own processes and overlapping steps."""
+"""`vllm serve` with kvkeep, as its users see it: over HTTP, with the processes that vLLM starts by itself."""
 
 from __future__ import annotations
 

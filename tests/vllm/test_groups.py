@@ -24,6 +24,7 @@ FLOATS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.floa
 
 def engine(**model: Any) -> Any:
     return SimpleNamespace(
+        use_v2_model_runner=False,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         cache_config=SimpleNamespace(calculate_kv_scales=False),
         model_config=model_config(**model),

@@ -93,13 +93,29 @@ def test_what_must_be_read_is_read_before_anything_is_overwritten() -> None:
     step = Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7, 8], {1: "a"}))
     worker.begin(step)
     assert adapter.calls == [("store", 2), ("withdraw", [7, 8]), ("load", 1)]
-    worker.finish(step)
+    worker.finish()
     assert adapter.calls[3:] == [("store", 3)]
     worker.begin(Step())
-    worker.finish(Step())
+    worker.finish()
     assert len(adapter.calls) == 4
     worker.close()
     assert adapter.calls[4:] == [("close", None)]
+
+
+def test_vllm_writes_between_the_saving_of_blocks_and_the_loads() -> None:
+    worker, adapter = side()
+    step = Step(StepMetadata({1: load(5)}, {2: STORE}, {}, [7, 8], {1: "a"}))
+    worker.save(step)
+    assert adapter.calls == [("store", 2), ("withdraw", [7, 8])]
+    worker.begin(step)
+    assert adapter.calls[2:] == [("load", 1)], "what was saved is not saved again: it may be overwritten by now"
+
+
+def test_a_step_whose_end_nobody_told_ends_with_the_next() -> None:
+    worker, adapter = side()
+    worker.begin(Step(StepMetadata(stores_after={3: STORE})))
+    worker.begin(Step(StepMetadata(stores_after={4: STORE}, withdrawn=[7])))
+    assert adapter.calls == [("store", 3), ("withdraw", [7])]
 
 
 def test_a_step_that_knows_nothing_takes_everything_back() -> None:
@@ -162,23 +178,26 @@ def test_a_load_that_could_not_be_prepared_has_failed(pieces: Pieces) -> None:
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
 def test_loads_of_a_step_that_cannot_be_begun_have_failed(pieces: Pieces) -> None:
     worker, adapter = side(pieces)
-    adapter.raises = {"store"}
+    adapter.raises = {"load"}
     worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {}, [], {1: "a"})))
-    assert ("withdraw", None) in adapter.calls
+    assert ("withdraw", None) not in adapter.calls and worker.faults == 1
     assert worker.take_received() == ({"a"}, set() if pieces.whole else {"a"})
     assert worker.take_invalid() == ({5, 6} if pieces.whole else set())
 
 
 def test_the_scheduler_hears_of_jobs_that_were_not_begun() -> None:
     worker, adapter = side()
-    adapter.raises = {"store"}
-    worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {}, [], {1: "a"})))
+    adapter.raises = {"store", "load"}
+    worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {3: STORE}, [], {1: "a"})))
+    assert ("withdraw", None) in adapter.calls
+    worker.finish()
     worker.collect()
     reports = worker.take_reports()
     assert reports is not None, "or the scheduler waits for these jobs for ever"
     assert {job for report in reports.finished for job in report.loaded} == {1}
     assert {job: ids for report in reports.finished for job, ids in report.failed.items()} == {1: [5, 6]}
-    assert {job for report in reports.finished for job in (*report.stored, *report.incomplete)} == {2}
+    assert {job for report in reports.finished for job in (*report.stored, *report.incomplete)} == {2, 3}
+    assert worker.faults == 3
 
 
 # --- reports ----------------------------------------------------------------------------------------------------
@@ -235,7 +254,7 @@ def test_a_refusal_becomes_a_handshake_without_a_shape() -> None:
 def test_a_worker_that_refused_does_nothing_and_answers_all_the_same() -> None:
     worker = registered(full(non_causal=True))
     worker.begin(Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7], {1: "a"})))
-    worker.finish(Step())
+    worker.finish()
     worker.collect()
     assert worker.take_received() == (set(), set()) and worker.take_invalid() == set()
     assert worker.take_reports() is None and worker.stats() is None

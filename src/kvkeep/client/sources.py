@@ -45,6 +45,7 @@ class Sources:
         self._ids = block_ids.copy()
         self._left = np.ones(block_ids.shape, dtype=np.bool_)  # not copied yet
         self._aside: dict[tuple[int, int], tuple[NDArray[np.uint8], int]] = {}  # bytes and checksum
+        self._bytes_aside = 0
         self._lock = threading.Lock()
         self.stop = block_ids.shape[1]  # blocks from here on are lost
         for row, piece in zip(block_ids, pieces, strict=True):
@@ -54,7 +55,7 @@ class Sources:
     @property
     def bytes_aside(self) -> int:
         with self._lock:
-            return sum(row.nbytes for row, _ in self._aside.values())
+            return self._bytes_aside
 
     def take_back(self, block_ids: NDArray[np.int64], allowance: int) -> tuple[int, int]:
         """The engine will write into these blocks. Returns how many of them were still to be copied, and how many bytes
@@ -81,6 +82,9 @@ class Sources:
         with self._lock:
             self._left[piece, start:stop] = False
             self._left[piece, but] = True
+            for number, position in [at for at in self._aside if at[0] == piece and start <= at[1] < stop]:
+                if position not in but:
+                    self._drop(number, position)
 
     def give_up(self) -> None:
         """Nothing more is read."""
@@ -105,12 +109,17 @@ class Sources:
                 sums = gather(runs, ids[there], addresses[some][there], verify=verify)
                 checksums[some][there] = 0 if sums is None else sums
                 self._left[piece, positions[some]] = False
-            for at in np.flatnonzero(~there).tolist():
-                saved = self._aside.pop((piece, int(positions[some][at])), None)
-                if saved is not None:
-                    _copy_row(saved[0], int(addresses[some][at]))
-                    checksums[start + at] = saved[1] if verify else 0
+                saved = {at: self._drop(piece, int(positions[some][at])) for at in np.flatnonzero(~there).tolist()}
+            for at, (row, value) in ((at, each) for at, each in saved.items() if each is not None):
+                _copy_row(row, int(addresses[some][at]))
+                checksums[start + at] = value if verify else 0
         return checksums
+
+    def _drop(self, piece: int, position: int) -> tuple[NDArray[np.uint8], int] | None:
+        """What was set aside for this block, which is not kept any longer."""
+        saved = self._aside.pop((piece, position), None)
+        self._bytes_aside -= saved[0].nbytes if saved else 0
+        return saved
 
     def _set_aside(self, piece: int, positions: NDArray[np.int64]) -> None:
         runs = self._pieces[piece].runs
@@ -119,6 +128,7 @@ class Sources:
         assert sums is not None
         for position, row, value in zip(positions.tolist(), rows, sums.tolist(), strict=True):
             self._aside[piece, position] = (row, value)
+        self._bytes_aside += rows.nbytes
 
 
 def row_addresses(buffer: NDArray[np.uint8]) -> NDArray[np.uint64]:

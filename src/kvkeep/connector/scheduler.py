@@ -63,6 +63,7 @@ class SchedulerSide:
         self._jobs: dict[int, Job] = {}
         self._owners: dict[int, Tracker] = {}  # of jobs
         self._loading: Counter[bytes] = Counter()  # keys of blocks that are on their way here
+        self._sources: Counter[int] = Counter()  # engine blocks that stores under way read
         self._next_job = self._next_tracker = 0
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
@@ -189,7 +190,7 @@ class SchedulerSide:
         ids = block_ids(first, computed_blocks) if callable(block_ids) else block_ids[first:computed_blocks]
         table = np.atleast_2d(np.asarray(ids, dtype=np.int64))
         tracker.stored = computed_blocks
-        job = self._new_job(tracker, first, table, is_load=False)
+        job = self._new_job(tracker, first, table, is_load=False, after_step=after_step)
         (self._stores_after if after_step else self._stores)[job.number] = StoreRequest(
             tracker.tenant,
             tracker.key(first - 1),
@@ -220,13 +221,11 @@ class SchedulerSide:
     def build_step(self, written_blocks: set[int] | frozenset[int] = frozenset()) -> StepMetadata:
         """The jobs that were prepared since the last step. They go to every worker. `written_blocks` are the engine
         blocks that the step may write into, where an engine gives blocks to others before they are stored."""
-        withdrawn: set[int] = set()
-        if written_blocks:
-            for job in self._jobs.values():
-                if not job.is_load and job.number not in self._stores_after:
-                    withdrawn.update(written_blocks.intersection(job.block_ids))
+        withdrawn = sorted(written_blocks & self._sources.keys()) if written_blocks else []
+        for number in self._stores_after:  # from now on they are under way
+            self._sources.update(self._jobs[number].block_ids)
         requests = {number: self._jobs[number].request_id for number in self._loads}
-        metadata = StepMetadata(self._loads, self._stores, self._stores_after, sorted(withdrawn), requests)
+        metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, requests)
         self._loads, self._stores, self._stores_after = {}, {}, {}
         return metadata
 
@@ -266,13 +265,23 @@ class SchedulerSide:
     def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
         return tracker.key(block) in self._loading
 
-    def _new_job(self, tracker: Tracker, first_block: int, table: NDArray[np.int64], *, is_load: bool) -> Job:
+    def _new_job(
+        self,
+        tracker: Tracker,
+        first_block: int,
+        table: NDArray[np.int64],
+        *,
+        is_load: bool,
+        after_step: bool = False,
+    ) -> Job:
         self._next_job += 1
         block_ids, blocks = table[table != NO_BLOCK].tolist(), table.shape[1]
         job = Job(self._next_job, tracker.request_id, first_block, block_ids, is_load, blocks, self._pieces.whole)
         self._jobs[job.number] = job
         self._owners[job.number] = tracker
         tracker.jobs += 1
+        if not is_load and not after_step:
+            self._sources.update(block_ids)
         if is_load:
             tracker.loads += 1
             self._loading.update(tracker.key(first_block + at) for at in range(blocks))
@@ -282,6 +291,11 @@ class SchedulerSide:
         del self._jobs[job.number]
         tracker = self._owners.pop(job.number)
         tracker.jobs -= 1
+        if not job.is_load:
+            for block in job.block_ids:
+                self._sources[block] -= 1
+                if not self._sources[block]:
+                    del self._sources[block]
         if job.is_load:
             tracker.loads -= 1
             for at in range(job.first_block, job.first_block + job.blocks):

@@ -83,14 +83,19 @@ class TransferSide(Protocol):
 
 
 def begin(step: StepMetadata, cache: TransferSide) -> None:
-    """Begins a step on one worker, before anything is computed: what is stored was computed before, and what stores
-    have not read by now must be saved from being overwritten, by loads too."""
+    """Begins a step on one worker, before anything is written: what stores have not read by now is saved from being
+    overwritten, and only then loads begin."""
+    save(step, cache)
+    for number, load in step.loads.items():
+        cache.load(number, load)
+
+
+def save(step: StepMetadata, cache: TransferSide) -> None:
+    """The first half of it, where an engine itself writes between the two. What is stored was computed before."""
     for number, store in step.stores.items():
         cache.store(number, store)
     if step.withdrawn:
         cache.withdraw(step.withdrawn)
-    for number, load in step.loads.items():
-        cache.load(number, load)
 
 
 def finish(step: StepMetadata, cache: TransferSide) -> None:

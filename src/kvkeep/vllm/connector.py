@@ -3,7 +3,8 @@
     scheduler  on_new_request ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► build_connector_meta
                update_connector_output · request_finished_all_groups · reset_cache                    │
                                                                                                       ▼ every step
-    workers    bind_connector_metadata ─► (forward) ─► wait_for_save ─► get_finished ─► build_connector_worker_meta
+    workers    handle_preemptions ─► bind_connector_metadata ─► (forward) ─► wait_for_save ─► get_finished
+               build_connector_worker_meta
 
 No call raises into vLLM: what goes wrong inside is counted, logged, and a miss.
 """
@@ -166,6 +167,12 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         return self._worker.handshake
 
+    @_guarded(lambda: None)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """The first that a worker hears of a step, before vLLM zeroes or copies any block for it."""
+        assert self._worker is not None
+        self._worker.save(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._begin(connector_metadata)
@@ -188,8 +195,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The step is computed: begins what stores it, and waits for nothing."""
         assert self._worker is not None
-        if isinstance(self._connector_metadata, Step):
-            self._worker.finish(self._connector_metadata)
+        self._worker.finish()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         received, _ = self._received()
@@ -221,10 +227,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._requests or self._worker
         assert side is not None
         stats = side.stats()
-        if self.faults:
-            stats = stats or KVKeepStats.of()
-            stats.aggregate(KVKeepStats.of(faults=self.faults))
-            self.faults = 0
+        faults, self.faults, side.faults = self.faults + side.faults, 0, 0
+        if faults:
+            stats = (stats or KVKeepStats.of()).aggregate(KVKeepStats.of(faults=faults))
         return stats
 
     @_guarded(lambda: None)

@@ -32,6 +32,11 @@ def pieces_of(vllm_config: Any, kv_cache_config: Any) -> Pieces:
             "this model keeps layers of several kinds, and this release of vLLM cannot recover a failed load of one",
             "vLLM 0.30 or later can",
         )
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and vllm_config.use_v2_model_runner:
+        raise SettingsError(
+            "vLLM's second model runner writes into blocks of this model before it tells of a step",
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        )
     for group in kv_cache_config.kv_cache_groups:
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
             raise SettingsError("this model has KV that vLLM does not let out", "serve it without kvkeep")

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvkeep.client.sources import Piece
 from kvkeep.connector.options import revision
 from kvkeep.connector.pieces import Pieces
+from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
@@ -50,10 +51,19 @@ def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: Pieces) -> Paral
     )
 
 
-def parts_of_all_ranks(located: Sequence[Piece]) -> list[Part]:
-    """How the block lies in memory on every rank of this engine, in the order of ranks. All ranks must call this."""
-    own: Part = ([piece.runs.fingerprint for piece in located], [piece.runs.nbytes for piece in located])
-    return [part for stage in _gather(get_pp_group(), _gather(get_tp_group(), own)) for part in stage]
+def parts_of_all_ranks(located: Sequence[Piece] | KVKeepError) -> list[Part]:
+    """How the block lies in memory on every rank of this engine, in the order of ranks. All ranks must call this, also
+    one that cannot be cached: then SettingsError is raised on every rank."""
+    own: Part | str
+    if isinstance(located, KVKeepError):
+        own = f"{located.message} ({located.hint})" if located.hint else located.message
+    else:
+        own = ([piece.runs.fingerprint for piece in located], [piece.runs.nbytes for piece in located])
+    every = [part for stage in _gather(get_pp_group(), _gather(get_tp_group(), own)) for part in stage]
+    refusals = sorted({part for part in every if isinstance(part, str)})
+    if refusals:
+        raise SettingsError("; ".join(refusals))
+    return every
 
 
 def _gather(group: Any, own: Any) -> list[Any]:
@@ -110,6 +120,8 @@ def _config_digest(vllm_config: Any) -> str:
         "config": model.hf_config.to_dict(),
         "quantization": model.quantization,
         "load_format": str(load.load_format),
+        "max_model_len": model.max_model_len,  # some kinds of position embedding depend on it
+        "mm_processor_kwargs": getattr(model.multimodal_config, "mm_processor_kwargs", None),
         "seed": model.seed if str(load.load_format) == "dummy" else None,
         "draft": _draft(vllm_config.speculative_config),
     }

@@ -57,6 +57,8 @@ class EngineKeys:
                 f"{len(request.block_hashes)} hashes of {hash_tokens} tokens for a request of {request.num_tokens}"
             )
             raise KVKeepError(f"vLLM's block hashes are not what they were taken for: {problem}")
+        self._request = request
+        self._hash_tokens = hash_tokens
         self._root = root
         self._hashes = request.block_hashes
         self._each = block_tokens // hash_tokens
@@ -65,6 +67,8 @@ class EngineKeys:
 
     def grow(self) -> bytes:
         hashes, each = self._hashes, self._each
+        if len(hashes) != self._request.num_tokens // self._hash_tokens:
+            raise TokensChanged("a request has not as many hashes as its tokens make")
         if self._known and (len(hashes) < self._known or hashes[self._known - 1] != self._last):
             raise TokensChanged("the hashes of a request's first blocks have changed")
         stop = len(hashes) // each * each

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
@@ -58,7 +60,8 @@ class RequestSide:
         self._all_withdrawn = False
         self._lost: dict[str, list[int]] = {}
         self._generation = b""
-        self._stats = KVKeepStats.of()
+        self._counts: Counter[str] = Counter()
+        self.faults = 0
         self.tables = versions.BlockTables()
         self.events = CacheEvents(vllm_config)
 
@@ -67,8 +70,8 @@ class RequestSide:
     def shake_hands(self, handshakes: Sequence[Handshake]) -> None:
         """What the workers have found out."""
         refusals = sorted({each.refusal for each in handshakes if each.shape is None})
-        if not handshakes:
-            refusals = ["its workers did not say how they keep KV"]
+        if len(handshakes) != self._vllm_config.parallel_config.world_size:
+            refusals.append("not all of its workers said how they keep KV")
         if refusals:
             log.error("kvkeep: this engine is served without the cache: %s", "; ".join(refusals))
             return
@@ -79,6 +82,9 @@ class RequestSide:
         block_tokens = [group.block_tokens for group in self._pieces.groups]
         self._hash_tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
         self._uses_hashes = versions.hashes_are_stable(self._vllm_config.cache_config.prefix_caching_hash_algo)
+        media = getattr(self._vllm_config.model_config, "multimodal_config", None)
+        is_hashed = self._vllm_config.cache_config.enable_prefix_caching or getattr(media, "mm_processor_cache_gb", 1)
+        self._counts_media = media is not None and not is_hashed
         self._adapter = SchedulerAdapter(shape, self._options)
         if self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS):
             log.info("kvkeep: connected to %s", self._options.address)
@@ -95,14 +101,15 @@ class RequestSide:
     # -- a request's way
 
     def arrive(self, request: Any) -> None:
-        if self._side is None:
+        if self._side is None or not self._can_be_keyed(request):
             return
         root = root_of(self._identity, request, self._generation)
         keys = self._keys(root, request)
+        first = keys.grow()
         self._known[request.request_id] = _Known(request, keys)
         reads = not getattr(request, "skip_reading_prefix_cache", False)
-        self._side.arrive(request.request_id, request.cache_salt, request.kv_transfer_params, keys.grow(), reads=reads)
-        self._count(lookups=int(reads))
+        self._side.arrive(request.request_id, request.cache_salt, request.kv_transfer_params, first, reads=reads)
+        self._counts["lookups"] += reads
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens after the first `local_tokens` can be loaded; None: not known yet."""
@@ -121,8 +128,8 @@ class RequestSide:
         """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""
         if self._side is None:
             return
+        known = self._known.get(request.request_id)
         try:
-            known = self._known.get(request.request_id)
             self.tables.allocated(request.request_id, tables)
             computed = request.num_computed_tokens or (known.local_tokens if known else 0)
             for table, group in zip(tables, self._pieces.groups, strict=True):
@@ -134,30 +141,36 @@ class RequestSide:
                 self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
             log.exception("kvkeep: a load could not be prepared")
-            self._count(faults=1)
+            self.faults += 1
             self._all_withdrawn = True
             if loaded_tokens:
-                blocks = {block for table in tables for block in table} - {_NULL_BLOCK}
-                self._lost[request.request_id] = sorted(blocks)
+                first = (known.local_tokens if known else 0) // self._pieces.block_tokens
+                rows = self._pieces.rows(tables, first, max(map(len, tables)), _NULL_BLOCK)
+                self._lost[request.request_id] = rows[rows != NO_BLOCK].tolist()
                 self._forget(request.request_id)  # or vLLM asks again, is offered the same, and so on for ever
 
     def _prepare_load(self, known: _Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         assert self._side is not None
         first = known.local_tokens // self._pieces.block_tokens
-        stop = (known.local_tokens + loaded_tokens) // self._pieces.block_tokens
+        stop, rest = divmod(known.local_tokens + loaded_tokens, self._pieces.block_tokens)
+        assert rest == 0, "vLLM takes what it was offered, or nothing"
         rows = self._pieces.rows(tables, first, stop, _NULL_BLOCK)
         rows = self._pieces.without_tokens(rows, known.local_tokens, first)
         job = self._side.prepare_load(known.request.request_id, first, rows)
         self._note(job, known)
-        self._count(hit_tokens=loaded_tokens)
+        self._counts["hit_tokens"] += loaded_tokens
 
     def end(self, request: Any) -> dict[str, Any] | None:
         """The request is over. What its `kv_transfer_params` are now."""
         known = self._known.pop(request.request_id, None)
         if self._side is None:
             return CacheParams.of(request.kv_transfer_params).reply(0)
-        if known is not None and request.num_computed_tokens:
-            self._store(known, request.num_computed_tokens, after_step=False)
+        try:
+            if known is not None and request.num_computed_tokens:
+                self._store(known, request.num_computed_tokens, after_step=False)
+        except Exception:  # guard: whatever becomes of a store, the request is over, and so is what it holds
+            log.exception("kvkeep: a store could not be prepared")
+            self.faults += 1
         self.tables.forget(request.request_id)
         return self._side.end(request.request_id, request.kv_transfer_params)
 
@@ -171,6 +184,9 @@ class RequestSide:
             if more is not None and request_id not in cached.resumed_req_ids:
                 self.tables.grown(request_id, more)
                 self._written.update(*more)
+        # States that vLLM copies for itself go into blocks that no table shows.
+        self._written.update(copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
+        self._written.update(scheduled.new_block_ids_to_zero or ())
         self._written.discard(_NULL_BLOCK)
         try:
             for request_id, count in scheduled.num_scheduled_tokens.items():
@@ -179,7 +195,7 @@ class RequestSide:
                     self._store(known, known.request.num_computed_tokens + count, after_step=True)
         except Exception:  # guard: loads that vLLM waits for must go out with this step, whatever a store does
             log.exception("kvkeep: a store could not be prepared")
-            self._count(faults=1)
+            self.faults += 1
         step = Step(self._side.build_step(self._written), self._lost, self._all_withdrawn)
         self._written, self._lost, self._all_withdrawn = set(), {}, False
         return step
@@ -188,7 +204,7 @@ class RequestSide:
         if self._side is None:
             return
         completed = self._side.complete(reports.finished)
-        self._count(loaded_blocks=sum(job.good_blocks() for job in completed.loads))
+        self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
         self.events.completed(completed)
 
     def _store(self, known: _Known, computed_tokens: int, *, after_step: bool) -> None:
@@ -228,12 +244,13 @@ class RequestSide:
     def stats(self) -> KVKeepStats | None:
         if self._side is None:
             return None
-        self._count(lookup_failures=self._side.failed_lookups)
-        self._side.failed_lookups = 0
-        stats, self._stats = self._stats, KVKeepStats.of()
-        if stats.is_empty():
+        if self._side.failed_lookups:
+            self._counts["lookup_failures"] += self._side.failed_lookups
+            self._side.failed_lookups = 0
+        if not self._counts:
             return None
-        return stats.aggregate(KVKeepStats.of(connected=int(self._adapter.connection.answering)))
+        counts, self._counts = self._counts, Counter()
+        return KVKeepStats.of(**counts, connected=int(self._adapter.connection.answering))
 
     def close(self) -> None:
         if self._side is not None:
@@ -261,12 +278,15 @@ class RequestSide:
             self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
         except Exception:  # guard: the job goes out with the next step, whether or not there is an event of it
             log.exception("kvkeep: the event of a job could not be noted")
-            self._count(faults=1)
+            self.faults += 1
 
     def _forget(self, request_id: str) -> None:
         assert self._side is not None
         self._known.pop(request_id, None)
         self._side.end(request_id)
 
-    def _count(self, **counts: int) -> None:
-        self._stats.aggregate(KVKeepStats.of(**counts))
+    def _can_be_keyed(self, request: Any) -> bool:
+        """Whether vLLM's description of a request says all about it. A session whose input still grows may take tokens
+        back, which some releases keep in their hashes; and where vLLM has no use for hashes of images, it counts them,
+        in every process from one."""
+        return not getattr(request, "resumable", False) and not (request.mm_features and self._counts_media)

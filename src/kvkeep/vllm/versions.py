@@ -8,12 +8,13 @@ since   what                                      before
         everywhere                                keys are hashed here
 0.31    kv_cache_config says how many ranks hold  taken from the number of KV heads; not for models with several
         the same KV                               groups
-0.32    kv_cache_config says how many tokens      those of the smallest block, and each request's hashes are
+0.32    kv_cache_config says how many tokens      what divides all blocks, and each request's hashes are
         a hash covers                             counted to make sure
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def hashes_are_stable(algorithm: str) -> bool:
 def hash_tokens(kv_cache_config: Any, block_tokens: Sequence[int]) -> int:
     """How many tokens one of vLLM's hashes covers; `block_tokens` are those of each group."""
     said = getattr(kv_cache_config, "hash_block_size", None)
-    return int(said) if said else min(block_tokens)
+    return int(said) if said else math.gcd(*block_tokens)
 
 
 def kv_tp_replicas(kv_cache_config: Any) -> int | None:

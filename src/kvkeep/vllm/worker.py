@@ -1,6 +1,7 @@
 """The worker's side in vLLM: moves this rank's blocks, and says in vLLM's words what came of it.
 
-    begin      before the forward pass: what must be read before it is overwritten, then loads
+    save       before vLLM writes anything: stores read, or set aside, what may be overwritten
+    begin      before the forward pass: loads
     finish     after it: stores of what it computed
     collect    what has ended meanwhile; `received`, `failed` and `invalid` are what vLLM asks for then
 
@@ -10,13 +11,14 @@ A failed load is told by its blocks, where vLLM can take a prefix of a load as i
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
+from kvkeep.client.sources import Piece
 from kvkeep.client.worker import Finished, WorkerAdapter
 from kvkeep.connector.pieces import Pieces
-from kvkeep.connector.step import begin, finish
+from kvkeep.connector.step import finish, save
 from kvkeep.errors import KVKeepError
 from kvkeep.vllm.groups import locate, pieces_of
 from kvkeep.vllm.identity import parts_of_all_ranks, shape_of, strategy_of
@@ -37,6 +39,10 @@ class WorkerSide:
         self._pieces: Pieces | None = None
         self._loading: dict[Any, str] = {}  # jobs under way, and whose they are
         self._reports: list[Finished] = []
+        self._saved: Step | None = None  # the step whose blocks are saved
+        self._unfinished: Step | None = None  # the step that is being computed
+        self._rank = 0
+        self.faults = 0
         self.handshake: Handshake | None = None
         self.received: set[str] = set()
         self.failed: set[str] = set()
@@ -44,45 +50,79 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM has made the KV memory. From here on blocks move, unless this is no engine that can be cached."""
+        located: list[Piece] | KVKeepError
         try:
             pieces = pieces_of(self._vllm_config, self._kv_cache_config)
             located = locate(pieces, self._kv_cache_config, kv_caches)
+        except KVKeepError as error:
+            located = error
+        try:
+            parts = parts_of_all_ranks(located)  # refused or not: the other ranks wait for us here
+            if isinstance(located, KVKeepError):
+                raise located
             strategy = strategy_of(self._vllm_config, self._kv_cache_config, pieces)
-            shape = shape_of(self._vllm_config, pieces, strategy, parts_of_all_ranks(located))
+            shape = shape_of(self._vllm_config, pieces, strategy, parts)
             adapter = WorkerAdapter(shape, strategy, self._options)
             adapter.register_pieces(located)
             adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
         except KVKeepError as error:
             self.handshake = Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
             return
-        self._pieces, self._adapter = pieces, adapter
+        self._pieces, self._adapter, self._rank = pieces, adapter, strategy.rank
         self.handshake = Handshake(shape)
 
+    def save(self, step: Step) -> None:
+        """Before vLLM writes anything: blocks that stores still have to read are saved. Once for each step."""
+        if self._adapter is None or self._saved is step:
+            return
+        self._saved = step
+        self.finish()  # not every rank is told by vLLM that a step is over
+        try:
+            save(step.step, self._adapter)
+            if step.all_withdrawn:
+                self._adapter.withdraw(None)
+        except Exception:  # guard: stores must not read what is written, and the scheduler must hear of them
+            log.exception("kvkeep: a step could not be begun")
+            self.faults += 1
+            self._adapter.withdraw(None)
+            self._never_began(step.step.stores)
+
     def begin(self, step: Step) -> None:
+        """Loads begin. `save` comes first, where vLLM has not called for it already."""
         for request_id, block_ids in step.lost.items():
             self.received.add(request_id)
             self._tell_failed(request_id, block_ids)
         if self._adapter is None:
             return
-        self._loading.update(step.step.requests)
-        try:
-            begin(step.step, self._adapter)
-            if step.all_withdrawn:
-                self._adapter.withdraw(None)
-        except Exception:  # guard: vLLM waits for loads that were not begun, and stores must not read what is written
-            log.exception("kvkeep: a step could not be begun")
-            self._adapter.withdraw(None)
-            failed: dict[Hashable, list[int]] = {job: load.ids_of(slice(None)) for job, load in step.step.loads.items()}
-            for job, block_ids in failed.items():
-                request_id = self._loading.pop(job)
+        self.save(step)
+        self._unfinished = step
+        for job, load in step.step.loads.items():
+            request_id = step.step.requests[job]
+            try:
+                self._adapter.load(job, load)
+                self._loading[job] = request_id
+            except Exception:  # guard: vLLM waits for this load; it hears that it failed
+                log.exception("kvkeep: a load could not be begun")
+                self.faults += 1
+                block_ids = load.ids_of(slice(None))
                 self.received.add(request_id)
                 self._tell_failed(request_id, block_ids)
-            stores, rank = step.step.stores, self._adapter.strategy.rank
-            self._reports.append(Finished(rank, dict.fromkeys(stores, 0), list(stores), list(failed), failed))
+                self._reports.append(Finished(self._rank, loaded=[job], failed={job: block_ids}))
 
-    def finish(self, step: Step) -> None:
-        if self._adapter is not None:
+    def finish(self) -> None:
+        """The step is computed: what it computed is stored from now on."""
+        step, self._unfinished = self._unfinished, None
+        if self._adapter is None or step is None:
+            return
+        try:
             finish(step.step, self._adapter)
+        except Exception:  # guard: the scheduler must hear of these stores
+            log.exception("kvkeep: stores could not be begun")
+            self.faults += 1
+            self._never_began(step.step.stores_after)
+
+    def _never_began(self, stores: Mapping[int, Any]) -> None:
+        self._reports.append(Finished(self._rank, dict.fromkeys(stores, 0), list(stores)))
 
     def collect(self) -> None:
         """Takes in what has ended. Each load is told once."""
