@@ -181,7 +181,7 @@ class PromisesMachine(RuleBasedStateMachine):
         fresh = {slot for slot in plan.slots.tolist() if slot not in in_use}
         assert not fresh & held
         for slot in set(plan.slots.tolist()) & held:
-            # Only another shard of a block that is still being written, or that was stored without it, may share a slot.
+            # Only another shard of a block that is being written, or was stored without it, may share a slot.
             table = self.store.blocks.table
             (row,) = [r for r in table.live_rows().tolist() if table.slot[r] == slot]
             lacks = ABSENT in self.store.layouts.get(table.layout[row]).checks[table.check[row]].tolist()

@@ -32,6 +32,26 @@ def test_preempted_requests_answer_the_same(plain: Replica, one: Replica, server
     assert sum(answer.extra for answer in answers) > 0, "the second time from the cache"
 
 
+def test_blocks_that_vllm_zeroes_for_the_next_request_are_stored_as_they_were(
+    plain: Replica, one: Replica, server: ServerProcess
+) -> None:
+    """With recurrent states vLLM zeroes new blocks before a step, and gives out first what was freed last."""
+    prompts = [prompt(97 + 32 * (number % 3)) for number in range(12)]
+    expected = tokens_of(plain.use("lfm2").serve([request(tokens) for tokens in prompts]))
+    one.use("lfm2", server, num_gpu_blocks_override=14, max_model_len=320)
+    names = one.submit([request(tokens) for tokens in prompts[:1]])
+    for tokens in prompts[1:]:  # the next one is there when the blocks of the last are freed, and still to be stored
+        while not set(one.step(1)) & set(names):
+            pass
+        names = one.submit([request(tokens)])
+    while not set(one.step(1)) & set(names):
+        pass
+    warm = one.fresh().serve([counting(tokens) for tokens in prompts])
+    assert tokens_of(warm) == expected
+    assert sum(answer.extra for answer in warm) > 0
+    one.close_engine()
+
+
 def test_a_reset_of_the_connector_makes_the_next_request_a_miss(
     plain: Replica, one: Replica, server: ServerProcess
 ) -> None:

@@ -149,8 +149,7 @@ class SchedulerSide:
         stop = local_blocks + table.shape[1]
         assert answer is not None and stop <= answer.blocks
         described = slice(local_blocks - answer.skip, stop - answer.skip)
-        job = self._new_job(tracker, local_blocks, table, is_load=True)
-        self._loads[job.number] = LoadRequest(
+        load = LoadRequest(
             tracker.tenant,
             tracker.keys_of(0, stop),
             local_blocks,
@@ -159,6 +158,8 @@ class SchedulerSide:
             answer.slots[described],
             answer.checksums[described],
         )
+        job = self._new_job(tracker, local_blocks, table, is_load=True)
+        self._loads[job.number] = load
         return job
 
     def no_load(self, request_id: str) -> None:

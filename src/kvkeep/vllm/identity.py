@@ -119,7 +119,11 @@ def _config_digest(vllm_config: Any) -> str:
     facts = {
         "config": model.hf_config.to_dict(),
         "quantization": model.quantization,
+        "quantization_config": getattr(model, "quantization_config", None),
+        "implementation": [getattr(model, name, None) for name in ("model_impl", "model_class_overrides")],
         "load_format": str(load.load_format),
+        "loader": load.model_loader_extra_config,
+        "lora_dtype": getattr(vllm_config.lora_config, "lora_dtype", None),
         "max_model_len": model.max_model_len,  # some kinds of position embedding depend on it
         "mm_processor_kwargs": getattr(model.multimodal_config, "mm_processor_kwargs", None),
         "seed": model.seed if str(load.load_format) == "dummy" else None,

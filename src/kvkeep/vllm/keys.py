@@ -9,6 +9,8 @@ the KV) is in the root that every key is bound to; salt and adapter are in there
 
 from __future__ import annotations
 
+import contextlib
+import os
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -40,12 +42,21 @@ def _adapter(lora: Any) -> str:
     it is first used in a process, or again if it is told to, and so do we."""
     if getattr(lora, "load_inplace", False):
         _weights_of.cache_clear()
-    return repr((lora.lora_name, lora.lora_path, _weights_of(lora.lora_int_id, lora.lora_path)))
+    weights = _weights_of(lora.lora_int_id, lora.lora_path, _changed_at(lora.lora_path))
+    return repr((lora.lora_name, lora.lora_path, weights))
 
 
 @lru_cache(maxsize=4096)
-def _weights_of(number: int, path: str) -> str | None:
+def _weights_of(number: int, path: str, changed_at: int) -> str | None:
     return weights_fingerprint(path, None)
+
+
+def _changed_at(path: str) -> int:
+    """When the adapter's file was written, or its folder: one that vLLM drops and reads again may be another one."""
+    for name in ("adapter_model.safetensors", "adapter_model.bin", ""):
+        with contextlib.suppress(OSError, ValueError):
+            return os.stat(os.path.join(path, name)).st_mtime_ns
+    return 0
 
 
 class EngineKeys:

@@ -172,7 +172,9 @@ class RequestSide:
             log.exception("kvkeep: a store could not be prepared")
             self.faults += 1
         self.tables.forget(request.request_id)
-        return self._side.end(request.request_id, request.kv_transfer_params)
+        reply = self._side.end(request.request_id, request.kv_transfer_params)
+        # A preempted request may be given back what it had generated itself. That was no part of its prompt.
+        return reply and {name: min(count, request.num_prompt_tokens) for name, count in reply.items()}
 
     # -- steps
 
