@@ -34,7 +34,8 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
 
 def config(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
     facts: dict[str, Any] = {
-        "cache_dtype": "auto", "load_format": "auto", "draft": None, "tp_size": 1, "pp_size": 1, "hf": {"rope": 1.0}
+        "cache_dtype": "auto", "load_format": "auto", "draft": None, "tp_size": 1, "pp_size": 1, "hf": {"rope": 1.0},
+        "loader": {},
     }  # fmt: skip
     own = {name: changes.pop(name, value) for name, value in facts.items()}
     method = "ngram" if own["draft"] == "ngram" else "eagle"
@@ -42,7 +43,8 @@ def config(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
     return SimpleNamespace(
         model_config=model_config(hf_config=SimpleNamespace(to_dict=lambda: dict(own["hf"])), **changes),
         cache_config=SimpleNamespace(cache_dtype=own["cache_dtype"]),
-        load_config=SimpleNamespace(load_format=own["load_format"]),
+        load_config=SimpleNamespace(load_format=own["load_format"], model_loader_extra_config=own["loader"]),
+        lora_config=None,
         speculative_config=draft,
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}),
         parallel_config=SimpleNamespace(tensor_parallel_size=own["tp_size"], pipeline_parallel_size=own["pp_size"]),
@@ -74,6 +76,10 @@ DIFFERENT: dict[str, BlockShape | Any] = {
     "quantized": lambda: shape(config(quantization="fp8")),
     "another type of KV": lambda: shape(config(cache_dtype="fp8")),
     "another type of model": lambda: shape(config(dtype=torch.bfloat16)),
+    "quantized in another way": lambda: shape(config(quantization="fp8", quantization_config={"ignore": ["qkv"]})),
+    "another implementation": lambda: shape(config(model_impl="transformers")),
+    "loaded from elsewhere": lambda: shape(config(loader={"uri": "elsewhere"})),
+    "another length": lambda: shape(config(max_model_len=77)),
     "made-up weights": lambda: shape(config(load_format="dummy")),
     "other made-up weights": lambda: shape(config(load_format="dummy", seed=1)),
     "a draft model": lambda: shape(config(draft="somebody/eagle")),

@@ -39,20 +39,23 @@ def root_of(identity: ModelIdentity, request: Any, generation: bytes) -> bytes:
 
 def _adapter(lora: Any) -> str:
     """Which adapter it is. One that is trained further under the same name and path is another one; vLLM reads it when
-    it is first used in a process, or again if it is told to, and so do we."""
+    it is first used in a process, or again if it is told to, and so do we. Where its file has changed meanwhile, nobody
+    can tell which one vLLM has, so such a request has keys that nobody else has."""
     if getattr(lora, "load_inplace", False):
-        _weights_of.cache_clear()
-    weights = _weights_of(lora.lora_int_id, lora.lora_path, _changed_at(lora.lora_path))
+        _first_seen.cache_clear()
+    changed_at, weights = _first_seen(lora.lora_int_id, lora.lora_path)
+    if changed_at != _changed_at(lora.lora_path):
+        weights = os.urandom(16).hex()
     return repr((lora.lora_name, lora.lora_path, weights))
 
 
 @lru_cache(maxsize=4096)
-def _weights_of(number: int, path: str, changed_at: int) -> str | None:
-    return weights_fingerprint(path, None)
+def _first_seen(number: int, path: str) -> tuple[int, str | None]:
+    return _changed_at(path), weights_fingerprint(path, None)
 
 
 def _changed_at(path: str) -> int:
-    """When the adapter's file was written, or its folder: one that vLLM drops and reads again may be another one."""
+    """When the adapter's file was written, or its folder."""
     for name in ("adapter_model.safetensors", "adapter_model.bin", ""):
         with contextlib.suppress(OSError, ValueError):
             return os.stat(os.path.join(path, name)).st_mtime_ns
