@@ -92,7 +92,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "num_hidden_layers": 4,
         "layer_types": [_CONV, _FULL, _CONV, _FULL],
-        "conv_L_cache": 3,
+        "conv_L_cache": 4,
         "conv_bias": False,
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,

@@ -98,11 +98,15 @@ def test_many_together_that_share_a_prefix(model: str, bare: Replica, engine: Re
     prefix = prompt(96)
     prompts = [[*prefix, *prompt(10 + 25 * number)] for number in range(6)] + [prefix[:64], prompt(40)]
     expected = [bare.serve([request(tokens)])[0].tokens for tokens in prompts]
+    alone = [bare.fresh().serve([request(tokens)])[0].tokens for tokens in prompts]
+    # With a state from its own prefix cache vLLM's LFM2 may answer otherwise than without; either is vLLM's answer.
+    assert model == "lfm2" or alone == expected
+    allowed = list(zip(expected, alone, strict=True))
     together = model != "lfm2"
     cold = engine.serve([counting(tokens) for tokens in prompts], together=together)
-    assert tokens_of(cold) == expected
+    assert all(tokens in either for tokens, either in zip(tokens_of(cold), allowed, strict=True))
     warm = engine.fresh().serve([counting(tokens) for tokens in prompts], together=together)
-    assert tokens_of(warm) == expected
+    assert all(tokens in either for tokens, either in zip(tokens_of(warm), allowed, strict=True))
     assert sum(answer.extra for answer in warm) >= 96 + 2 * BLOCK
 
 
