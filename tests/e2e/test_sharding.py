@@ -214,7 +214,7 @@ class Engine:
             load = LoadRequest("default", keys, 0, ids, answer.epoch, answer.slots, answer.checksums)
             rank.worker.load("l", load)
         for rank in self.ranks:
-            assert rank.finish() == Finished(loaded=["l"])
+            assert rank.finish() == Finished(rank.strategy.rank, loaded=["l"])
             for at, block in enumerate(ids.tolist()):
                 assert rank.is_right(block, keys[at * 16 : at * 16 + 16]), f"rank {rank.strategy.rank} block {at}"
         self.scheduler.release(request)
