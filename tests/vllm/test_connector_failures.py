@@ -175,7 +175,8 @@ def test_a_server_that_goes_between_lookup_and_load(
         fragile.start()
     remote.wait_for(fragile)
     assert at_rest(fragile)
-    assert tokens_of(remote.fresh().serve([request(tokens)])) == [expected]
+    # The first load after a pause may still come too late; with policy "fail" that is an error again.
+    assert eventually(lambda: tokens_of(remote.fresh().serve([request(tokens)])) == [expected])
 
 
 def test_a_bad_policy_is_refused_at_start(one: Replica, fragile: ServerProcess) -> None:
