@@ -61,6 +61,7 @@ OPTIONS = {
 }
 
 _CHECKED_TOKENS = 8
+_WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
 _CASES = ("cold", "local", "external")
 _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 
@@ -256,6 +257,8 @@ class Bench:
             engine.drop_local_cache()
             if turn and engine.name == "none":
                 return  # it would find nothing
+        if turn:
+            engine.ask(prompt[:_WAKING_TOKENS])  # an engine that has been idle for a while answers up to a second late
         answer = engine.ask(prompt, 1 if turn else _CHECKED_TOKENS)
         if case == "cold":
             _check_cold(engine.name, answer)
