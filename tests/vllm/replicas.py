@@ -139,6 +139,8 @@ def cannot_run(model: str, *, cached: bool, **options: Any) -> str:
     release = tuple(int(part) for part in VLLM.split(".")[:2])
     if cached and release < (0, 30) and model in ("gemma3", "lfm2", "gptoss"):
         return "it cannot recover a failed load of layers of several kinds, so they are served without the cache"
+    if model == "lfm2" and release < (0, 32):
+        return "it has convolutions on a CPU in bfloat16 only"
     if model == "gptoss" and release < (0, 32):
         return "it has experts on a CPU in bfloat16 only"
     if "speculative_config" in options and release < (0, 32):
