@@ -29,11 +29,11 @@ MIN_LINES_TO_TEST = 60
 ORDER = [
     "kv",
     "wire",
+    "gpu",
     "client",
     "store",
     "tiers",
     "server",
-    "gpu",
     "connector",
     "engine",
     "vllm",

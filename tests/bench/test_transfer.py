@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvkeep.bench import transfer
+from kvkeep.errors import SettingsError
 
 
 def test_rows_for_each_direction_size_and_verification() -> None:
     result = transfer.run(block_bytes=(64 << 10, 1 << 20), total_bytes=8 << 20, rounds=2)
-    assert result["floor_gbps"] > 0
+    assert result["device"] == "cpu" and result["floor_gbps"] > 0
     assert [(row["direction"], row["block_bytes"], row["verify"]) for row in result["rows"]] == [
         (direction, size, verify)
         for size in (64 << 10, 1 << 20)
@@ -15,3 +18,23 @@ def test_rows_for_each_direction_size_and_verification() -> None:
         for direction in ("store", "load")
     ]
     assert all(row["gbps"] > 0 and row["fraction_of_floor"] > 0 for row in result["rows"])
+
+
+def test_what_is_of_no_use_on_a_cpu_is_refused() -> None:
+    with pytest.raises(SettingsError, match="--geometries is for a GPU"):
+        transfer.run(geometries=("mla",))
+    with pytest.raises(SettingsError, match="less than a block"):
+        transfer.run(total_bytes=1 << 20)
+
+
+def test_a_result_as_a_table() -> None:
+    row = {"direction": "store", "block_bytes": 65536, "gbps": 6.5, "fraction_of_floor": 0.64, "verify": True}
+    text = transfer.table({"device": "cpu", "floor_gbps": 10.0, "rows": [row], "native": True})
+    assert text.splitlines() == [
+        "device: cpu",
+        "floor_gbps: 10.0",
+        "native: True",
+        "",
+        "direction  block_bytes   gbps  fraction_of_floor  verify",
+        "    store       65,536  6.500              0.640     yes",
+    ]

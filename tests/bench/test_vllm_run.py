@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvkeep.bench import vllm_run
-from kvkeep.bench.vllm_run import EngineProcess
+from kvkeep.bench.vllm_lanes import Lane, digest
+from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess
 from kvkeep.errors import KVKeepError
 
 PROMPT = list(range(100))
@@ -52,8 +53,8 @@ def test_where_a_connector_counts_its_own_that_is_taken(around: dict[str, str]) 
 def test_whatever_an_engine_started_ends_with_it(around: dict[str, str], fails: bool) -> None:
     running = engine(around, behaviour="child")
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext(), running:
-        running._stderr.seek(0)
-        [child] = re.findall(r"child (\d+)", running._stderr.read())
+        running._process.stderr.seek(0)
+        [child] = re.findall(r"child (\d+)", running._process.stderr.read())
         os.kill(int(child), 0)
         if fails:
             raise ZeroDivisionError
@@ -104,6 +105,25 @@ def test_a_stream_is_served_until_time_is_over_and_all_are_done(around: dict[str
         rest = running.serve(prompts[:6], 4, 60.0, 2)
     begun = served["begun"]
     assert 4 <= begun < 200 and set(served["answers"]) == {str(at) for at in range(begun)}
-    assert served["answers"]["3"] == [120, 121] and served["tokens"] == 2 * begun and served["seconds"] >= 0.3
+    assert served["answers"]["3"] == digest([120, 121]) and served["tokens"] == 2 * begun and served["seconds"] >= 0.3
     assert served["failed"] == (begun > 13)
     assert rest["begun"] == len(rest["answers"]) == 6 and rest["seconds"] < 60
+
+
+def test_lanes_are_served_together_and_the_rest_is_aborted(around: dict[str, str]) -> None:
+    decoding = Lane([[at] * 4 for at in range(50)], [10_000] * 50, at_a_time=2)
+    arriving = Lane([[at] * 40 for at in range(3)], [1] * 3, every_s=0.05)
+    with engine(around) as running:
+        said = running.load([decoding, arriving], 0.5, finish=False)
+        assert running.ask(PROMPT, 2).tokens, "it goes on"
+    assert [each["begun"] for each in said["lanes"]] == [2, 3] and [each["done"] for each in said["lanes"]] == [0, 3]
+    assert said["lanes"][0]["itl_ms"]["samples"] > 20 and 0.5 <= said["seconds"] < 5
+
+
+def test_a_process_that_has_imported_is_taken(around: dict[str, str]) -> None:
+    spare, unused = ImportingProcess(around), ImportingProcess(around)
+    with EngineProcess("some", {"block_size": 32}, around, spare=spare) as running:
+        assert running._process is spare and running.ask(PROMPT, 2).tokens
+    for process in (spare, unused, unused):
+        process.end()
+        assert process.popen.returncode is not None

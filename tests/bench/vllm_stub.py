@@ -76,17 +76,40 @@ class LLM:
 
 
 class _Engine:
-    """One request a step, last come first served."""
+    """Last come first served: a step computes one prompt, and gives each request under way one more token."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._waiting: list[tuple[str, Any, SamplingParams]] = []
+        self._running: dict[str, Any] = {}
 
     def add_request(self, request_id: str, prompt: Any, sampling: SamplingParams) -> None:
         self._waiting.append((request_id, prompt, sampling))
 
+    def abort_request(self, request_ids: list[str]) -> None:
+        known = {*self._running, *(each[0] for each in self._waiting)}
+        assert request_ids and set(request_ids) == known, (request_ids, known)
+
     def step(self) -> list[Any]:
-        request_id, prompt, sampling = self._waiting.pop()
-        [answer] = self._llm.generate([prompt], sampling, use_tqdm=False)
-        answer.outputs[0].finish_reason = "abort" if prompt["prompt_token_ids"][0] == 13 else "length"
-        return [SimpleNamespace(finished=True, request_id=f"{request_id}-0a1b", outputs=answer.outputs)]
+        if self._waiting:
+            request_id, prompt, sampling = self._waiting.pop()
+            [answer] = self._llm.generate([prompt], sampling, use_tqdm=False)
+            reason = "abort" if prompt["prompt_token_ids"][0] == 13 else "length"
+            self._running[request_id] = SimpleNamespace(answer=answer, reason=reason, shown=0)
+        else:
+            time.sleep(_LOCAL_S)
+        return [self._output(request_id) for request_id in [*self._running]]
+
+    def _output(self, request_id: str) -> Any:
+        running = self._running[request_id]
+        running.shown += 1
+        tokens = running.answer.outputs[0].token_ids
+        finished = running.shown == len(tokens)
+        if finished:
+            del self._running[request_id]
+        return SimpleNamespace(
+            finished=finished,
+            request_id=f"{request_id}-0a1b",
+            num_cached_tokens=running.answer.num_cached_tokens,
+            outputs=[SimpleNamespace(token_ids=tokens[: running.shown], finish_reason=running.reason)],
+        )

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvkeep.bench import vllm
+from kvkeep.bench import chart, transfer, vllm, vllm_load
 from kvkeep.cli.bench import BENCHES, OPTIONS, _load, options_of, read_options, show
 from kvkeep.errors import SettingsError
 
@@ -95,18 +96,40 @@ def test_what_cannot_be_measured_here_is_said_without_a_traceback(kvkeep: Run) -
     assert "Traceback" not in done.stderr
 
 
+def test_a_gpu_that_is_not_here_is_no_reason_to_measure_the_cpu(kvkeep: Run) -> None:
+    done = kvkeep("bench", "transfer", "--device", "cuda:99", "--json")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "error: --device cuda:99 " in done.stderr and "Traceback" not in done.stderr
+    assert set(transfer.OPTIONS) == set(options_of(transfer.run))
+
+
+def test_a_chart_of_a_result(kvkeep: Run, tmp_path: Path) -> None:
+    row = {"direction": "store", "block_bytes": 4096, "gbps": 1.0, "fraction_of_floor": 0.5, "verify": True}
+    file, out = tmp_path / "result.json", tmp_path / "chart.svg"
+    file.write_text(json.dumps({"floor_gbps": 2.0, "rows": [row]}))
+    done = kvkeep("bench", "chart", "--file", str(file), "--out", str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bars"] == 1
+    assert out.read_text().startswith("<svg")
+    done = kvkeep("bench", "chart", "--file", str(out), "--out", str(out))
+    assert done.returncode == 2 and "is no result of bench transfer or bench vllm" in done.stderr
+    assert set(chart.OPTIONS) == set(options_of(chart.run))
+
+
 def test_an_option_means_what_its_benchmark_says(kvkeep: Run) -> None:
     explained = {name: kvkeep("bench", name, "--help").stdout for name in ("vllm", "checksum")}
     assert "auto takes a GPU where there is one" in explained["vllm"]
     assert "to measure the kernel on a GPU too" in explained["checksum"]
-    assert set(vllm.OPTIONS) == set(options_of(vllm.run))
+    for module in (vllm, vllm_load):
+        assert set(module.OPTIONS) == set(options_of(module.run))
 
 
 def test_real_vllm_is_a_matter_of_settings(kvkeep: Run) -> None:
     """Whether it is missing or there: this device is not."""
-    done = kvkeep("bench", "vllm", "--device", "tpu", "--json")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "error: " in done.stderr and "Traceback" not in done.stderr
+    for name in ("vllm", "vllm-load"):
+        done = kvkeep("bench", name, "--device", "tpu", "--json")
+        assert done.returncode == 2 and done.stdout == ""
+        assert "error: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_any_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 
 from kvkeep.client.cache import Cache
 from kvkeep.client.connection import Connection
+from kvkeep.client.copier import HostCopier, HostReading, row_addresses
 from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server.service import Service
 from kvkeep.store.integrity import check_integrity
@@ -138,6 +142,118 @@ def simulation(tmp_path: Path) -> Iterator[Callable[..., Simulation]]:
 @pytest.fixture
 def sim(simulation: Callable[..., Simulation]) -> Simulation:
     return simulation()
+
+
+class LateCopier(HostCopier):
+    """As on a GPU: blocks arrive, in slots or in the engine, when somebody waits for them. Remembers what it was
+    asked for, and by which thread; `breaks` is the call, by its name and number, that raises."""
+
+    def __init__(self, pieces: Sequence[BlockRuns], breaks: str = "") -> None:
+        super().__init__(pieces)
+        self.calls: list[tuple[str, str]] = []
+        self.marks: list[object] = []
+        self.waited_for: list[list[object]] = []  # by each reading and each scatter
+        self.readings: list[LateReading] = []
+        self.scatterings: list[LateScattering] = []
+        self.breaks = breaks
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+    def note(self, name: str) -> None:
+        self.calls.append((name, threading.current_thread().name))
+        if name == self.breaks:
+            raise RuntimeError(f"{name} broke")
+
+    def mark(self) -> Any:
+        self.note("mark")
+        self.marks.append(object())
+        return self.marks[-1]
+
+    def shield(self) -> None:
+        self.note("shield")
+
+    def enter(self) -> None:
+        self.note("enter")
+
+    def set_aside(self, piece: int, block_ids: Any) -> Any:
+        self.note(f"set aside {block_ids.tolist()}")
+        return super().set_aside(piece, block_ids)
+
+    def reading(self, piece: int, *, verify: bool, ready: Any) -> Any:
+        self.waited_for.append([ready])
+        self.readings.append(LateReading(self, len(self.readings), self._pieces[piece], verify))
+        return self.readings[-1]
+
+    def scattering(self, piece: int, block_ids: Any, addresses: Any, expected: Any, ready: Sequence[Any] = ()) -> Any:
+        self.waited_for.append(list(ready))
+        self.scatterings.append(
+            LateScattering(
+                self, len(self.scatterings), lambda: HostCopier.scattering(self, piece, block_ids, addresses, expected)
+            )
+        )
+        return self.scatterings[-1]
+
+
+class LateScattering:
+    def __init__(self, copier: LateCopier, number: int, arrive: Callable[[], Any]) -> None:
+        copier.note(f"scatter {number}")
+        self.copier = copier
+        self.number = number
+        self._arrive = arrive
+        self._arrived: Any = None
+
+    @property
+    def on_the_way(self) -> bool:
+        return self._arrived is None
+
+    def good(self) -> Any:
+        self.copier.note(f"good {self.number}")
+        self.close()
+        return self._arrived.good()
+
+    def close(self) -> None:
+        if self._arrived is None:
+            self._arrived = self._arrive()
+
+
+class LateReading(HostReading):
+    def __init__(self, copier: LateCopier, number: int, runs: BlockRuns, verify: bool) -> None:
+        super().__init__(runs, verify)
+        self.copier = copier
+        self.number = number
+        self.on_the_way: list[tuple[Any, int]] = []  # what goes where
+
+    def gather(self, block_ids: Any, addresses: Any) -> None:
+        self.copier.note(f"gather {self.number}")
+        rows = np.empty((len(block_ids), self._runs.nbytes), dtype=np.uint8)
+        super().gather(block_ids, row_addresses(rows))
+        self.on_the_way += list(zip(rows, addresses.tolist(), strict=True))
+
+    def put(self, saved: Any, address: int) -> None:
+        row = np.empty(saved.nbytes, dtype=np.uint8)
+        super().put(saved, row.ctypes.data)
+        self.on_the_way.append((row, address))
+
+    def sums(self) -> Any:
+        self.copier.note(f"sums {self.number}")
+        self._arrive()
+        return super().sums()
+
+    def close(self) -> None:
+        self.copier.note(f"close {self.number}")
+        self._arrive()
+
+    def _arrive(self) -> None:
+        while self.on_the_way:
+            row, address = self.on_the_way.pop()
+            ctypes.memmove(address, row.ctypes.data, row.nbytes)
+
+
+@pytest.fixture
+def late_copier() -> type[LateCopier]:
+    return LateCopier
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvkeep.client import sources as module
-from kvkeep.client.sources import NO_BLOCK, Piece, Sources, row_addresses
+from kvkeep.client import copier as module
+from kvkeep.client.copier import row_addresses
+from kvkeep.client.sources import NO_BLOCK, Piece, Sources
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.runs import BlockRuns
@@ -46,8 +47,10 @@ class World:
             memory[ids] = 0xAA
 
     def copy(self, piece: int, positions: list[int], *, verify: bool = True) -> NDArray[np.uint64] | None:
+        """When all has arrived: its checksums. None if a block is lost."""
         rows = row_addresses(self.slots[piece])
-        return self.sources.copy(piece, np.array(positions, dtype=np.int64), rows[positions], verify=verify)
+        copy = self.sources.copy(piece, np.array(positions, dtype=np.int64), rows[positions], verify=verify)
+        return None if copy is None else copy.checksums()
 
     def old(self, piece: int, position: int) -> NDArray[np.uint8]:
         """What the engine had there in the beginning."""
@@ -331,7 +334,8 @@ def test_no_new_byte_reaches_a_slot_while_one_thread_copies_and_another_overwrit
         begin.wait()
         for start in range(0, count, 20):
             positions = np.arange(start, start + 20)
-            results.append(store.copy(0, positions, row_addresses(slots)[positions], verify=True))
+            made = store.copy(0, positions, row_addresses(slots)[positions], verify=True)
+            results.append(None if made is None else made.checksums())
 
     thread = threading.Thread(target=copy)
     thread.start()
@@ -353,8 +357,81 @@ def test_no_new_byte_reaches_a_slot_while_one_thread_copies_and_another_overwrit
     assert (slots < 128).all(), "a part that was not finished has no new byte either"
 
 
-def test_rows_are_addressed_where_they_lie() -> None:
-    for shape in ((3, 17), (1, 1), (0, 5)):
-        buffer = np.zeros(shape, dtype=np.uint8)
-        assert row_addresses(buffer).tolist() == [buffer[at:].ctypes.data for at in range(shape[0])]
-        assert row_addresses(buffer).dtype == np.uint64
+# -- with a copier whose copies arrive later
+
+
+class Freed:
+    """A copy that was set aside, and how often it was let go of."""
+
+    nbytes = SIZES[0]
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def free(self) -> None:
+        self.times += 1
+
+
+def late_world(late_copier: Any, breaks: str = "") -> tuple[World, Any]:
+    world = World([[7, 0, 11, 3]])
+    pieces = [Piece(BlockRuns.of([world.engine[0]]))]
+    copier = late_copier([piece.runs for piece in pieces], breaks)
+    world.sources = Sources(pieces, world.ids, copier)
+    return world, copier
+
+
+def copy_of(world: World, positions: list[int]) -> Any:
+    at = np.array(positions, dtype=np.int64)
+    return world.sources.copy(0, at, row_addresses(world.slots[0])[at], verify=True)
+
+
+def test_a_store_is_ordered_after_what_the_engine_did_when_it_was_made(late_copier: Any) -> None:
+    world, copier = late_world(late_copier)
+    assert copier.names == ["mark"]
+    copy_of(world, [0, 1]).close()
+    copy_of(world, [2, 3]).close()
+    assert copier.waited_for == [copier.marks, copier.marks] and len(copier.marks) == 1
+
+
+def test_a_copy_has_arrived_when_its_checksums_are_known_or_it_is_closed(late_copier: Any) -> None:
+    world, _ = late_world(late_copier)
+    world.take_back([0], PLENTY)
+    first, second = copy_of(world, [0, 1]), copy_of(world, [2, 3])
+    assert (world.slots[0] == 0xEE).all()
+    world.overwrite([*range(BLOCKS)])
+    world.check(0, [0, 1], first.checksums())
+    assert (world.slots[0][2:] == 0xEE).all()
+    second.close()
+    assert all((world.slots[0][at] == world.old(0, at)).all() for at in (2, 3))
+
+
+def test_when_a_block_is_lost_nothing_is_on_its_way_any_more(late_copier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
+    world, copier = late_world(late_copier)
+    world.take_back([11], 0)
+    assert copy_of(world, [0, 1, 2]) is None
+    assert copier.names == ["mark", "set aside []", "gather 0", "gather 0", "close 0"]
+    assert not copier.readings[0].on_the_way
+
+
+def test_when_a_copy_fails_nothing_is_on_its_way_any_more(late_copier: Any) -> None:
+    world, copier = late_world(late_copier, breaks="gather 0")
+    with pytest.raises(RuntimeError, match="gather 0 broke"):
+        copy_of(world, [0, 1])
+    assert copier.names[-1] == "close 0"
+    assert world.take_back([7]) == (1, 100), "and nobody has the lock"
+
+
+def test_what_was_set_aside_is_let_go_of_once_when_it_is_not_needed(late_copier: Any) -> None:
+    world, copier = late_world(late_copier)
+    saved = {block: Freed() for block in (7, 0, 11, 3)}
+    copier.set_aside = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
+    assert world.take_back([7, 0, 11]) == (3, 300)
+    assert world.sources.bytes_aside == 300
+    world.sources.skip(0, 0, 2, np.array([1]))
+    assert [saved[block].times for block in (7, 0, 11)] == [1, 0, 0], "the server has the first one"
+    assert world.sources.bytes_aside == 200
+    for _ in range(2):
+        world.sources.close()
+        assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 1]
+    assert world.sources.bytes_aside == 0 and copy_of(world, [3]) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +11,12 @@ from numpy.typing import NDArray
 
 from kvkeep.client import transfer as module
 from kvkeep.client.connection import Connection
-from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
-from kvkeep.store.plans import Limits
 from kvkeep.wire import messages as m
 
 Make = Callable[..., Any]
@@ -98,59 +96,12 @@ def test_what_is_there_is_not_stored_again(sim: Any) -> None:
     assert sim.held() == [(0, 0)]
 
 
-@pytest.mark.parametrize("blocks_a_part", [1, 3, 4, 11, 12, 100])
-def test_a_store_in_parts_is_the_same_as_one_at_once(
-    sim: Any, monkeypatch: pytest.MonkeyPatch, blocks_a_part: int
-) -> None:
-    monkeypatch.setattr(module, "_BYTES_A_PART", blocks_a_part * NBYTES)
-    connection, engine = sim.connected(), memory()
-    ids = [*range(20, 32)]
-    between = []
-    assert transfer(connection, engine).offer(storing(ids), lambda: between.append(sim.held())) == Stored(12, True)
-    parts = -(-12 // blocks_a_part)
-    prepared = [request for request in sim.recorder.came if isinstance(request, m.PrepareStore)]
-    assert [request.parent for request in prepared] == [
-        keys(12)[start * 16 - 16 : start * 16] for start in range(0, 12, blocks_a_part)
-    ]
-    assert b"".join(request.keys for request in prepared) == keys(12)
-    assert len(between) >= parts - 1, "between two parts something else may be done"
-    target = np.zeros_like(engine)
-    assert transfer(connection, target).load(look_up(connection, 12, [*range(12)])).all()
-    assert (target[:12] == engine[20:32]).all()
-
-
-def test_a_part_already_there_or_refused_does_not_confuse_the_others(
-    simulation: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BYTES_A_PART", 2 * NBYTES)
-    sim = simulation(shared_memory=True, slots=8)
-    connection, engine = sim.connected(), memory()
-    assert transfer(connection, engine).store(storing([0, 1, 2])) == 3
-    assert transfer(connection, engine).store(storing([*range(12)])) == 5, "the pool has eight slots"
-    target = np.zeros_like(engine)
-    assert transfer(connection, target).load(look_up(connection, 12, [*range(8)])).all()
-    assert (target[:8] == engine[:8]).all()
-    assert sim.held()[0][1] == 0
-
-
-def test_parts_keep_to_the_servers_limit_of_blocks_a_request(simulation: Make) -> None:
-    sim = simulation(limits=Limits(blocks_per_request=5))
-    assert transfer(sim.connected(), memory()).store(storing([*range(12)])) == 12
-
-
 def test_blocks_without_their_parent_are_not_stored(sim: Any) -> None:
     connection, engine = sim.connected(), memory()
     assert transfer(connection, engine).store(storing([0, 1], parent=b"nobody knows it.")) == 0
     assert sim.server.service.counters.orphan_blocks == 2
     transfer(connection, engine).store(storing([0, 1]))
     assert transfer(connection, engine).store(storing([2], name="tail", parent=keys(2)[16:])) == 1
-
-
-def test_hints_travel_with_every_part(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BYTES_A_PART", NBYTES)
-    transfer(sim.connected(), memory()).store(storing([0, 1, 2], priority=80, ttl_ms=1234))
-    prepared = [request for request in sim.recorder.came if isinstance(request, m.PrepareStore)]
-    assert [(request.priority, request.ttl_ms) for request in prepared] == [(80, 1234)] * 3
 
 
 def test_each_shard_lies_where_its_rank_finds_it(sim: Any) -> None:
@@ -163,6 +114,90 @@ def test_each_shard_lies_where_its_rank_finds_it(sim: Any) -> None:
         target = np.zeros_like(engine)
         assert transfer(connection, target, shard).load(look_up(connection, 2, [2, 3])).all()
         assert (target[[2, 3]] == engine[ids]).all()
+
+
+# -- several loads at once
+
+
+def test_loads_of_several_requests_end_each_with_its_own_result(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    for name, ids in (("a", [0, 1, 2]), ("b", [3]), ("c", [4, 5])):
+        assert transfer(connection, engine).store(storing(ids, name=name)) == len(ids)
+    requests = [
+        look_up(connection, 3, [20, 21], skip=1, name="a"),
+        look_up(connection, 0, [], name="none"),
+        look_up(connection, 1, [22], name="b"),
+        look_up(connection, 2, [24, 23], name="c"),
+    ]
+    target = np.zeros_like(engine)
+    loaded = transfer(connection, target).load_together(requests)
+    assert [each.tolist() for each in loaded] == [[True, True], [], [True], [True, True]]
+    assert (target[20:25] == engine[[1, 2, 3, 5, 4]]).all()
+    assert not target[:20].any() and not target[25:].any()
+    assert transfer(connection, target).load_together([]) == []
+
+
+def test_a_stale_request_fails_alone(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1]))
+    good = [look_up(connection, 2, ids) for ids in ([10, 11], [14, 15])]
+    stale = LoadRequest(**(vars(look_up(connection, 2, [12, 13])) | {"epoch": 99}))
+    target = np.zeros_like(engine)
+    loaded = transfer(connection, target).load_together([good[0], stale, good[1]])
+    assert [each.tolist() for each in loaded] == [[True, True], [False, False], [True, True]]
+    assert (target[[10, 11, 14, 15]] == engine[[0, 1, 0, 1]]).all() and not target[[12, 13]].any()
+    assert connection.counters.failures == {"stale_epoch": 1}
+
+
+def test_a_request_without_slots_fails_alone(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    far, near, engine = sim.connected(shared_memory=False), sim.connected(), memory()
+    transfer(near, engine).store(storing([0, 1]))
+    requests = [look_up(far, 2, [10, 11]), look_up(near, 2, [12, 13])]
+    assert [each.tolist() for each in transfer(near, engine).load_together(requests)] == [[False] * 2, [True] * 2]
+    assert near.counters.failures == {"no_slots": 1}
+
+
+def test_a_bad_block_is_reported_by_the_key_of_the_request_that_it_is_of(sim: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    for name, ids in (("a", [0, 1]), ("b", [2, 3, 4]), ("c", [5, 6])):
+        transfer(connection, engine).store(storing(ids, name=name))
+    for block in (1, 4, 5):
+        flip_a_byte(sim, engine[block])
+    requests = [
+        look_up(connection, 2, [10, 11], name="a"),
+        look_up(connection, 3, [12, 13], skip=1, name="b"),
+        look_up(connection, 2, [14, 15], name="c"),
+    ]
+    loaded = transfer(connection, engine).load_together(requests)
+    assert [each.tolist() for each in loaded] == [[True, False], [True, False], [False, True]]
+    sim.run(20)
+    reports = [request.key for request in sim.recorder.came if isinstance(request, m.ReportBad)]
+    assert sorted(reports) == [keys(2, "a")[16:], keys(3, "b")[32:], keys(1, "c")]
+    assert connection.counters.failures["bad_block"] == 3
+    assert sim.server.service.counters.bad_blocks == 3
+
+
+def test_when_the_pool_is_gone_none_of_them_is_loaded(simulation: Make) -> None:
+    sim = simulation(shared_memory=True)
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1]))
+    good = look_up(connection, 2, [10, 11])
+    outside = LoadRequest(**(vars(look_up(connection, 2, [12, 13])) | {"slots": np.array([0, 1 << 40])}))
+    target = np.zeros_like(engine)
+    assert not any(each.any() for each in transfer(connection, target).load_together([good, outside]))
+    assert not target.any() and connection.counters.failures == {"pool": 1}
+
+
+def test_loads_wait_for_what_their_engine_did_before(sim: Any, late_copier: Any) -> None:
+    connection, engine = sim.connected(), memory()
+    transfer(connection, engine).store(storing([0, 1]))
+    copier = late_copier([BlockRuns.of([engine])])
+    moving = Transfer(connection, [Piece(BlockRuns.of([engine]))], 0, copier)
+    requests = [look_up(connection, 2, [10, 11]), look_up(connection, 2, [12, 13])]
+    assert all(each.all() for each in moving.load_together(requests, ["first", "second"]))
+    scatters = 1 if connection.segments is not None else 2
+    assert copier.waited_for == [["first", "second"]] * scatters
 
 
 # -- what must not be used
@@ -187,8 +222,8 @@ def test_slots_given_in_a_session_that_is_over_are_not_written(simulation: Make)
 
     wait = connection.wait
 
-    def wait_and_lose_the_session(call: Any, *meanwhile: Any) -> Any:
-        answer = wait(call, *meanwhile)
+    def wait_and_lose_the_session(call: Any) -> Any:
+        answer = wait(call)
         if isinstance(answer, m.Prepared):
             sim.replace_server(epoch=2)
             sim.run(1_000)
@@ -199,16 +234,6 @@ def test_slots_given_in_a_session_that_is_over_are_not_written(simulation: Make)
     assert transfer(connection, memory()).store(storing([0, 1])) == 0
     assert not sim._pools[0].segments.view(0, 64 * 4096).any(), "not a byte in the new server's pool"
     assert sim.held() == [(0, 0)]
-
-
-def test_while_a_store_waits_for_the_server_something_else_is_done(sim: Any) -> None:
-    connection = sim.connected()
-    sim.recorder.instead = lambda header, request: None
-    between: list[int] = []
-    assert (
-        not transfer(connection, memory()).offer(storing([0, 1]), lambda: between.append(sim.network.clock())).complete
-    )
-    assert len(between) > 3 and max(b - a for a, b in itertools.pairwise(between)) <= 50
 
 
 def flip_a_byte(sim: Any, block: NDArray[np.uint8]) -> None:
@@ -260,31 +285,6 @@ def test_the_server_decides_about_verification_unless_the_client_does(simulation
 
 
 # -- faults
-
-
-@pytest.mark.parametrize("lost", [m.PrepareStore, m.Put, m.CompleteStore])
-def test_a_store_that_gets_no_answer_gives_its_slots_back(simulation: Make, passing: object, lost: type) -> None:
-    sim = simulation()
-    connection = sim.connected()
-    sim.recorder.instead = lambda header, request: None if isinstance(request, lost) else passing
-    assert transfer(connection, memory()).store(storing([0, 1])) == 0
-    sim.run(3_000)
-    assert sim.held() == [(0, 0)]
-    sim.recorder.instead = None
-    assert transfer(connection, memory()).store(storing([0, 1])) == 2
-
-
-def test_a_part_that_cannot_be_written_ends_the_store_and_gives_back_the_next_ones_slots(
-    simulation: Make, monkeypatch: pytest.MonkeyPatch, passing: object
-) -> None:
-    monkeypatch.setattr(module, "_BYTES_A_PART", 2 * NBYTES)
-    sim = simulation()
-    refused = m.Refused("cross", "no")
-    sim.recorder.instead = lambda header, request: refused if isinstance(request, m.Put) else passing
-    assert transfer(sim.connected(), memory()).store(storing([*range(6)])) == 0
-    assert sim.recorder.count(m.Put) == 1
-    sim.run(100)
-    assert sim.held() == [(0, 0)]
 
 
 def test_a_request_that_is_wrong_in_itself_raises_and_leaves_nothing_behind(sim: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvkeep.client import transfer as module
+from kvkeep.client import piece_store as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import NO_BLOCK, Piece
@@ -145,6 +145,7 @@ def test_blocks_are_counted_and_what_is_there_is_not_stored_again(engine: Engine
 def test_a_store_in_parts_is_the_same_as_one_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, blocks_a_part: int
 ) -> None:
+    monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", blocks_a_part * 1000)
     monkeypatch.setattr(module, "_BYTES_A_PART", blocks_a_part * 1000)
     assert engine.store(STORED) == Stored(4, complete=True)
     assert engine.load(TARGETS) == [True] * 4
@@ -230,6 +231,34 @@ def test_a_missing_piece_cannot_be_loaded_and_all_others_can(sim: Any, engine: E
     assert sim.recorder.count(m.ReportBad) == 0, "that it was never written is nobody's fault"
     assert "bad_block" not in engine.connection.counters.failures
     assert engine.found(4) == 4
+
+
+def test_loads_at_once_keep_their_pieces_apart_whichever_of_them_are_wanted(sim: Any, engine: Engine) -> None:
+    engine.store(ABSENT_IN_SOME)
+    engine.target = [np.full_like(area, NOTHING) for area in engine.memory]
+    tables = [
+        [[20, 21, 22, 23], [NO_BLOCK, NO_BLOCK, NO_BLOCK, 2], [NO_BLOCK] * 4],
+        [[NO_BLOCK] * 4, [5, NO_BLOCK, 6, NO_BLOCK], [NO_BLOCK, NO_BLOCK, NO_BLOCK, 9]],
+        [[NO_BLOCK] * 4, [NO_BLOCK] * 4, [NO_BLOCK] * 4],
+        [[24, 25, 26, 27], [NO_BLOCK] * 4, [NO_BLOCK, 10, NO_BLOCK, 11]],
+    ]
+    loaded = engine._transfer(engine.target).load_together([engine.look_up(4, table) for table in tables])
+    assert [each.tolist() for each in loaded] == [
+        [True] * 4,
+        [False, True, True, True],
+        [True] * 4,
+        [True, False, True, True],
+    ]
+    came = [
+        {20: 3, 21: 17, 22: 0, 23: 29, 24: 3, 25: 17, 26: 0, 27: 29},
+        {2: 8, 6: 7},
+        {9: 3, 11: 3},
+    ]
+    for piece, places in enumerate(came):
+        assert all(engine.has(piece, into, source) for into, source in places.items())
+    assert engine.untouched(0, besides=[*came[0]])
+    sim.run(50)
+    assert sim.recorder.count(m.ReportBad) == 0
 
 
 def test_a_piece_that_is_not_wanted_is_not_touched_whatever_the_server_has(sim: Any, engine: Engine) -> None:
@@ -407,7 +436,8 @@ def test_without_room_to_set_aside_pieces_go_missing_and_no_new_byte_is_stored(
 def test_without_room_to_set_aside_a_store_ends_before_the_block_and_leaves_nothing_behind(
     sim: Any, engine: Engine, passing: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BYTES_A_PART", 1400)  # two blocks of the first piece
+    monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", 1400)  # two blocks of the first piece
+    monkeypatch.setattr(module, "_BYTES_A_PART", 1400)
     request = engine.request(STORED)
     sources = engine.transfer.sources(request)
     when_asked(sim, passing, 0, 2, lambda: take_back(engine, sources, [STORED[0][2]], 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkeep.client import transfer as transfer_module
 from kvkeep.client import worker as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
@@ -274,7 +272,7 @@ def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines
     engine.worker.load("l", request)
     assert engine.finished().failed == {"l": [0, BLOCKS]}
     assert engine.connection.counters.failures["internal_error"] == 2
-    assert engine.worker._thread.is_alive()
+    assert all(thread.is_alive() for thread in engine.worker._threads)
 
 
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
@@ -313,6 +311,7 @@ def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
     worker = unreachable_worker()
+    worker.withdraw([5])
     worker.load("queued", some_load([5]))
     worker.store("queued", StoreRequest("default", b"", keys(1), np.array([0])))
     worker.close()
@@ -323,38 +322,6 @@ def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
     worker.store("late", StoreRequest("default", b"", keys(1), np.array([0])))
     assert worker.poll() == Finished(stored={"late": 0}, incomplete=["late"], loaded=["late"], failed={"late": [6]})
     worker.close()
-
-
-def test_a_load_does_not_wait_for_the_rest_of_a_store(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, _ = contiguous()
-    engine = start(layers)
-    engine.stored([0, 1])
-    request = engine.looked_up([10, 11])
-    monkeypatch.setattr(transfer_module, "_BYTES_A_PART", 1)
-    order: list[str] = []
-    first_part, loads_are_queued = threading.Event(), threading.Event()
-    write_part, load = transfer_module._PieceStore._write, engine.worker._load
-
-    def write_and_tell(*arguments: Any) -> Any:
-        order.append("part")
-        first_part.set()
-        assert loads_are_queued.wait(30)
-        return write_part(*arguments)
-
-    def load_and_tell(*arguments: Any) -> None:
-        order.append("load")
-        load(*arguments)
-
-    monkeypatch.setattr(transfer_module._PieceStore, "_write", write_and_tell)
-    monkeypatch.setattr(engine.worker, "_load", load_and_tell)
-    engine.worker.store("s", StoreRequest("default", b"", keys(4, f"{engine.prefix}/b"), np.arange(4)))
-    assert first_part.wait(30)
-    engine.worker.load("l", request)
-    loads_are_queued.set()
-    seen = engine.finished()
-    if not seen.stored:
-        assert engine.finished().stored == {"s": 4}
-    assert order == ["part", "load", "part", "part", "part"]
 
 
 # -- a server that goes away

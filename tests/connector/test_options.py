@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from kvkeep.client.options import ClientOptions
-from kvkeep.connector.options import allow_untested, client_options, load_failure_policy, load_mode, revision
+from kvkeep.connector.options import (
+    allow_untested,
+    client_options,
+    load_failure_policy,
+    load_mode,
+    load_when,
+    revision,
+)
 from kvkeep.errors import SettingsError
 
 
@@ -132,6 +139,7 @@ def test_every_option_of_the_client_can_be_set() -> None:
         reconnect_interval_ms=15,
         failures_to_open=16,
         verify=False,
+        gpu_staging_bytes=17,
         shared_memory=False,
     )
     extra = {f"kvkeep.{name}": value for name, value in vars(chosen).items()}
@@ -182,7 +190,7 @@ def test_what_the_user_gave_is_not_touched() -> None:
     assert extra == {"kvkeep.host": "a", "kvkeep.load": "sync", "other": 1}
 
 
-# --- load_mode --------------------------------------------------------------------------------------------------
+# --- load_mode, load_when ---------------------------------------------------------------------------------------
 
 
 def test_loads_are_asynchronous_unless_told_otherwise() -> None:
@@ -195,6 +203,18 @@ def test_loads_are_asynchronous_unless_told_otherwise() -> None:
 def test_an_unknown_load_mode_is_refused_with_the_known_ones(mode: Any) -> None:
     said = refusal(lambda: load_mode({"kvkeep.load": mode}))
     assert f"kvkeep.load = {mode!r}" in said and '"async", "sync"' in said
+
+
+def test_loads_are_done_where_they_are_faster_unless_told_otherwise() -> None:
+    assert load_when({}) == "faster"
+    assert load_when({"kvkeep.load_when": "faster"}) == "faster"
+    assert load_when({"kvkeep.load_when": "always"}) == "always"
+
+
+@pytest.mark.parametrize("when", ["never", "", None, True, ["always"]])
+def test_an_unknown_time_to_load_is_refused_with_the_known_ones(when: Any) -> None:
+    said = refusal(lambda: load_when({"kvkeep.load_when": when}))
+    assert f"kvkeep.load_when = {when!r}" in said and '"faster", "always"' in said
 
 
 # --- load_failure_policy, revision, allow_untested --------------------------------------------------------------
@@ -233,6 +253,6 @@ def test_a_permission_that_is_neither_true_nor_false_is_refused(allowed: Any) ->
     assert f"kvkeep.allow_untested_vllm = {allowed!r}" in said and "true or false" in said
 
 
-@pytest.mark.parametrize("name", ["load", "load_failure_policy", "revision", "allow_untested_vllm"])
+@pytest.mark.parametrize("name", ["load", "load_when", "load_failure_policy", "revision", "allow_untested_vllm"])
 def test_a_bad_value_is_refused_also_where_another_reads_it(name: str) -> None:
     assert f"kvkeep.{name} = ['?']" in refusal(lambda: client_options({f"kvkeep.{name}": ["?"]}))

@@ -79,7 +79,7 @@ def engine(
         model,
         kv_offloading_size=1,
         kv_transfer_config={
-            "kv_connector_extra_config": {"kvkeep.address": address, **(extra or {})},
+            "kv_connector_extra_config": {"kvkeep.address": address, "kvkeep.load_when": "always", **(extra or {})},
             "kv_load_failure_policy": policy,
         },
         **{"block_tokens": BLOCK_TOKENS, "num_blocks": 256, **options},

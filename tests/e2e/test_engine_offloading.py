@@ -134,7 +134,7 @@ def test_the_native_size_that_the_user_wrote_himself_wins() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[ClientOptions]:
     """The options of clients that would have been made; no connection is."""
     made: list[ClientOptions] = []
-    monkeypatch.setattr(backends, "ServerBackend", made.append)
+    monkeypatch.setattr(backends, "ServerBackend", lambda options, load_when: made.append(options))
     monkeypatch.delenv("KVKEEP_ADDRESS", raising=False)
     return made
 

@@ -19,6 +19,7 @@ import torch
 from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
 from kvkeep.client.worker import Finished
+from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.model import Rank
@@ -89,6 +90,7 @@ class ScriptedCache:
     ranks: list[ScriptedRank] = field(default_factory=list)
     num_shards: int = 1
     next_lease: int = 0
+    load_when: LoadWhen = "always"
 
     # -- the backend
 

@@ -91,6 +91,15 @@ def test_the_server_is_where_the_config_says(monkeypatch: pytest.MonkeyPatch) ->
         address(**{"kvkeep.nonsense": 1})
 
 
+@pytest.mark.parametrize(("extra", "when"), [({}, "faster"), ({"kvkeep.load_when": "always"}, "always")])
+def test_when_to_load_is_what_the_config_says(extra: dict[str, Any], when: str) -> None:
+    server = backend_of(KVTransferConfig("KVKeepConnector", None, extra))
+    native = backend_of(KVTransferConfig("NativeConnector", None, {"cpu_bytes_to_use": 16 << 20, **extra}))
+    assert server is not None and native is not None
+    assert server.load_when == native.load_when == when
+    native.close()
+
+
 def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     patience: list[int] = []
     really_wait = Connection.wait_until_up

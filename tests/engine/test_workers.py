@@ -10,6 +10,7 @@ import torch
 from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished
 from kvkeep.connector.step import StepMetadata
+from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Rank, Segment
 from kvkeep.engine.models.oracle import OracleModel
@@ -56,6 +57,7 @@ class FakeCache:
 
 class FakeBackend:
     def __init__(self) -> None:
+        self.load_when: LoadWhen = "always"
         self.caches: list[FakeCache] = []
         self.shapes: set[BlockShape] = set()
 

@@ -116,7 +116,7 @@ def vllm_config(extra: dict[str, Any] | None = None, *, num_blocks: int = 64, bu
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVKeepConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"kvkeep.revision": "a"} | (extra or {}),
+            kv_connector_extra_config={"kvkeep.revision": "a", "kvkeep.load_when": "always"} | (extra or {}),
         ),
         device_config=DeviceConfig("cpu"),
     )

@@ -40,6 +40,7 @@ BRISK = {  # for servers that go away: nobody waits long
     "kvkeep.ping_interval_ms": 100,
     "kvkeep.reconnect_interval_ms": 50,
 }
+ALWAYS = {"kvkeep.load_when": "always"}  # tiny models compute sooner than anything is loaded
 PATIENT = {"kvkeep.lookup_deadline_ms": 10_000, "kvkeep.store_deadline_ms": 10_000}  # a busy machine is no outage
 ANSWER_WITHIN_S = 60.0  # only ends a test that has failed
 START_WITHIN_S = 170.0
@@ -123,7 +124,7 @@ def transfer(server: ServerProcess | str, extra: dict[str, Any] | None = None) -
         "kv_connector": "KVKeepConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "kvkeep.vllm",
-        "kv_connector_extra_config": {"kvkeep.address": address, **(extra or {})},
+        "kv_connector_extra_config": {"kvkeep.address": address, **ALWAYS, **(extra or {})},
     }
 
 
@@ -139,6 +140,8 @@ def cannot_run(model: str, *, cached: bool, **options: Any) -> str:
     release = tuple(int(part) for part in VLLM.split(".")[:2])
     if cached and release < (0, 30) and model in ("gemma3", "lfm2", "gptoss"):
         return "it cannot recover a failed load of layers of several kinds, so they are served without the cache"
+    if model == "mla" and release < (0, 30):
+        return "its build for CPUs cannot start MLA"
     if model == "lfm2" and release < (0, 32):
         return "it has convolutions on a CPU in bfloat16 only"
     if model == "gptoss" and release < (0, 32):

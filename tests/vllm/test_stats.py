@@ -59,6 +59,12 @@ def test_counters_are_added_and_a_gauge_is_the_least() -> None:
     assert second.data == {"lookups": 3, "faults": 1}
 
 
+def test_of_what_is_believed_the_newer_stays() -> None:
+    stats = KVKeepStats.of(load_block_us=200, prefill_tokens_per_s=9_000)
+    stats.aggregate(KVKeepStats.of(load_block_us=300)).aggregate(KVKeepStats.of(lookups=1))
+    assert stats.data == {"lookups": 1, "load_block_us": 300, "prefill_tokens_per_s": 9_000}
+
+
 def test_aggregating_leaves_what_it_was_made_of_alone() -> None:
     wire = {"lookups": 1}
     KVKeepStats(wire).aggregate(KVKeepStats.of(lookups=1))
@@ -149,7 +155,8 @@ def test_reports_count_for_their_engine(prom: KVConnectorProm, registry: Collect
     prom.observe(KVKeepStats.of(**ALL).to_dict(), 1)
     prom.observe(KVKeepStats.of(lookups=10, connected=0).to_dict(), 1)
     assert not any(shown(registry, 0).values())
-    expected = {f"vllm:kvkeep_{name}_total": ALL[name] for name in COUNTERS} | {"vllm:kvkeep_connected": 0}
+    expected = {f"vllm:kvkeep_{name}_total": ALL[name] for name in COUNTERS}
+    expected |= {f"vllm:kvkeep_{name}": ALL[name] for name in GAUGES} | {"vllm:kvkeep_connected": 0}
     expected["vllm:kvkeep_lookups_total"] += 10
     assert shown(registry, 1) == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvkeep.errors import PoolError
+from kvkeep.wire import segments as module
 from kvkeep.wire.segments import EPOCH_FILE, Segments, is_same_pool, segment_path
 
 SEGMENT = 8192
@@ -110,6 +112,101 @@ def test_memory_is_mapped_ahead_as_far_as_the_pool_is_there(segments: Segments, 
     assert [segments.populate_next() for _ in range(4)] == [True, True, False, False]
     segment_path(tmp_path, 2).write_bytes(last)
     assert [segments.populate_next() for _ in range(2)] == [True, False]
+
+
+class Pins:
+    """What a GPU's driver would be told: ranges that it took, and gave up again."""
+
+    def __init__(self, refused: tuple[int, ...] = ()) -> None:
+        self.refused = refused
+        self.asked: list[tuple[int, int]] = []
+        self.freed: list[int] = []
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        ctypes.string_at(address, nbytes)  # it is there
+        self.asked.append((address, nbytes))
+        return len(self.asked) - 1 not in self.refused
+
+    def unpin(self, address: int) -> None:
+        ctypes.string_at(address, 1)  # it still is
+        self.freed.append(address)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [nbytes for _, nbytes in self.asked]
+
+
+OS_PAGE_BYTES = 4096
+
+
+def pool_of(directory: Path, *lengths: int) -> Segments:
+    """Segments of so many pages: all equal but for the last, which may be shorter."""
+    (directory / EPOCH_FILE).write_text(f"{EPOCH:016x}")
+    for number, count in enumerate(lengths):
+        segment_path(directory, number).write_bytes(bytes(count * OS_PAGE_BYTES))
+    return Segments(directory, lengths[0] * OS_PAGE_BYTES, sum(lengths) * OS_PAGE_BYTES, EPOCH)
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("lengths", "pins"),
+    [([4], [4]), ([3], [3]), ([9], [4, 4, 1]), ([8, 8, 2], [4, 4, 4, 4, 2]), ([10, 10, 5], [4, 4, 2, 4, 4, 2, 4, 1])],
+    ids=str,
+)
+def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    pins: list[int],
+    ahead: int,
+    old_kernel: bool,
+) -> None:
+    monkeypatch.setattr(module, "_PIN_BYTES", 4 * OS_PAGE_BYTES)
+    monkeypatch.setattr(module, "_POPULATE_BYTES", ahead * OS_PAGE_BYTES)
+    if old_kernel:
+        monkeypatch.setattr(module, "_MADV_POPULATE_WRITE", 9999)  # as a kernel answers that does not know it
+    segments, driver = pool_of(tmp_path, *lengths), Pins()
+    while segments.populate_next(driver.pin, driver.unpin):
+        pass
+    assert driver.sizes == [count * OS_PAGE_BYTES for count in pins]
+    starts = [segment * lengths[0] * OS_PAGE_BYTES for segment in range(len(lengths))]
+    bases = segments.addresses(offsets(*starts), 1).tolist()
+    covered = sorted(driver.asked)
+    for base, count in zip(bases, lengths, strict=True):
+        inside = [(at, nbytes) for at, nbytes in covered if base <= at < base + count * OS_PAGE_BYTES]
+        assert inside[0][0] == base and sum(nbytes for _, nbytes in inside) == count * OS_PAGE_BYTES
+        assert all(at + nbytes == after for (at, nbytes), (after, _) in itertools.pairwise(inside)), (
+            "no gap, no overlap"
+        )
+    assert driver.freed == []
+    segments.close()
+    assert sorted(driver.freed) == [address for address, _ in covered]
+    segments.close()
+    assert len(driver.freed) == len(pins), "each once"
+
+
+def test_what_could_not_be_pinned_is_not_unpinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIN_BYTES", OS_PAGE_BYTES)
+    monkeypatch.setattr(module, "_POPULATE_BYTES", OS_PAGE_BYTES)
+    segments, driver = pool_of(tmp_path, 2, 2), Pins(refused=(0, 2))
+    while segments.populate_next(driver.pin, driver.unpin):
+        pass
+    segments.close()
+    assert driver.freed == [driver.asked[1][0], driver.asked[3][0]]
+
+
+def test_pinning_goes_on_where_the_server_had_not_got_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIN_BYTES", 4 * OS_PAGE_BYTES)
+    segments, driver = pool_of(tmp_path, 5, 5), Pins()
+    segment_path(tmp_path, 1).unlink()
+    monkeypatch.setattr(module, "_POPULATE_BYTES", OS_PAGE_BYTES)
+    assert [segments.populate_next(driver.pin, driver.unpin) for _ in range(7)] == [True] * 5 + [False] * 2
+    segment_path(tmp_path, 1).write_bytes(bytes(5 * OS_PAGE_BYTES))
+    while segments.populate_next(driver.pin, driver.unpin):
+        pass
+    assert driver.sizes == [4 * OS_PAGE_BYTES, OS_PAGE_BYTES] * 2
+    segments.close()
 
 
 def test_a_segment_is_mapped_when_it_is_needed(segments: Segments, tmp_path: Path) -> None:

@@ -3,77 +3,93 @@
 Blocks are gathered from 32 layers (separate arrays, block ids in random order) into slots, and scattered back, by a
 WorkerAdapter talking to a real daemon: asking for slots, copying, checksums, completing and looking up all count.
 Copies and memcpys alternate, so that noise of the machine meets both. Half a gigabyte is what a prompt of 4,000 tokens
-takes in a model of the size of Llama-8B.
+takes in a model of the size of Llama-8B. With `device` "cuda" the KV is on a GPU: see transfer_cuda.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.worker import WorkerAdapter
-from kvkeep.errors import Unavailable
+from kvkeep.bench import transfer_cuda
+from kvkeep.bench.transfer_worker import EngineSide
+from kvkeep.errors import SettingsError
 from kvkeep.kv import native
-from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.kv.parallel import ParallelStrategy
-from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.process import ServerProcess
+from kvkeep.units import MIB
 
+# What options mean here, where it is more than their name says elsewhere.
+OPTIONS = {
+    "device": "cpu, or cuda (cuda:1, ...) for an engine whose KV is on a GPU.",
+    "block_bytes": "Sizes of a block to measure on a CPU, with commas between.",
+    "geometries": f"Models to measure on a GPU: of {', '.join(transfer_cuda.GEOMETRIES)}, with commas between.",
+    "total_bytes": "How much is moved in a transfer; 0 is 512MiB, and on a GPU 2GiB.",
+    "rounds": "How often each case is measured; 0 is 15 times, and on a GPU 7.",
+}
+
+_BLOCK_BYTES = (64 << 10, 1 << 20, 4 << 20)
+_GEOMETRIES = tuple(transfer_cuda.GEOMETRIES)
 _LAYERS = 32
 _WARM_UP = 3  # stores that touch every page of the pool once
 _POLL_S = 0.0002  # an engine polls once a step; more often only takes the interpreter from the worker
 
 
 def run(
-    block_bytes: tuple[int, ...] = (64 << 10, 1 << 20, 4 << 20), total_bytes: int = 512 << 20, rounds: int = 15
+    device: str = "cpu",
+    block_bytes: tuple[int, ...] = _BLOCK_BYTES,
+    geometries: tuple[str, ...] = _GEOMETRIES,
+    total_bytes: int = 0,
+    rounds: int = 0,
 ) -> dict[str, Any]:
-    """Starts a server and measures store and load for each block size, with and without verification."""
+    """Starts servers and measures store and load for each size of a block, with and without verification. SettingsError
+    for a device that is not here, and for options of the other one."""
+    if device != "cpu":
+        if block_bytes != _BLOCK_BYTES:
+            raise SettingsError(
+                "--block-bytes is for a CPU", "on a GPU a model says how large blocks are: --geometries"
+            )
+        return transfer_cuda.run(device, geometries, total_bytes or 2048 * MIB, rounds or 7)
+    if geometries != _GEOMETRIES:
+        raise SettingsError("--geometries is for a GPU", "add --device cuda, or use --block-bytes")
+    return _on_cpu(block_bytes, total_bytes or 512 * MIB, rounds or 15)
+
+
+def _on_cpu(block_bytes: tuple[int, ...], total_bytes: int, rounds: int) -> dict[str, Any]:
+    if total_bytes < max(block_bytes):
+        raise SettingsError("--total-bytes is less than a block", "move at least one block")
     floors: list[float] = []
     rows: list[dict[str, Any]] = []
-    pool_mib = 2 * total_bytes // (1 << 20) + 128
+    pool_mib = 2 * total_bytes // MIB + 128
     for nbytes in block_bytes:
         for verify in (False, True):
             with ServerProcess("--pool-size", f"{pool_mib}MiB", "--slab-size", "32MiB") as server:
                 bench = _Bench(server.address, nbytes, total_bytes, verify)
                 rows += bench.rows(rounds, floors)
                 bench.close()
-    return {"floor_gbps": round(float(np.median(floors)), 2), "rows": rows, "native": native.available}
+    floor_gbps = round(float(np.median(floors)), 2)
+    return {"device": "cpu", "floor_gbps": floor_gbps, "rows": rows, "native": native.available}
 
 
 class _Bench:
-    """One block size, verified or not: an engine's memory, a scheduler and a worker."""
+    """One block size, verified or not: an engine's memory, and its scheduler and worker."""
 
     def __init__(self, address: str, block_bytes: int, total_bytes: int, verify: bool) -> None:
-        identity = ModelIdentity(
-            model="bench", revision="1", kv_dtype="uint8", block_tokens=16, layout=f"bench {block_bytes}"
-        )
-        shape = BlockShape(identity, (block_bytes,))
-        options = ClientOptions(address=address, verify=verify, store_deadline_ms=60_000)
         self.blocks = total_bytes // block_bytes
         self.block_bytes, self.total_bytes, self.verify = block_bytes, total_bytes, verify
         rng = np.random.default_rng(0)
-        self.layers = [_tensor(self.blocks, block_bytes // _LAYERS) for _ in range(_LAYERS)]
-        for layer in self.layers:
+        layers = {str(i): _tensor(self.blocks, block_bytes // _LAYERS) for i in range(_LAYERS)}
+        for layer in layers.values():
             layer[:] = rng.integers(0, 256, layer.shape, dtype=np.uint8)
         self.block_ids = rng.permutation(self.blocks).astype(np.int64)
         self.plain, self.copy = _tensor(1, total_bytes), _tensor(1, total_bytes)
         self.plain[:], self.copy[:] = 1, 0
-        self.scheduler = SchedulerAdapter(shape, options)
-        self.worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
-        self.worker.register_kv_caches({str(i): layer for i, layer in enumerate(self.layers)})
-        deadline = time.monotonic() + 20
-        while not (self.scheduler.connection.up and self.worker.connection.up):
-            if time.monotonic() > deadline:
-                raise Unavailable(f"no session with {address}: {self.worker.connection.refusal}")
-            time.sleep(0.01)
+        self.engine = EngineSide(address, layers, block_bytes, verify, _POLL_S)
 
     def rows(self, rounds: int, floors: list[float]) -> list[dict[str, Any]]:
         store: list[float] = []
@@ -81,7 +97,7 @@ class _Bench:
         floor: list[float] = []
         for turn in range(_WARM_UP + rounds):
             keys = os.urandom(self.blocks * KEY_BYTES)
-            times = self._floor(), self._store(keys), self._load(keys)
+            times = self._floor(), self.engine.store(keys, self.block_ids), self._load(keys)
             if turn >= _WARM_UP:
                 for samples, seconds in zip((floor, store, load), times, strict=True):
                     samples.append(self.total_bytes / seconds / 1e9)
@@ -89,8 +105,7 @@ class _Bench:
         return [self._row("store", store, floor), self._row("load", load, floor)]
 
     def close(self) -> None:
-        self.worker.close()
-        self.scheduler.close()
+        self.engine.close()
 
     def _row(self, direction: str, gbps: list[float], floor: list[float]) -> dict[str, Any]:
         return {
@@ -106,34 +121,8 @@ class _Bench:
         np.copyto(self.copy, self.plain)
         return time.perf_counter() - started
 
-    def _store(self, keys: bytes) -> float:
-        started = time.perf_counter()
-        self.worker.store("store", StoreRequest(DEFAULT_TENANT, b"", keys, self.block_ids))
-        while not (finished := self.worker.poll()).stored:
-            time.sleep(_POLL_S)
-        seconds = time.perf_counter() - started
-        if finished.stored["store"] != self.blocks:
-            raise Unavailable(f"{finished.stored['store']} of {self.blocks} blocks stored: {self._why()}")
-        return seconds
-
     def _load(self, keys: bytes) -> float:
-        started = time.perf_counter()
-        while (answer := self.scheduler.lookup("load", None, keys)) is None:
-            time.sleep(_POLL_S)
-        self.worker.load(
-            "load",
-            LoadRequest(DEFAULT_TENANT, keys, 0, self.block_ids, answer.epoch, answer.slots, answer.checksums),
-        )
-        while not (finished := self.worker.poll()).loaded:
-            time.sleep(_POLL_S)
-        seconds = time.perf_counter() - started
-        self.scheduler.release("load")
-        if finished.failed or answer.blocks != self.blocks:
-            raise Unavailable(f"{answer.blocks} of {self.blocks} blocks hit, then {self._why()}")
-        return seconds
-
-    def _why(self) -> str:
-        return f"{self.worker.connection.counters.failures} {self.worker.connection.refusal}"
+        return self.engine.load(keys, self.block_ids).seconds
 
 
 def _tensor(blocks: int, nbytes: int) -> NDArray[np.uint8]:
@@ -141,3 +130,33 @@ def _tensor(blocks: int, nbytes: int) -> NDArray[np.uint8]:
     raw: NDArray[np.uint8] = np.empty(blocks * nbytes + 64, dtype=np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + blocks * nbytes].reshape(blocks, nbytes)
+
+
+# -- for people
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result in lines: facts, a table for each list of rows, and on a GPU whether it is what it should be."""
+    lists = {name: value for name, value in result.items() if isinstance(value, list) and value}
+    facts = [f"{name}: {value}" for name, value in result.items() if not isinstance(value, list | dict)]
+    drawn = [line for name, rows in lists.items() for line in ["", *_aligned(name, rows)]]
+    verdicts = transfer_cuda.verdicts(result) if "targets" in result else []
+    return "\n".join([*facts, *drawn, *[""] * bool(verdicts), *verdicts])
+
+
+def _aligned(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows below their columns' names; a heading where they are not the transfers themselves."""
+    lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    heading = [] if name == "rows" else [f"{name}:"]
+    return heading + [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else str(value)

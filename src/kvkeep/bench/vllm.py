@@ -18,12 +18,7 @@ without a connector: `same_tokens`.
 
 from __future__ import annotations
 
-import importlib.util
-import signal
-import statistics
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +28,18 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench.vllm_run import Answer, EngineProcess
+from kvkeep.bench.vllm_session import (
+    PEERS,
+    Choice,
+    cell,
+    draw,
+    gpu_name,
+    median,
+    median_ratio,
+    say,
+    signals_end_the_block,
+    verdict,
+)
 from kvkeep.bench.vllm_setup import (
     ServedModel,
     arguments,
@@ -44,8 +51,6 @@ from kvkeep.bench.vllm_setup import (
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.units import MIB
 
-CONNECTORS = ("none", "kvkeep", "lmcache", "native")
-PEERS = ("lmcache", "native")
 PROMPT_TOKENS = {"cpu": (2000,), "cuda": (2000, 8000, 32000)}
 TARGETS = {"cold_ratio": 1.05, "speedup": 3.0}  # of kvkeep on a CPU, at most and at least
 
@@ -83,51 +88,16 @@ class Plan:
 
     @classmethod
     def make(cls, device: str, prompt_tokens: str, connectors: str, repeats: int, interleave: bool) -> Plan:
-        if not _installed("vllm"):
-            raise SettingsError(
-                "vLLM is not installed in this environment",
-                "pip install kvkeep beside vLLM, and run this command with that environment's python",
-            )
-        device = _device(device)
-        lengths = PROMPT_TOKENS[device] if prompt_tokens == "auto" else _lengths(prompt_tokens)
-        missing = _missing(device)
-        if connectors == "auto":
-            chosen = tuple(name for name in CONNECTORS if name not in missing)
-            return cls(device, lengths, chosen, repeats, interleave or device == "cpu", False, missing)
-        names = connectors.split(",")
-        for name in names:
-            if name not in CONNECTORS:
-                raise SettingsError(f'--connectors "{name}": expected some of {", ".join(CONNECTORS)}, or auto')
-            if name in missing:
-                raise SettingsError(f"connector {name} cannot be measured here: {missing[name]}")
-        # All are compared with none.
-        chosen = tuple(name for name in CONNECTORS if name in {"none", *names})
-        return cls(device, lengths, chosen, repeats, interleave or device == "cpu", True, {})
+        choice = Choice.make(device, connectors)
+        lengths = PROMPT_TOKENS[choice.device] if prompt_tokens == "auto" else _lengths(prompt_tokens)
+        interleave = interleave or choice.device == "cpu"
+        named, left_out = choice.named, choice.left_out
+        return cls(choice.device, lengths, choice.connectors, repeats, interleave, named, left_out)
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Connectors whose engines live at the same time."""
         return [self.connectors] if self.interleave else [(name,) for name in self.connectors]
-
-
-def _device(device: str) -> str:
-    if device not in ("auto", "cpu", "cuda"):
-        raise SettingsError(f'--device "{device}": expected auto, cpu or cuda')
-    if device == "cpu":
-        return device
-    import torch
-
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
-        raise SettingsError("--device cuda: torch finds no GPU")
-    return "cuda" if there else "cpu"
-
-
-def _gpu() -> str:
-    """Its name. To be asked when engines are gone: it takes memory of the GPU."""
-    import torch
-
-    return str(torch.cuda.get_device_name())
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -139,21 +109,6 @@ def _lengths(text: str) -> tuple[int, ...]:
     if not lengths or min(lengths) < 64:
         raise SettingsError(f'--prompt-tokens "{text}": expected at least 64, such as 2000 or 2000,8000')
     return tuple(dict.fromkeys(lengths))
-
-
-def _missing(device: str) -> dict[str, str]:
-    missing = {}
-    if not _installed("lmcache"):
-        missing["lmcache"] = "not installed"
-    if device == "cpu":
-        missing["native"] = "needs a GPU"
-    return missing
-
-
-def _installed(name: str) -> bool:
-    """A mere folder of that name, where we were started, is no package."""
-    found = importlib.util.find_spec(name)
-    return found is not None and found.origin is not None
 
 
 # -- the run
@@ -175,24 +130,6 @@ def run(
         for group in plan.groups:
             bench.measure(group)
     return bench.result()
-
-
-@contextmanager
-def signals_end_the_block() -> Iterator[None]:
-    """An engine may hold a whole GPU, and a server's pool outlives it: neither is left behind."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass
@@ -305,7 +242,7 @@ class Bench:
         ]
         return {
             "device": self.plan.device,
-            **({"gpu": _gpu()} if self.plan.device == "cuda" else {}),
+            **({"gpu": gpu_name()} if self.plan.device == "cuda" else {}),
             "model": self.model.description,
             "vllm": self.vllm,
             "block_tokens": self.model.block_tokens,
@@ -322,7 +259,7 @@ class Bench:
         return {
             "connector": name,
             "prompt_tokens": length,
-            **{f"{case}{'_hit' * (case != 'cold')}_ms": _median(samples.ms[case], 2) for case in _CASES},
+            **{f"{case}{'_hit' * (case != 'cold')}_ms": median(samples.ms[case], 2) for case in _CASES},
             "cached_tokens": min(samples.cached_tokens, default=0),
             "same_tokens": len(samples.tokens) == len(_CASES) and all(each == wanted for each in samples.tokens),
         }
@@ -333,9 +270,9 @@ class Bench:
         return {
             "connector": name,
             "prompt_tokens": length,
-            "cold_ratio": _ratio(mine["cold"], none["cold"]),
-            "local_hit_ratio": _ratio(mine["local"], none["local"]),
-            "speedup": _ratio(mine["cold"], mine["external"]),
+            "cold_ratio": median_ratio(mine["cold"], none["cold"]),
+            "local_hit_ratio": median_ratio(mine["local"], none["local"]),
+            "speedup": median_ratio(mine["cold"], mine["external"]),
         }
 
 
@@ -348,14 +285,6 @@ def _times(ms: dict[str, list[float]]) -> str:
     return "/".join(f"{values[-1]:,.0f}" for values in ms.values() if values) + " ms"
 
 
-def _median(values: Sequence[float], digits: int) -> float | None:
-    return round(statistics.median(values), digits) if values else None
-
-
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float | None:
-    return _median([a / b for a, b in zip(above, below, strict=True)], 3)
-
-
 def table(result: dict[str, Any]) -> str:
     """The result in lines, and on a CPU whether it is what it should be."""
     facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats")]
@@ -366,17 +295,11 @@ def table(result: dict[str, Any]) -> str:
         ratio = ratios.get((row["connector"], row["prompt_tokens"]), {})
         cells = [row["prompt_tokens"], row["cold_ms"], ratio.get("cold_ratio"), row["local_hit_ms"]]
         cells += [ratio.get("local_hit_ratio"), row["external_hit_ms"], ratio.get("speedup"), row["cached_tokens"]]
-        lines.append([row["connector"], *map(_cell, cells), "yes" if row["same_tokens"] else "NO"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    drawn = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        lines.append([row["connector"], *map(cell, cells), "yes" if row["same_tokens"] else "NO"])
     left_out = [f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()]
     kvkeep = [row for row in result["rows"] if row["connector"] == "kvkeep" and result["targets"]]
     verdicts = [line for row in kvkeep for line in _verdicts(result, row, ratios["kvkeep", row["prompt_tokens"]])]
-    return "\n".join([*facts, "", *drawn, *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts])
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+    return "\n".join([*facts, "", *draw(lines), *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts])
 
 
 def _verdicts(result: dict[str, Any], row: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
@@ -384,17 +307,13 @@ def _verdicts(result: dict[str, Any], row: dict[str, Any], ratios: dict[str, Any
     cold, speedup, cached = ratios["cold_ratio"], ratios["speedup"], row["cached_tokens"]
     full = (row["prompt_tokens"] - 1) // result["block_tokens"] * result["block_tokens"]
     return [
-        f"target {_met(cold <= targets['cold_ratio'])}: {where} cold takes {cold:g} times as long as with none, "
-        f"at most {targets['cold_ratio']:g} is wanted",
-        f"target {_met(speedup >= targets['speedup'])}: {where} an external hit is {speedup:g} times faster than cold, "
-        f"at least {targets['speedup']:g} is wanted",
-        f"target {_met(cached >= full)}: {where} it gives {cached:,}, all {full:,} of full blocks are wanted",
+        verdict(
+            cold <= targets["cold_ratio"],
+            f"{where} cold takes {cold:g} times as long as with none, at most {targets['cold_ratio']:g} is wanted",
+        ),
+        verdict(
+            speedup >= targets["speedup"],
+            f"{where} an external hit is {speedup:g} times faster than cold, at least {targets['speedup']:g} is wanted",
+        ),
+        verdict(cached >= full, f"{where} it gives {cached:,}, all {full:,} of full blocks are wanted"),
     ]
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "MISSED"
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.bench.vllm import Plan, say, signals_end_the_block
 from kvkeep.bench.vllm_run import EngineProcess
+from kvkeep.bench.vllm_session import Choice, say, signals_end_the_block
 from kvkeep.bench.vllm_setup import ServedModel, Stored, arguments, environment, kvkeep_arguments, own_model
 from kvkeep.errors import Unavailable
 from kvkeep.testing.process import ServerProcess
@@ -44,7 +44,7 @@ _RESUMES_WITHIN_S = 30.0
 
 
 def run(seconds: int = 30, requests: int = 8) -> dict[str, Any]:
-    Plan.make("cpu", "auto", "none,kvkeep", 1, True)  # refuses without vLLM
+    Choice.make("cpu", "none,kvkeep")  # refuses without vLLM
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder, ExitStack() as stack:
         model = own_model(Path(folder), "cpu")
         server = stack.enter_context(ServerProcess("--pool-size", "2GiB"))

@@ -1,12 +1,13 @@
 """One vLLM engine in a process of its own, for the benchmark: prompts go in as lines of JSON, answers come out.
 
     parent                                     engine process: python -m kvkeep.bench.vllm_run
+    ImportingProcess()                         imports vLLM
     start of the block                    ───► makes the engine                {"arguments": …}
                                           ◄─── {"vllm": "0.32.0"}              ready, after some 25 s
     ask(prompt, max_tokens)               ───► {"prompt": […], "max_tokens": 1, "counting": "…"}
                                           ◄─── {"ms": …, "tokens": […], "cached_tokens": …}
-    serve(prompts, 8, 5.0, 16)            ───► {"prompts": [[…], …], "at_a_time": 8, "seconds": 5.0, …}
-                                          ◄─── {"answers": {"0": […], …}, "tokens": …, …}
+    load([lane, …], 5.0)                  ───► {"lanes": [{"prompts": [[…], …], …}, …], "seconds": 5.0, …}
+                                          ◄─── {"lanes": [{"answers": {"0": "…", …}, …}, …], "seconds": …}
     drop_local_cache()                    ───► {"drop_within_s": 60}
                                           ◄─── {"dropped": true}
     end of the block                      ───► (no more input) ends; whoever is left of its group is killed
@@ -28,9 +29,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+from kvkeep.bench.vllm_lanes import Lane, serve_lanes
 from kvkeep.errors import KVKeepError
 
 _START_WITHIN_S = 600.0
@@ -51,10 +54,52 @@ class Answer:
     cached_tokens: int
 
 
+class ImportingProcess:
+    """Imports vLLM, which takes a while, and then waits to be told which engine to make. Several may do so together,
+    before any engine is there to be disturbed. A session of its own: what the engine starts is in it too, and Ctrl-C
+    is ours to handle."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the engine)
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "kvkeep.bench.vllm_run"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            env=dict(environment),
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended."""
+        until = time.monotonic() + seconds
+        while not os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def end(self, within_s: float = 0.0) -> None:
+        """Gone with all that it started, in order if that takes no longer. A second time does nothing."""
+        if self.popen.returncode is not None:
+            return
+        assert self.popen.stdin is not None
+        with self.stderr, self.popen:
+            try:
+                with contextlib.suppress(OSError):  # it may be gone already
+                    self.popen.stdin.close()
+                self.wait(within_s)
+            finally:
+                # Not reaped yet, so the number is still its own.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.popen.pid, signal.SIGKILL)
+
+
 class EngineProcess:
     """Ready where the block begins, gone with all that it started where it ends. `counting` names what vLLM returns in
-    kv_transfer_params for tokens found; without it vLLM's own count is taken. KVKeepError, with what it wrote to
-    stderr, if it ends or falls silent."""
+    kv_transfer_params for tokens found; without it vLLM's own count is taken. `spare` is a process to take, or else it
+    is started here. KVKeepError, with what it wrote to stderr, if it ends or falls silent."""
 
     def __init__(
         self,
@@ -62,25 +107,17 @@ class EngineProcess:
         arguments: Mapping[str, Any],
         environment: Mapping[str, str],
         counting: str = "",
+        spare: ImportingProcess | None = None,
     ) -> None:
         self.name = name
         self.vllm = ""
         self._arguments = dict(arguments)
         self._environment = dict(environment)
         self._counting = counting
+        self._spare = spare
 
     def __enter__(self) -> EngineProcess:
-        self._stderr = tempfile.TemporaryFile("w+")  # not a pipe: unread, it would block the engine
-        # A session of its own: what the engine starts is in it too, and Ctrl-C is ours to handle.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvkeep.bench.vllm_run"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=self._environment,
-            text=True,
-            start_new_session=True,
-        )
+        self._process = self._spare or ImportingProcess(self._environment)
         try:
             self._send({"arguments": self._arguments})
             self.vllm = self._receive(_START_WITHIN_S)["vllm"]
@@ -97,8 +134,14 @@ class EngineProcess:
     def serve(self, prompts: Sequence[list[int]], at_a_time: int, seconds: float, max_tokens: int) -> dict[str, Any]:
         """Serves prompts, so many at a time, until the time is over and those under way are done. `answers` by the
         prompt's place, `begun` prompts, `tokens` in the time, `failed` requests, and `seconds` that it took."""
-        asked = {"prompts": list(prompts), "at_a_time": at_a_time, "seconds": seconds, "max_tokens": max_tokens}
-        self._send(asked)
+        said = self.load([Lane(list(prompts), [max_tokens] * len(prompts), at_a_time)], seconds)
+        [served] = said["lanes"]
+        return {**served, "seconds": said["seconds"]}
+
+    def load(self, lanes: Sequence[Lane], seconds: float, *, finish: bool = True) -> dict[str, Any]:
+        """All lanes together, until the time is over and those under way are done, or with `finish` off are aborted:
+        what came of each lane, and `seconds` that it took."""
+        self._send({"lanes": [vars(lane) for lane in lanes], "seconds": seconds, "finish": finish})
         return self._receive(seconds + _ANSWER_WITHIN_S)
 
     def drop_local_cache(self) -> None:
@@ -110,43 +153,25 @@ class EngineProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        with self._stderr, self._process as process:
-            try:
-                with contextlib.suppress(OSError):  # it may be gone already
-                    self._process.stdin.close()
-                self._wait(_END_WITHIN_S if kind is None else _GIVE_UP_WITHIN_S)
-            finally:
-                # Not reaped yet, so the number is still its own.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-
-    def _wait(self, seconds: float) -> bool:
-        """Whether it has ended."""
-        until = time.monotonic() + seconds
-        while not os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.02)
-        return True
+        self._process.end(_END_WITHIN_S if kind is None else _GIVE_UP_WITHIN_S)
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
+        assert self._process.popen.stdin is not None
         try:
-            print(json.dumps(message), file=self._process.stdin, flush=True)
+            print(json.dumps(message), file=self._process.popen.stdin, flush=True)
         except OSError:
             raise self._failure("ended") from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         """The next line. There is never more than one on the way."""
-        assert self._process.stdout is not None
+        assert self._process.popen.stdout is not None
         until = time.monotonic() + seconds
-        while not select.select([self._process.stdout], [], [], 1.0)[0]:
-            if self._wait(0):  # what it started may hold the pipe open
+        while not select.select([self._process.popen.stdout], [], [], 1.0)[0]:
+            if self._process.wait(0):  # what it started may hold the pipe open
                 raise self._failure("ended")
             if time.monotonic() > until:
                 raise self._failure(f"said nothing for {seconds:g} s")
-        line = self._process.stdout.readline()
+        line = self._process.popen.stdout.readline()
         if not line:
             raise self._failure("ended")
         said: dict[str, Any] = json.loads(line)
@@ -154,9 +179,9 @@ class EngineProcess:
 
     def _failure(self, what: str) -> KVKeepError:
         if what == "ended":
-            self._wait(_GIVE_UP_WITHIN_S)  # pipes close before the last word is said
-        self._stderr.seek(0)
-        lines = self._stderr.read().strip().splitlines()[-_SHOWN_LINES:]
+            self._process.wait(_GIVE_UP_WITHIN_S)  # pipes close before the last word is said
+        self._process.stderr.seek(0)
+        lines = self._process.stderr.read().strip().splitlines()[-_SHOWN_LINES:]
         return KVKeepError(f"vLLM with connector {self.name} {what}. It said:\n" + ("\n".join(lines) or "(nothing)"))
 
 
@@ -164,14 +189,15 @@ class EngineProcess:
 
 
 def _main() -> None:
-    line = sys.stdin.readline()
-    if not line:  # whoever started us is gone
-        return
     # Stdout is for answers; vLLM and what it starts write theirs to stderr.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         vllm = importlib.import_module("vllm")
-        llm = vllm.LLM(**json.loads(line)["arguments"])
+        make = vllm.LLM  # most of it is imported only now
+        line = sys.stdin.readline()
+        if not line:  # whoever started us is gone, or has no use for us
+            return
+        llm = make(**json.loads(line)["arguments"])
         print(json.dumps({"vllm": vllm.__version__}), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(_serve(vllm, llm, json.loads(line))), file=answers, flush=True)
@@ -180,13 +206,12 @@ def _main() -> None:
 def _serve(vllm: Any, llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     if "drop_within_s" in asked:
         return {"dropped": _drop(llm, asked["drop_within_s"])}
-    if "prompts" in asked:
-        return _load(vllm, llm.llm_engine, asked)
+    if "lanes" in asked:
+        lanes = [Lane(**lane) for lane in asked["lanes"]]
+        return serve_lanes(llm.llm_engine, partial(_sampling, vllm), lanes, asked["seconds"], finish=asked["finish"])
     counting = asked["counting"]
     extra = {"extra_args": {"kv_transfer_params": {counting: 0}}} if counting else {}
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False, **extra
-    )
+    sampling = _sampling(vllm, asked["max_tokens"], **extra)
     started = time.perf_counter()
     [answer] = llm.generate([{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False)
     ms = (time.perf_counter() - started) * 1e3
@@ -194,25 +219,8 @@ def _serve(vllm: Any, llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     return {"ms": ms, "tokens": list(answer.outputs[0].token_ids), "cached_tokens": cached or 0}
 
 
-def _load(vllm: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
-    answers: dict[str, list[int]] = {}
-    begun = under_way = failed = 0
-    started = time.perf_counter()
-    more = True
-    while under_way or more:
-        more = begun < len(asked["prompts"]) and time.perf_counter() - started < asked["seconds"]
-        if more and under_way < asked["at_a_time"]:
-            engine.add_request(f"{begun}", {"prompt_token_ids": asked["prompts"][begun]}, sampling)
-            begun, under_way = begun + 1, under_way + 1
-            continue
-        for output in engine.step():
-            if output.finished:
-                under_way -= 1
-                failed += output.outputs[0].finish_reason != "length"
-                answers[output.request_id.partition("-")[0]] = list(output.outputs[0].token_ids)
-    tokens, took = sum(map(len, answers.values())), time.perf_counter() - started
-    return {"answers": answers, "begun": begun, "tokens": tokens, "failed": failed, "seconds": took}
+def _sampling(vllm: Any, max_tokens: int, **extra: Any) -> Any:
+    return vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **extra)
 
 
 def _drop(llm: Any, seconds: float) -> bool:

@@ -31,7 +31,9 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "keys": "What a block's key costs, for each hash we could have taken.",
         "engine": "What a cache costs an engine that finds nothing in it, and saves one that does.",
         "vllm": "Time to the first token of real vLLM, without a connector, with kvkeep's and with its peers.",
+        "vllm-load": "Throughput and pace of decoding of real vLLM under load, with the same connectors.",
         "vllm-paused": "Throughput of real vLLM while the server hangs, against none.",
+        "chart": "Draws what transfer or vllm measured, as an SVG file.",
     }
 )
 
@@ -41,20 +43,28 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "block_bytes": "Sizes of a block to measure, with commas between.",
         "block_tokens": "Tokens in a block.",
         "blocks": "How many blocks.",
+        "case": "Which of several cases.",
         "connectors": "Connectors to measure, with commas between.",
         "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
+        "file": "A file to read.",
+        "floor_gbps": "What a plain copy reaches.",
+        "geometries": "Models to measure, with commas between.",
         "interleave": "Let engines take turns.",
         "layers": "Layers that a block is spread over.",
         "model": "Folder of a checkpoint.",
+        "out": "A file to write.",
         "prompt_tokens": "Tokens in a prompt.",
         "prompts": "How many prompts are served together.",
         "repeats": "How often each way is measured.",
         "requests": "How many requests.",
         "resident": "How many blocks are in the cache meanwhile, with commas between.",
         "rounds": "How often each case is measured.",
+        "scenarios": "What is measured, with commas between.",
         "seconds": "For how long.",
         "seed": "Where random numbers begin.",
         "threads": "Threads that the model computes with.",
+        "title": "What stands above.",
+        "token_bytes": "KV of one token.",
         "total_bytes": "How much is moved in a round.",
         "trials": "Blocks that are damaged, for each kind of damage.",
     }
@@ -207,10 +217,18 @@ def _load(name: str) -> ModuleType:
                 from kvkeep.bench import vllm
 
                 return vllm
+            case "vllm-load":
+                from kvkeep.bench import vllm_load
+
+                return vllm_load
             case "vllm-paused":
                 from kvkeep.bench import vllm_paused
 
                 return vllm_paused
+            case "chart":
+                from kvkeep.bench import chart
+
+                return chart
             case _:
                 from kvkeep.bench import keys
 

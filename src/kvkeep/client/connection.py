@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.client.replies import is_sound_layout, is_sound_welcome
 from kvkeep.client.transport import Transport, ZmqTransport
+from kvkeep.client.turns import Turns
 from kvkeep.errors import ProtocolError
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
@@ -32,7 +32,7 @@ from kvkeep.wire.segments import Segments
 
 _FIRST_RETRY_MS = 5
 _LAST_QUICK_RETRY_MS = 160  # some 300 ms after the first attempt: a server that is there has answered by then
-_WAIT_SLICE_MS = 20
+_WAIT_SLICE_MS = 5  # then others have their turn
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
@@ -41,7 +41,8 @@ def monotonic_ms() -> int:
 
 
 class Connection:
-    """See the module's docstring. Safe to use from several threads: one lock guards it all."""
+    """See the module's docstring. Safe to use from several threads: one lock guards it all. Only `pool` does without:
+    who copies does not wait for those who wait for a reply."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Connection:
         self._pid = os.getpid()
         self._transport = transport or ZmqTransport(options.address)
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = Turns()
         self._calls: dict[int, Call] = {}
         self._next_number = 1
         self._handshake: Call | None = None  # its step that is under way
@@ -116,19 +117,15 @@ class Connection:
     def pool(self, epoch: int, session: int = 0) -> Iterator[tuple[Segments, m.LayoutOpened] | None]:
         """The pool's memory and where blocks lie in it, if `epoch` (and `session`, if named) is still ours: slots of
         another are somebody else's. Inside the block memory and lock stay ours, whatever happens."""
-        with self._lock:
-            fence, layout = self._fence, self.layout
-            current = self.welcome is not None and self.epoch == epoch and session in (0, self.welcome.session)
-            if fence is not None and current:
-                fence.hold()
-            else:
-                fence = None
+        fence, layout, welcome = self._fence, self.layout, self.welcome
+        current = welcome is not None and self.epoch == epoch and session in (0, welcome.session)
+        if fence is None or not current or not fence.hold():  # a session's fence falls last: so all these are of one
+            yield None
+            return
         try:
-            yield (fence.segments, layout) if fence and layout else None
+            yield (fence.segments, layout) if layout else None
         finally:
-            if fence is not None:
-                with self._lock:
-                    fence.unhold()
+            fence.unhold()
 
     def call(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
         """Sends a request. Never blocks, never raises: what cannot go out has failed when this returns."""
@@ -171,8 +168,8 @@ class Connection:
                 self._outage.stumble()
                 self._go_down()
 
-    def wait(self, call: Call, meanwhile: Callable[[], None] = lambda: None) -> m.Reply | None:
-        """Waits for a call to end, at most until its deadline, and does something else now and then. May block."""
+    def wait(self, call: Call) -> m.Reply | None:
+        """Waits for a call to end, at most until its deadline. May block."""
         while not call.done:
             if os.getpid() != self._pid:
                 call.failure = "forked"
@@ -181,7 +178,6 @@ class Connection:
                 self.poll()
                 if not call.done:
                     self._transport.wait(min(_WAIT_SLICE_MS, max(1, call.deadline_ms - self._clock())))
-            meanwhile()
         return call.reply
 
     def wait_until_up(self, timeout_ms: int) -> bool:
@@ -211,11 +207,14 @@ class Connection:
             if self._closed:
                 return
             self._closing = True
-            if self.welcome is not None:
-                self.wait(self._send(m.Goodbye(), self.options.lookup_deadline_ms))
-            self._go_down()
-            self._closed = True
-            self._transport.close()
+            goodbye = self._send(m.Goodbye(), self.options.lookup_deadline_ms) if self.welcome is not None else None
+        if goodbye is not None:
+            self.wait(goodbye)
+        with self._lock:
+            if not self._closed:  # another thread closes it, too
+                self._go_down()
+                self._closed = True
+                self._transport.close()
 
     # -- messages
 
@@ -395,6 +394,6 @@ class Connection:
         self._debts.clear()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
-        if self._fence is not None:
+        if self._fence is not None:  # last: who got hold of it before has read what was this session's
             self._fence.let_go()
             self._fence = None

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import threading
 from pathlib import Path
 
 from kvkeep.wire.liveness import hold
@@ -18,16 +19,17 @@ log = logging.getLogger(__name__)
 class Fence:
     """Taken before Attach, let go of when the session is over and the last copy has ended.
 
-    Whoever holds it (`hold`, `unhold`, under the connection's lock) may touch the pool's memory: it stays mapped, and
-    the session's lock stays ours until then, whatever becomes of the session meanwhile.
+    Whoever holds it (`hold`, `unhold`, in any thread) may touch the pool's memory: it stays mapped, and the session's
+    lock stays ours until then, whatever becomes of the session meanwhile.
     """
 
     def __init__(self, descriptor: int, directory: Path, epoch: int, segments: Segments) -> None:
         self._descriptor = descriptor
         self._directory = directory
         self._epoch = epoch
-        self._holders = 0
+        self._holders = 1  # the session itself
         self._over = False
+        self._counting = threading.Lock()
         self.segments = segments
 
     @classmethod
@@ -45,16 +47,27 @@ class Fence:
         segments = Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch)
         return cls(descriptor, directory, welcome.epoch, segments)
 
-    def hold(self) -> None:
-        self._holders += 1
+    def hold(self) -> bool:
+        """False if the session is over: then it is not held."""
+        with self._counting:
+            self._holders += not self._over
+            return not self._over
 
     def unhold(self) -> None:
-        self._holders -= 1
-        self._close_if_over()
+        with self._counting:
+            self._holders -= 1
+            last = not self._holders
+        if last:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self.segments.close()
 
     def let_go(self) -> None:
-        self._over = True
-        self._close_if_over()
+        """The session is over. Said again it means nothing."""
+        with self._counting:
+            again, self._over = self._over, True
+        if not again:
+            self.unhold()
 
     def server_is_gone(self) -> bool:
         """Whether the server's process is dead, by the kernel's word: nobody holds the pool's lock any more, or another
@@ -72,9 +85,3 @@ class Fence:
         finally:
             os.close(descriptor)
         return True
-
-    def _close_if_over(self) -> None:
-        if self._over and not self._holders and self._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = -1

@@ -3,26 +3,25 @@
 An engine that keeps its blocks still until a store is reported never calls `take_back`. One that may need a block at
 any moment takes it back before it writes into it: what was not copied yet is then set aside, in a buffer of our own,
 or the store ends before it. Either way no copy reads a block after `take_back` has returned, and that never waits for
-a server: at most for the few megabytes that are being copied this moment.
+a server: at most for the few megabytes that are being copied this moment. On a GPU "before" and "after" are places in
+its queues of work (`kvkeep.gpu.copier`), and nobody waits at all.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.copier import Copier, HostCopier, Reading, Saved
 from kvkeep.kv.checksum import ABSENT
-from kvkeep.kv.copy import gather
 from kvkeep.kv.runs import BlockRuns
 
 NO_BLOCK = -1  # in a table of block ids: there is nothing here
-
-_BYTES_AT_A_TIME = 16 << 20  # copied with the lock held: some two milliseconds
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,38 @@ class Piece:
     may_lack: bool = False
 
 
-class Sources:
-    """One store's blocks: `block_ids[p, b]` holds piece p of block b. Safe to use from two threads."""
+class Copy:
+    """Blocks that were read, and may still be on their way."""
 
-    def __init__(self, pieces: Sequence[Piece], block_ids: NDArray[np.int64]) -> None:
+    def __init__(self, reading: Reading, count: int, copied: list[NDArray[np.int64]]) -> None:
+        self._reading = reading
+        self._count = count
+        self._copied = copied
+
+    def checksums(self) -> NDArray[np.uint64]:
+        """When all have arrived: their checksums, 0 without verification, ABSENT for those that there were none of."""
+        checksums = np.full(self._count, ABSENT, dtype=np.uint64)
+        sums = self._reading.sums()
+        if self._copied:
+            checksums[np.concatenate(self._copied)] = sums
+        return checksums
+
+    def close(self) -> None:
+        """Waits until all have arrived."""
+        self._reading.close()
+
+
+class Sources:
+    """One store's blocks: `block_ids[p, b]` holds piece p of block b. Made in the engine's thread, when the blocks are
+    computed or that is under way; safe to use from two threads."""
+
+    def __init__(self, pieces: Sequence[Piece], block_ids: NDArray[np.int64], copier: Copier | None = None) -> None:
         self._pieces = pieces
+        self._copier = copier or HostCopier([piece.runs for piece in pieces])
+        self._ready: Any = self._copier.mark()
         self._ids = block_ids.copy()
         self._left = np.ones(block_ids.shape, dtype=np.bool_)  # not copied yet
-        self._aside: dict[tuple[int, int], tuple[NDArray[np.uint8], int]] = {}  # bytes and checksum
+        self._aside: dict[tuple[int, int], Saved] = {}
         self._bytes_aside = 0
         self._lock = threading.Lock()
         self.stop = block_ids.shape[1]  # blocks from here on are lost
@@ -84,57 +107,63 @@ class Sources:
             self._left[piece, but] = True
             for number, position in [at for at in self._aside if at[0] == piece and start <= at[1] < stop]:
                 if position not in but:
-                    self._drop(number, position)
+                    self._take(number, position).free()
 
     def give_up(self) -> None:
         """Nothing more is read."""
         with self._lock:
             self.stop = 0
 
+    def close(self) -> None:
+        """Nothing more is read, and what was set aside goes."""
+        with self._lock:
+            self.stop = 0
+            for number, position in list(self._aside):
+                self._take(number, position).free()
+
     def copy(
         self, piece: int, positions: NDArray[np.int64], addresses: NDArray[np.uint64], *, verify: bool
-    ) -> NDArray[np.uint64] | None:
-        """Copies one piece of these blocks to these addresses. Their checksums, 0 if not `verify`, ABSENT for blocks
-        without it; None if a block is lost."""
-        runs = self._pieces[piece].runs
-        checksums = np.full(len(positions), ABSENT, dtype=np.uint64)
-        at_a_time = max(1, _BYTES_AT_A_TIME // runs.nbytes)
-        for start in range(0, len(positions), at_a_time):
-            some = slice(start, start + at_a_time)
-            with self._lock:
-                if len(positions) and positions[some][-1] >= self.stop:
-                    return None
-                ids = self._ids[piece, positions[some]]
-                there = ids != NO_BLOCK
-                sums = gather(runs, ids[there], addresses[some][there], verify=verify)
-                checksums[some][there] = 0 if sums is None else sums
-                self._left[piece, positions[some]] = False
-                saved = {at: self._drop(piece, int(positions[some][at])) for at in np.flatnonzero(~there).tolist()}
-            for at, (row, value) in ((at, each) for at, each in saved.items() if each is not None):
-                _copy_row(row, int(addresses[some][at]))
-                checksums[start + at] = value if verify else 0
-        return checksums
+    ) -> Copy | None:
+        """Copies one piece of these blocks to these addresses; ends when all of them are read. None if a block is
+        lost."""
+        reading = self._copier.reading(piece, verify=verify, ready=self._ready)
+        copied: list[NDArray[np.int64]] = []
+        try:
+            for start in range(0, len(positions), reading.at_a_time):
+                some = slice(start, start + reading.at_a_time)
+                reading.make_room()
+                with self._lock:
+                    if positions[some][-1] >= self.stop:
+                        reading.close()
+                        return None
+                    ids = self._ids[piece, positions[some]]
+                    there = ids != NO_BLOCK
+                    reading.gather(ids[there], addresses[some][there])
+                    self._left[piece, positions[some]] = False
+                    saved = {
+                        at: self._take(piece, int(positions[some][at]))
+                        for at in np.flatnonzero(~there).tolist()
+                        if (piece, int(positions[some][at])) in self._aside
+                    }
+                reading.deliver()
+                for at, each in saved.items():
+                    reading.put(each, int(addresses[some][at]))
+                copied += [start + np.flatnonzero(there), start + np.array(list(saved), dtype=np.int64)]
+            reading.end()
+        except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
+            reading.close()
+            raise
+        return Copy(reading, len(positions), copied)
 
-    def _drop(self, piece: int, position: int) -> tuple[NDArray[np.uint8], int] | None:
-        """What was set aside for this block, which is not kept any longer."""
-        saved = self._aside.pop((piece, position), None)
-        self._bytes_aside -= saved[0].nbytes if saved else 0
+    def _take(self, piece: int, position: int) -> Saved:
+        """What was set aside for this block, which is not kept here any longer."""
+        saved = self._aside.pop((piece, position))
+        self._bytes_aside -= saved.nbytes
         return saved
 
     def _set_aside(self, piece: int, positions: NDArray[np.int64]) -> None:
-        runs = self._pieces[piece].runs
-        rows = np.empty((len(positions), runs.nbytes), dtype=np.uint8)
-        sums = gather(runs, self._ids[piece, positions], row_addresses(rows), verify=True)
-        assert sums is not None
-        for position, row, value in zip(positions.tolist(), rows, sums.tolist(), strict=True):
-            self._aside[piece, position] = (row, value)
-        self._bytes_aside += rows.nbytes
-
-
-def row_addresses(buffer: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """The address of each row of a C-contiguous array."""
-    return np.uint64(buffer.ctypes.data) + np.arange(len(buffer), dtype=np.uint64) * np.uint64(buffer.strides[0])
-
-
-def _copy_row(row: NDArray[np.uint8], address: int) -> None:
-    ctypes.memmove(address, row.ctypes.data, row.nbytes)
+        for position, saved in zip(
+            positions.tolist(), self._copier.set_aside(piece, self._ids[piece, positions]), strict=True
+        ):
+            self._aside[piece, position] = saved
+            self._bytes_aside += saved.nbytes

@@ -8,26 +8,26 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
-from kvkeep.client.replies import Plan, read_found, read_plan
+from kvkeep.client.copier import Copier, HostCopier, row_addresses
+from kvkeep.client.loading import Loading
+from kvkeep.client.piece_store import PieceStore
+from kvkeep.client.replies import read_found
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import NO_BLOCK, Piece, Sources, row_addresses
+from kvkeep.client.sources import NO_BLOCK, Piece, Sources
 from kvkeep.errors import PoolError, RequestError
 from kvkeep.kv import native
 from kvkeep.kv.checksum import ABSENT, checksum_at
-from kvkeep.kv.copy import scatter
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.wire import messages as m
 
 log = logging.getLogger(__name__)
 
-_BYTES_A_PART = 128 << 20  # a store goes in parts, so that a load never waits long behind one
-_BLOCKS_A_PART = 1024
 _BYTES_A_MESSAGE = 8 << 20  # on the network plane: what a server sends in one reply
 
 # With verification off, blocks are stored with checksum 0. A client that verifies does not take them: what cannot be
@@ -47,8 +47,11 @@ def _note_slow_copies() -> None:
 class Transfer:
     """Moves one KV rank's part of blocks, in as many pieces as its engine has, each in a shard of its own."""
 
-    def __init__(self, connection: Connection, pieces: Sequence[Piece], first_shard: int) -> None:
+    def __init__(
+        self, connection: Connection, pieces: Sequence[Piece], first_shard: int, copier: Copier | None = None
+    ) -> None:
         self.connection = connection
+        self.copier: Copier = copier or HostCopier([piece.runs for piece in pieces])
         self._pieces = pieces
         self._first_shard = first_shard
         # What an engine may need back soonest is copied first.
@@ -58,7 +61,7 @@ class Transfer:
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""
-        return Sources(self._pieces, self._table(request.block_ids))
+        return Sources(self._pieces, self._table(request.block_ids), self.copier)
 
     # -- store
 
@@ -66,25 +69,19 @@ class Transfer:
         """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised."""
         return self.offer(request).written
 
-    def offer(
-        self,
-        request: StoreRequest,
-        between_parts: Callable[[], None] = lambda: None,
-        sources: Sources | None = None,
-    ) -> Stored:
+    def offer(self, request: StoreRequest, sources: Sources | None = None) -> Stored:
         """Stores what the server lacks; failures are counted, not raised.
 
-        `between_parts` is called where something else may be done, also while the server lets us wait. Slots that are
-        not filled are given back, also when this raises for a request that is wrong in itself.
+        Slots that are not filled are given back, also when this raises for a request that is wrong in itself.
         """
-        sources = self.sources(request) if sources is None else sources
-        written, complete = 0, True
-        for piece in self._order:
-            outcome = _PieceStore(self, request, piece, sources, between_parts).run()
-            written, complete = max(written, outcome.written), complete and outcome.complete
-            if not outcome.complete:
-                break
-        return Stored(written, complete)
+        storing = self.storing(request, self.sources(request) if sources is None else sources)
+        storing.begin()
+        storing.copy()
+        return storing.finish()
+
+    def storing(self, request: StoreRequest, sources: Sources) -> Storing:
+        """The same, step by step."""
+        return Storing([PieceStore(self, request, piece, sources) for piece in self._order])
 
     def _table(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.atleast_2d(block_ids)
@@ -97,31 +94,28 @@ class Transfer:
 
     def load(self, request: LoadRequest) -> NDArray[np.bool_]:
         """Loads blocks. True where the block is in place and verified; the others must be computed."""
-        nothing = np.zeros(request.blocks, dtype=np.bool_)
-        table = self._table(request.block_ids)
-        if request.epoch != self.connection.epoch:
-            self.connection.counters.fail("stale_epoch")
-            return nothing
-        if self.connection.segments is None:
-            return self._load_by_fetch(request, table)
-        if len(request.slots) != request.blocks:
-            self.connection.counters.fail("no_slots")
-            return nothing
-        loaded = np.ones(request.blocks, dtype=np.bool_)
-        for piece, block_ids in enumerate(table):
-            wanted = np.flatnonzero(block_ids != NO_BLOCK)
-            with self.addresses(piece, request.slots[wanted], request.epoch) as addresses:
-                if addresses is None:
-                    return nothing
-                sums = request.checksums[wanted, self._first_shard + piece]
-                expected = sums if self.connection.verify else None
-                good = scatter(self._pieces[piece].runs, block_ids[wanted], addresses, expected)
-            # Verified or not, what was never written cannot be loaded. It is no fault of the server either.
-            loaded[wanted] &= good & (sums != ABSENT)
-            self._report_bad(request, wanted[~good & (sums != ABSENT)])
-        return loaded
+        return self.load_together([request])[0]
 
-    def _load_by_fetch(self, request: LoadRequest, table: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def load_together(self, requests: Sequence[LoadRequest], ready: Sequence[Any] = ()) -> list[NDArray[np.bool_]]:
+        """Loads the blocks of several requests at once, after those marks of the engine's."""
+        return self.loading(requests, ready).finish()
+
+    def loading(self, requests: Sequence[LoadRequest], ready: Sequence[Any] = ()) -> Loading:
+        """The same in two steps: this one begins it."""
+        for request in requests:
+            self._table(request.block_ids)
+        loading = Loading(self, requests)
+        if self.connection.segments is None:
+            for request, loaded in zip(requests, loading.loaded, strict=True):
+                if request.epoch == self.connection.epoch:
+                    loaded[:] = self._load_by_fetch(request, self._table(request.block_ids), ready)
+                else:
+                    self.connection.counters.fail("stale_epoch")
+        else:
+            loading.begin(self.connection.epoch, ready)
+        return loading
+
+    def _load_by_fetch(self, request: LoadRequest, table: NDArray[np.int64], ready: Sequence[Any]) -> NDArray[np.bool_]:
         connection, layout = self.connection, self.connection.layout
         loaded = np.zeros(request.blocks, dtype=np.bool_)
         message = m.Lookup(request.tenant, layout.layout if layout else 0, request.keys, request.skip)
@@ -134,15 +128,20 @@ class Transfer:
                 if (block_ids[:count] == NO_BLOCK).all():
                     continue
                 sums = hit.checksums[:count, self._first_shard + piece]
-                fetched = self._fetch(lookup.number, piece, block_ids[:count], sums)
+                fetched = self._fetch(lookup.number, piece, block_ids[:count], sums, ready)
                 loaded[len(fetched) : count] = False
                 loaded[: len(fetched)] &= fetched
-                self._report_bad(request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT)))
+                self.report_bad(request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT)))
         connection.give_up(lookup)
         return loaded
 
     def _fetch(
-        self, lease: int, piece: int, block_ids: NDArray[np.int64], checksums: NDArray[np.uint64]
+        self,
+        lease: int,
+        piece: int,
+        block_ids: NDArray[np.int64],
+        checksums: NDArray[np.uint64],
+        ready: Sequence[Any],
     ) -> NDArray[np.bool_]:
         """Whether each block that came is good and in place, or not wanted. Shorter than `block_ids` if not all
         came."""
@@ -161,11 +160,11 @@ class Transfer:
             # Bytes that crossed a network are checked always, and before they touch engine memory.
             good = checksum_at(row_addresses(buffer), runs.nbytes) == checksums[start : start + len(some)]
             usable = good & (some != NO_BLOCK)
-            scatter(runs, some[usable], row_addresses(buffer)[usable], None)
+            self.copier.scattering(piece, some[usable], row_addresses(buffer)[usable], None, ready).good()
             fetched = np.concatenate((fetched, good | (some == NO_BLOCK)))
         return fetched
 
-    def _report_bad(self, request: LoadRequest, positions: NDArray[np.int64]) -> None:
+    def report_bad(self, request: LoadRequest, positions: NDArray[np.int64]) -> None:
         """Tells the server which blocks did not match; it looks for itself. Nobody waits for the answer."""
         for position in positions.tolist():
             at = (request.skip + position) * KEY_BYTES
@@ -196,6 +195,9 @@ class Transfer:
                 addresses = None
             yield addresses
 
+    def table(self, request: LoadRequest) -> NDArray[np.int64]:
+        return self._table(request.block_ids)
+
     def shard(self, piece: int) -> int:
         return self._first_shard + piece
 
@@ -208,123 +210,32 @@ class Transfer:
         return max(1, min(64, frame_bytes // self.nbytes(piece)))
 
 
-class _PieceStore:
-    """The store of one piece of blocks, part by part."""
+class Storing:
+    """A store of all pieces of some blocks. With several of them only the last one's end is left to `finish`."""
 
-    def __init__(
-        self, transfer: Transfer, request: StoreRequest, piece: int, sources: Sources, meanwhile: Callable[[], None]
-    ) -> None:
-        self._transfer = transfer
-        self._connection = transfer.connection
-        self._deadline_ms = self._connection.options.store_deadline_ms
-        self._request = request
-        self._piece = piece
-        self._sources = sources
-        self._meanwhile = meanwhile
+    def __init__(self, stores: Sequence[PieceStore]) -> None:
+        self._stores = stores
+        self._at = 0  # the one that is under way
+        self._written = 0
 
-    def run(self) -> Stored:
-        parts = self._parts()
-        first = self._prepare(next(parts))
-        ahead: tuple[tuple[int, int], Call] | None = first
-        begun = [first[1]]  # not yet completed
-        completions: list[tuple[Call, Call]] = []
-        complete = True
-        try:
-            while ahead is not None:
-                part, call = ahead
-                plan = read_plan(self._connection.wait(call, self._meanwhile), part[1] - part[0])
-                complete &= plan is not None and not plan.refused
-                if plan is None:
-                    break
-                positions = part[0] + plan.positions.astype(np.int64)
-                self._sources.skip(self._piece, *part, positions)
-                if plan.refused:
-                    self._connection.counters.fail("orphan" if plan.orphan else "no_room")
-                # Ask for the next part's slots now: the server works while this part is copied.
-                following = next(parts, None) if not plan.refused else None
-                ahead = self._prepare(following) if following else None
-                if ahead is not None:
-                    begun.append(ahead[1])
-                if len(plan.positions):
-                    completion = self._write(call, positions, plan)
-                    if completion is None:
-                        complete = False
-                        break
-                    completions.append((call, completion))
-                begun.remove(call)
-                if ahead is not None:
-                    self._meanwhile()
-        finally:
-            for call in begun:
-                self._connection.give_up(call)
-        written, all_done = self._count(completions)
-        return Stored(written, complete and all_done)
+    def begin(self) -> None:
+        self._stores[0].begin()
 
-    def _count(self, completions: list[tuple[Call, Call]]) -> tuple[int, bool]:
-        stored, all_done = 0, True
-        for written, completion in completions:
-            done = self._connection.wait(completion, self._meanwhile)
-            if isinstance(done, m.Done):
-                stored += done.count
-            else:
-                self._connection.give_up(written)
-                all_done = False
-        return stored, all_done
+    def copy(self, before_the_last: Callable[[], None] = lambda: None) -> None:
+        last = len(self._stores) - 1
+        while self._at < last:
+            self._stores[self._at].copy()
+            outcome = self._stores[self._at].finish()
+            self._written = max(self._written, outcome.written)
+            if not outcome.complete:
+                self._stores = []  # what comes after it is of no use
+                return
+            self._at += 1
+            self._stores[self._at].begin()
+        self._stores[self._at].copy(before_the_last)
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        count = self._request.blocks
-        welcome = self._connection.welcome
-        allowed = welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART
-        size = max(1, min(_BLOCKS_A_PART, allowed, _BYTES_A_PART // self._transfer.nbytes(self._piece)))
-        return ((start, min(start + size, count)) for start in range(0, max(count, 1), size))
-
-    def _prepare(self, part: tuple[int, int]) -> tuple[tuple[int, int], Call]:
-        start, stop = part
-        request, layout = self._request, self._connection.layout
-        message = m.PrepareStore(
-            tenant=request.tenant,
-            layout=layout.layout if layout else 0,
-            shard=self._transfer.shard(self._piece),
-            parent=request.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else request.parent,
-            keys=request.keys[start * KEY_BYTES : stop * KEY_BYTES],
-            priority=request.priority,
-            ttl_ms=request.ttl_ms,
-        )
-        return part, self._connection.call(message, self._deadline_ms)
-
-    def _write(self, call: Call, positions: NDArray[np.int64], plan: Plan) -> Call | None:
-        """Copies the blocks that the plan names and says that it is done. None: they could not be written."""
-        checksums = self._into_slots(call, positions, plan) if len(plan.slots) else self._into_puts(call, positions)
-        if checksums is None:
-            return None
-        return self._connection.call(m.CompleteStore(call.number, checksums.tobytes()), self._deadline_ms)
-
-    def _into_slots(self, call: Call, positions: NDArray[np.int64], plan: Plan) -> NDArray[np.uint64] | None:
-        with self._transfer.addresses(self._piece, plan.slots, call.epoch, call.session) as addresses:
-            if addresses is None:
-                return None
-            return self._copy(positions, addresses, verify=self._connection.verify)
-
-    def _into_puts(self, call: Call, positions: NDArray[np.int64]) -> NDArray[np.uint64] | None:
-        """Network plane: gathers into a buffer of our own and sends it, as many blocks at a time as a frame takes."""
-        nbytes, at_a_time = self._transfer.nbytes(self._piece), self._transfer.blocks_a_message(self._piece)
-        checksums = np.empty(len(positions), dtype=np.uint64)
-        for start in range(0, len(positions), at_a_time):
-            some = positions[start : start + at_a_time]
-            buffer = np.zeros((len(some), nbytes), dtype=np.uint8)
-            sums = self._copy(some, row_addresses(buffer), verify=True)
-            if sums is None:
-                return None
-            checksums[start : start + len(some)] = sums
-            put = self._connection.call(m.Put(call.number, start), self._deadline_ms, list(buffer))
-            if not isinstance(self._connection.wait(put), m.Done):
-                return None
-        return checksums
-
-    def _copy(
-        self, positions: NDArray[np.int64], addresses: NDArray[np.uint64], *, verify: bool
-    ) -> NDArray[np.uint64] | None:
-        checksums = self._sources.copy(self._piece, positions, addresses, verify=verify)
-        if checksums is None:
-            self._connection.counters.fail("withdrawn")
-        return checksums
+    def finish(self) -> Stored:
+        if not self._stores:
+            return Stored(self._written, complete=False)
+        outcome = self._stores[self._at].finish()
+        return Stored(max(self._written, outcome.written), outcome.complete)

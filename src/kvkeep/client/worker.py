@@ -1,26 +1,34 @@
 """What an engine's workers need: stores and loads that run in the background while the engine computes.
 
 The engine hands over a job and goes on; `poll` tells later which jobs are finished and which blocks failed. Until a job
-is reported, its engine blocks must stay as they are. One thread a worker does the copying, loads before stores.
+is reported, its engine blocks must stay as they are. One thread stores and another begins loads, because the engine
+waits for loads and for no store; a third waits until they have arrived, so that the next ones can begin before that.
+
+An engine on a GPU hands over a job while its kernels are still to run: calls here are ordered with the work that it has
+given to its current stream before and after them (`kvkeep.gpu.copier`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvkeep.client.connection import Connection
+from kvkeep.client.copier import copier_for
+from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece, Sources
-from kvkeep.client.transfer import Transfer
+from kvkeep.client.transfer import Storing, Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
@@ -30,9 +38,12 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.02
 _JOBS_QUEUED = 1024
+_BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
+_LOADS_UNDER_WAY = 4
 _MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
 _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
+_Loads = list[tuple[Hashable, LoadRequest, Any]]  # job, blocks, and a mark of the engine's
 
 
 @dataclass
@@ -69,13 +80,18 @@ class WorkerAdapter:
         self.strategy = strategy
         self.connection = connection or Connection(shape, options or ClientOptions())
         self._transfer: Transfer | None = None
-        self._loads: deque[tuple[Hashable, LoadRequest]] = deque()
+        self._loads: deque[tuple[Hashable, LoadRequest, Any]] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
         self._finished = Finished(strategy.rank)
         self._wake = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvkeep-worker", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run_stores, name="kvkeep-stores", daemon=True),
+            threading.Thread(target=self._run_loads, name="kvkeep-loads", daemon=True),
+            threading.Thread(target=self._run_arrivals, name="kvkeep-arrivals", daemon=True),
+        ]
+        self._arriving: deque[tuple[_Loads, Loading]] = deque()
 
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
         """Says, once, where the engine's blocks are, one tensor a layer. Raises for tensors that do not fit."""
@@ -96,11 +112,15 @@ class WorkerAdapter:
                 field="layers",
                 hint="shard_bytes of the BlockShape must be what each KV rank's tensors really hold",
             )
-        self._transfer = Transfer(self.connection, pieces, first_shard)
+        copier = copier_for([piece.runs for piece in pieces], self.connection.options.gpu_staging_bytes)
+        self._transfer = Transfer(self.connection, pieces, first_shard, copier)
         self.connection.physical = (first_shard, physical_fingerprint(pieces))
         if self.connection.state != "down":
             self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
-        self._thread.start()
+        if hasattr(copier, "pin"):
+            self._threads.append(threading.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
@@ -114,7 +134,7 @@ class WorkerAdapter:
             if self._transfer is not None:
                 self._sources[job] = self._transfer.sources(request)
             self._stores.append((job, request))
-            self._wake.notify()
+            self._wake.notify_all()
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         """Loads blocks in the background."""
@@ -122,8 +142,8 @@ class WorkerAdapter:
             if not self._has_room(self._loads):
                 self._end_load(job, request.ids_of(_ALL))
                 return
-            self._loads.append((job, request))
-            self._wake.notify()
+            self._loads.append((job, request, self._transfer.copier.mark() if self._transfer else None))
+            self._wake.notify_all()
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
         """The engine will write into these blocks now (None: nobody knows which): stores that have not copied them yet
@@ -132,6 +152,7 @@ class WorkerAdapter:
             if block_ids is None:
                 for sources in self._sources.values():
                     sources.give_up()
+                self._shield()
                 return
             ids = np.asarray(block_ids, dtype=np.int64)
             aside = sum(sources.bytes_aside for sources in self._sources.values())
@@ -140,6 +161,11 @@ class WorkerAdapter:
                 count, nbytes = sources.take_back(ids, allowance)
                 self._finished.withdrawn += count
                 allowance -= nbytes
+            self._shield()
+
+    def _shield(self) -> None:
+        if self._transfer is not None:
+            self._transfer.copier.shield()
 
     def poll(self) -> Finished:
         """What has ended since the last call. Never blocks for longer than a lock is held."""
@@ -148,71 +174,174 @@ class WorkerAdapter:
         return finished
 
     def close(self) -> None:
-        """Ends the thread after the job in hand, then the session. Queued jobs end undone, and later ones at once."""
+        """Ends the threads after the jobs in hand, then the session. Queued jobs end undone, and later ones at once."""
         with self._wake:
             self._closing = True
-            for job, request in self._loads:
+            for job, request, _ in self._loads:
                 self._end_load(job, request.ids_of(_ALL))
             for job, _ in self._stores:
                 self._end_store(job, Stored(0, complete=False))
             self._loads.clear()
             self._stores.clear()
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+            self._wake.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
         self.connection.close()
 
-    # -- the thread
+    # -- the threads
 
-    def _run(self) -> None:
+    def _enter(self) -> Any:
+        """What every thread does first."""
+        assert self._transfer is not None
+        try:
+            self._transfer.copier.enter()
+        except Exception:  # guard: then copies fail, one by one, and the engine hears of each
+            self._failed_inside("thread")
+        return self._transfer.copier
+
+    def _run_stores(self) -> None:
+        """This one keeps the session, too."""
+        copier = self._enter()
         populating = False
+        before: tuple[Hashable, Storing] | None = None  # copied, and perhaps still on its way
+        begun: tuple[Hashable, Storing] | None = None
         while not self._closing:
             self.connection.poll()
             with self._wake:
-                if not (self._loads or self._stores or self._closing) and not populating:
+                if not (self._stores or self._closing or populating or before or begun):
                     self._wake.wait(_IDLE_S)
-                load = self._loads.popleft() if self._loads else None
-                store = self._stores.popleft() if self._stores and load is None else None
-            if load is not None:
-                self._load(*load)
-            elif store is not None:
-                self._store(*store)
-            else:
+            begun = begun or self._begin_store()
+            if begun is not None:
+                now, begun = begun, None
+
+                def begin_another() -> None:
+                    nonlocal begun
+                    begun = self._begin_store()
+
+                copied = self._copy_store(*now, begin_another)
+                self._finish_store(before)
+                before = now if copied else None
+            elif before is not None:
+                self._finish_store(before)
+                before = None
+            elif not hasattr(copier, "pin"):  # nobody else does it
                 populating = self._populate()
+        for left in (before, begun):
+            self._finish_store(left)
 
-    def _populate(self) -> bool:
-        """Maps a little more of the pool ahead of its use. Whether there was any left."""
-        with self.connection.pool(self.connection.epoch) as pool:
-            return pool is not None and pool[0].populate_next()
-
-    def _load_what_waits(self) -> None:
-        """Loads that came while a store is under way: the engine waits for those, and for no store."""
+    def _begin_store(self) -> tuple[Hashable, Storing] | None:
+        """The next one that waits; the server is asked for slots."""
+        assert self._transfer is not None
         while True:
             with self._wake:
-                if not self._loads:
-                    return
-                load = self._loads.popleft()
-            self._load(*load)
+                if not self._stores or self._closing:
+                    return None
+                job, request = self._stores.popleft()
+                sources = self._sources.get(job)
+            with self._guarding("store", job):
+                storing = self._transfer.storing(request, sources or self._transfer.sources(request))
+                storing.begin()
+                return job, storing
 
-    def _load(self, job: Hashable, request: LoadRequest) -> None:
-        assert self._transfer is not None
-        failed = request.ids_of(_ALL)
-        try:
-            failed = request.ids_of(~self._transfer.load(request))
-        except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
-            self._failed_inside("load")
-        with self._wake:
-            self._end_load(job, failed)
+    def _copy_store(self, job: Hashable, storing: Storing, begin_another: Callable[[], None]) -> bool:
+        with self._guarding("store", job):
+            storing.copy(begin_another)
+            return True
+        return False
 
-    def _store(self, job: Hashable, request: StoreRequest) -> None:
-        assert self._transfer is not None
-        stored = Stored(0, complete=False)
+    def _finish_store(self, store: tuple[Hashable, Storing] | None) -> None:
+        if store is not None:
+            job, storing = store
+            with self._guarding("store", job):
+                stored = storing.finish()
+                with self._wake:
+                    self._end_store(job, stored)
+
+    @contextlib.contextmanager
+    def _guarding(self, what: str, job: Hashable) -> Iterator[None]:
         try:
-            stored = self._transfer.offer(request, self._load_what_waits, self._sources.get(job))
+            yield
         except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
-            self._failed_inside("store")
+            self._failed_inside(what)
+            with self._wake:
+                self._end_store(job, Stored(0, complete=False))
+
+    def _run_loads(self) -> None:
+        self._enter()
+        while not self._closing:
+            with self._wake:
+                if not (self._loads or self._closing) or len(self._arriving) >= _LOADS_UNDER_WAY:
+                    self._wake.wait(_IDLE_S)
+                    continue
+                loads = self._next_loads()
+            if loads:
+                self._begin_loads(loads)
+
+    def _begin_loads(self, loads: _Loads) -> None:
+        assert self._transfer is not None
+        try:
+            marks = [mark for _, _, mark in loads if mark is not None]
+            loading = self._transfer.loading([request for _, request, _ in loads], marks)
+        except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
+            if len(loads) > 1:  # one that is wrong in itself costs the others nothing
+                for load in loads:
+                    self._begin_loads([load])
+                return
+            self._failed_inside("load")
+            self._end_loads(loads, None)
+            return
         with self._wake:
-            self._end_store(job, stored)
+            self._arriving.append((loads, loading))
+            self._wake.notify_all()
+
+    def _run_arrivals(self) -> None:
+        self._enter()
+        while not (self._closing and not self._arriving and not self._threads[1].is_alive()):
+            with self._wake:
+                if not self._arriving:
+                    self._wake.wait(_IDLE_S)
+                    continue
+                loads, loading = self._arriving[0]
+            loaded = None
+            try:
+                loaded = loading.finish()
+            except Exception:  # guard: likewise
+                self._failed_inside("load")
+            self._end_loads(loads, loaded)
+            with self._wake:
+                self._arriving.popleft()
+                self._wake.notify_all()
+
+    def _end_loads(self, loads: _Loads, loaded: list[NDArray[np.bool_]] | None) -> None:
+        """None: nothing was loaded."""
+        with self._wake:
+            for number, (job, request, _) in enumerate(loads):
+                self._end_load(job, request.ids_of(_ALL if loaded is None else ~loaded[number]))
+
+    def _run_pins(self) -> None:
+        """Lets a GPU reach the pool, segment by segment: it takes a while, and what is not done yet can be used."""
+        copier = self._enter()
+        while not self._closing:
+            if not self._populate(copier.pin, copier.unpin):
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closing, _IDLE_S)
+
+    def _populate(self, pin: Any = None, unpin: Any = None) -> bool:
+        """Maps a little more of the pool ahead of its use. Whether there was any left."""
+        with self.connection.pool(self.connection.epoch) as pool:
+            return pool is not None and pool[0].populate_next(pin, unpin)
+
+    def _next_loads(self) -> _Loads:
+        """With the lock held: the next one, and those behind it that are small enough to come along."""
+        loads: _Loads = []
+        nbytes = 0
+        while self._loads:
+            nbytes += self._loads[0][1].blocks * sum(self.shape.shard_bytes)
+            if loads and nbytes > _BYTES_TOGETHER:
+                break
+            loads.append(self._loads.popleft())
+        return loads
 
     def _failed_inside(self, what: str) -> None:
         self.connection.counters.fail("internal_error")
@@ -227,7 +356,9 @@ class WorkerAdapter:
         return True
 
     def _end_store(self, job: Hashable, stored: Stored) -> None:
-        self._sources.pop(job, None)
+        sources = self._sources.pop(job, None)
+        if sources is not None:
+            sources.close()
         self._finished.stored[job] = stored.written
         if not stored.complete:
             self._finished.incomplete.append(job)

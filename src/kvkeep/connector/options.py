@@ -2,6 +2,7 @@
 
     kv_connector_extra_config ──┬──► client_options            where the server is, and how long to wait for it
                                 ├──► load_mode                 async or sync
+                                ├──► load_when                 faster or always
                                 ├──► load_failure_policy       recompute or fail
                                 └──► revision, allow_untested  read by vLLM's connector alone
 
@@ -19,16 +20,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from kvkeep.client.options import ClientOptions
+from kvkeep.connector.worth import LoadWhen
 from kvkeep.errors import SettingsError
 from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
 
 POLICIES = ("recompute", "fail")
 
 _MODES = ("async", "sync")
+_WHEN = ("faster", "always")
 _DEFAULT_HOST, _DEFAULT_PORT = "localhost", 5555
 _HOST = "a host name, or an IPv4 or IPv6 address"
 _PREFIX = "kvkeep."
-_OWN = ("address", "host", "port", "load", "load_failure_policy", "revision", "allow_untested_vllm")
+_OWN = ("address", "host", "port", "load", "load_when", "load_failure_policy", "revision", "allow_untested_vllm")
 _OPTIONS = {option.name: str(option.type) for option in dataclasses.fields(ClientOptions) if option.name != "address"}
 KNOWN_KEYS = [_PREFIX + name for name in (*_OWN, *_OPTIONS)]
 
@@ -38,7 +41,7 @@ def client_options(extra: Mapping[str, Any]) -> ClientOptions:
     for key in extra:
         if key.startswith(_PREFIX) and key not in KNOWN_KEYS:
             raise unknown("kv_connector_extra_config", key, KNOWN_KEYS)
-    for check in (load_mode, load_failure_policy, revision, allow_untested):
+    for check in (load_mode, load_when, load_failure_policy, revision, allow_untested):
         check(extra)
     chosen = {name: _option(_PREFIX + name, extra[_PREFIX + name]) for name in _OPTIONS if _PREFIX + name in extra}
     address = _address(extra)
@@ -50,6 +53,13 @@ def load_mode(extra: Mapping[str, Any]) -> Literal["async", "sync"]:
     mode = extra.get("kvkeep.load", "async")
     check_one_of("kvkeep.load", mode, _MODES)
     return "sync" if mode == "sync" else "async"
+
+
+def load_when(extra: Mapping[str, Any]) -> LoadWhen:
+    """Whether blocks are loaded where that was measured to be faster than computing them, or always."""
+    when = extra.get("kvkeep.load_when", "faster")
+    check_one_of("kvkeep.load_when", when, _WHEN)
+    return "always" if when == "always" else "faster"
 
 
 def load_failure_policy(extra: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ server, a network or a request's params did. The rules:
 
 - A lookup is sent on arrival, and asking again is free.
 - Two requests that miss the same block load it once: the second is told to wait, and then has it in the prefix cache.
+- What is sooner computed than loaded is not loaded (worth.py). That is decided once, when the answer is there.
 - A request whose load failed is not offered a hit again, so that it cannot fail for ever.
 - Only what is computed and verified is stored, also generated tokens; what the server has is not.
 - A salt goes with every lookup, load and store: its keys are made with it, its blocks belong to its tenant.
@@ -32,6 +33,7 @@ from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.step import Job, LookupSide, StepMetadata
 from kvkeep.connector.tracker import Tracker
+from kvkeep.connector.worth import Worth
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
@@ -53,9 +55,10 @@ class Completed:
 
 
 class SchedulerSide:
-    """One for each engine. `world_size` is the number of workers that report each job."""
+    """One for each engine. `world_size` is the number of workers that report each job. Without a `worth`, all that can
+    be loaded is."""
 
-    def __init__(self, cache: LookupSide, pieces: Pieces, world_size: int) -> None:
+    def __init__(self, cache: LookupSide, pieces: Pieces, world_size: int, worth: Worth | None = None) -> None:
         self._cache = cache
         self._pieces = pieces
         self._world_size = world_size
@@ -68,7 +71,8 @@ class SchedulerSide:
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
         self._stores_after: dict[int, StoreRequest] = {}
-        self.failed_lookups = 0  # for whoever counts
+        self.worth = worth or Worth("always")
+        self.failed_lookups = self.skipped_loads = self.skipped_tokens = 0  # for whoever counts
 
     @property
     def idle(self) -> bool:
@@ -116,13 +120,20 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         return 0 if tracker is None else tracker.stored
 
+    def skipped_blocks(self, request_id: str) -> int:
+        """How many blocks the server had that are not worth a load for the request."""
+        tracker = self._trackers.get(request_id)
+        return 0 if tracker is None else tracker.skipped
+
     def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
-        """How many blocks after the `local_blocks` first ones can be loaded, `limit_blocks` in all at most.
+        """How many blocks after the `local_blocks` first ones are to be loaded, `limit_blocks` in all at most.
 
         None: not known yet, ask in the next step. Idempotent and free: the server is asked once.
         """
         tracker = self._trackers.get(request_id)
         if tracker is None or not (tracker.tenant and tracker.offers) or local_blocks >= limit_blocks:
+            return 0
+        if tracker.declined_after is not None and local_blocks >= tracker.declined_after:
             return 0
         if tracker.loads or self._is_being_loaded(tracker, local_blocks):
             return None
@@ -139,7 +150,7 @@ class SchedulerSide:
         usable = self._pieces.usable(answer.checksums, answer.skip, local_blocks, limit_blocks)
         # What cannot be used for lack of a piece is computed here, and offered again with the pieces that it has here.
         tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else usable)
-        return usable - local_blocks
+        return usable - local_blocks if self._is_worth(tracker, local_blocks, usable) else 0
 
     def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
         """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
@@ -160,6 +171,7 @@ class SchedulerSide:
         )
         job = self._new_job(tracker, local_blocks, table, is_load=True)
         self._loads[job.number] = load
+        self.worth.begin_load(job.number, job.blocks, job.blocks * self._pieces.block_tokens)
         return job
 
     def no_load(self, request_id: str) -> None:
@@ -219,14 +231,18 @@ class SchedulerSide:
 
     # -- steps
 
-    def build_step(self, written_blocks: set[int] | frozenset[int] = frozenset()) -> StepMetadata:
+    def build_step(
+        self, written_blocks: set[int] | frozenset[int] = frozenset(), *, tokens: int = 0, requests: int = 0
+    ) -> StepMetadata:
         """The jobs that were prepared since the last step. They go to every worker. `written_blocks` are the engine
-        blocks that the step may write into, where an engine gives blocks to others before they are stored."""
+        blocks that the step may write into, where an engine gives blocks to others before they are stored. The step
+        computes so many `tokens` of so many `requests`."""
+        self.worth.begin_step(tokens, requests)
         withdrawn = sorted(written_blocks & self._sources.keys()) if written_blocks else []
         for number in self._stores_after:  # from now on they are under way
             self._sources.update(self._jobs[number].block_ids)
-        requests = {number: self._jobs[number].request_id for number in self._loads}
-        metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, requests)
+        whose = {number: self._jobs[number].request_id for number in self._loads}
+        metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, whose)
         self._loads, self._stores, self._stores_after = {}, {}, {}
         return metadata
 
@@ -253,6 +269,14 @@ class SchedulerSide:
                         (completed.loads if job.is_load else completed.stores).append(job)
         return completed
 
+    def end_step(self) -> None:
+        """A step has ended, in the order in which they were built, and what workers reported with it is taken in."""
+        self.worth.end_step()
+
+    def drop_step(self) -> None:
+        """The step that was built last has failed."""
+        self.worth.drop_step()
+
     def close(self) -> None:
         self._cache.close()
 
@@ -262,6 +286,22 @@ class SchedulerSide:
         tracker.asked = (tracker.keys_of(0, stop), skip)
         self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
         return tracker.asked
+
+    def _is_worth(self, tracker: Tracker, local_blocks: int, usable: int) -> bool:
+        """Whether blocks local_blocks..usable-1 are loaded. If not, the server need not keep them for us: they are
+        computed, and it has them already."""
+        extra = usable - local_blocks
+        if extra == 0 or tracker.accepted_after == local_blocks:
+            return True
+        tokens = extra * self._pieces.block_tokens
+        if self.worth.decide(extra, tokens):
+            tracker.accepted_after, tracker.declined_after, tracker.skipped = local_blocks, None, 0
+            return True
+        self._let_go(tracker)
+        tracker.declined_after, tracker.skipped = local_blocks, extra
+        self.skipped_loads += 1
+        self.skipped_tokens += tokens
+        return False
 
     def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
         return tracker.key(block) in self._loading
@@ -299,6 +339,7 @@ class SchedulerSide:
                     del self._sources[block]
         if job.is_load:
             tracker.loads -= 1
+            self.worth.end_load(job.number, good=not job.failed)
             for at in range(job.first_block, job.first_block + job.blocks):
                 self._loading[tracker.key(at)] -= 1
                 if not self._loading[tracker.key(at)]:
@@ -322,7 +363,7 @@ class SchedulerSide:
 
     def _let_go(self, tracker: Tracker) -> None:
         self._cache.release(tracker.number)
-        tracker.asked = tracker.answer = None
+        tracker.asked = tracker.answer = tracker.accepted_after = None
 
     def _end_session(self, tracker: Tracker) -> None:
         """Tells the server, once the last job is over: a lease may still be read from, a block still be stored."""

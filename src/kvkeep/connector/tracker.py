@@ -31,6 +31,9 @@ class Tracker:
     keys: bytearray = field(default_factory=bytearray)  # of all full blocks known so far
     asked: tuple[bytes, int] | None = None  # the keys and the skip of the lookup that is under way or answered
     answer: Answer | None = None
+    accepted_after: int | None = None  # a load of what comes after so many blocks was decided on, and is not over
+    declined_after: int | None = None  # or was decided against: it would take longer than computing them
+    skipped: int = 0  # blocks that the server had and that are computed for that reason
     offers: bool = True  # False once a load has failed, and for requests that must not read from any cache
     stores: bool = True  # False once a store left out what cannot be offered again
     loaded: int = 0  # a bit for each block that came from the server at least once

@@ -9,8 +9,9 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
-from kvkeep.connector.options import client_options
+from kvkeep.connector.options import client_options, load_when
 from kvkeep.connector.step import LookupSide, TransferSide
+from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.offloading import CPU_BYTES, NATIVE, KVTransferConfig
 from kvkeep.errors import SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
@@ -19,7 +20,9 @@ from kvkeep.server.embedded import EmbeddedServer
 
 
 class CacheBackend(Protocol):
-    """Makes the two sides of the seam for one engine."""
+    """Makes the two sides of the seam for one engine, which loads from it when `load_when` says."""
+
+    load_when: LoadWhen
 
     def lookup_side(self, shape: BlockShape) -> LookupSide: ...
     def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide: ...
@@ -33,7 +36,8 @@ class CacheBackend(Protocol):
 class ServerBackend:
     """A kvkeep server, on this host or another. It need not be there: until it is, everything is a miss."""
 
-    def __init__(self, options: ClientOptions | None = None) -> None:
+    def __init__(self, options: ClientOptions | None = None, load_when: LoadWhen = "faster") -> None:
+        self.load_when = load_when
         self._options = options or ClientOptions()
         self._connections: list[Connection] = []
 
@@ -57,10 +61,10 @@ class ServerBackend:
 class NativeBackend:
     """Host memory of this process: nobody else sees it, and it ends with the engine."""
 
-    def __init__(self, nbytes: int, options: ClientOptions | None = None) -> None:
+    def __init__(self, nbytes: int, options: ClientOptions | None = None, load_when: LoadWhen = "faster") -> None:
+        self.load_when = load_when
         self.server = EmbeddedServer(nbytes)
         self._options = options or ClientOptions()
-
         self._connections: list[Connection] = []
 
     def lookup_side(self, shape: BlockShape) -> LookupSide:
@@ -91,8 +95,8 @@ def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:
         if type(nbytes) is not int or nbytes < 1:
             problem = f"{CPU_BYTES} in kv_connector_extra_config must be a number of bytes, not {nbytes!r}"
             raise SettingsError(problem, "set it, or set kv_offloading_size instead")
-        return NativeBackend(nbytes, client_options(extra))
-    return ServerBackend(client_options(extra))
+        return NativeBackend(nbytes, client_options(extra), load_when(extra))
+    return ServerBackend(client_options(extra), load_when(extra))
 
 
 def _wait_until_up(connections: list[Connection]) -> None:

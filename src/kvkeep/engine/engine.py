@@ -10,6 +10,7 @@ from typing import Any
 
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.worth import Worth
 from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Model
@@ -35,7 +36,8 @@ class Engine:
         if backend is not None:
             cache = backend.lookup_side(self.workers.shape)
             pieces = Pieces([CacheGroup("full", self.config.block_tokens)])
-            connector = SchedulerSide(cache, pieces, self.config.world_size)
+            worth = Worth(backend.load_when, in_step=self.config.sync_loads)
+            connector = SchedulerSide(cache, pieces, self.config.world_size, worth)
             backend.connect()
         self.scheduler = Scheduler(self.config, connector)
         self.waits = False  # whether the last step computed nothing: everybody waits for a lookup or a load

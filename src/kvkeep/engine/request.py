@@ -35,6 +35,7 @@ class RequestMetrics:
     finished_s: float | None = None
     local_cached_tokens: int = 0  # of its first admission: later ones find its own blocks
     external_cached_tokens: int = 0  # really loaded and used
+    skipped_tokens: int = 0  # that the external cache had, and that are computed because a load would take longer
     failed_loads: int = 0
     preemptions: int = 0
 

@@ -1,7 +1,8 @@
 """Decides, step by step, which tokens of which requests are computed, and what becomes of the outcome.
 
     schedule()            running requests go on, then waiting ones are admitted, within a budget of tokens
-        a waiting request first takes what the prefix cache has, then what the external cache has beyond it:
+        a waiting request first takes what the prefix cache has, then what the external cache has beyond it, where
+        that is loaded sooner than computed:
           asynchronously   it waits, LOADING, while others run; then it is admitted with its prefix computed
           synchronously    its prefix is loaded inside the step that also computes the rest
     the workers run the step
@@ -113,7 +114,9 @@ class Scheduler:
         ]
         for request, count in plan.items():
             request.num_computed_tokens += count
-        metadata = self.connector.build_step() if self.connector else StepMetadata()
+        metadata = StepMetadata()
+        if self.connector is not None:
+            metadata = self.connector.build_step(tokens=sum(plan.values()), requests=len(plan))
         return Step(segments, list(plan), {each.id: count for each, count in plan.items()}, metadata)
 
     def _go_on(self, plan: dict[Request, int], budget: int) -> tuple[int, bool]:
@@ -182,6 +185,8 @@ class Scheduler:
         extra = self.connector.lookup(request.id, len(local), self._prefix_limit(request)) if self.connector else 0
         if extra is None:
             return False
+        if self.connector is not None:
+            request.metrics.skipped_tokens = self.connector.skipped_blocks(request.id) * self.config.block_tokens
         self.pool.share(local)
         taken = self.pool.take(extra)
         if taken is None:
@@ -213,6 +218,7 @@ class Scheduler:
         void: set[Request] = set()
         if self.connector is not None:
             completed = self.connector.complete(output.reports)
+            self.connector.end_step()
             void = self._recover(step, completed.invalid_block_ids)
             for job in completed.loads:
                 self._end_load(job)
@@ -226,6 +232,8 @@ class Scheduler:
     def undo(self, step: Step) -> None:
         """The step failed in the middle, nobody knows where. What it was to fill is not there, nor what it was to load:
         its requests begin again, and nobody finds those blocks."""
+        if self.connector is not None:
+            self.connector.drop_step()
         for load in step.metadata.loads.values():
             self.pool.forget(load.block_ids.tolist())
         unfilled: set[int] = set()

@@ -38,6 +38,7 @@ class _Layer:
     num_blocks: int
     block_stride: int
     dims: tuple[tuple[int, int], ...]
+    device: str = "cpu"
 
     @property
     def physical_order(self) -> list[int]:
@@ -91,6 +92,7 @@ class BlockRuns:
     num_blocks: int
     fingerprint: str
     keepalive: tuple[object, ...]
+    device: str = "cpu"  # or a GPU, as torch names it
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +101,7 @@ class BlockRuns:
 
     @classmethod
     def of(cls, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> BlockRuns:
-        """The runs of torch CPU tensors or numpy arrays, one per layer, whose dim `block_dim` counts blocks.
+        """The runs of torch tensors or numpy arrays, one per layer, whose dim `block_dim` counts blocks.
 
         Layers of a list are named by their place in it. Raises RequestError, naming the layer, for memory in which
         blocks cannot be copied.
@@ -121,6 +123,7 @@ class BlockRuns:
             num_blocks=described[0].num_blocks,
             fingerprint=hashlib.blake2b(signature.encode(), digest_size=16).hexdigest(),
             keepalive=tuple(named.values()),
+            device=described[0].device,
         )
 
 
@@ -128,16 +131,16 @@ def _describe(name: str, layer: Any, block_dim: int) -> _Layer:
     shape = tuple(int(size) for size in getattr(layer, "shape", ()))
     if not -len(shape) <= block_dim < len(shape):
         raise _refused(name, f"has shape {shape}, so no dim {block_dim} to count blocks")
+    device = "cpu"
     if isinstance(layer, np.ndarray):
         if layer.dtype.hasobject or not layer.flags.writeable:
             raise _refused(name, "holds Python objects" if layer.dtype.hasobject else "is read-only")
         address, strides, itemsize = layer.ctypes.data, layer.strides, layer.itemsize
         dtype = layer.dtype.name if layer.dtype.isnative else layer.dtype.str
     elif hasattr(layer, "data_ptr") and hasattr(layer, "element_size"):
-        if layer.device.type != "cpu":
-            raise _refused(
-                name, f"is on {layer.device}, not in host memory", "kvkeep moves the KV of engines on CPUs so far"
-            )
+        device = str(layer.device)
+        if layer.device.type not in ("cpu", "cuda"):
+            raise _refused(name, f"is on {device}", "kvkeep moves KV in host memory and on CUDA GPUs")
         address, itemsize = layer.data_ptr(), layer.element_size()
         strides = tuple(step * itemsize for step in layer.stride())
         dtype = str(layer.dtype).removeprefix("torch.")
@@ -145,7 +148,7 @@ def _describe(name: str, layer: Any, block_dim: int) -> _Layer:
         raise _refused(name, f"is a {type(layer).__name__}, neither a torch tensor nor a numpy array")
     dims = list(zip(shape, strides, strict=True))
     num_blocks, block_stride = dims.pop(block_dim)
-    described = _Layer(name, address, dtype, itemsize, num_blocks, block_stride, tuple(dims))
+    described = _Layer(name, address, dtype, itemsize, num_blocks, block_stride, tuple(dims), device)
     described.check()
     return described
 
@@ -156,6 +159,8 @@ def _check_together(layers: list[_Layer]) -> None:
     for layer in layers:
         if layer.num_blocks != first.num_blocks:
             raise _refused(layer.name, f"has {layer.num_blocks} blocks, but layer {first.name!r} {first.num_blocks}")
+        if layer.device != first.device:
+            raise _refused(layer.name, f"is on {layer.device}, but layer {first.name!r} on {first.device}")
         if layer.address in seen:
             raise _refused(layer.name, f"is the memory of layer {seen[layer.address]!r} again", "list it once")
         seen[layer.address] = layer.name

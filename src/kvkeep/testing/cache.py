@@ -23,6 +23,7 @@ from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.client.worker import Finished
+from kvkeep.connector.worth import LoadWhen
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
@@ -45,9 +46,11 @@ class CacheFaults:
 
 
 class SimulatedCache:
-    """The CacheBackend of one or several engines. All of it follows from the seed."""
+    """The CacheBackend of one or several engines. All of it follows from the seed, so nothing from measured time:
+    engines load whatever they can, unless `load_when` is changed before they are made."""
 
     def __init__(self, seed: int, faults: CacheFaults | None = None, *, pool_bytes: int = 1 << 20) -> None:
+        self.load_when: LoadWhen = "always"
         self.faults = faults or CacheFaults()
         self.random = random.Random(seed)
         self.counts = dict.fromkeys(

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 import vllm
-from kvkeep.connector.options import allow_untested, client_options, load_failure_policy, load_mode
+from kvkeep.connector.options import allow_untested, client_options, load_failure_policy, load_mode, load_when
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
@@ -84,7 +84,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are always asynchronous here")
             if transfer.kv_role != "kv_both":
                 log.warning("kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads", transfer.kv_role)
-            self._requests = RequestSide(vllm_config, kv_cache_config, options)
+            self._requests = RequestSide(vllm_config, kv_cache_config, options, load_when(extra))
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, options)
 

@@ -50,6 +50,12 @@ def _check_engine(vllm_config: Any) -> None:
             raise SettingsError(f"{name} > 1 spreads the tokens of a block over ranks", f"set {name} to 1")
     if vllm_config.model_config.is_encoder_decoder:
         raise SettingsError("encoder-decoder models keep KV that no prefix of tokens determines", "serve it as it is")
+    model = vllm_config.model_config
+    if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
+        raise SettingsError(
+            "sleep mode takes the KV's memory away without a word to those who copy it",
+            "leave out --enable-sleep-mode, or serve without kvkeep",
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise SettingsError(
             "calculate_kv_scales makes scales of the first requests, so KV of one process means nothing to another",

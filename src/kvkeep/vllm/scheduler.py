@@ -24,6 +24,7 @@ from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
 from kvkeep.connector.step import Job
+from kvkeep.connector.worth import LoadWhen, Worth
 from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.events import CacheEvents
@@ -50,10 +51,13 @@ class _Known:
 class RequestSide:
     """One for each engine. Until the workers have said what blocks are like, and if they refused, it does nothing."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: ClientOptions) -> None:
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, options: ClientOptions, load_when: LoadWhen = "faster"
+    ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
+        self._worth = Worth(load_when)
         self._side: SchedulerSide | None = None
         self._known: dict[str, _Known] = {}
         self._written: set[int] = set()
@@ -96,7 +100,8 @@ class RequestSide:
             self._identity.revision[:12],
             "vLLM's hashes" if self._uses_hashes else "tokens",
         )
-        self._side = SchedulerSide(self._adapter, self._pieces, self._vllm_config.parallel_config.world_size)
+        world_size = self._vllm_config.parallel_config.world_size
+        self._side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
 
     # -- a request's way
 
@@ -198,7 +203,9 @@ class RequestSide:
         except Exception:  # guard: loads that vLLM waits for must go out with this step, whatever a store does
             log.exception("kvkeep: a store could not be prepared")
             self.faults += 1
-        step = Step(self._side.build_step(self._written), self._lost, self._all_withdrawn)
+        work = scheduled.num_scheduled_tokens
+        jobs = self._side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
+        step = Step(jobs, self._lost, self._all_withdrawn)
         self._written, self._lost, self._all_withdrawn = set(), {}, False
         return step
 
@@ -244,15 +251,21 @@ class RequestSide:
         return True
 
     def stats(self) -> KVKeepStats | None:
+        """vLLM asks for them at the end of each step, also of one without any news; nothing else tells of that."""
         if self._side is None:
             return None
+        self._side.end_step()
         if self._side.failed_lookups:
             self._counts["lookup_failures"] += self._side.failed_lookups
             self._side.failed_lookups = 0
+        if self._side.skipped_loads:
+            self._counts["skipped_loads"] += self._side.skipped_loads
+            self._counts["skipped_tokens"] += self._side.skipped_tokens
+            self._side.skipped_loads = self._side.skipped_tokens = 0
         if not self._counts:
             return None
         counts, self._counts = self._counts, Counter()
-        return KVKeepStats.of(**counts, connected=int(self._adapter.connection.answering))
+        return KVKeepStats.of(**counts, connected=int(self._adapter.connection.answering), **self._worth.figures())
 
     def close(self) -> None:
         if self._side is not None:

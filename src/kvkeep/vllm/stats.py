@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 COUNTERS = {
     "hit_tokens": "Tokens that the server had beyond the local prefix cache, where a load of them was planned.",
+    "skipped_loads": "Loads that were not planned, because computing was expected to take less time.",
+    "skipped_tokens": "Tokens that the server had beyond the local prefix cache, and that were computed therefore.",
     "loaded_blocks": "Blocks loaded from the server.",
     "failed_blocks": "Blocks that could not be loaded and were computed.",
     "stored_blocks": "Blocks stored in the server.",
@@ -28,7 +30,12 @@ COUNTERS = {
     "lookup_failures": "Lookups that were not answered in time, or had no server to ask.",
     "faults": "Errors inside the connector that a guard caught.",
 }
-GAUGES = {"connected": "1 if every connection of the engine to the server is up, else 0."}
+GAUGES = {
+    "connected": "1 if every connection of the engine to the server is up, else 0.",
+    "load_fixed_us": "What any load takes, as measured by the scheduler, in microseconds.",
+    "load_block_us": "What a load takes for each of its blocks beside that, in microseconds.",
+    "prefill_tokens_per_s": "How many tokens of prompts the engine computes in a second, as measured by the scheduler.",
+}
 
 _MOST = 2**63 - 1  # what MessagePack and a Prometheus float both take
 
@@ -51,10 +58,13 @@ class KVKeepStats(KVConnectorStats):
         return cls(counts)
 
     def aggregate(self, other: KVConnectorStats) -> KVKeepStats:
-        """Takes the other's counts in, and returns itself: counters are added, and a gauge is the least of both."""
+        """Takes the other's counts in, and returns itself: counters are added. Of a gauge the newer
+        value stays, but who is connected says nothing of who is not: there it is the least of both."""
         for name, value in _counts(other.data).items():
-            if name in GAUGES:
+            if name == "connected":
                 self.data[name] = min(value, self.data.get(name, value))
+            elif name in GAUGES:
+                self.data[name] = value
             else:
                 self.data[name] = self.data.get(name, 0) + value
         self.data = _counts(self.data)

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvkeep.errors import PoolError
 
 EPOCH_FILE = "epoch"
 _POPULATE_BYTES = 8 << 20  # some milliseconds at a time
+_PIN_BYTES = 64 << 20  # a GPU's driver does nothing else meanwhile: 4 ms, where it was measured
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,6 +60,8 @@ class Segments:
         self._arrays: list[NDArray[np.uint8] | None] = [None] * count
         self._bases = np.zeros(count, dtype=np.uint64)
         self._populated = 0
+        self._unpin: Callable[[int], None] | None = None
+        self._pinned: list[int] = []
         self._mapping = threading.Lock()
 
     def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
@@ -83,31 +87,44 @@ class Segments:
         within = offset % self._segment_bytes
         return array[within : within + nbytes]
 
-    def populate_next(self) -> bool:
+    def populate_next(
+        self, pin: Callable[[int, int], bool] | None = None, unpin: Callable[[int], None] | None = None
+    ) -> bool:
         """Maps the next few pages ahead of their first use, which would otherwise pay for it. False if there
         is nothing to do for now.
 
-        For a thread that has nothing better to do: on 4 KiB pages this runs at about a gigabyte a second.
+        For a thread that has nothing better to do: on 4 KiB pages this runs at about a gigabyte a second. `pin` is
+        called with every 64 MiB that are there, address and size; with those that it took, `unpin` before they
+        are unmapped.
         """
-        if self._populated < self._pool_bytes:
-            number, within = divmod(self._populated, self._segment_bytes)
-            try:
-                self.addresses(np.array([self._populated], dtype=np.int64), 1)
-                mapped = self._maps[number]
-                assert mapped is not None
-                nbytes = min(_POPULATE_BYTES, len(mapped) - within)
-                _populate(int(self._bases[number]) + within, nbytes)
-            except PoolError:
-                return False  # the server has not made it yet
-            except OSError:  # a kernel before 5.14: pages are mapped as they come
-                self._populated = self._pool_bytes
-                return False
-            self._populated += nbytes
-            return True
-        return False
+        if self._populated >= self._pool_bytes:
+            return False
+        number, within = divmod(self._populated, self._segment_bytes)
+        try:
+            self.addresses(np.array([self._populated], dtype=np.int64), 1)
+        except PoolError:
+            return False  # the server has not made it yet
+        mapped = self._maps[number]
+        assert mapped is not None
+        nbytes = min(_POPULATE_BYTES, len(mapped) - within)
+        with contextlib.suppress(OSError):  # a kernel before 5.14: pages are mapped as they come
+            _populate(int(self._bases[number]) + within, nbytes)
+        self._populated += nbytes
+        if pin is not None:
+            stop = within + nbytes
+            start = (stop - 1) // _PIN_BYTES * _PIN_BYTES
+            address = int(self._bases[number]) + start
+            if (stop % _PIN_BYTES == 0 or stop == len(mapped)) and pin(address, stop - start):
+                self._unpin = unpin
+                self._pinned.append(address)
+        return True
 
     def close(self) -> None:
         """Unmaps everything. No address from here may be used afterwards; a view still held keeps its own mapping."""
+        if self._unpin is not None:
+            for address in self._pinned:
+                self._unpin(address)
+        self._pinned = []
         self._arrays = [None] * len(self._arrays)
         for number, mapped in enumerate(self._maps):
             if mapped is not None:

@@ -1,0 +1,77 @@
+"""A GPU, and how fast it copies: the floor of what is measured with an engine's KV on it.
+
+One contiguous copy between the GPU and pinned memory, synchronized at its end; both ways at once on two streams.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvkeep.errors import SettingsError
+
+ONE_WAY = ("store", "load")  # to the host, and to the device
+DIRECTIONS = (*ONE_WAY, "both")
+
+
+class Gpu:
+    """What of CUDA is needed here, so that tests can do without."""
+
+    def __init__(self, device: str) -> None:
+        self.torch = importlib.import_module("torch")
+        self.device = device
+        self.name = str(self.torch.cuda.get_device_name(device))
+        self.free_bytes = int(self.torch.cuda.mem_get_info(device)[0])
+        self._streams = [self.torch.cuda.Stream(device) for _ in range(2)]
+
+    def pinned(self, nbytes: int) -> Any:
+        return self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=True)
+
+    def stream(self, number: int) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.torch.cuda.stream(self._streams[number])
+        return context
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize(self.device)
+
+
+def check_device(device: str) -> None:
+    """SettingsError unless it is a GPU that is here."""
+    remedy = "leave out --device to measure a CPU"
+    if not re.fullmatch(r"cuda(:[0-9]{1,3})?", device):
+        raise SettingsError(f'--device "{device}": expected cpu, cuda or cuda:N', remedy)
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise SettingsError(f"--device {device} needs torch: {error}", f"install it, or {remedy}") from None
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= found:
+        raise SettingsError(f"--device {device} is not here: torch finds {found} CUDA devices", remedy)
+
+
+class PlainCopy:
+    """The floor: contiguous copies between the GPU and pinned memory, of up to `most_bytes` each way."""
+
+    def __init__(self, gpu: Gpu, most_bytes: int) -> None:
+        self._gpu = gpu
+        empty = gpu.torch.empty
+        self._device = {way: empty(most_bytes, dtype=gpu.torch.uint8, device=gpu.device) for way in ONE_WAY}
+        self._host = {way: gpu.pinned(most_bytes) for way in ONE_WAY}
+        for tensor in (*self._device.values(), *self._host.values()):
+            tensor.fill_(1)
+
+    def seconds(self, direction: str, nbytes: int) -> float:
+        """A store's copy goes to the host, a load's to the device, and "both" do so at once, `nbytes` each."""
+        ways = [way for way in ONE_WAY if direction in (way, "both")]
+        self._gpu.synchronize()
+        started = time.perf_counter()
+        for number, way in enumerate(ways):
+            pair = self._host[way][:nbytes], self._device[way][:nbytes]
+            to, source = pair if way == "store" else pair[::-1]
+            with self._gpu.stream(number):
+                to.copy_(source, non_blocking=True)
+        self._gpu.synchronize()
+        return time.perf_counter() - started

@@ -1,0 +1,145 @@
+"""Requests that are under way together, and when each of their tokens came: what the engine process does under load.
+
+    lane with at_a_time    begins the next request when one is done    ├──┤├────┤├───┤
+                                                                       ├────┤├──┤├───┤
+    lane with every_s      begins one whenever it is due               ├─┤ ├──┤  ├─┤
+
+Times are taken where vLLM hands tokens out, after each of its steps. Of many samples only figures leave the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_NOTHING_DUE_S = 0.001
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Prompts of one kind, each with the tokens wanted for it. Exactly one of `at_a_time` and `every_s` is set."""
+
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    at_a_time: int = 0
+    every_s: float = 0.0
+
+
+@dataclass
+class _UnderWay:
+    begun_at: float
+    last_at: float = 0.0
+    tokens: int = 0
+
+
+@dataclass
+class _Served:
+    """What has come of a lane so far."""
+
+    lane: Lane
+    begun: int = 0
+    under_way: dict[int, _UnderWay] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    failed: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+    ttfts_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+    @property
+    def left(self) -> bool:
+        return self.begun < len(self.lane.prompts)
+
+    def is_due(self, now: float) -> bool:
+        if self.lane.at_a_time:
+            return self.left and len(self.under_way) < self.lane.at_a_time
+        return self.left and now >= (self.begun + 1) * self.lane.every_s
+
+    def begin(self, now: float) -> int:
+        """The prompt's place."""
+        place = self.begun
+        self.under_way[place] = _UnderWay(now)
+        self.begun += 1
+        return place
+
+    def hear(self, place: int, output: Any, now: float) -> None:
+        """vLLM shows all tokens of a request so far."""
+        request, shown = self.under_way[place], output.outputs[0].token_ids
+        if len(shown) > request.tokens:
+            if request.tokens:
+                self.gaps_s.append(now - request.last_at)
+            else:
+                self.ttfts_s.append(now - request.begun_at)
+                self.prompt_tokens += len(self.lane.prompts[place])
+                self.cached_tokens += output.num_cached_tokens or 0
+            self.tokens += len(shown) - request.tokens
+            request.tokens, request.last_at = len(shown), now
+        if output.finished:
+            del self.under_way[place]
+            self.failed += output.outputs[0].finish_reason != "length"
+            self.answers[str(place)] = digest(shown)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "begun": self.begun,
+            "done": len(self.answers),
+            "failed": self.failed,
+            "answers": self.answers,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "cached_tokens": self.cached_tokens,
+            "ttft_ms": _figures(self.ttfts_s),
+            "itl_ms": _figures(self.gaps_s),
+        }
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """Stands for an answer where it is compared with another."""
+    return hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
+
+
+def _figures(samples_s: Sequence[float]) -> dict[str, Any]:
+    if not samples_s:
+        return {"samples": 0, "mean": None, "p50": None, "p99": None}
+    p50, p99 = np.percentile(samples_s, [50, 99]) * 1e3
+    mean = float(np.mean(samples_s)) * 1e3
+    return {"samples": len(samples_s), "mean": mean, "p50": float(p50), "p99": float(p99)}
+
+
+def serve_lanes(
+    engine: Any, sampling: Callable[[int], Any], lanes: Sequence[Lane], seconds: float, *, finish: bool
+) -> dict[str, Any]:
+    """Begins no more requests when the time is over; those under way are finished, or else aborted."""
+    served = [_Served(lane) for lane in lanes]
+    started = time.perf_counter()
+    while True:
+        if (now := time.perf_counter() - started) < seconds:
+            for number, each in enumerate(served):
+                while each.is_due(now):
+                    place = each.begin(now)
+                    prompt = {"prompt_token_ids": each.lane.prompts[place]}
+                    engine.add_request(f"{number}.{place}", prompt, sampling(each.lane.max_tokens[place]))
+                    now = time.perf_counter() - started
+        elif not finish:
+            break
+        if any(each.under_way for each in served):
+            outputs = engine.step()
+            now = time.perf_counter() - started
+            for output in outputs:
+                number, place = map(int, output.request_id.partition("-")[0].split("."))
+                served[number].hear(place, output, now)
+        elif now < seconds and any(each.left for each in served):
+            time.sleep(_NOTHING_DUE_S)
+        else:
+            break
+    took = time.perf_counter() - started
+    rest = [f"{number}.{place}" for number, each in enumerate(served) for place in each.under_way]
+    if rest:
+        engine.abort_request(rest)
+    return {"lanes": [each.figures() for each in served], "seconds": took}

@@ -1,0 +1,136 @@
+"""What benchmarks of real vLLM share: what can be measured here, how a run ends, and how its numbers are drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import statistics
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvkeep.errors import SettingsError
+
+CONNECTORS = ("none", "kvkeep", "lmcache", "native")
+PEERS = ("lmcache", "native")
+
+# -- what can be measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Device and connectors, checked. `left_out` says why a connector is not measured; `named` were asked for by
+    name."""
+
+    device: str
+    connectors: tuple[str, ...]
+    named: bool
+    left_out: dict[str, str]
+
+    @classmethod
+    def make(cls, device: str, connectors: str) -> Choice:
+        if not installed("vllm"):
+            raise SettingsError(
+                "vLLM is not installed in this environment",
+                "pip install kvkeep beside vLLM, and run this command with that environment's python",
+            )
+        device = find_device(device)
+        missing = _missing(device)
+        if connectors == "auto":
+            return cls(device, tuple(name for name in CONNECTORS if name not in missing), False, missing)
+        names = connectors.split(",")
+        for name in names:
+            if name not in CONNECTORS:
+                raise SettingsError(f'--connectors "{name}": expected some of {", ".join(CONNECTORS)}, or auto')
+            if name in missing:
+                raise SettingsError(f"connector {name} cannot be measured here: {missing[name]}")
+        # All are compared with none.
+        return cls(device, tuple(name for name in CONNECTORS if name in {"none", *names}), True, {})
+
+
+def find_device(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise SettingsError(f'--device "{device}": expected auto, cpu or cuda')
+    if device == "cpu":
+        return device
+    import torch
+
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise SettingsError("--device cuda: torch finds no GPU")
+    return "cuda" if there else "cpu"
+
+
+def gpu_name() -> str:
+    """To be asked when engines are gone: it takes memory of the GPU."""
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def _missing(device: str) -> dict[str, str]:
+    missing = {}
+    if not installed("lmcache"):
+        missing["lmcache"] = "not installed"
+    if device == "cpu":
+        missing["native"] = "needs a GPU"
+    return missing
+
+
+def installed(name: str) -> bool:
+    """A mere folder of that name, where we were started, is no package."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
+# -- the run
+
+
+@contextmanager
+def signals_end_the_block() -> Iterator[None]:
+    """An engine may hold a whole GPU, and a server's pool outlives it: neither is left behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- its numbers
+
+
+def median(values: Sequence[float], digits: int) -> float | None:
+    return round(statistics.median(values), digits) if values else None
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float | None:
+    """The median of the repeats' ratios."""
+    return median([a / b for a, b in zip(above, below, strict=True)], 3)
+
+
+def draw(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Cells in columns; all lines have as many."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def verdict(met: bool, text: str) -> str:
+    return f"target {'met' if met else 'MISSED'}: {text}"

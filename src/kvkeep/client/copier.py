@@ -1,0 +1,175 @@
+"""Who moves blocks between an engine's memory and slots. For engines in host memory: here; on a GPU: `kvkeep.gpu`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.errors import RequestError
+from kvkeep.kv.copy import gather, scatter
+from kvkeep.kv.runs import BlockRuns
+
+_BYTES_AT_A_TIME = 16 << 20  # read with a lock held: some two milliseconds
+
+
+class Saved(Protocol):
+    """A copy of a block that the engine took back."""
+
+    nbytes: int
+
+    def free(self) -> None: ...
+
+
+class Reading(Protocol):
+    """Blocks of one piece on their way into slots. For each `at_a_time` of them: `make_room`, `gather`, `deliver`; then
+    `end`. Only `gather` reads engine memory, and it never waits long. All has arrived when `sums` or `close` returns;
+    the next reading may begin before that."""
+
+    at_a_time: int
+
+    def make_room(self) -> None: ...
+    def gather(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> None: ...
+    def deliver(self) -> None: ...
+    def put(self, saved: Any, address: int) -> None: ...
+    def end(self) -> None: ...
+    def sums(self) -> NDArray[np.uint64]: ...
+    def close(self) -> None: ...
+
+
+class Scattering(Protocol):
+    """Slots on their way into engine blocks. All has arrived when `good` or `close` returns; True where the bytes have
+    the checksum expected. A block answered False holds bytes that must not be used."""
+
+    def good(self) -> NDArray[np.bool_]: ...
+    def close(self) -> None: ...
+
+
+class Copier(Protocol):
+    """`mark`, `shield` and `set_aside` are for the engine's thread, `reading` for the one that stores,
+    `scattering` for the one that loads; both have called `enter`."""
+
+    def mark(self) -> Any: ...
+    def shield(self) -> None: ...
+    def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
+    def enter(self) -> None: ...
+    def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading: ...
+    def scattering(
+        self,
+        piece: int,
+        block_ids: NDArray[np.int64],
+        addresses: NDArray[np.uint64],
+        expected: NDArray[np.uint64] | None,
+        ready: Sequence[Any] = (),
+    ) -> Scattering: ...
+
+
+class HostCopier:
+    """For engines in host memory. What the engine did, it has done: there is nothing to wait for."""
+
+    def __init__(self, pieces: Sequence[BlockRuns]) -> None:
+        self._pieces = pieces
+
+    def mark(self) -> None:
+        return None
+
+    def shield(self) -> None:
+        """Nothing: what was read was read with a lock held."""
+
+    def enter(self) -> None:
+        """Nothing: every thread has the memory."""
+
+    def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[HostSaved]:
+        runs = self._pieces[piece]
+        rows = np.empty((len(block_ids), runs.nbytes), dtype=np.uint8)
+        sums = gather(runs, block_ids, row_addresses(rows), verify=True)
+        assert sums is not None
+        return [HostSaved(row, value) for row, value in zip(rows, sums.tolist(), strict=True)]
+
+    def reading(self, piece: int, *, verify: bool, ready: Any) -> HostReading:
+        return HostReading(self._pieces[piece], verify)
+
+    def scattering(
+        self,
+        piece: int,
+        block_ids: NDArray[np.int64],
+        addresses: NDArray[np.uint64],
+        expected: NDArray[np.uint64] | None,
+        ready: Sequence[Any] = (),
+    ) -> HostScattering:
+        return HostScattering(scatter(self._pieces[piece], block_ids, addresses, expected))
+
+
+class HostScattering:
+    def __init__(self, good: NDArray[np.bool_]) -> None:
+        self._good = good
+
+    def good(self) -> NDArray[np.bool_]:
+        return self._good
+
+    def close(self) -> None:
+        """All has arrived before it was made."""
+
+
+class HostSaved:
+    def __init__(self, row: NDArray[np.uint8], checksum: int) -> None:
+        self.row = row
+        self.checksum = checksum
+        self.nbytes = row.nbytes
+
+    def free(self) -> None:
+        """Nothing: it goes with the last who knows it."""
+
+
+class HostReading:
+    def __init__(self, runs: BlockRuns, verify: bool) -> None:
+        self._runs = runs
+        self._verify = verify
+        self._sums: list[NDArray[np.uint64]] = []
+        self.at_a_time = max(1, _BYTES_AT_A_TIME // runs.nbytes)
+
+    def make_room(self) -> None:
+        """There always is."""
+
+    def gather(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> None:
+        sums = gather(self._runs, block_ids, addresses, verify=self._verify)
+        self._sums.append(np.zeros(len(block_ids), dtype=np.uint64) if sums is None else sums)
+
+    def deliver(self) -> None:
+        """It is in place already."""
+
+    def put(self, saved: Any, address: int) -> None:
+        ctypes.memmove(address, saved.row.ctypes.data, saved.nbytes)
+        self._sums.append(np.array([saved.checksum if self._verify else 0], dtype=np.uint64))
+
+    def end(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nor then."""
+
+    def sums(self) -> NDArray[np.uint64]:
+        return np.concatenate(self._sums) if self._sums else np.zeros(0, dtype=np.uint64)
+
+
+def copier_for(pieces: Sequence[BlockRuns], staging_bytes: int) -> Copier:
+    """The one for where these pieces are. RequestError if they are not all in one place, or there is none."""
+    places = {runs.device for runs in pieces}
+    if len(places) > 1:
+        raise RequestError("bad_layer", f"an engine's layers are in several places: {sorted(places)}", field="layers")
+    if places == {"cpu"}:
+        return HostCopier(pieces)
+    try:
+        from kvkeep.gpu.copier import GpuCopier
+    except ImportError as error:
+        problem = f"blocks on a GPU cannot be moved: {error}"
+        raise RequestError("bad_layer", problem, field="layers", hint="install triton") from error
+    return GpuCopier(pieces, staging_bytes)
+
+
+def row_addresses(buffer: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The address of each row of a C-contiguous array."""
+    return np.uint64(buffer.ctypes.data) + np.arange(len(buffer), dtype=np.uint64) * np.uint64(buffer.strides[0])

@@ -1,0 +1,98 @@
+"""Loads of some requests' blocks from slots: begun together, and finished when all of them are in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.client.copier import Scattering
+from kvkeep.client.requests import LoadRequest
+from kvkeep.client.sources import NO_BLOCK
+from kvkeep.kv.checksum import ABSENT
+
+if TYPE_CHECKING:
+    from kvkeep.client.transfer import Transfer
+
+
+class Loading:
+    """`loaded[i]` is, after `finish`, True where a block of request i is in place and verified. The pool's memory stays
+    ours until then."""
+
+    def __init__(self, transfer: Transfer, requests: Sequence[LoadRequest]) -> None:
+        self._transfer = transfer
+        self._connection = transfer.connection
+        self._requests = requests
+        self.loaded = [np.zeros(request.blocks, dtype=np.bool_) for request in requests]
+        self._sound: list[int] = []
+        self._under_way: list[tuple[NDArray[np.int64], NDArray[np.bool_], Scattering]] = []
+        self._pool = contextlib.ExitStack()
+
+    def begin(self, epoch: int, ready: Sequence[Any]) -> None:
+        """Gives all of it to the copier."""
+        for number, request in enumerate(self._requests):
+            if request.epoch != epoch:
+                self._connection.counters.fail("stale_epoch")
+            elif len(request.slots) != request.blocks:
+                self._connection.counters.fail("no_slots")
+            else:
+                self._sound.append(number)
+        if not self._sound:
+            return
+        loads = [self._requests[number] for number in self._sound]
+        slots = _joined([request.slots for request in loads])
+        table = _joined([self._transfer.table(request) for request in loads], axis=1)
+        checksums = _joined([request.checksums for request in loads])
+        try:
+            for piece, block_ids in enumerate(table):
+                wanted = np.flatnonzero(block_ids != NO_BLOCK)
+                place = self._transfer.addresses(piece, slots[wanted], epoch)
+                addresses = self._pool.enter_context(place)
+                if addresses is None:  # the pool is gone
+                    self._sound = []
+                    break
+                sums = checksums[wanted, self._transfer.shard(piece)]
+                expected = sums if self._connection.verify else None
+                moving = self._transfer.copier.scattering(piece, block_ids[wanted], addresses, expected, ready)
+                self._under_way.append((wanted, sums != ABSENT, moving))
+        except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
+            self._close()
+            raise
+
+    def finish(self) -> list[NDArray[np.bool_]]:
+        """Waits for all of it."""
+        try:
+            results = [(wanted, written, moving.good()) for wanted, written, moving in self._under_way]
+        finally:
+            self._close()
+        if self._sound:
+            self._judge(results)
+        return self.loaded
+
+    def _close(self) -> None:
+        with self._pool:
+            for _, _, moving in self._under_way:
+                moving.close()
+        self._under_way = []
+
+    def _judge(self, results: list[tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]]) -> None:
+        ends = np.cumsum([self._requests[number].blocks for number in self._sound])
+        loaded = np.ones(int(ends[-1]), dtype=np.bool_)
+        for wanted, written, good in results:
+            # Verified or not, what was never written cannot be loaded. It is no fault of the server either.
+            loaded[wanted] &= good & written
+            bad = wanted[~good & written]
+            if len(bad):
+                owners = np.searchsorted(ends, bad, side="right")
+                for owner in np.unique(owners).tolist():
+                    request = self._requests[self._sound[owner]]
+                    self._transfer.report_bad(request, bad[owners == owner] - (ends[owner] - request.blocks))
+        for number, part in zip(self._sound, np.split(loaded, ends[:-1]), strict=True):
+            self.loaded[number][:] = part
+
+
+def _joined(arrays: Sequence[NDArray[Any]], axis: int = 0) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis)

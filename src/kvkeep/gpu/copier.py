@@ -1,0 +1,349 @@
+"""Moves blocks between an engine's GPU memory and slots in host memory, at the speed of the bus.
+
+    store    engine blocks ── gather + checksum ──► bay ── copy over the bus ──► slots
+    load     engine blocks ◄── scatter + checksum ── bay ◄── copy over the bus ── slots
+
+Staging memory on the GPU is cut into bays. While one is filled by a kernel another is on the bus, each on a stream of
+its own, and each direction has its own line: stores and loads run at the same time. Nothing here waits for the whole
+device, and nothing is copied to or from host memory that the bus cannot reach directly: slots in a part of the pool
+that is not registered yet, or never can be, are reached through a bounce buffer.
+
+Order with the engine is kept by events, never by waiting in its thread:
+
+    mark      the engine's thread, when it hands over a job: kernels of that job begin after what the engine did before
+    shield    the engine's thread, before it writes into blocks that a store reads: that work begins after those reads.
+              It costs some microseconds, because a gather is given to the GPU only when its bay is free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkeep.errors import RequestError
+from kvkeep.gpu.device import Cuda, DeviceError
+from kvkeep.gpu.kernels import Units
+from kvkeep.gpu.pinned import Pinned
+from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Ledger, Line, Saved
+from kvkeep.kv.runs import BlockRuns
+
+log = logging.getLogger(__name__)
+
+Addresses = NDArray[np.uint64]
+
+_SMALLEST_STAGING = 24 << 20
+
+
+class GpuCopier:
+    """For one engine worker. Stores are for one thread, loads for another."""
+
+    def __init__(self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None) -> None:
+        """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be moved."""
+        self._device = device or Cuda(torch.device(pieces[0].device))
+        self._units = [Units.of(runs, self._device.torch_device) for runs in pieces]
+        self._runs = pieces
+        self._pinned = Pinned()
+        self._last_read: Any = None
+        self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
+        self._try_out()
+
+    def _take_memory(self, staging_bytes: int) -> None:
+        largest = max(units.pitch for units in self._units)
+        try:
+            self._out = Line(self._device, staging_bytes * 3 // 8, largest)
+            self._in = Line(self._device, staging_bytes * 3 // 8, largest)
+            self._aside = Aside(self._device, staging_bytes // 4)
+        except RuntimeError as error:  # torch's words for memory that cannot be had
+            if staging_bytes // 2 < _SMALLEST_STAGING:
+                hint = "leave the engine a little less of it, such as gpu_memory_utilization 0.9"
+                raise DeviceError(f"no GPU memory for staging: {error}", hint) from error
+            self._take_memory(staging_bytes // 2)
+
+    def _try_out(self) -> None:
+        """Compiles and loads the kernels now: later it would hold up a step. Block 0 is read and written back as it
+        is; nobody uses it yet."""
+        bay, ids = self._out.next_bay(), torch.zeros(1, dtype=torch.int64, device=self._device.torch_device)
+        for units in self._units:
+            for sums in (None, torch.zeros_like(ids)):
+                units.gather(ids, bay.memory, sums)
+                units.scatter(ids, bay.memory, sums)
+        self._device.wait(self._device.mark())
+
+    # -- the engine's thread
+
+    def mark(self) -> Any:
+        """What the engine has done so far."""
+        return self._device.mark()
+
+    def shield(self) -> None:
+        """What the engine does from now on waits for the reads that have begun."""
+        if self._last_read is not None:
+            self._device.after(None, self._last_read)
+
+    def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[Saved]:
+        """Copies of these blocks, in memory of our own, ordered before whatever the engine does next. MemoryError if
+        there is no room."""
+        return self._aside.take(self._units[piece], _checked(self._runs[piece], block_ids))
+
+    # -- the threads that copy
+
+    def enter(self) -> None:
+        """The first that such a thread does."""
+        self._device.enter()
+
+    def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading:
+        """Reads blocks for a store, after that mark."""
+        return Reading(self, piece, verify, ready)
+
+    def scattering(
+        self,
+        piece: int,
+        block_ids: NDArray[np.int64],
+        addresses: Addresses,
+        expected: NDArray[np.uint64] | None,
+        ready: Sequence[Any] = (),
+    ) -> Scattering:
+        """Slots into engine blocks, after those marks."""
+        block_ids = _checked(self._runs[piece], block_ids)
+        for mark in ready:
+            self._device.after(self._in.kernels, mark)
+        units, parts = self._units[piece], []
+        try:
+            for start in range(0, len(block_ids), MOST_BLOCKS):
+                some = slice(start, start + MOST_BLOCKS)
+                with self._device.on(self._in.kernels):
+                    parts.append(self._scatter(units, block_ids[some], addresses[some], verify=expected is not None))
+        except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
+            self._in.drain()
+            raise
+        return Scattering(self._device, self._in, units, parts, expected)
+
+    def _scatter(self, units: Units, block_ids: NDArray[np.int64], addresses: Addresses, *, verify: bool) -> Scattered:
+        line, device = self._in, self._device
+        ledger, count = line.take_ledger(), len(block_ids)
+        at_a_time = line.blocks_a_bay(units.pitch)
+        ids, bay, before = None, None, None
+        for start in range(0, count, at_a_time):
+            some = slice(start, min(start + at_a_time, count))
+            bay, before = line.next_bay(), bay.busy if bay is not None else None
+            if bay.busy is not None:
+                device.after(line.copies, bay.busy)
+            self._to_bay(line, bay, units, addresses[some])
+            if ids is None:  # while the first are on the bus
+                ledger.begin(count, verify=verify)
+                ids = ledger.ids(block_ids)
+            device.after(line.kernels, device.mark(line.copies))
+            units.scatter(ids[some], bay.memory, ledger.sums[some] if verify else None)
+            bay.busy = device.mark(line.kernels)
+        if verify:
+            ledger.send_sums(count)
+        return Scattered(ledger, count, before, device.mark(line.kernels, urgent=True))
+
+    def _to_bay(self, line: Line, bay: Bay, units: Units, addresses: Addresses) -> None:
+        runs = self._pinned.runs(addresses, units.nbytes)
+        if runs is None:
+            if bay.bounced is not None:
+                self._device.wait(bay.bounced)
+            bounce = line.bounce(bay)
+            for at, address in enumerate(addresses.tolist()):
+                ctypes.memmove(bounce + at * units.pitch, address, units.nbytes)
+            runs = [(bounce, units.pitch, 0, len(addresses))]
+        for address, step, at, count in runs:
+            to = bay.address + at * units.pitch
+            self._device.to_device(line.copies, to, units.pitch, address, step, units.nbytes, count)
+        bay.bounced = self._device.mark(line.copies)
+
+    # -- host memory
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Lets the bus reach this part of the pool. False if that cannot be had; it is usable all the same."""
+        try:
+            self._device.register(address, nbytes)
+        except DeviceError as error:
+            log.warning("kvkeep: host memory cannot be registered with CUDA, transfers are slower: %s", error)
+            return False
+        self._pinned.add(address, nbytes)
+        return True
+
+    def unpin(self, address: int) -> None:
+        """Before that memory goes. Nothing may be under way to or from it."""
+        if self._pinned.remove(address):
+            try:
+                self._device.unregister(address)
+            except DeviceError as error:
+                log.warning("kvkeep: host memory cannot be taken back from CUDA: %s", error)
+
+
+class Scattered(NamedTuple):
+    """A part of them: its ledger, how many, when nearly all and when all are in place."""
+
+    ledger: Ledger
+    blocks: int
+    nearly: Any
+    done: Any
+
+
+class Scattering:
+    """Blocks on their way into engine memory."""
+
+    def __init__(
+        self, device: Cuda, line: Line, units: Units, parts: list[Scattered], expected: NDArray[np.uint64] | None
+    ) -> None:
+        self._device = device
+        self._line = line
+        self._units = units
+        self._parts = parts
+        self._count = sum(part.blocks for part in parts)
+        self._expected = expected
+
+    def good(self) -> NDArray[np.bool_]:
+        """Waits until all are in place; True where the bytes have the checksum expected. A block answered False holds
+        bytes that must not be used."""
+        self._wait()
+        good = np.ones(self._count, dtype=np.bool_)
+        if self._expected is not None and self._parts:
+            sums = np.concatenate([part.ledger.sums_here(part.blocks) for part in self._parts])
+            good = np.equal(self._units.checksums(sums), self._expected)
+        self.close()
+        return good
+
+    def close(self) -> None:
+        """Waits until all are in place."""
+        self._wait()
+        parts, self._parts = self._parts, []
+        for part in parts:
+            self._line.give_back(part.ledger)
+
+    def _wait(self) -> None:
+        """Asleep for most of it, then awake, because the engine waits for us."""
+        for part in self._parts:
+            if part.nearly is not None:
+                self._device.wait(part.nearly)
+            self._device.wait(part.done)
+
+
+class Reading:
+    """One piece of some blocks, `MOST_BLOCKS` at most, on their way into slots, batch by batch: `make_room`, `gather`,
+    `deliver`, and so on, then `end`; and when it is needed `sums`, which waits for what is still under way, as `close`
+    does. The next one may begin before that."""
+
+    def __init__(self, copier: GpuCopier, piece: int, verify: bool, ready: Any) -> None:
+        self._copier = copier
+        self._device = copier._device
+        self._line = copier._out
+        self._units = copier._units[piece]
+        self._runs = copier._runs[piece]
+        self._verify = verify
+        self._ledger = self._line.take_ledger()
+        self._count = 0
+        self._bay: Bay | None = None
+        self._gathered: tuple[Bay, Addresses] | None = None
+        self._saved: list[Saved] = []
+        self._marks: list[Any] | None = None  # when all is over; None: nobody has said that there is no more
+        self._closed = False
+        self.at_a_time = self._line.blocks_a_bay(self._units.pitch)
+        if ready is not None:
+            self._device.after(self._line.kernels, ready)
+        with self._device.on(self._line.kernels):
+            self._ledger.begin(MOST_BLOCKS, verify=verify)
+
+    def make_room(self) -> None:
+        """Waits until a bay is free: what `gather` gives to the GPU then waits for nothing but the engine."""
+        self._bay = self._line.next_bay()
+        if self._bay.busy is not None:
+            self._device.wait(self._bay.busy)
+
+    def gather(self, block_ids: NDArray[np.int64], addresses: Addresses) -> None:
+        """These blocks are read: the engine must not write into them before it has called `shield`."""
+        assert self._bay is not None
+        if not len(block_ids):
+            return
+        some = slice(self._count, self._count + len(block_ids))
+        with self._device.on(self._line.kernels):
+            ids = self._ledger.ids(_checked(self._runs, block_ids), self._count)
+            self._units.gather(ids, self._bay.memory, self._ledger.sums[some] if self._verify else None)
+        read = self._device.mark(self._line.kernels)
+        self._copier._last_read = read
+        self._device.after(self._line.copies, read)
+        self._count = some.stop
+        self._gathered = (self._bay, addresses)
+
+    def deliver(self) -> None:
+        """What was gathered goes into its slots."""
+        if self._gathered is None:
+            return
+        (bay, addresses), self._gathered = self._gathered, None
+        device, copies, units = self._device, self._line.copies, self._units
+        runs = self._copier._pinned.runs(addresses, units.nbytes)
+        if runs is not None:
+            for address, step, at, count in runs:
+                place = bay.address + at * units.pitch
+                device.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
+            bay.busy = device.mark(copies)
+            return
+        bounce, nbytes = self._line.bounce(bay), len(addresses) * units.pitch
+        device.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
+        bay.busy = device.mark(copies)
+        device.wait(bay.busy)
+        for at, address in enumerate(addresses.tolist()):
+            ctypes.memmove(address, bounce + at * units.pitch, units.nbytes)
+
+    def put(self, saved: Saved, address: int) -> None:
+        """What was set aside goes into its slot."""
+        self.make_room()
+        assert self._bay is not None
+        self._device.after(self._line.kernels, saved.ready)
+        words = self._units.pitch // 8
+        with self._device.on(self._line.kernels):
+            self._bay.memory[:words].copy_(saved.memory, non_blocking=True)
+            if self._verify:
+                self._ledger.sums[self._count : self._count + 1].copy_(saved.sums, non_blocking=True)
+        self._device.after(self._line.copies, self._device.mark(self._line.kernels))
+        self._count += 1
+        self._saved.append(saved)
+        self._gathered = (self._bay, np.array([address], dtype=np.uint64))
+        self.deliver()
+
+    def end(self) -> None:
+        """There is no more."""
+        if self._verify:
+            with self._device.on(self._line.kernels):
+                self._ledger.send_sums(self._count)
+        self._marks = [self._device.mark(self._line.kernels), self._device.mark(self._line.copies)]
+
+    def sums(self) -> NDArray[np.uint64]:
+        """The checksums of what was gathered and put, in that order; 0 if not asked for. All of it has arrived."""
+        self._wait()
+        sums = self._units.checksums(self._ledger.sums_here(self._count))
+        self.close()
+        return sums if self._verify else np.zeros(self._count, dtype=np.uint64)
+
+    def close(self) -> None:
+        """Waits for what is under way of it."""
+        self._wait()
+        if not self._closed:
+            self._closed = True
+            self._line.give_back(self._ledger)
+            for saved in self._saved:
+                saved.free()
+
+    def _wait(self) -> None:
+        if self._marks is None:
+            self._line.drain()
+            self._marks = []
+        for mark in self._marks:
+            self._device.wait(mark)
+
+
+def _checked(runs: BlockRuns, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    wrong = (block_ids < 0) | (block_ids >= runs.num_blocks)
+    if wrong.any():
+        message = f"block {int(block_ids[wrong][0])} does not exist: the engine has blocks 0 to {runs.num_blocks - 1}"
+        raise RequestError("bad_request", message, field="block_ids")
+    return np.ascontiguousarray(block_ids, dtype=np.int64)

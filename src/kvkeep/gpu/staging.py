@@ -1,0 +1,151 @@
+"""Memory on the GPU that blocks pass through: bays of the two lines, and a place for what the engine takes back."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkeep.gpu.device import Cuda
+from kvkeep.gpu.kernels import Units
+
+MOST_BLOCKS = 4096  # of one call; more go in several
+_BAYS = 3
+_LEDGERS = 4  # at first; more calls than that are seldom under way
+
+
+class Bay:
+    """Staging memory of one batch. `busy` is when it will be free, `bounced` when its bounce buffer will."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.address: int = memory.data_ptr()
+        self.busy: Any = None
+        self.bounced: Any = None
+        self.bounce: torch.Tensor | None = None
+
+
+class Ledger:
+    """Block ids of one call on their way to the GPU, and checksums on their way back."""
+
+    def __init__(self, device: Cuda) -> None:
+        self._ids_here, self._ids = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
+        self._ids_view = self._ids_here.numpy()
+        self._sums_here, self.sums = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
+
+    def begin(self, count: int, *, verify: bool) -> None:
+        """On the current stream, as all of it."""
+        if verify:
+            self.sums[:count].zero_()
+
+    def ids(self, block_ids: NDArray[np.int64], at: int = 0) -> torch.Tensor:
+        some = slice(at, at + len(block_ids))
+        self._ids_view[some] = block_ids
+        ids = self._ids[some]
+        ids.copy_(self._ids_here[some], non_blocking=True)
+        return ids
+
+    def send_sums(self, count: int) -> None:
+        self._sums_here[:count].copy_(self.sums[:count], non_blocking=True)
+
+    def sums_here(self, count: int) -> NDArray[np.uint64]:
+        """When they have arrived."""
+        return self._sums_here[:count].numpy().view(np.uint64).copy()
+
+
+class Line:
+    """One direction: its streams, bays and ledgers. For one thread, but for `give_back`."""
+
+    def __init__(self, device: Cuda, staging_bytes: int, largest_pitch: int) -> None:
+        self._device = device
+        self.bay_bytes = max(staging_bytes // _BAYS // 8 * 8, largest_pitch)
+        self._bays = [Bay(device.memory(self.bay_bytes // 8)) for _ in range(_BAYS)]
+        self._ledgers = deque(Ledger(device) for _ in range(_LEDGERS))
+        self._turn = 0
+        self.kernels, self.copies = device.stream(), device.stream()
+
+    def blocks_a_bay(self, pitch: int) -> int:
+        return min(self.bay_bytes // pitch, MOST_BLOCKS)
+
+    def next_bay(self) -> Bay:
+        self._turn = (self._turn + 1) % _BAYS
+        return self._bays[self._turn]
+
+    def take_ledger(self) -> Ledger:
+        """One that nobody has."""
+        return self._ledgers.popleft() if self._ledgers else Ledger(self._device)
+
+    def give_back(self, ledger: Ledger) -> None:
+        """From any thread."""
+        self._ledgers.append(ledger)
+
+    def bounce(self, bay: Bay) -> int:
+        """The address of host memory as large as the bay. Only who needs it has it."""
+        if bay.bounce is None:
+            bay.bounce = self._device.host_memory(self.bay_bytes // 8)
+        return int(bay.bounce.data_ptr())
+
+    def drain(self) -> None:
+        """Waits for all that is under way here."""
+        self._device.wait(self._device.mark(self.kernels))
+        self._device.wait(self._device.mark(self.copies))
+
+
+class Saved:
+    """A copy of a block in memory of our own, and its sum; there after `ready`."""
+
+    def __init__(self, aside: Aside, memory: torch.Tensor, sums: torch.Tensor, nbytes: int) -> None:
+        self._aside = aside
+        self.memory = memory
+        self.sums = sums
+        self.nbytes = nbytes
+        self.ready: Any = None
+
+    def free(self) -> None:
+        self._aside.free()
+
+
+class Aside:
+    """Memory for blocks that the engine takes back before they are read. It is used from its beginning on, and from its
+    beginning again when all of it is free."""
+
+    def __init__(self, device: Cuda, nbytes: int) -> None:
+        self._device = device
+        self._memory = device.memory(nbytes // 8)
+        self._sums = device.memory(MOST_BLOCKS)
+        self._ids_here, self._ids = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
+        self._lock = threading.Lock()
+        self._used = self._taken = self._left = 0  # words, blocks, and blocks that are not free again
+
+    def take(self, units: Units, block_ids: NDArray[np.int64]) -> list[Saved]:
+        """On the engine's stream, in its thread, which does not wait. MemoryError if there is no room."""
+        count, words = len(block_ids), units.pitch // 8
+        if not count:
+            return []
+        with self._lock:
+            start = -(-self._used // 2) * 2  # kernels count on 16 bytes
+            if start + count * words > len(self._memory) or self._taken + count > MOST_BLOCKS:
+                raise MemoryError
+            place = slice(self._taken, self._taken + count)
+            self._used, self._taken, self._left = start + count * words, place.stop, self._left + count
+        memory, sums, ids = self._memory[start : start + count * words], self._sums[place], self._ids[place]
+        self._ids_here[place].numpy()[:] = block_ids
+        ids.copy_(self._ids_here[place], non_blocking=True)
+        sums.zero_()
+        units.gather(ids, memory, sums)
+        rows = memory.view(count, words)
+        saved = [Saved(self, row, sums[at : at + 1], units.nbytes) for at, row in enumerate(rows)]
+        ready = self._device.mark()
+        for each in saved:
+            each.ready = ready
+        return saved
+
+    def free(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._used = self._taken = 0

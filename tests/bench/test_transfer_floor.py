@@ -1,0 +1,82 @@
+"""Which GPU is refused, and which copies make a floor; on a GPU, that they are made."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+
+from kvkeep.bench.transfer_floor import DIRECTIONS, Gpu, PlainCopy, check_device
+from kvkeep.errors import SettingsError
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
+
+
+class HostGpu(Gpu):
+    """Stands for a GPU whose memory is the host's, and writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.torch, self.device, self.name, self.free_bytes = torch, "cpu", "none", 64 << 30
+        self.asked: list[str] = []
+
+    def pinned(self, nbytes: int) -> Any:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def stream(self, number: int) -> AbstractContextManager[Any]:
+        self.asked.append(f"stream {number}")
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    for device in ("gpu", "cuda:", "cuda:x", "cudax", ""):
+        with pytest.raises(SettingsError, match="expected cpu, cuda or cuda:N"):
+            check_device(device)
+
+
+def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match="--device cuda is not here: torch finds 0 CUDA devices") as caught:
+        check_device("cuda")
+    assert "leave out --device" in caught.value.hint
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_device("cuda")
+    check_device("cuda:0")
+    with pytest.raises(SettingsError, match="--device cuda:1 is not here"):
+        check_device("cuda:1")
+
+
+def test_each_way_copies_the_bytes_asked_for_and_no_more() -> None:
+    gpu = HostGpu()
+    floor = PlainCopy(gpu, 100)
+    for way, to, source in (("store", floor._host, floor._device), ("load", floor._device, floor._host)):
+        source[way].fill_(7)
+        assert floor.seconds(way, 60) > 0
+        assert to[way][:60].eq(7).all() and to[way][60:].eq(1).all()
+    assert gpu.asked == ["synchronize", "stream 0", "synchronize"] * 2
+
+
+def test_both_ways_have_a_stream_each() -> None:
+    gpu = HostGpu()
+    floor = PlainCopy(gpu, 10)
+    floor._device["store"].fill_(7)
+    floor._host["load"].fill_(8)
+    floor.seconds("both", 10)
+    assert gpu.asked == ["synchronize", "stream 0", "stream 1", "synchronize"]
+    assert floor._host["store"].eq(7).all() and floor._device["load"].eq(8).all()
+
+
+@needs_cuda
+def test_a_gpu_copies() -> None:
+    gpu = Gpu("cuda")
+    assert gpu.name and gpu.free_bytes > 0
+    floor = PlainCopy(gpu, 1 << 20)
+    assert all(tensor.is_pinned() for tensor in floor._host.values())
+    floor._device["store"].fill_(7)
+    assert all(floor.seconds(way, 1 << 20) > 0 for way in DIRECTIONS)
+    assert floor._host["store"].eq(7).all()

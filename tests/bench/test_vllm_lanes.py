@@ -1,0 +1,106 @@
+"""Lanes keep to their number and their pace, and times are those of tokens. The engine is scripted, and so is time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvkeep.bench import vllm_lanes
+from kvkeep.bench.vllm_lanes import Lane, digest, serve_lanes
+
+STEP_S = 0.1
+
+
+class Engine:
+    """A step takes its time, longer where a prompt is new, and gives a token to each request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.most, self.aborted = 0.0, 0, list[str]()
+        self.begun: dict[str, float] = {}
+        self.running: dict[str, SimpleNamespace] = {}
+        clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self._sleep)
+        monkeypatch.setattr(vllm_lanes, "time", clock)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def add_request(self, request_id: str, prompt: dict[str, list[int]], max_tokens: int) -> None:
+        self.begun[request_id] = self.now
+        self.running[request_id] = SimpleNamespace(prompt=prompt["prompt_token_ids"], most=max_tokens, tokens=[])
+        self.most = max(self.most, len(self.running))
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    def step(self) -> list[Any]:
+        self.now += STEP_S + STEP_S * any(not each.tokens for each in self.running.values())
+        outputs = []
+        for request_id, each in [*self.running.items()]:
+            each.tokens.append(each.prompt[0] + len(each.tokens))
+            finished = len(each.tokens) == each.most
+            reason = "error" if each.prompt[0] == 13 else "length"
+            outputs.append(
+                SimpleNamespace(
+                    request_id=f"{request_id}-abc",
+                    finished=finished,
+                    num_cached_tokens=len(each.prompt) // 2,
+                    outputs=[SimpleNamespace(token_ids=list(each.tokens), finish_reason=reason)],
+                )
+            )
+            if finished:
+                del self.running[request_id]
+        return outputs
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch)
+
+
+def serve(engine: Engine, *lanes: Lane, seconds: float = 1000.0, finish: bool = True) -> dict[str, Any]:
+    return serve_lanes(engine, lambda max_tokens: max_tokens, lanes, seconds, finish=finish)
+
+
+def test_so_many_are_under_way_at_a_time(engine: Engine) -> None:
+    said = serve(engine, Lane([[at] * 10 for at in range(6)], [3] * 6, at_a_time=2))
+    [lane] = said["lanes"]
+    assert engine.most == 2 and not engine.aborted
+    # Three pairs: the first token takes 0.2 s, and two more 0.1 s each.
+    assert said["seconds"] == pytest.approx(1.2)
+    assert (lane["begun"], lane["done"], lane["failed"]) == (6, 6, 0)
+    assert (lane["prompt_tokens"], lane["tokens"], lane["cached_tokens"]) == (60, 18, 30)
+    assert lane["ttft_ms"] == pytest.approx({"samples": 6, "mean": 200.0, "p50": 200.0, "p99": 200.0})
+    assert lane["itl_ms"] == pytest.approx({"samples": 12, "mean": 100.0, "p50": 100.0, "p99": 100.0})
+    assert lane["answers"]["4"] == digest([4, 5, 6]) and len(set(lane["answers"].values())) == 6
+
+
+def test_when_time_is_over_those_under_way_are_finished(engine: Engine) -> None:
+    said = serve(engine, Lane([[at] for at in range(9)], [5] * 9, at_a_time=2), seconds=0.7)
+    assert said["lanes"][0]["begun"] == said["lanes"][0]["done"] == 4 and said["seconds"] == pytest.approx(1.2)
+
+
+def test_others_arrive_at_a_pace_and_what_they_delay_is_seen(engine: Engine) -> None:
+    decoding, arriving = Lane([[1]] * 4, [1000] * 4, at_a_time=2), Lane([[2] * 8] * 9, [1] * 9, every_s=1.0)
+    said = serve(engine, decoding, arriving, seconds=5.0, finish=False)
+    slow, large = said["lanes"]
+    assert [engine.begun[f"1.{at}"] for at in range(4)] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=STEP_S + 1e-6)
+    assert (large["done"], large["itl_ms"]["samples"]) == (4, 0)
+    assert slow["itl_ms"]["p50"] == pytest.approx(100.0) and slow["itl_ms"]["p99"] == pytest.approx(200.0)
+    assert slow["done"] == 0 and slow["answers"] == {} and sorted(engine.aborted) == ["0.0", "0.1"]
+
+
+def test_with_nothing_under_way_the_next_is_waited_for(engine: Engine) -> None:
+    said = serve(engine, Lane([[1], [1]], [1, 1], every_s=1.0), seconds=5.0)
+    assert said["lanes"][0]["done"] == 2 and said["seconds"] == pytest.approx(2.2, abs=0.01)
+
+
+def test_failed_requests_are_counted(engine: Engine) -> None:
+    [lane] = serve(engine, Lane([[13], [14]], [2, 2], at_a_time=2))["lanes"]
+    assert (lane["done"], lane["failed"]) == (2, 1)
+
+
+def test_without_samples_there_are_no_figures(engine: Engine) -> None:
+    [lane] = serve(engine, Lane([], [], at_a_time=2))["lanes"]
+    assert lane["ttft_ms"] == lane["itl_ms"] == {"samples": 0, "mean": None, "p50": None, "p99": None}

@@ -1,0 +1,227 @@
+"""The benchmark under load asks engines for what it says, and makes of it what it should. vLLM is a stub here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.bench import vllm_load, vllm_session
+from kvkeep.bench.vllm_load import Bench, Plan, Station
+from kvkeep.bench.vllm_run import EngineProcess
+from kvkeep.bench.vllm_session import Choice
+from kvkeep.bench.vllm_setup import Connector, ServedModel
+from kvkeep.bench.vllm_traffic import SIZES, Traffic
+from kvkeep.errors import KVKeepError, SettingsError
+
+MODEL = ServedModel("nowhere", "a stub", "cpu", vocab_size=1000, kv_token_bytes=1024)
+DECODE = ("decode_loads", "decode_stores")
+EVERY = {"connector", "scenario", "requests", "failed", "seconds", "ttft_mean_ms", "ttft_p99_ms", "cached_share"}
+EVERY |= {"same_answers"}
+LOAD = EVERY | {"prompt_tokens", "output_tokens", "output_tokens_per_s", "total_tokens_per_s"}
+ITL = EVERY | {"samples", "itl_p50_ms", "itl_p99_ms"}
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    names = {"vllm"}
+    monkeypatch.setattr(vllm_session, "installed", names.__contains__)
+    return names
+
+
+@pytest.fixture
+def behaviour() -> dict[str, str]:
+    """What goes wrong with the engine of a connector."""
+    return {}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Engines with their arguments."""
+    all_made: list[tuple[str, dict[str, Any]]] = []
+    start = EngineProcess.__enter__
+
+    def enter(self: EngineProcess) -> EngineProcess:
+        all_made.append((self.name, self._arguments))
+        return start(self)
+
+    monkeypatch.setattr(EngineProcess, "__enter__", enter)
+    return all_made
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: set[str], behaviour: dict[str, str]) -> Run:
+    """`vllm_load.run` with stubs for vLLM, the model and the connectors' servers."""
+    shutil.copy(Path(__file__).with_name("vllm_stub.py"), tmp_path / "vllm.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    @contextmanager
+    def connector(name: str, pool_bytes: int, block_tokens: int) -> Iterator[Connector]:
+        if behaviour.get(name) == "no server":
+            raise KVKeepError("its server does not listen")
+        wrong = {"behaviour": behaviour[name]} if name in behaviour else {}
+        yield Connector({"external": name != "none"} | wrong)
+
+    monkeypatch.setattr(vllm_load, "connector", connector)
+    monkeypatch.setattr(vllm_load, "own_model", lambda folder, device: MODEL)
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], every_s=0.2))
+    return vllm_load.run
+
+
+# -- options
+
+
+def plan(device: str = "cpu", connectors: str = "auto", scenarios: str = "mixed,fresh,decode") -> Plan:
+    return Plan.make(device, connectors, scenarios, 1, 1)
+
+
+def test_on_a_cpu_all_engines_live_together(installed: set[str]) -> None:
+    none, under_load = Station("none", ("mixed", "fresh", *DECODE)), Station("kvkeep", ("mixed", "fresh"))
+    assert plan().groups == [[none, under_load, Station("kvkeep", DECODE, prefix_cache=False)]]
+
+
+def test_on_a_gpu_peers_decode_only_if_named(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_session, "find_device", lambda device: "cuda")
+    stations = [[(each.connector, each.decodes) for each in group] for group in plan().groups]
+    assert stations == [[("none", False)], [("kvkeep", False)], [("kvkeep", True)], [("native", False)]]
+    named = plan(connectors="native", scenarios="decode").groups
+    assert named == [[Station("none", DECODE)], [Station("native", DECODE, prefix_cache=False)]]
+
+
+@pytest.mark.parametrize("scenarios", ["", "mixed,load", "decode_loads"])
+def test_a_wrong_scenario_is_named(installed: set[str], scenarios: str) -> None:
+    with pytest.raises(SettingsError, match=r'--scenarios ".*": expected some of mixed, fresh, decode'):
+        plan(scenarios=scenarios)
+
+
+# -- the run
+
+
+def test_all_is_measured_with_as_few_engines_as_possible(run: Run, made: list[tuple[str, dict[str, Any]]]) -> None:
+    result = run(device="cpu", seconds=1)
+    assert (result["device"], result["model"], result["vllm"]) == ("cpu", "a stub", "0.0.stub")
+    rows = {(row["connector"], row["scenario"]): row for row in result["rows"]}
+    names, scenarios = ("none", "kvkeep"), ("mixed", "fresh", *DECODE)
+    assert [*rows] == [(name, scenario) for scenario in scenarios for name in names]
+    for (_, scenario), row in rows.items():
+        assert set(row) == (ITL if scenario in DECODE else LOAD) and row["failed"] == 0
+        assert row["ttft_p99_ms"] >= row["ttft_mean_ms"] > 0 and row["requests"] > 0
+        assert row["same_answers"] == 1.0 or scenario in DECODE
+    for scenario in ("mixed", "fresh"):
+        same = ("requests", "prompt_tokens", "output_tokens")
+        assert len({tuple(rows[name, scenario][key] for key in same) for name in names}) == 1, "the same work"
+    assert rows["none", "fresh"]["cached_share"] is None and rows["none", "decode_loads"]["samples"] > 10
+    assert [(each["connector"], each["scenario"]) for each in result["ratios"]] == [("kvkeep", s) for s in scenarios]
+    assert set(result["ratios"][0]) == {"connector", "scenario", "output_ratio", "total_ratio", "ttft_mean_ratio"}
+    assert set(result["ratios"][2]) == {"connector", "scenario", "itl_p50_ratio", "itl_p99_ratio", "ttft_mean_ratio"}
+    assert [(name, each["enable_prefix_caching"]) for name, each in made] == [
+        ("none", True),
+        ("kvkeep", True),
+        ("kvkeep", False),
+    ]
+    assert {each["num_gpu_blocks_override"] for _, each in made} == {result["engine_blocks"]} == {96}
+    assert vllm_load.table(result).count("target ") == 4
+
+
+def test_parts_can_be_run_alone_and_repeated(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(device="cpu", seconds=1, scenarios="fresh", repeats=2)
+    assert [(row["connector"], row["scenario"]) for row in result["rows"]] == [("none", "fresh"), ("kvkeep", "fresh")]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fresh, ")]
+    assert [line.split(": ")[:2] for line in said] == [
+        ["fresh, 1 of 2", "none"],
+        ["fresh, 1 of 2", "kvkeep"],
+        ["fresh, 2 of 2", "kvkeep"],
+        ["fresh, 2 of 2", "none"],
+    ]
+
+
+def test_prefixes_are_stored_first_and_then_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    load, drop = EngineProcess.load, EngineProcess.drop_local_cache
+    monkeypatch.setattr(
+        EngineProcess,
+        "load",
+        lambda self, lanes, *rest, **more: (calls.append("load"), load(self, lanes, *rest, **more))[1],
+    )
+    monkeypatch.setattr(EngineProcess, "drop_local_cache", lambda self: (calls.append("drop"), drop(self))[1])
+    run(device="cpu", seconds=1, scenarios="mixed,decode", connectors="none")
+    assert calls == ["load", "drop", "load", "load", "load", "load"], "those of decode stay where they are"
+
+
+@pytest.mark.parametrize("wrong", ["no server", "no start", "dies"])
+def test_a_peer_that_fails_is_left_out_even_if_named(
+    run: Run, installed: set[str], behaviour: dict[str, str], wrong: str
+) -> None:
+    installed.add("lmcache")
+    behaviour["lmcache"] = wrong
+    result = run(device="cpu", seconds=1, scenarios="fresh", connectors="lmcache")
+    assert [row["connector"] for row in result["rows"]] == ["none"]
+    assert result["left_out"]["lmcache"].startswith(("fresh: its server", "fresh: vLLM with connector lmcache ended"))
+
+
+def test_kvkeep_that_fails_ends_the_run(run: Run, behaviour: dict[str, str]) -> None:
+    behaviour["kvkeep"] = "dies"
+    with pytest.raises(KVKeepError, match=r"(?s)connector kvkeep ended.*a last word"):
+        run(device="cpu", seconds=1, scenarios="fresh")
+
+
+# -- what is made of it
+
+
+def load(rate: float, answers: dict[str, str], failed: int = 0) -> dict[str, Any]:
+    figures = {"output_tokens_per_s": rate, "total_tokens_per_s": 10 * rate, "ttft_mean_ms": 5.0, "ttft_p99_ms": 9.0}
+    return {"requests": 40, "failed": failed, "seconds": 1.0, "cached_share": 0.5, "answers": answers} | figures
+
+
+def decode(p99: float | None) -> dict[str, Any]:
+    figures = {"samples": 100, "itl_p50_ms": 10.0, "itl_p99_ms": p99, "ttft_mean_ms": None, "ttft_p99_ms": None}
+    return {"requests": 4, "failed": 0, "seconds": 1.0, "cached_share": None, "answers": {}} | figures
+
+
+def bench(rates: tuple[float, float], itl: tuple[float | None, float | None], repeats: int = 1) -> Bench:
+    choice = Choice("cpu", ("none", "kvkeep"), False, {"native": "needs a GPU\nand more"})
+    done = Bench(Plan(choice, ("fresh", "decode_loads"), 15, repeats), Traffic(SIZES["cpu"], MODEL), "0.0.stub")
+    for name, rate, p99 in zip(choice.connectors, rates, itl, strict=True):
+        done.said[name, "fresh"] = [load(rate, {"0": "a", "1": "b"})]
+        done.said[name, "decode_loads"] = [decode(p99)]
+    return done
+
+
+def test_the_table_says_all_and_whether_targets_are_met() -> None:
+    shown = vllm_load.table(bench((100.0, 98.0), (20.0, 22.0)).result())
+    assert "left out: native: needs a GPU" in shown and "and more" not in shown
+    lines = [line.split() for line in shown.splitlines() if line.startswith("   kvkeep")]
+    assert lines == [
+        ["kvkeep", "fresh", "40", "98.00", "0.98", "980.00", "5.00", "9.00", "0.50", "0", "1.00"],
+        ["kvkeep", "decode_loads", "4", "100", "10.00", "1.00", "22.00", "1.10", "-", "0", "0.00"],
+    ]
+    assert shown.count("target met") == 2 and "MISSED" not in shown
+    assert vllm_load.table(bench((100.0, 97.9), (20.0, 22.1)).result()).count("target MISSED") == 2
+
+
+def test_what_was_not_seen_is_no_target_met() -> None:
+    result = bench((100.0, 98.0), (20.0, None)).result()
+    assert result["ratios"][1]["itl_p99_ratio"] is None and "target MISSED: decode_loads" in vllm_load.table(result)
+
+
+def test_ratios_and_rows_are_medians_and_failures_add_up() -> None:
+    done = bench((100.0, 98.0), (20.0, 22.0), repeats=3)
+    done.said["none", "fresh"] = [load(rate, {"0": "a", "1": "b"}) for rate in (100.0, 200.0, 400.0)]
+    done.said["kvkeep", "fresh"] = [load(rate, {"0": "a", "1": "c"}, failed=1) for rate in (110.0, 204.0, 400.0)]
+    result = done.result()
+    assert len(result["rows"]) == 2, "what was not repeated as often is left out"
+    assert result["rows"][1]["output_tokens_per_s"] == 204.0 and result["rows"][1]["failed"] == 3
+    assert result["rows"][1]["same_answers"] == 0.5 and result["ratios"][0]["output_ratio"] == 1.02
+
+
+def test_a_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_load, "gpu_name", lambda: "Some GPU")
+    done = bench((100.0, 98.0), (20.0, 22.0))
+    done.plan = replace(done.plan, choice=replace(done.plan.choice, device="cuda"))
+    assert done.result()["gpu"] == "Some GPU"

@@ -1,0 +1,82 @@
+"""What can be measured is found out before anything starts, and said in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvkeep.bench import vllm_session
+from kvkeep.bench.vllm_session import Choice, cell, draw, median, median_ratio, verdict
+from kvkeep.errors import SettingsError
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of packages that there are."""
+    names = {"vllm"}
+    monkeypatch.setattr(vllm_session, "installed", names.__contains__)
+    return names
+
+
+def test_what_can_be_had_is_chosen(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"lmcache": "not installed", "native": "needs a GPU"}
+    assert Choice.make("cpu", "auto") == Choice("cpu", ("none", "kvkeep"), False, missing)
+    installed.add("lmcache")
+    monkeypatch.setattr(vllm_session, "find_device", lambda device: "cuda")
+    assert Choice.make("auto", "auto") == Choice("cuda", vllm_session.CONNECTORS, False, {})
+
+
+def test_all_are_compared_with_none(installed: set[str]) -> None:
+    assert Choice.make("cpu", "kvkeep") == Choice("cpu", ("none", "kvkeep"), True, {})
+
+
+@pytest.mark.parametrize(
+    ("device", "connectors", "said"),
+    [
+        ("tpu", "auto", '--device "tpu": expected auto, cpu or cuda'),
+        ("cpu", "kvkeep,redis", '--connectors "redis": expected some of none, kvkeep'),
+        ("cpu", "", '--connectors "": expected some of'),
+        ("cpu", "native", "connector native cannot be measured here: needs a GPU"),
+        ("cpu", "lmcache", "connector lmcache cannot be measured here: not installed"),
+    ],
+)
+def test_a_wrong_option_is_named(installed: set[str], device: str, connectors: str, said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Choice.make(device, connectors)
+    assert said in caught.value.message
+
+
+def test_a_gpu_that_is_not_there_is_missed(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Choice.make("auto", "auto").device == "cpu"
+    with pytest.raises(SettingsError, match="torch finds no GPU"):
+        Choice.make("cuda", "auto")
+
+
+def test_without_vllm_there_is_a_hint(installed: set[str]) -> None:
+    installed.clear()
+    with pytest.raises(SettingsError, match="vLLM is not installed") as caught:
+        Choice.make("cpu", "auto")
+    assert caught.value.hint.startswith("pip install kvkeep beside vLLM")
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_folder").mkdir()
+    (tmp_path / "some_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    there = {name: vllm_session.installed(name) for name in ("some_folder", "some_package", "nothing_at_all")}
+    assert there == {"some_folder": False, "some_package": True, "nothing_at_all": False}
+
+
+def test_numbers_are_drawn_in_columns() -> None:
+    assert draw([["a", "bc"], ["def", "g"]]) == ["  a  bc", "def   g"]
+    assert [cell(value) for value in (None, 1234, 1234.567)] == ["-", "1,234", "1,234.57"]
+    assert (verdict(True, "so"), verdict(False, "so")) == ("target met: so", "target MISSED: so")
+
+
+def test_ratios_are_medians_of_the_repeats() -> None:
+    assert median([], 2) is None and median([3.0, 1.0, 2.004], 2) == 2.0
+    assert median_ratio([110.0, 204.0, 400.0], [100.0, 200.0, 400.0]) == 1.02

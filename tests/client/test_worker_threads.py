@@ -1,0 +1,571 @@
+"""A worker's threads: loads beside stores, in order with the engine, and none left when it is closed."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.client import worker as module
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.sources import Piece
+from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
+
+BLOCKS, NBYTES = 400, 640
+LONG_MS = 120_000  # longer than any test: what waits for a paused server waits until it goes on
+_models = itertools.count()
+
+
+def eventually(happens: Callable[[], bool]) -> bool:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if happens():
+            return True
+        time.sleep(0.001)
+    return False
+
+
+class Engine:
+    """A worker with its memory, and what a scheduler would do for it."""
+
+    def __init__(self, server: ServerProcess, **options: Any) -> None:
+        self.memory = np.random.default_rng(7).integers(0, 128, (BLOCKS, NBYTES), dtype=np.uint8)
+        self.before = self.memory.copy()
+        self.name = f"wt{next(_models)}"  # a model that no other test uses
+        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, layout="l")
+        options = {"ping_interval_ms": LONG_MS, "store_deadline_ms": LONG_MS, "lookup_deadline_ms": LONG_MS} | options
+        self.worker = WorkerAdapter(
+            BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)
+        )
+        self.worker.register_pieces([Piece(BlockRuns.of([self.memory]))])
+        self.connection = self.worker.connection
+        assert eventually(lambda: self.connection.up), self.connection.refusal
+
+    @property
+    def transfer(self) -> Any:
+        return self.worker._transfer
+
+    def keys(self, count: int, name: str = "") -> bytes:
+        """Keys here are no hashes, so the model must be in them."""
+        return b"".join(f"{self.name}{name}.{at}".encode().ljust(16, b".") for at in range(count))
+
+    def store(self, job: Any, ids: list[int], name: str = "") -> None:
+        self.worker.store(job, StoreRequest("default", b"", self.keys(len(ids), name), np.array(ids)))
+
+    def looked_up(self, ids: list[int], name: str = "") -> LoadRequest:
+        assert self.connection.layout is not None
+        keys = self.keys(len(ids), name)
+        call = self.connection.call(m.Lookup("default", self.connection.layout.layout, keys), LONG_MS)
+        found = self.connection.wait(call)
+        assert isinstance(found, m.Found), call.failure
+        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
+        return LoadRequest("default", keys, 0, np.array(ids), call.epoch, slots, checksums)
+
+    def finished(self, count: int = 1) -> Finished:
+        """What ends next, so many jobs together."""
+        seen = Finished()
+
+        def enough() -> bool:
+            new = self.worker.poll()
+            assert not set(new.stored) & set(seen.stored) and not set(new.loaded) & set(seen.loaded), "told once"
+            seen.stored.update(new.stored)
+            seen.incomplete.extend(new.incomplete)
+            seen.loaded.extend(new.loaded)
+            seen.failed.update(new.failed)
+            seen.withdrawn += new.withdrawn
+            return len(seen.stored) + len(seen.loaded) >= count
+
+        assert eventually(enough)
+        return seen
+
+    def has(self, into: list[int], source: list[int]) -> bool:
+        return bool((self.memory[into] == self.before[source]).all())
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(server: ServerProcess) -> Iterator[Start]:
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        made.append(Engine(server, **options))
+        return made[-1]
+
+    yield make
+    server.send(signal.SIGCONT)
+    for each in made:
+        each.worker.close()
+
+
+def wrong(request: LoadRequest) -> LoadRequest:
+    """The same with a checksum that no block has."""
+    return LoadRequest(**(vars(request) | {"checksums": request.checksums ^ np.uint64(1)}))
+
+
+class Gate:
+    """Something that lasts until it is opened, and tells when somebody has come to it."""
+
+    def __init__(self) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self._open.wait(30)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def gated(*arguments: Any, **options: Any) -> Any:
+            self.pass_through()
+            return function(*arguments, **options)
+
+        return gated
+
+
+# -- loads beside stores
+
+
+def test_a_load_ends_while_a_store_waits_for_a_paused_server(start: Start, server: ServerProcess) -> None:
+    engine = start()
+    engine.store("s", [0, 1, 2])
+    engine.finished()
+    request = engine.looked_up([10, 11, 12])
+    waits = threading.Event()
+    wait = engine.connection.wait
+    engine.connection.wait = lambda call: (waits.set(), wait(call))[1]  # type: ignore[method-assign]
+    server.send(signal.SIGSTOP)
+    engine.store("stuck", [3, 4], "b")
+    assert waits.wait(30), "the store's thread is inside"
+    for job in range(20):
+        engine.worker.load(job, request)
+        assert engine.finished() == Finished(loaded=[job])
+    assert engine.has([10, 11, 12], [0, 1, 2])
+    engine.worker.load("bad", wrong(request))
+    assert engine.finished() == Finished(loaded=["bad"], failed={"bad": [10, 11, 12]}), "reported, not waited for"
+    server.send(signal.SIGCONT)
+    assert engine.finished() == Finished(stored={"stuck": 2})
+
+
+def test_a_load_ends_while_a_store_waits_with_the_connection_in_its_hands(start: Start, server: ServerProcess) -> None:
+    """One wait for a reply lasts until the load is over, with the connection's lock held."""
+    engine = start()
+    engine.store("s", [0, 1, 2])
+    engine.finished()
+    request = engine.looked_up([10, 11, 12])
+    gate, transport = Gate(), engine.connection._transport
+    transport.wait = gate.before(transport.wait)  # type: ignore[method-assign]
+    server.send(signal.SIGSTOP)
+    engine.store("stuck", [3, 4], "b")
+    assert gate.reached.wait(30)
+    engine.worker.load("l", request)
+    assert engine.finished() == Finished(loaded=["l"])
+    assert engine.has([10, 11, 12], [0, 1, 2])
+    gate.open()
+    server.send(signal.SIGCONT)
+    assert engine.finished() == Finished(stored={"stuck": 2})
+
+
+def test_a_store_ends_while_a_load_is_copied(start: Start) -> None:
+    engine = start()
+    engine.store("s", [0, 1])
+    engine.finished()
+    gate, request = Gate(), engine.looked_up([10, 11])
+    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    engine.worker.load("l", request)
+    assert gate.reached.wait(30)
+    engine.store("beside", [2, 3], "b")
+    assert engine.finished() == Finished(stored={"beside": 2})
+    gate.open()
+    assert engine.finished() == Finished(loaded=["l"])
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared_memory", "network"])
+def test_loads_and_stores_at_the_same_time_do_not_mix(start: Start, shared_memory: bool) -> None:
+    engine = start(shared_memory=shared_memory)
+    engine.store("s", [*range(10)])
+    engine.finished()
+    for turn in range(30):
+        into = [100 + turn, 200 + turn]
+        engine.worker.load(f"l{turn}", engine.looked_up([*into, *range(300, 308)]))
+        engine.store(f"s{turn}", [turn, turn + 1], f"/{turn}")
+    seen = engine.finished(60)
+    assert seen.failed == {} and seen.incomplete == [] and set(seen.stored.values()) == {2}
+    assert engine.has([*range(100, 130)], [0] * 30) and engine.has([*range(200, 230)], [1] * 30)
+    for turn in range(30):
+        engine.worker.load("check", engine.looked_up([50, 51], f"/{turn}"))
+        assert engine.finished().failed == {} and engine.has([50, 51], [turn, turn + 1])
+
+
+def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_with_its_own_result(
+    start: Start,
+) -> None:
+    engine, gate = start(), Gate()
+    engine.store("known", [50], "/1")
+    engine.finished()
+    copier, begun = engine.transfer.copier, []
+    prepare = engine.connection.call
+    reading = copier.reading
+
+    def note(message: Any, *arguments: Any) -> Any:
+        if isinstance(message, m.PrepareStore):
+            begun.append(message.keys)
+        return prepare(message, *arguments)
+
+    def read_first(*arguments: Any, **options: Any) -> Any:
+        gate.pass_through()
+        return reading(*arguments, **options)
+
+    engine.connection.call, copier.reading = note, read_first  # type: ignore[method-assign]
+    engine.store(0, [0, 1], "/0")
+    engine.store(1, [50, 2, 3], "/1")
+    engine.store(2, [4, BLOCKS], "/2")
+    engine.store(3, [5], "/3")
+    assert gate.reached.wait(30)
+    assert begun in ([engine.keys(2, "/0")], [engine.keys(2, "/0"), engine.keys(3, "/1")])
+    gate.open()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.log, "exception", lambda *_: None)
+        seen = engine.finished(4)
+    assert (seen.stored, seen.incomplete) == ({0: 2, 1: 2, 2: 0, 3: 1}, [2])
+    assert len(begun) == 4 and not engine.worker._sources
+    engine.worker.load("l", engine.looked_up([10, 11, 12], "/1"))
+    assert engine.finished().failed == {} and engine.has([10, 11, 12], [50, 2, 3])
+
+
+# -- many loads
+
+
+@pytest.mark.parametrize("together", [1, 5 * NBYTES, 64 << 20])
+def test_many_small_loads_come_back_each_with_its_own_result(
+    start: Start, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(module, "_BYTES_TOGETHER", together)
+    engine, count = start(), 60
+    sizes = [1 + job % 3 for job in range(count)]
+    begins = [50 + sum(sizes[:job]) for job in range(count)]
+    for job, size in enumerate(sizes):
+        engine.store(job, [*range(job, job + size)], f"/{job}")
+    engine.finished(count)
+    places = [[*range(begin, begin + size)] for begin, size in zip(begins, sizes, strict=True)]
+    requests = [engine.looked_up(ids, f"/{job}") for job, ids in enumerate(places)]
+    gate, batches = Gate(), []
+    loading = engine.transfer.loading
+
+    def load_and_note(given: Any, marks: Any) -> Any:
+        batches.append([request.blocks * NBYTES for request in given])
+        gate.pass_through()
+        return loading(given, marks)
+
+    engine.transfer.loading = load_and_note
+    for job, request in enumerate(requests):
+        engine.worker.load(job, wrong(request) if job % 7 == 3 else request)
+    assert gate.reached.wait(30)
+    gate.open()
+    seen = engine.finished(count)
+    assert seen == Finished(loaded=[*range(count)], failed={job: places[job] for job in range(3, count, 7)})
+    for job in range(count):
+        if job not in seen.failed:
+            assert engine.has(places[job], [*range(job, job + sizes[job])])
+    assert sum(map(len, batches)) == count
+    assert all(len(batch) == 1 or sum(batch) <= together for batch in batches)
+    assert len(batches) == count if together == 1 else len(batches) < count
+
+
+def test_a_load_that_is_wrong_in_itself_costs_the_others_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.log, "exception", lambda *_: None)
+    engine = start()
+    engine.store("s", [0, 1])
+    engine.finished()
+    requests = {"a": engine.looked_up([10, 11]), "b": engine.looked_up([12, BLOCKS]), "c": engine.looked_up([13, 14])}
+    requests["d"] = LoadRequest(**(vars(requests["a"]) | {"block_ids": np.array([[15, 16], [17, 18]])}))
+    gate = Gate()
+    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    engine.worker.load("first", engine.looked_up([20, 21]))
+    assert gate.reached.wait(30)
+    for job, request in requests.items():
+        engine.worker.load(job, request)
+    gate.open()
+    seen = engine.finished(5)
+    assert sorted(seen.loaded) == ["a", "b", "c", "d", "first"]
+    assert seen.failed == {"b": [12, BLOCKS], "d": [15, 16, 17, 18]}
+    assert engine.has([10, 11, 13, 14, 20, 21], [0, 1] * 3)
+    assert engine.connection.counters.failures["internal_error"] == 2
+
+
+def test_loads_begin_while_others_arrive_and_not_too_many(device: Callable[..., Device]) -> None:
+    world = device()
+    engine, gate = world.engine, Gate()
+    engine.store("s", [0, 1])
+    engine.finished()
+    request, scattering = engine.looked_up([10, 11]), world.copier.scattering
+
+    def arrive_late(*arguments: Any) -> Any:
+        made = scattering(*arguments)
+        made.good = gate.before(made.good)
+        return made
+
+    world.copier.scattering = arrive_late
+    for job in range(10):
+        engine.worker.load(job, request)
+        assert eventually(lambda job=job: not engine.worker._loads or job >= module._LOADS_UNDER_WAY)  # type: ignore[misc]
+    assert gate.reached.wait(30)
+    assert eventually(lambda: len(engine.worker._arriving) == module._LOADS_UNDER_WAY)
+    assert len(world.copier.scatterings) == module._LOADS_UNDER_WAY
+    assert engine.worker.poll() == Finished()
+    gate.open()
+    assert engine.finished(10) == Finished(loaded=[*range(10)])
+    assert engine.has([10, 11], [0, 1])
+
+
+def test_a_device_that_fails_costs_the_loads_that_were_under_way_and_no_others(
+    device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.log, "exception", lambda *_: None)
+    world = device(breaks="good 0")
+    world.engine.store("s", [0, 1])
+    world.engine.finished()
+    request = world.engine.looked_up([10, 11])
+    for job, failed in (("first", {"first": [10, 11]}), ("second", {})):
+        world.engine.worker.load(job, request)
+        assert world.engine.finished() == Finished(loaded=[job], failed=failed)
+    assert world.engine.connection.counters.failures["internal_error"] == 1
+    fence: Any = world.engine.connection._fence
+    assert eventually(lambda: fence._holders == 1), "the pool is held by nobody who copies"
+
+
+# -- withdrawn while loads run
+
+
+def test_withdraw_waits_for_no_load(start: Start, server: ServerProcess) -> None:
+    engine = start()
+    engine.store("s", [0, 1])
+    engine.finished()
+    gate, request = Gate(), engine.looked_up([10, 11])
+    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    engine.worker.load("l", request)
+    assert gate.reached.wait(30)
+    server.send(signal.SIGSTOP)
+    engine.store("stuck", [2, 3], "b")
+    engine.worker.withdraw([2, 5])
+    engine.memory[[2, 5]] = 255
+    assert engine.worker.poll() == Finished(withdrawn=1), "neither the load nor the store is over"
+    server.send(signal.SIGCONT)
+    assert engine.finished() == Finished(stored={"stuck": 2})
+    gate.open()
+    assert engine.finished() == Finished(loaded=["l"])
+    engine.worker.load("b", engine.looked_up([20, 21], "b"))
+    assert engine.finished().failed == {} and engine.has([20, 21], [2, 3])
+
+
+# -- the end
+
+
+def test_close_ends_what_is_queued_at_once_and_waits_for_what_both_threads_do(
+    start: Start, server: ServerProcess
+) -> None:
+    engine = start()
+    engine.store("s", [0, 1])
+    engine.finished()
+    request, gate = engine.looked_up([10, 11]), Gate()
+    copying, waits, wait = threading.Event(), threading.Event(), engine.connection.wait
+    engine.connection.wait = lambda call: (waits.set(), wait(call))[1]  # type: ignore[method-assign]
+    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    server.send(signal.SIGSTOP)
+    engine.store("in hand", [2, 3], "b")
+    engine.worker.load("in hand", request)
+    assert waits.wait(30) and gate.reached.wait(30)
+    for job in range(3):
+        engine.store(job, [4], f"/{job}")
+        engine.worker.load(job, request)
+    closing = threading.Thread(target=engine.worker.close)
+    closing.start()
+    queued = engine.finished(6)
+    assert queued == Finished(
+        stored=dict.fromkeys(range(3), 0),
+        incomplete=[0, 1, 2],
+        loaded=[0, 1, 2],
+        failed={j: [10, 11] for j in range(3)},
+    )
+    assert closing.is_alive() and not copying.is_set()
+    gate.open()
+    server.send(signal.SIGCONT)
+    closing.join(30)
+    assert not closing.is_alive() and not any(thread.is_alive() for thread in engine.worker._threads)
+    assert engine.finished(2) == Finished(stored={"in hand": 2}, loaded=["in hand"])
+    assert engine.has([10, 11], [0, 1])
+    assert engine.connection.state == "down" and engine.connection._fence is None
+
+
+def test_close_in_the_middle_of_much_work_tells_of_every_job_once(start: Start) -> None:
+    engine = start()
+    engine.store("s", [0, 1])
+    engine.finished()
+    request = engine.looked_up([10, 11])
+    for job in range(100):
+        engine.store(job, [job], f"/{job}")
+        engine.worker.load(job, request)
+    engine.worker.close()
+    seen = engine.finished(200)
+    assert sorted(seen.loaded) == sorted(seen.stored) == [*range(100)]
+    assert engine.worker.poll() == Finished()
+    assert not engine.worker._sources
+    assert "internal_error" not in engine.connection.counters.failures
+
+
+# -- a copier like a GPU's
+
+
+class Device:
+    """Engines whose copier keeps a record, and has the pool registered with a driver."""
+
+    def __init__(self, start: Start, late_copier: Any, monkeypatch: pytest.MonkeyPatch, breaks: str = "") -> None:
+        self.pinned: dict[int, int] = {}
+        self.unpinned: list[int] = []
+
+        def copier_for(pieces: Any, staging_bytes: int) -> Any:
+            self.staging_bytes = staging_bytes
+            self.copier = late_copier(pieces, breaks)
+            self.copier.pin, self.copier.unpin = self._pin, self._unpin
+            return self.copier
+
+        monkeypatch.setattr(module, "copier_for", copier_for)
+        self.engine = start(gpu_staging_bytes=77)
+        assert eventually(lambda: self.copier.names.count("enter") == 4)
+
+    def _pin(self, address: int, nbytes: int) -> bool:
+        self.pinned[address] = nbytes
+        return True
+
+    def _unpin(self, address: int) -> None:
+        assert mapped_at(address), "it is still there"
+        self.unpinned.append(address)
+
+    def since(self, count: int) -> list[tuple[str, str]]:
+        """What the copier was asked for after its first calls, by which thread; the threads' own steps left out."""
+        return [call for call in self.copier.calls[count:] if not call[1].startswith("kvkeep")]
+
+
+def mapped_at(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split(maxsplit=1)[0].split("-"))
+        if first <= address < last:
+            return True
+    return False
+
+
+@pytest.fixture
+def device(start: Start, late_copier: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
+    return lambda breaks="": Device(start, late_copier, monkeypatch, breaks)
+
+
+def test_every_thread_enters_and_the_engines_own_does_not(device: Callable[..., Device]) -> None:
+    world = device()
+    assert sorted(thread for name, thread in world.copier.calls if name == "enter") == [
+        "kvkeep-arrivals",
+        "kvkeep-loads",
+        "kvkeep-pins",
+        "kvkeep-stores",
+    ]
+    assert world.staging_bytes == 77
+
+
+def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(device: Callable[..., Device]) -> None:
+    world = device()
+    engine, here = world.engine, threading.current_thread().name
+    before = len(world.copier.calls)
+    engine.store("s", [0, 1])
+    assert world.since(before) == [("mark", here)]
+    engine.finished()
+    requests = [engine.looked_up([10, 11]), engine.looked_up([12, 13])]
+    gate = Gate()
+    engine.transfer.loading = gate.before(engine.transfer.loading)
+    for job, request in enumerate(requests):
+        engine.worker.load(job, request)
+    assert world.since(before) == [("mark", here)] * 3
+    gate.open()
+    assert engine.finished(2) == Finished(loaded=[0, 1])
+    assert [mark for marks in world.copier.waited_for for mark in marks] == world.copier.marks
+    assert engine.has([10, 11, 12, 13], [0, 1, 0, 1])
+
+
+def test_withdraw_shields_after_all_stores_have_been_seen_to(
+    device: Callable[..., Device], server: ServerProcess
+) -> None:
+    world = device()
+    engine, here = world.engine, threading.current_thread().name
+    server.send(signal.SIGSTOP)
+    engine.store("first", [0, 1], "a")
+    engine.store("second", [1, 2], "b")
+    before = len(world.copier.calls)
+    engine.worker.withdraw([1])
+    assert world.since(before) == [("set aside [1]", here), ("set aside [1]", here), ("shield", here)]
+    before = len(world.copier.calls)
+    engine.worker.withdraw([5])
+    assert world.since(before)[-1] == ("shield", here)
+    engine.memory[1] = 255
+    server.send(signal.SIGCONT)
+    assert engine.finished(2) == Finished(stored={"first": 2, "second": 2}, withdrawn=2)
+    for name in ("a", "b"):
+        engine.worker.load(name, engine.looked_up([10, 11], name))
+        assert engine.finished().failed == {}
+        assert engine.has([10, 11], [0, 1] if name == "a" else [1, 2])
+
+
+def test_withdraw_of_nobody_knows_what_gives_all_up_and_shields(
+    device: Callable[..., Device], server: ServerProcess
+) -> None:
+    world = device()
+    engine, here = world.engine, threading.current_thread().name
+    server.send(signal.SIGSTOP)
+    engine.store("first", [0, 1], "a")
+    engine.store("second", [1, 2], "b")
+    stops: list[list[int]] = []
+    shield = world.copier.shield
+    world.copier.shield = lambda: (stops.append([each.stop for each in engine.worker._sources.values()]), shield())
+    before = len(world.copier.calls)
+    engine.worker.withdraw(None)
+    assert world.since(before) == [("shield", here)]
+    assert stops == [[0, 0]], "nothing more is read by then"
+    server.send(signal.SIGCONT)
+    assert sorted(engine.finished(2).incomplete) == ["first", "second"]
+
+
+def test_the_pool_is_registered_and_let_go_of_before_it_is_unmapped(device: Callable[..., Device]) -> None:
+    world = device()
+    assert eventually(lambda: sum(world.pinned.values()) == 16 << 20)
+    world.engine.worker.close()
+    assert sorted(world.unpinned) == sorted(world.pinned)
+    assert not any(mapped_at(address) for address in world.pinned)
+
+
+def test_a_thread_that_cannot_enter_costs_no_more_than_what_it_copies(
+    device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.log, "exception", lambda *_: None)
+    world = device(breaks="enter")
+    engine = world.engine
+    assert eventually(lambda: engine.connection.counters.failures.get("internal_error", 0) == 4)
+    world.copier.breaks = "gather 0"
+    engine.store("s", [0, 1])
+    assert engine.finished() == Finished(stored={"s": 0}, incomplete=["s"])
+    engine.store("again", [0, 1])
+    assert engine.finished() == Finished(stored={"again": 2})
+    assert all(thread.is_alive() for thread in engine.worker._threads)

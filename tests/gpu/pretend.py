@@ -1,0 +1,88 @@
+"""A device for machines without a GPU: kernels run in Triton's interpreter, copies are made at once, and what must not
+happen on a real one is an error here: a copy to host memory that was never registered, or to memory of nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import Any
+
+import torch
+
+from kvkeep.gpu.device import DeviceError
+
+
+class Stream:
+    """Work given to it is done at once, so all that is left to check is that it was ordered by somebody."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Pretend:
+    def __init__(self, registrable: bool = True) -> None:
+        self.torch_device = torch.device("cpu")
+        self.registrable = registrable
+        self.registered: dict[int, int] = {}
+        self.own: list[torch.Tensor] = []
+        self.copies: list[tuple[str, int, int]] = []  # direction, bytes, count
+        self.waits: list[tuple[Any, Any]] = []  # stream, mark
+        self.marks: list[Any] = []
+        self.threads = 0
+
+    def enter(self) -> None:
+        self.threads += 1
+
+    def memory(self, words: int) -> torch.Tensor:
+        return torch.full((words,), -1, dtype=torch.int64)
+
+    def host_memory(self, words: int) -> torch.Tensor:
+        self.own.append(torch.full((words,), -1, dtype=torch.int64))
+        return self.own[-1]
+
+    def register(self, address: int, nbytes: int) -> None:
+        if not self.registrable:
+            raise DeviceError("cuMemHostRegister failed: CUDA_ERROR_NOT_PERMITTED")
+        self.registered[address] = address + nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def stream(self) -> Stream:
+        return Stream("ours")
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def mark(self, stream: Any = None, *, urgent: bool = False) -> Any:
+        self.marks.append((stream, object()))
+        return self.marks[-1]
+
+    def after(self, stream: Any, event: Any) -> None:
+        assert event in self.marks
+        self.waits.append((stream, event))
+
+    def wait(self, event: Any) -> None:
+        assert event in self.marks
+
+    def to_host(
+        self, stream: Any, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int
+    ) -> None:
+        self._copy("to host", host, host_pitch, device, pitch, nbytes, count, host_at=host)
+
+    def to_device(
+        self, stream: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, count: int
+    ) -> None:
+        self._copy("to device", device, pitch, host, host_pitch, nbytes, count, host_at=host)
+
+    def _copy(
+        self, way: str, to: int, to_pitch: int, start: int, pitch: int, nbytes: int, count: int, host_at: int
+    ) -> None:
+        host_pitch = to_pitch if way == "to host" else pitch
+        last = host_at + (count - 1) * host_pitch + nbytes
+        areas = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in self.own]
+        areas += list(self.registered.items())
+        assert any(low <= host_at and last <= high for low, high in areas), "a copy beyond what is registered"
+        for at in range(count):
+            ctypes.memmove(to + at * to_pitch, start + at * pitch, nbytes)
+        self.copies.append((way, nbytes, count))

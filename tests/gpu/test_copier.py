@@ -1,0 +1,241 @@
+"""Blocks go from a GPU into slots and back, bit for bit, whatever the pool is like; and in order with the engine."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretend import Pretend
+
+from kvkeep.errors import RequestError
+from kvkeep.gpu.copier import GpuCopier
+from kvkeep.kv.checksum import checksum
+from kvkeep.kv.runs import BlockRuns
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BLOCKS = 24
+LAYERS = 3
+LAYER_BYTES = 3 * 1024
+
+
+class Engine:
+    """Layers of random bytes, a pool of slots, and a copier between them."""
+
+    def __init__(self, staging: int = 4 << 20, *, pinned: str = "all", slot_bytes: int = 0, registrable: bool = True):
+        random = torch.Generator().manual_seed(1)
+        self.layers = [
+            torch.randint(0, 256, (BLOCKS, LAYER_BYTES), dtype=torch.uint8, generator=random).to(DEVICE)
+            for _ in range(LAYERS)
+        ]
+        self.runs = BlockRuns.of(self.layers)
+        self.device = None if CUDA else Pretend(registrable)
+        self.copier: Any = GpuCopier([self.runs], staging, self.device)  # type: ignore[arg-type]
+        self.copier.enter()
+        self.slot_bytes = slot_bytes or self.runs.nbytes
+        slots = -(-BLOCKS * self.slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.pool = np.frombuffer(mmap.mmap(-1, slots), dtype=np.uint8)
+        self.base, half = self.pool.ctypes.data, slots // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+        self.pinned = {"all": [(0, slots)], "none": [], "half": [(0, half)], "halves": [(0, half), (half, slots)]}[
+            pinned
+        ]
+        self.took = [self.copier.pin(self.base + low, high - low) for low, high in self.pinned]
+
+    def close(self) -> None:
+        for low, _ in self.pinned:
+            self.copier.unpin(self.base + low)
+
+    def bytes_of(self, block: int) -> Any:
+        return np.concatenate([layer[block].cpu().numpy() for layer in self.layers])
+
+    def addresses(self, slots: list[int]) -> Any:
+        return np.array([self.base + slot * self.slot_bytes for slot in slots], dtype=np.uint64)
+
+    def slot(self, slot: int) -> Any:
+        start = slot * self.slot_bytes
+        return self.pool[start : start + self.runs.nbytes]
+
+    def store(self, blocks: list[int], slots: list[int], *, verify: bool = True) -> Any:
+        ids, addresses = np.array(blocks), self.addresses(slots)
+        reading = self.copier.reading(0, verify=verify, ready=self.copier.mark())
+        try:
+            for start in range(0, len(ids), reading.at_a_time):
+                some = slice(start, start + reading.at_a_time)
+                reading.make_room()
+                reading.gather(ids[some], addresses[some])
+                reading.deliver()
+            reading.end()
+            return reading.sums()
+        finally:
+            reading.close()
+
+
+@pytest.fixture(params=["all", "none", "half", "halves"])
+def engine(request: pytest.FixtureRequest) -> Any:
+    made = Engine(pinned=request.param)
+    yield made
+    made.close()
+
+
+ORDERS = {
+    "in a row": list(range(12)),
+    "backwards": list(range(11, -1, -1)),
+    "here and there": [17, 3, 4, 5, 20, 0, 22, 23, 8, 10, 12, 14],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_there_and_back(engine: Engine, order: str) -> None:
+    slots, blocks = ORDERS[order], [5, 6, 7, 23, 0, 11, 2, 3, 19, 13, 9, 21]
+    expected = [engine.bytes_of(block) for block in blocks]
+    sums = engine.store(blocks, slots)
+    assert sums.tolist() == [checksum(data) for data in expected]
+    for slot, data in zip(slots, expected, strict=True):
+        assert np.array_equal(engine.slot(slot), data)
+    back = blocks[::-1]
+    good = engine.copier.scattering(0, np.array(back), engine.addresses(slots), sums, [engine.copier.mark()]).good()
+    assert good.all()
+    for block, data in zip(back, expected, strict=True):
+        assert np.array_equal(engine.bytes_of(block), data)
+
+
+def test_slots_further_apart_than_blocks() -> None:
+    """As shards of several ranks lie."""
+    engine = Engine(slot_bytes=LAYERS * LAYER_BYTES + 4096)
+    expected = engine.bytes_of(4), engine.bytes_of(9)
+    engine.pool[:] = 0xEE
+    sums = engine.store([4, 9], [2, 3])
+    assert np.array_equal(engine.slot(2), expected[0]) and np.array_equal(engine.slot(3), expected[1])
+    between = engine.pool[2 * engine.slot_bytes + engine.runs.nbytes : 3 * engine.slot_bytes]
+    assert (between == 0xEE).all(), "nothing beside a block is written"
+    assert engine.copier.scattering(0, np.array([0, 1]), engine.addresses([2, 3]), sums).good().all()
+    engine.close()
+
+
+def test_more_than_the_staging_memory_holds() -> None:
+    engine = Engine(staging=0)
+    engine.copier._out.bay_bytes = engine.copier._in.bay_bytes = 2 * engine.runs.nbytes
+    blocks, slots = list(range(23)), list(range(1, 24))
+    expected = [engine.bytes_of(block) for block in blocks]
+    sums = engine.store(blocks, slots)
+    assert sums.tolist() == [checksum(data) for data in expected]
+    back = [(block + 5) % 24 for block in blocks]
+    assert engine.copier.scattering(0, np.array(back), engine.addresses(slots), sums).good().all()
+    assert all(np.array_equal(engine.bytes_of(block), data) for block, data in zip(back, expected, strict=True))
+    engine.close()
+
+
+def test_a_damaged_slot_is_seen_and_the_others_are_good(engine: Engine) -> None:
+    sums = engine.store([1, 2, 3], [4, 5, 6])
+    engine.slot(5)[1234] ^= 1
+    good = engine.copier.scattering(0, np.array([7, 8, 9]), engine.addresses([4, 5, 6]), sums).good()
+    assert good.tolist() == [True, False, True]
+    assert np.array_equal(engine.bytes_of(9), engine.bytes_of(3))
+
+
+def test_without_verification_nothing_is_checked(engine: Engine) -> None:
+    assert engine.store([1, 2], [4, 5], verify=False).tolist() == [0, 0]
+    engine.slot(5)[0] ^= 1
+    assert engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), None).good().all()
+    assert np.array_equal(engine.bytes_of(7), engine.bytes_of(1))
+
+
+@pytest.mark.parametrize("wrong", [-1, BLOCKS])
+def test_blocks_that_do_not_exist_are_refused_before_anything_moves(engine: Engine, wrong: int) -> None:
+    before = engine.pool.copy()
+    with pytest.raises(RequestError, match="does not exist"):
+        engine.store([1, wrong], [4, 5])
+    assert np.array_equal(engine.pool, before)
+    with pytest.raises(RequestError, match="does not exist"):
+        engine.copier.scattering(0, np.array([wrong]), engine.addresses([4]), None)
+    with pytest.raises(RequestError, match="does not exist"):
+        engine.copier.set_aside(0, np.array([wrong]))
+
+
+def test_nothing_to_move(engine: Engine) -> None:
+    assert engine.store([], []).tolist() == []
+    assert engine.copier.scattering(0, np.zeros(0, dtype=np.int64), engine.addresses([]), None).good().tolist() == []
+    assert engine.copier.set_aside(0, np.zeros(0, dtype=np.int64)) == []
+
+
+def test_a_block_set_aside_is_stored_as_it_was(engine: Engine) -> None:
+    expected = engine.bytes_of(6)
+    [saved] = engine.copier.set_aside(0, np.array([6]))
+    for layer in engine.layers:
+        layer[6] = 0  # the engine has it back
+    reading = engine.copier.reading(0, verify=True, ready=engine.copier.mark())
+    reading.make_room()
+    reading.gather(np.array([2]), engine.addresses([1]))
+    reading.deliver()
+    reading.put(saved, int(engine.addresses([3])[0]))
+    reading.end()
+    sums = reading.sums()
+    assert sums.tolist() == [checksum(engine.bytes_of(2)), checksum(expected)]
+    assert np.array_equal(engine.slot(3), expected)
+
+
+def test_there_is_room_aside_again_when_all_of_it_was_stored() -> None:
+    engine, room = Engine(), 5
+    engine.copier._aside._memory = engine.copier._aside._memory[: room * engine.runs.nbytes // 8]
+    many = np.arange(room, dtype=np.int64) % BLOCKS
+    for _ in range(2):
+        saved = engine.copier.set_aside(0, many)
+        with pytest.raises(MemoryError):
+            engine.copier.set_aside(0, np.array([0, 1]))
+        for each in saved:
+            each.free()
+    engine.close()
+
+
+def test_memory_taken_back_is_reached_through_a_bounce_buffer_again() -> None:
+    engine = Engine(pinned="halves")
+    engine.copier.unpin(engine.base)
+    sums = engine.store([1, 2], [0, 23])
+    assert engine.copier.scattering(0, np.array([3, 4]), engine.addresses([0, 23]), sums).good().all()
+    assert np.array_equal(engine.slot(0), engine.bytes_of(1))
+    engine.copier.unpin(engine.base)  # once more is no error
+    engine.pinned = engine.pinned[1:]
+    engine.close()
+
+
+@pytest.mark.skipif(CUDA, reason="a pretended device")
+class TestOrder:
+    """What must wait for what, as a pretended device notes it."""
+
+    def test_kernels_of_a_store_wait_for_what_the_engine_did_before(self) -> None:
+        engine = Engine()
+        ready = engine.copier.mark()
+        engine.copier.reading(0, verify=True, ready=ready).close()
+        assert (engine.copier._out.kernels, ready) in engine.device.waits  # type: ignore[union-attr]
+
+    def test_kernels_of_a_load_wait_for_what_the_engine_did_before(self) -> None:
+        engine = Engine()
+        sums, ready = engine.store([1], [1]), [engine.copier.mark(), engine.copier.mark()]
+        engine.copier.scattering(0, np.array([2]), engine.addresses([1]), sums, ready).close()
+        for each in ready:
+            assert (engine.copier._in.kernels, each) in engine.device.waits  # type: ignore[union-attr]
+
+    def test_what_the_engine_does_after_a_shield_waits_for_the_last_read(self) -> None:
+        engine = Engine()
+        engine.copier.shield()
+        assert (None, None) not in engine.device.waits, "nothing was read yet"  # type: ignore[union-attr]
+        engine.store([1], [1])
+        last = engine.copier._last_read
+        assert last[0] is engine.copier._out.kernels
+        engine.copier.shield()
+        assert engine.device.waits[-1] == (None, last)  # type: ignore[union-attr]
+
+    def test_a_host_that_does_not_let_memory_be_registered(self) -> None:
+        engine = Engine(registrable=False)
+        assert engine.took == [False]
+        sums = engine.store([1, 2], [4, 5])
+        assert engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), sums).good().all()
+        assert np.array_equal(engine.bytes_of(8), engine.bytes_of(2))
+
+    def test_neighbouring_slots_are_one_copy(self) -> None:
+        engine = Engine()
+        engine.store([9, 1, 5, 7], [3, 4, 5, 6])
+        assert engine.device.copies == [("to host", engine.runs.nbytes, 4)]  # type: ignore[union-attr]
