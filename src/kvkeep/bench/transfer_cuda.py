@@ -8,7 +8,8 @@ stored; the other half, zeroed before, are loaded into, and then compared byte f
     floor, both         a store under new keys and a load, begun together       floor: both copies, on two streams
     latency             a load of 2,000 tokens
 
-A floor is a plain copy of the same bytes just before what is compared with it. One worker does all of it, as an engine
+What is moved belongs to several requests of 4,096 tokens, all asked for at once, as an engine has them. A floor is a
+plain copy of the same bytes just before what is compared with it. One worker does all of it, as an engine
 has one a GPU. For both directions the rate is the sum of both over the time until the later one has ended. What a GPU
 copies to must be registered with CUDA: a worker does that in the background, so rounds are not counted until two of
 them in a row take the same time.
@@ -37,6 +38,7 @@ from kvkeep.units import GIB, MIB, format_size
 
 BLOCK_TOKENS = 16
 LATENCY_TOKENS = 2000
+REQUEST_TOKENS = 4096
 
 _ITEM_BYTES = 2  # bfloat16
 _SLAB_BYTES = 64 * MIB
@@ -148,7 +150,13 @@ class Bench:
         slab = f"{_SLAB_BYTES // MIB}MiB"
         with ServerProcess("--pool-size", f"{self.pool_bytes // MIB}MiB", "--slab-size", slab) as server:
             side = EngineSide(
-                server.address, self._kv.layers, self.geometry.block_bytes, self.verify, _POLL_S, "bfloat16"
+                server.address,
+                self._kv.layers,
+                self.geometry.block_bytes,
+                self.verify,
+                _POLL_S,
+                "bfloat16",
+                REQUEST_TOKENS // BLOCK_TOKENS,
             )
             with closing(side):
                 self._warm_up(side)

@@ -7,7 +7,7 @@ poll tells so. What did not come through whole raises: a part of a transfer has 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.scheduler import Answer, SchedulerAdapter
+from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import Unavailable
 from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity
@@ -47,7 +47,8 @@ class _Ended:
 
 class EngineSide:
     """A scheduler and a worker with sessions of their own, and the KV in `layers`: block_bytes a block in all of them
-    together. An engine polls once a step; `poll_s` is how long a step takes here."""
+    together. An engine polls once a step; `poll_s` is how long a step takes here. `request_blocks` is how many blocks a
+    request has; 0: all are one request's."""
 
     def __init__(
         self,
@@ -57,12 +58,14 @@ class EngineSide:
         verify: bool,
         poll_s: float,
         dtype: str = "uint8",
+        request_blocks: int = 0,
     ) -> None:
         layout = f"bench {block_bytes}"
         identity = ModelIdentity(model="bench", revision="1", kv_dtype=dtype, block_tokens=16, layout=layout)
         shape = BlockShape(identity, (block_bytes,))
         options = ClientOptions(address=address, verify=verify, store_deadline_ms=60_000)
         self._poll_s = poll_s
+        self._request_blocks = request_blocks
         self.scheduler = SchedulerAdapter(shape, options)
         self.worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
         try:
@@ -82,35 +85,30 @@ class EngineSide:
     def store(self, keys: bytes, block_ids: BlockIds) -> float:
         """Seconds until all blocks are stored."""
         started = time.perf_counter()
-        self._begin_store(keys, block_ids)
-        ended = self._wait(_Ended(), stores=1)
+        jobs = self._begin_stores(keys, block_ids)
+        ended = self._wait(_Ended(), stores=len(jobs))
         seconds = time.perf_counter() - started
-        self._check_stored(ended, len(block_ids))
+        self._check_stored(ended, jobs)
         return seconds
 
     def load(self, keys: bytes, block_ids: BlockIds) -> LoadTime:
         """The time until all blocks are found and loaded."""
         started = time.perf_counter()
-        answer = self._lookup(keys)
-        asked = time.perf_counter()
-        self._begin_load(keys, block_ids, answer)
-        ended = self._wait(_Ended(), loads=1)
+        first_found, jobs = self._find_and_load(keys, block_ids)
+        ended = self._wait(_Ended(), loads=len(jobs))
         done = time.perf_counter()
-        self.scheduler.release("load")
-        self._check_loaded(ended, answer, len(block_ids))
-        return LoadTime(done - started, asked - started)
+        self._check_loaded(ended, jobs)
+        return LoadTime(done - started, first_found - started)
 
     def both(self, store_keys: bytes, store_ids: BlockIds, load_keys: bytes, load_ids: BlockIds) -> float:
         """Seconds until a store and a load of the same worker have both ended, begun together."""
         started = time.perf_counter()
-        self._begin_store(store_keys, store_ids)
-        answer = self._lookup(load_keys)
-        self._begin_load(load_keys, load_ids, answer)
-        ended = self._wait(_Ended(), stores=1, loads=1)
+        stores = self._begin_stores(store_keys, store_ids)
+        _, loads = self._find_and_load(load_keys, load_ids)
+        ended = self._wait(_Ended(), stores=len(stores), loads=len(loads))
         seconds = time.perf_counter() - started
-        self.scheduler.release("load")
-        self._check_stored(ended, len(store_ids))
-        self._check_loaded(ended, answer, len(load_ids))
+        self._check_stored(ended, stores)
+        self._check_loaded(ended, loads)
         return seconds
 
     def close(self) -> None:
@@ -119,23 +117,40 @@ class EngineSide:
 
     # -- the steps of it
 
-    def _begin_store(self, keys: bytes, block_ids: BlockIds) -> None:
-        self.worker.store("store", StoreRequest(DEFAULT_TENANT, b"", keys, block_ids))
+    def _requests(self, keys: bytes, block_ids: BlockIds) -> dict[str, tuple[bytes, BlockIds]]:
+        """Job -> keys and blocks; every request begins a prompt of its own."""
+        each = self._request_blocks or len(block_ids)
+        return {
+            f"request {start}": (keys[start * KEY_BYTES : (start + each) * KEY_BYTES], block_ids[start : start + each])
+            for start in range(0, len(block_ids), each)
+        }
 
-    def _lookup(self, keys: bytes) -> Answer:
-        while (answer := self.scheduler.lookup("load", None, keys)) is None:
-            time.sleep(self._poll_s)
-        if answer.blocks != len(keys) // KEY_BYTES:
-            self.scheduler.release("load")
-            raise Unavailable(
-                f"{answer.blocks} of {len(keys) // KEY_BYTES} blocks found: {answer.failure or 'no room'}"
-            )
-        return answer
+    def _begin_stores(self, keys: bytes, block_ids: BlockIds) -> dict[str, int]:
+        """Job -> blocks."""
+        requests = self._requests(keys, block_ids)
+        for job, (some, ids) in requests.items():
+            self.worker.store(job, StoreRequest(DEFAULT_TENANT, b"", some, ids))
+        return {job: len(ids) for job, (_, ids) in requests.items()}
 
-    def _begin_load(self, keys: bytes, block_ids: BlockIds, answer: Answer) -> None:
-        self.worker.load(
-            "load", LoadRequest(DEFAULT_TENANT, keys, 0, block_ids, answer.epoch, answer.slots, answer.checksums)
-        )
+    def _find_and_load(self, keys: bytes, block_ids: BlockIds) -> tuple[float, dict[str, int]]:
+        """Asks for all at once and begins each load when its answer is there. When the first one was; job -> blocks."""
+        requests = self._requests(keys, block_ids)
+        waiting, first_found = dict(requests), 0.0
+        while waiting:
+            for job, (some, ids) in list(waiting.items()):
+                answer = self.scheduler.lookup(job, None, some)
+                if answer is None:
+                    continue
+                first_found = first_found or time.perf_counter()
+                if answer.blocks != len(ids):
+                    self._release(requests)
+                    raise Unavailable(f"{answer.blocks} of {len(ids)} blocks found: {answer.failure or 'no room'}")
+                load = LoadRequest(DEFAULT_TENANT, some, 0, ids, answer.epoch, answer.slots, answer.checksums)
+                self.worker.load(job, load)
+                del waiting[job]
+            if waiting:
+                self.scheduler.wait(next(iter(waiting)), 1)
+        return first_found, {job: len(ids) for job, (_, ids) in requests.items()}
 
     def _wait(self, ended: _Ended, stores: int = 0, loads: int = 0) -> _Ended:
         while True:
@@ -146,13 +161,20 @@ class EngineSide:
                 return ended
             time.sleep(self._poll_s)
 
-    def _check_stored(self, ended: _Ended, blocks: int) -> None:
-        if ended.stored["store"] != blocks:
-            raise Unavailable(f"{ended.stored['store']} of {blocks} blocks stored: {self._why()}")
+    def _release(self, jobs: Iterable[str]) -> None:
+        for job in jobs:
+            self.scheduler.release(job)
 
-    def _check_loaded(self, ended: _Ended, answer: Answer, blocks: int) -> None:
-        if ended.loaded["load"] or answer.blocks != blocks:
-            raise Unavailable(f"{answer.blocks} of {blocks} blocks hit, {ended.loaded['load']} failed: {self._why()}")
+    def _check_stored(self, ended: _Ended, jobs: Mapping[str, int]) -> None:
+        stored, blocks = sum(ended.stored.values()), sum(jobs.values())
+        if stored != blocks:
+            raise Unavailable(f"{stored} of {blocks} blocks stored: {self._why()}")
+
+    def _check_loaded(self, ended: _Ended, jobs: Mapping[str, int]) -> None:
+        self._release(jobs)
+        failed = sum(ended.loaded.values())
+        if failed:
+            raise Unavailable(f"{failed} of {sum(jobs.values())} blocks could not be loaded: {self._why()}")
 
     def _why(self) -> str:
         return f"{self.worker.connection.counters.failures} {self.worker.connection.refusal}"

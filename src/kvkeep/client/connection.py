@@ -168,16 +168,17 @@ class Connection:
                 self._outage.stumble()
                 self._go_down()
 
-    def wait(self, call: Call) -> m.Reply | None:
-        """Waits for a call to end, at most until its deadline. May block."""
-        while not call.done:
+    def wait(self, call: Call, milliseconds: int | None = None) -> m.Reply | None:
+        """Waits for a call to end, at most until its deadline, or so long. May block."""
+        until_ms = call.deadline_ms + 1 if milliseconds is None else self._clock() + milliseconds
+        while not call.done and (milliseconds is None or self._clock() < until_ms):
             if os.getpid() != self._pid:
                 call.failure = "forked"
                 break
             with self._lock:
                 self.poll()
                 if not call.done:
-                    self._transport.wait(min(_WAIT_SLICE_MS, max(1, call.deadline_ms - self._clock())))
+                    self._transport.wait(min(_WAIT_SLICE_MS, max(1, until_ms - self._clock())))
         return call.reply
 
     def wait_until_up(self, timeout_ms: int) -> bool:

@@ -89,6 +89,12 @@ class SchedulerAdapter:
             asked.answer = self._read(asked)
         return asked.answer
 
+    def wait(self, request: Hashable, milliseconds: int) -> None:
+        """Waits for the answer, so long at most; for an engine that has nothing else to do."""
+        asked = self._asked.get(request)
+        if asked is not None and asked.answer is None and self.connection.answering:
+            self.connection.wait(asked.call, milliseconds)
+
     def release(self, request: Hashable) -> None:
         """The blocks are loaded, or will not be, answered or not: whatever was given is given back."""
         asked = self._asked.pop(request, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ _IDLE_S = 0.02
 _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
 _LOADS_UNDER_WAY = 4
+_SWITCH_S = 0.0002
 _MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
 _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
@@ -118,6 +120,9 @@ class WorkerAdapter:
         if self.connection.state != "down":
             self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
         if hasattr(copier, "pin"):
+            # An engine's thread and ours share one interpreter. Who works with a GPU lets go of it all the time, and at
+            # Python's own 5 ms would not get it back for as long, kernel after kernel.
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._threads.append(threading.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
         for thread in self._threads:
             thread.start()
@@ -166,6 +171,11 @@ class WorkerAdapter:
     def _shield(self) -> None:
         if self._transfer is not None:
             self._transfer.copier.shield()
+
+    def wait_for_load(self, seconds: float) -> None:
+        """Waits until a load has ended, so long at most; for an engine that has nothing else to do."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._finished.loaded or self._closing, seconds)
 
     def poll(self) -> Finished:
         """What has ended since the last call. Never blocks for longer than a lock is held."""
@@ -365,6 +375,7 @@ class WorkerAdapter:
 
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)
+        self._wake.notify_all()
         if failed:
             self._finished.failed[job] = failed
 

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 BlockIds = Sequence[int] | NDArray[np.int64]  # of one piece, or a row for each
 
+_KEY = np.dtype((np.void, KEY_BYTES))
 BLOCKS_TOGETHER = 8  # generated blocks that are stored in one go; nobody can ask for them before the answer is known
 
 
@@ -65,7 +66,7 @@ class SchedulerSide:
         self._trackers: dict[str, Tracker] = {}
         self._jobs: dict[int, Job] = {}
         self._owners: dict[int, Tracker] = {}  # of jobs
-        self._loading: Counter[bytes] = Counter()  # keys of blocks that are on their way here
+        self._loading: dict[int, frozenset[bytes]] = {}  # job -> keys of blocks that are on their way here
         self._sources: Counter[int] = Counter()  # engine blocks that stores under way read
         self._next_job = self._next_tracker = 0
         self._loads: dict[int, LoadRequest] = {}
@@ -151,6 +152,13 @@ class SchedulerSide:
         # What cannot be used for lack of a piece is computed here, and offered again with the pieces that it has here.
         tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else usable)
         return usable - local_blocks if self._is_worth(tracker, local_blocks, usable) else 0
+
+    def wait(self, request_id: str, milliseconds: int) -> None:
+        """Waits for the answer to a lookup, so long at most; for an engine that has nothing else to do. Not while
+        anything is loaded: the engine has to hear of that."""
+        tracker = self._trackers.get(request_id)
+        if tracker is not None and not self._loading:
+            self._cache.wait(tracker.number, milliseconds)
 
     def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
         """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
@@ -304,7 +312,8 @@ class SchedulerSide:
         return False
 
     def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
-        return tracker.key(block) in self._loading
+        key = tracker.key(block)
+        return any(key in keys for keys in self._loading.values())
 
     def _new_job(
         self,
@@ -325,7 +334,8 @@ class SchedulerSide:
             self._sources.update(block_ids)
         if is_load:
             tracker.loads += 1
-            self._loading.update(tracker.key(first_block + at) for at in range(blocks))
+            keys = tracker.keys_of(first_block, first_block + blocks)
+            self._loading[job.number] = frozenset(np.frombuffer(keys, dtype=_KEY).tolist())
         return job
 
     def _end_job(self, job: Job) -> None:
@@ -340,10 +350,7 @@ class SchedulerSide:
         if job.is_load:
             tracker.loads -= 1
             self.worth.end_load(job.number, good=not job.failed)
-            for at in range(job.first_block, job.first_block + job.blocks):
-                self._loading[tracker.key(at)] -= 1
-                if not self._loading[tracker.key(at)]:
-                    del self._loading[tracker.key(at)]
+            del self._loading[job.number]
             good = job.good_blocks()
             tracker.count_loaded(job.first_block, good)
             if good < job.blocks:  # what the server had from there on was no good, and ours will be

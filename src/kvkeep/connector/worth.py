@@ -77,8 +77,10 @@ class Worth:
 
     def decide(self, blocks: int, tokens: int) -> bool:
         """Whether to load so many blocks, which hold so many tokens. To be asked once for each load."""
-        if self._always or self.is_faster(blocks, tokens):
+        if self._always or (blocks > 1 and self.is_faster(blocks, tokens)):
             return True
+        if blocks == 1:  # the step that computes the rest of the prompt takes it along
+            return False
         self._skipped += 1
         if self._skipped <= SKIPS_BEFORE_TRIAL:
             return False

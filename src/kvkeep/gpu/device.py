@@ -52,7 +52,9 @@ class Cuda:
     """One CUDA device. Each thread that uses it calls `enter` first."""
 
     def __init__(self, device: torch.device) -> None:
-        self.torch_device = device
+        self.torch_device = torch.device(
+            device.type, torch.cuda.current_device() if device.index is None else device.index
+        )
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:

@@ -110,10 +110,15 @@ class OwnKeys:
         if stop == start:
             return b""
         new = list(tokens[start:stop])
-        blocks = range(known, stop // self._block_tokens)
+        blocks = range(known, stop // self._block_tokens if self._has_extras() else min(1, stop))
         self._chain.extend(new, {block: extra for block in blocks if (extra := self._extra(block))})
         self._last = new[-self._block_tokens :]
         return self._chain.keys(known)
+
+    def _has_extras(self) -> bool:
+        """Whether vLLM would hash more than tokens with blocks after the first one, which has the salt."""
+        request = self._request
+        return bool(request.mm_features or request.lora_request) or getattr(request, "prompt_embeds", None) is not None
 
     def _extra(self, block: int) -> bytes:
         start = block * self._block_tokens

@@ -27,11 +27,12 @@ class Handshake(KVConnectorHandshakeMetadata):
 class Step(KVConnectorMetadata):
     """To every worker with a step. `lost` are loads that vLLM waits for and that could not be prepared: the blocks of
     each request that must be computed. `all_withdrawn`: which blocks the step writes into is not known, so nothing
-    that is still to be copied may be stored."""
+    that is still to be copied may be stored. `idle`: it computes nothing."""
 
     step: StepMetadata = field(default_factory=StepMetadata)
     lost: dict[str, list[int]] = field(default_factory=dict)
     all_withdrawn: bool = False
+    idle: bool = False
 
 
 @dataclass

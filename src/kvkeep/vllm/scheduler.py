@@ -35,6 +35,7 @@ from kvkeep.vllm.stats import KVKeepStats
 
 log = logging.getLogger(__name__)
 
+_IDLE_WAIT_MS = 2  # where vLLM itself would sleep for one, and then some
 _NULL_BLOCK = 0  # stands in vLLM's tables where a request needs no block
 
 
@@ -62,6 +63,7 @@ class RequestSide:
         self._known: dict[str, _Known] = {}
         self._written: set[int] = set()
         self._all_withdrawn = False
+        self._is_idle = True  # the last step computed nothing
         self._lost: dict[str, list[int]] = {}
         self._generation = b""
         self._counts: Counter[str] = Counter()
@@ -125,6 +127,10 @@ class RequestSide:
         tokens = request.num_tokens if self._pieces.whole else request.num_tokens - 1
         blocks = local_tokens // self._pieces.block_tokens
         found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
+        if found is None and self._is_idle:
+            self._is_idle = False  # once a step
+            self._side.wait(request.request_id, _IDLE_WAIT_MS)
+            found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
         if not found:
             return found
         return (blocks + found) * self._pieces.block_tokens - local_tokens
@@ -205,7 +211,8 @@ class RequestSide:
             self.faults += 1
         work = scheduled.num_scheduled_tokens
         jobs = self._side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
-        step = Step(jobs, self._lost, self._all_withdrawn)
+        self._is_idle = not scheduled.total_num_scheduled_tokens
+        step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle)
         self._written, self._lost, self._all_withdrawn = set(), {}, False
         return step
 

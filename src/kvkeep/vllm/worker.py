@@ -27,6 +27,9 @@ from kvkeep.vllm.stats import KVKeepStats
 
 log = logging.getLogger(__name__)
 
+# vLLM polls an engine that has nothing to compute once a millisecond or two, and hears of a load two polls later.
+_IDLE_WAIT_S = 0.002
+
 
 class WorkerSide:
     """One for each rank."""
@@ -41,6 +44,7 @@ class WorkerSide:
         self._reports: list[Finished] = []
         self._saved: Step | None = None  # the step whose blocks are saved
         self._unfinished: Step | None = None  # the step that is being computed
+        self._is_idle = False  # the step computes nothing
         self._rank = 0
         self.faults = 0
         self.handshake: Handshake | None = None
@@ -96,6 +100,7 @@ class WorkerSide:
             return
         self.save(step)
         self._unfinished = step
+        self._is_idle = step.idle
         for job, load in step.step.loads.items():
             request_id = step.step.requests[job]
             try:
@@ -128,6 +133,8 @@ class WorkerSide:
         """Takes in what has ended. Each load is told once."""
         if self._adapter is None:
             return
+        if self._is_idle and self._loading:
+            self._adapter.wait_for_load(_IDLE_WAIT_S)
         finished = self._adapter.poll()
         for job, block_ids in finished.failed.items():
             if job in self._loading:
