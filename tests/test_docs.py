@@ -198,7 +198,7 @@ def test_every_option_of_the_engine_is_documented() -> None:
 # -- vLLM: its connector cannot be imported here, so tables and messages are read from the source
 
 # Which argument is the message. TokensChanged is not among them: the connector catches it, and nobody reads it.
-ERRORS = {"SettingsError": 0, "KVKeepError": 0, "RequestError": 1, "_refused": 1}
+ERRORS = {"SettingsError": 0, "KVKeepError": 0, "DeviceError": 0, "RequestError": 1, "_refused": 1}
 VARIES = "…"
 
 
@@ -285,11 +285,14 @@ def messages_explained() -> list[str]:
     return [row.split("`")[1] for row in re.findall(r"^\| `.*$", ours, flags=re.MULTILINE)]
 
 
-VLLM_SPEAKS = ("vllm", "client/outage.py", "client/fence.py", "client/transport.py", "connector/options.py")
+VLLM_SPEAKS = (
+    *("vllm", "client/outage.py", "client/fence.py", "client/transport.py", "connector/options.py"),
+    *("client/copier.py", "gpu/device.py", "gpu/kernels.py"),
+)
 
 
 def test_every_message_that_a_user_of_vllm_can_meet_is_explained() -> None:
-    logged = messages_in("client/worker.py", "client/transfer.py", "client/scheduler.py", "connector")
+    logged = messages_in("client/worker.py", "client/transfer.py", "client/scheduler.py", "connector", "gpu/copier.py")
     expected = messages_in(*VLLM_SPEAKS) | {text for text in logged if text.startswith("kvkeep: ")}
     assert len(expected) > 30, "the source was read"
     explained = messages_explained()
@@ -297,7 +300,7 @@ def test_every_message_that_a_user_of_vllm_can_meet_is_explained() -> None:
 
 
 def test_every_message_that_is_explained_exists() -> None:
-    known = messages_in("vllm", "client", "connector", "kv")
+    known = messages_in("vllm", "client", "connector", "kv", "gpu")
     assert [row for row in messages_explained() if not any(re.fullmatch(says(text), row) for text in known)] == []
 
 

@@ -39,6 +39,9 @@ class ScriptedCache:
         slots = 1000 + np.arange(skip, skip + described, dtype=np.int64)
         return Answer(blocks, skip, 7, slots, np.arange(described, dtype=np.uint64).reshape(-1, 1))
 
+    def wait(self, request: Hashable, milliseconds: int) -> None:
+        """Time does not pass here."""
+
     def release(self, request: Hashable) -> None:
         self.released.append(request)
 

@@ -194,6 +194,9 @@ class StepWorker:
         for sources in self._sources.values():
             sources.take_back(torch.tensor(block_ids).numpy(), 1 << 20)
 
+    def wait_for_load(self, seconds: float) -> None:
+        """Loads are over when somebody polls."""
+
     def poll(self) -> Finished:
         finished = Finished(0)
         jobs, self._jobs = ([], self._jobs) if self.holds else (self._jobs, [])

@@ -17,6 +17,7 @@ from engine_parts import BLOCK, REACH, Engine, answer_to, full, needs_named_fail
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.testing.cache import SimulatedCache
+from kvkeep.vllm import scheduler
 
 PROMPT = list(range(100, 123))  # five blocks and three tokens
 OTHER = list(range(500, 523))
@@ -73,7 +74,10 @@ def test_what_one_engine_stored_another_loads(make: Callable[..., Engine], specs
     assert len(engine.worker.loads) == 1
 
 
-def test_a_request_waits_while_it_is_looked_up_and_then_while_it_is_loaded(make: Callable[..., Engine]) -> None:
+def test_a_request_waits_while_it_is_looked_up_and_then_while_it_is_loaded(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_IDLE_WAIT_MS", 0)  # an idle engine would wait for the answer, a little
     engine = filled(make)
     asked = request(PROMPT, "b")
     engine.add(asked)

@@ -51,6 +51,9 @@ class Recording:
     def register_pieces(self, pieces: Any) -> None:
         self._note("register", len(pieces))
 
+    def wait_for_load(self, seconds: float) -> None:
+        self._note("wait", seconds)
+
     def poll(self) -> Finished:
         finished, self.finished = self.finished, Finished(3)
         return finished

@@ -6,6 +6,14 @@ calls.py        requests on their way, and what became of them
 replies.py      what a server's replies must be like before anyone relies on them
 connection.py   a session with the server: made, kept, made again
 keeper.py       a thread that keeps connections alive while the engine does something else
+outage.py       what is said while there is no server
+fence.py        the lock and the memory that a session on this host holds
+turns.py        a lock that threads have in turn
+requests.py     what engines ask for
+copier.py       who moves blocks between engine memory and slots, on a CPU; `kvkeep.gpu` on a GPU
+sources.py      the engine blocks that a store reads
+piece_store.py  the store of one piece of blocks
+loading.py      loads of some requests' blocks
 transfer.py     blocks between engine memory and the server, on either data plane
 scheduler.py    what an engine's scheduler needs: lookups and leases, never blocking
 worker.py       what an engine's workers need: stores and loads in the background

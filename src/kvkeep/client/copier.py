@@ -71,6 +71,7 @@ class HostCopier:
     """For engines in host memory. What the engine did, it has done: there is nothing to wait for."""
 
     def __init__(self, pieces: Sequence[BlockRuns]) -> None:
+        assert all(runs.device == "cpu" for runs in pieces)
         self._pieces = pieces
 
     def mark(self) -> None:

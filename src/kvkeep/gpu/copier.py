@@ -32,6 +32,7 @@ from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned
 from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Ledger, Line, Saved
 from kvkeep.kv.runs import BlockRuns
+from kvkeep.units import format_size
 
 log = logging.getLogger(__name__)
 
@@ -50,30 +51,40 @@ class GpuCopier:
         self._runs = pieces
         self._pinned = Pinned()
         self._last_read: Any = None
+        self._warned = False
         self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
         self._try_out()
 
     def _take_memory(self, staging_bytes: int) -> None:
-        largest = max(units.pitch for units in self._units)
-        try:
-            self._out = Line(self._device, staging_bytes * 3 // 8, largest)
-            self._in = Line(self._device, staging_bytes * 3 // 8, largest)
-            self._aside = Aside(self._device, staging_bytes // 4)
-        except RuntimeError as error:  # torch's words for memory that cannot be had
-            if staging_bytes // 2 < _SMALLEST_STAGING:
-                hint = "leave the engine a little less of it, such as gpu_memory_utilization 0.9"
-                raise DeviceError(f"no GPU memory for staging: {error}", hint) from error
-            self._take_memory(staging_bytes // 2)
+        """As much as that, or half, or a quarter of it, and so on."""
+        largest, left = max(units.pitch for units in self._units), staging_bytes
+        while True:
+            made: list[Any] = []
+            try:
+                made += [Line(self._device, left * 3 // 8, largest) for _ in range(2)]
+                self._aside, (self._out, self._in) = Aside(self._device, left // 4), made
+                break
+            except RuntimeError as error:  # torch's words for memory that cannot be had
+                made.clear()  # before the next try: it is short enough
+                if left // 2 < _SMALLEST_STAGING:
+                    hint = "leave a little more of it free, such as with gpu_memory_utilization 0.9"
+                    raise DeviceError(f"no memory for staging: {error}", hint) from error
+            left //= 2
+        log.info("kvkeep: blocks go through %s of %s", format_size(left), self._device.torch_device)
 
     def _try_out(self) -> None:
         """Compiles and loads the kernels now: later it would hold up a step. Block 0 is read and written back as it
         is; nobody uses it yet."""
         bay, ids = self._out.next_bay(), torch.zeros(1, dtype=torch.int64, device=self._device.torch_device)
-        for units in self._units:
-            for sums in (None, torch.zeros_like(ids)):
-                units.gather(ids, bay.memory, sums)
-                units.scatter(ids, bay.memory, sums)
-        self._device.wait(self._device.mark())
+        try:
+            for units in self._units:
+                for sums in (None, torch.zeros_like(ids)):
+                    units.gather(ids, bay.memory, sums)
+                    units.scatter(ids, bay.memory, sums)
+            self._device.wait(self._device.mark())
+        except Exception as error:  # guard: raised again; Triton and the C compiler that it calls have many words
+            hint = "Triton needs a C compiler on this host, such as gcc"
+            raise DeviceError(f"the kernels that move blocks cannot be made: {error}", hint) from error
 
     # -- the engine's thread
 
@@ -166,7 +177,9 @@ class GpuCopier:
         try:
             self._device.register(address, nbytes)
         except DeviceError as error:
-            log.warning("kvkeep: host memory cannot be registered with CUDA, transfers are slower: %s", error)
+            if not self._warned:
+                log.warning("kvkeep: host memory cannot be registered with CUDA, transfers are slower: %s", error)
+            self._warned = True
             return False
         self._pinned.add(address, nbytes)
         return True

@@ -52,13 +52,12 @@ class Cuda:
     """One CUDA device. Each thread that uses it calls `enter` first."""
 
     def __init__(self, device: torch.device) -> None:
-        self.torch_device = torch.device(
-            device.type, torch.cuda.current_device() if device.index is None else device.index
-        )
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise DeviceError(f"the CUDA driver cannot be loaded: {error}", "is this a GPU host?") from error
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch_device = torch.device("cuda", index)
 
     # -- threads, memory
 
