@@ -8,7 +8,6 @@ import torch
 from kvkeep.engine.llm import LLM, Prompt
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.models.settings import ModelSettings
-from kvkeep.errors import SettingsError
 
 if not torch.cuda.is_available():
     pytest.skip("CUDA is not available", allow_module_level=True)
@@ -51,6 +50,23 @@ def test_other_dtypes_run(kind: str, dtype: torch.dtype) -> None:
     assert [len(each.token_ids) for each in done] == [8] * len(PROMPTS)
 
 
-def test_offloading_from_a_gpu_is_refused_for_now() -> None:
-    with pytest.raises(SettingsError, match="cuda cannot be offloaded yet"):
-        LLM(MODELS["gqa"], device="cuda", kv_offloading_size=1)
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("cut", [(1, 1), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_was_offloaded_gives_the_same_tokens(kind: str, cut: tuple[int, int], load: str) -> None:
+    """Blocks run out, so that prompts are computed, stored, given up and loaded again and again."""
+    prompts = [Prompt([*range(10, 10 + length), last]) for length in (33, 70, 120) for last in (1, 2, 3)]
+    sampling = SamplingParams(max_tokens=24)
+    options = {"tensor_parallel_size": cut[0], "pipeline_parallel_size": cut[1], "max_num_batched_tokens": 48}
+    options |= {"dtype": torch.float64, "device": "cuda", "num_blocks": 14}
+    extra = {"kvkeep.load": load, "kvkeep.load_when": "always"}
+    with LLM(MODELS[kind], **options) as llm:
+        expected = [each.token_ids for each in llm.generate(prompts, sampling)]
+    config = {"kv_connector_extra_config": extra}
+    cache = {"kv_offloading_backend": "native", "kv_offloading_size": 1 / 16, "kv_transfer_config": config}
+    with LLM(MODELS[kind], **options, **cache) as llm:
+        rounds = [llm.generate(prompts, sampling) for _ in range(3)]
+    for done in rounds:
+        assert [each.token_ids for each in done] == expected
+    assert sum(each.metrics.external_cached_tokens for each in rounds[-1]) > 0
+    assert sum(each.metrics.failed_loads for done in rounds for each in done) == 0

@@ -73,9 +73,9 @@ class Loading:
         return self.loaded
 
     def _close(self) -> None:
-        with self._pool:
+        with self._pool, contextlib.ExitStack() as all_of_them:  # also those after one that fails
             for _, _, moving in self._under_way:
-                moving.close()
+                all_of_them.callback(moving.close)
         self._under_way = []
 
     def _judge(self, results: list[tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]]) -> None:

@@ -105,9 +105,9 @@ class LLM:
             ),
         )
         kind = _device_type(device)
-        if kind != "cpu" and transfer.kv_connector is not None:
-            hint = "leave kv_offloading_size and kv_transfer_config out, or compute on the CPU"
-            raise SettingsError(f"blocks on {device} cannot be offloaded yet", hint)
+        if kind not in ("cpu", "cuda") and transfer.kv_connector is not None:
+            hint = "leave kv_offloading_size and kv_transfer_config out, or compute on a CPU or an NVIDIA GPU"
+            raise SettingsError(f"blocks on {device} cannot be offloaded", hint)
         if kind == "cuda" and not torch.cuda.is_available():
             raise SettingsError(f"device is {device!r}, but torch finds no GPU", "compute on the CPU")
         loaded = _model(model, seed, dtype, device)

@@ -177,8 +177,10 @@ class RequestSide:
         if self._side is None:
             return CacheParams.of(request.kv_transfer_params).reply(0)
         try:
-            if known is not None and request.num_computed_tokens:
-                self._store(known, request.num_computed_tokens, after_step=False)
+            # The last token's place may hold the KV of a guess that was wrong.
+            computed = min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
+            if known is not None and computed:
+                self._store(known, computed, after_step=False)
         except Exception:  # guard: whatever becomes of a store, the request is over, and so is what it holds
             log.exception("kvkeep: a store could not be prepared")
             self.faults += 1

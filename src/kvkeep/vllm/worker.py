@@ -88,8 +88,8 @@ class WorkerSide:
         except Exception:  # guard: stores must not read what is written, and the scheduler must hear of them
             log.exception("kvkeep: a step could not be begun")
             self.faults += 1
-            self._adapter.withdraw(None)
             self._never_began(step.step.stores)
+            self._adapter.withdraw(None)
 
     def begin(self, step: Step) -> None:
         """Loads begin. `save` comes first, where vLLM has not called for it already."""
@@ -121,10 +121,11 @@ class WorkerSide:
             return
         try:
             finish(step.step, self._adapter)
-        except Exception:  # guard: the scheduler must hear of these stores
+        except Exception:  # guard: the scheduler must hear of these stores, and those that have begun must not read on
             log.exception("kvkeep: stores could not be begun")
             self.faults += 1
             self._never_began(step.step.stores_after)
+            self._adapter.withdraw(None)
 
     def _never_began(self, stores: Mapping[int, Any]) -> None:
         self._reports.append(Finished(self._rank, dict.fromkeys(stores, 0), list(stores)))

@@ -1,0 +1,64 @@
+"""A connector for tests: kvkeep's own, which also remembers the bytes of every block that it stores, and compares those
+that it loads with them. What it found is in the file that KVKEEP_WATCHED names: blocks compared, and wrong ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvkeep.client.requests import Stored, StoreRequest
+from kvkeep.client.worker import WorkerAdapter
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.vllm.connector import KVKeepConnector as Connector
+
+_begun: dict[Hashable, StoreRequest] = {}
+_known: dict[bytes, list[torch.Tensor]] = {}
+_found = {"compared": 0, "wrong": 0}
+_store, _end_store, _end_loads = WorkerAdapter.store, WorkerAdapter._end_store, WorkerAdapter._end_loads
+
+
+def _bytes_of(worker: WorkerAdapter, block: int) -> list[torch.Tensor]:
+    assert worker._transfer is not None
+    layers: Any = worker._transfer._pieces[0].runs.keepalive
+    return [layer[block].contiguous().view(torch.uint8) for layer in layers]
+
+
+def store(worker: WorkerAdapter, job: Hashable, request: StoreRequest) -> None:
+    _begun[job] = request
+    _store(worker, job, request)
+
+
+def end_store(worker: WorkerAdapter, job: Hashable, stored: Stored) -> None:
+    request = _begun.pop(job, None)
+    if request is not None:
+        torch.cuda.synchronize()
+        for at, block in enumerate(request.block_ids.tolist()):
+            key = request.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            _known[key] = [part.clone() for part in _bytes_of(worker, block)]
+    _end_store(worker, job, stored)
+
+
+def end_loads(worker: WorkerAdapter, loads: Any, loaded: Any) -> None:
+    for number, (_, request, _) in enumerate(loads if loaded is not None else ()):
+        for at, block in enumerate(request.block_ids.tolist()):
+            key = request.keys[(request.skip + at) * KEY_BYTES :][:KEY_BYTES]
+            if loaded[number][at] and key in _known:
+                pairs = zip(_known[key], _bytes_of(worker, block), strict=True)
+                _found["compared"] += 1
+                _found["wrong"] += any(not torch.equal(was, now) for was, now in pairs)
+    Path(os.environ["KVKEEP_WATCHED"]).write_text(json.dumps(_found))
+    _end_loads(worker, loads, loaded)
+
+
+WorkerAdapter.store = store  # type: ignore[method-assign, assignment]
+WorkerAdapter._end_store = end_store  # type: ignore[method-assign, assignment]
+WorkerAdapter._end_loads = end_loads  # type: ignore[method-assign, assignment]
+
+
+class KVKeepConnector(Connector):
+    """Under its own name, so that vLLM finds it in this module."""
