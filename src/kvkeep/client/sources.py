@@ -128,30 +128,39 @@ class Sources:
         lost."""
         reading = self._copier.reading(piece, verify=verify, ready=self._ready)
         copied: list[NDArray[np.int64]] = []
+        to_put: list[Saved] = []  # taken from what was set aside
         try:
             for start in range(0, len(positions), reading.at_a_time):
                 some = slice(start, start + reading.at_a_time)
                 reading.make_room()
                 with self._lock:
-                    if positions[some][-1] >= self.stop:
-                        reading.close()
-                        return None
-                    ids = self._ids[piece, positions[some]]
-                    there = ids != NO_BLOCK
-                    reading.gather(ids[there], addresses[some][there])
-                    self._left[piece, positions[some]] = False
-                    saved = {
-                        at: self._take(piece, int(positions[some][at]))
-                        for at in np.flatnonzero(~there).tolist()
-                        if (piece, int(positions[some][at])) in self._aside
-                    }
+                    lost = bool(positions[some][-1] >= self.stop)
+                    if not lost:
+                        ids = self._ids[piece, positions[some]]
+                        there = ids != NO_BLOCK
+                        reading.gather(ids[there], addresses[some][there])
+                        self._left[piece, positions[some]] = False
+                        saved = {
+                            at: self._take(piece, int(positions[some][at]))
+                            for at in np.flatnonzero(~there).tolist()
+                            if (piece, int(positions[some][at])) in self._aside
+                        }
+                if lost:
+                    reading.close()  # waits for the GPU, which nobody who takes blocks back may have to do
+                    return None
+                to_put += saved.values()
                 reading.deliver()
                 for at, each in saved.items():
+                    to_put.remove(each)  # the reading frees it
                     reading.put(each, int(addresses[some][at]))
                 copied += [start + np.flatnonzero(there), start + np.array(list(saved), dtype=np.int64)]
             reading.end()
         except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
-            reading.close()
+            try:
+                reading.close()
+            finally:
+                for each in to_put:
+                    each.free()
             raise
         return Copy(reading, len(positions), copied)
 

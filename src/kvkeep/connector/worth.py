@@ -29,7 +29,7 @@ LoadWhen = Literal["faster", "always"]
 
 LEAST_SAMPLES = 4  # of loads and of steps, before anything is decided
 SKIPS_BEFORE_TRIAL = 32
-FEW_TOKENS = 32  # that are never loaded
+FEW_TOKENS = 32  # of a block that is not loaded by itself
 
 _LOADS, _STEPS = 16, 32  # that are remembered
 _MOST_STEPS = 16  # under way; no engine has more, unless it does not tell of their end
@@ -78,9 +78,10 @@ class Worth:
 
     def decide(self, blocks: int, tokens: int) -> bool:
         """Whether to load so many blocks, which hold so many tokens. To be asked once for each load."""
-        if self._always or (tokens > FEW_TOKENS and self.is_faster(blocks, tokens)):
+        is_little = blocks == 1 and tokens <= FEW_TOKENS  # the step that computes the rest of the prompt takes it along
+        if self._always or (not is_little and self.is_faster(blocks, tokens)):
             return True
-        if tokens <= FEW_TOKENS:  # the step that computes the rest of the prompt takes them along
+        if is_little:
             return False
         self._skipped += 1
         if self._skipped <= SKIPS_BEFORE_TRIAL:

@@ -253,7 +253,8 @@ class Reading:
         self._units = copier._units[piece]
         self._runs = copier._runs[piece]
         self._verify = verify
-        self._ledger = self._line.take_ledger()
+        with self._device.on(self._line.kernels):  # memory of a new one must be that stream's, not the engine's
+            self._ledger = self._line.take_ledger()
         self._count = 0
         self._bay: Bay | None = None
         self._gathered: tuple[Bay, Addresses] | None = None
@@ -309,6 +310,7 @@ class Reading:
 
     def put(self, saved: Saved, address: int) -> None:
         """What was set aside goes into its slot."""
+        self._saved.append(saved)
         self.make_room()
         assert self._bay is not None
         self._device.after(self._line.kernels, saved.ready)
@@ -319,7 +321,6 @@ class Reading:
                 self._ledger.sums[self._count : self._count + 1].copy_(saved.sums, non_blocking=True)
         self._device.after(self._line.copies, self._device.mark(self._line.kernels))
         self._count += 1
-        self._saved.append(saved)
         self._gathered = (self._bay, np.array([address], dtype=np.uint64))
         self.deliver()
 

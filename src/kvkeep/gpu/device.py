@@ -113,6 +113,10 @@ class Cuda:
         """Waits here, in this thread, without the interpreter."""
         event.synchronize()
 
+    def drain(self, stream: Any) -> None:
+        """Waits here for all that was given to this stream, and makes nothing for it."""
+        stream.synchronize()
+
     # -- copies, which begin on a stream and are not waited for
 
     def to_host(

@@ -90,9 +90,14 @@ class Line:
         return int(bay.bounce.data_ptr())
 
     def drain(self) -> None:
-        """Waits for all that is under way here."""
-        self._device.wait(self._device.mark(self.kernels))
-        self._device.wait(self._device.mark(self.copies))
+        """Waits for all that is under way here. Whoever calls this gives memory away afterwards, often because
+        something has failed: what fails here, too, must not end the waiting."""
+        try:
+            self._device.wait(self._device.mark(self.kernels))
+            self._device.wait(self._device.mark(self.copies))
+        except Exception:  # guard: no event to be had; this takes none
+            self._device.drain(self.kernels)
+            self._device.drain(self.copies)
 
 
 class Saved:
@@ -133,19 +138,23 @@ class Aside:
             place = slice(self._taken, self._taken + count)
             self._used, self._taken, self._left = start + count * words, place.stop, self._left + count
         memory, sums, ids = self._memory[start : start + count * words], self._sums[place], self._ids[place]
-        self._ids_here[place].numpy()[:] = block_ids
-        ids.copy_(self._ids_here[place], non_blocking=True)
-        sums.zero_()
-        units.gather(ids, memory, sums)
-        rows = memory.view(count, words)
-        saved = [Saved(self, row, sums[at : at + 1], units.nbytes) for at, row in enumerate(rows)]
-        ready = self._device.mark()
+        try:
+            self._ids_here[place].numpy()[:] = block_ids
+            ids.copy_(self._ids_here[place], non_blocking=True)
+            sums.zero_()
+            units.gather(ids, memory, sums)
+            rows = memory.view(count, words)
+            saved = [Saved(self, row, sums[at : at + 1], units.nbytes) for at, row in enumerate(rows)]
+            ready = self._device.mark()
+        except BaseException:  # guard: raised again; the room would be lost for good
+            self.free(count)
+            raise
         for each in saved:
             each.ready = ready
         return saved
 
-    def free(self) -> None:
+    def free(self, count: int = 1) -> None:
         with self._lock:
-            self._left -= 1
+            self._left -= count
             if not self._left:
                 self._used = self._taken = 0
