@@ -280,6 +280,9 @@ class Bench:
             made["num_gpu_blocks_override"] = traffic.sizes.engine_tokens // model.block_tokens
             made["max_num_batched_tokens"] = traffic.sizes.batch_tokens
             made["enable_prefix_caching"] = station.prefix_cache
+            config = made.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
+            if station.decodes and "kvkeep.address" in config:  # loads are what is watched, whether they pay or not
+                config["kvkeep.load_when"] = "always"
             spare = self.spares.get(station)
             with EngineProcess(station.connector, made, self._environment, spare=spare) as engine:
                 yield Subject(station, engine, way)
