@@ -4,6 +4,7 @@
     ├── SettingsError        a setting is unknown, malformed or contradicts another
     ├── PoolError            the shared-memory pool cannot be made, opened or shared
     ├── ProtocolError        a peer sent what the protocol does not allow
+    ├── DeviceError          a GPU's driver, compiler or memory refused something
     ├── RequestError         a request that was understood and refused; travels as an error reply
     └── Unavailable          the server cannot be reached, or did not answer before the deadline
 
@@ -32,6 +33,10 @@ class SettingsError(KVKeepError):
 
 class PoolError(KVKeepError):
     """The shared-memory pool cannot be made, opened or shared."""
+
+
+class DeviceError(KVKeepError):
+    """A GPU's driver, compiler or memory refused something."""
 
 
 class ProtocolError(KVKeepError):

@@ -57,7 +57,8 @@ class Transfer:
         # What an engine may need back soonest is copied first.
         self._order = sorted(range(len(pieces)), key=lambda piece: not pieces[piece].may_lack)
         self._store_deadline_ms = connection.options.store_deadline_ms
-        _note_slow_copies()
+        if isinstance(self.copier, HostCopier):
+            _note_slow_copies()
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""

@@ -331,9 +331,13 @@ class WorkerAdapter:
 
     def _run_pins(self) -> None:
         """Lets a GPU reach the pool, segment by segment: it takes a while, and what is not done yet can be used."""
-        copier = self._enter()
+        copier, told = self._enter(), 0
         while not self._closing:
             if not self._populate(copier.pin, copier.unpin):
+                segments, epoch = self.connection.segments, self.connection.epoch
+                if segments is not None and segments.is_populated and epoch != told:
+                    told = epoch
+                    log.info("kvkeep: the server's pool is mapped and registered with the GPU's driver")
                 with self._wake:
                     self._wake.wait_for(lambda: self._closing, _IDLE_S)
 

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkeep.errors import RequestError
-from kvkeep.gpu.device import Cuda, DeviceError
+from kvkeep.errors import DeviceError, RequestError
+from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned
 from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Ledger, Line, Saved

@@ -13,16 +13,12 @@ from typing import Any
 
 import torch
 
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import DeviceError
 
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_*
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ALREADY_REGISTERED = 712
-
-
-class DeviceError(KVKeepError):
-    """The driver refused something."""
 
 
 class _Copy2D(ctypes.Structure):

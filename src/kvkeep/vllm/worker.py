@@ -67,7 +67,11 @@ class WorkerSide:
             strategy = strategy_of(self._vllm_config, self._kv_cache_config, pieces)
             shape = shape_of(self._vllm_config, pieces, strategy, parts)
             adapter = WorkerAdapter(shape, strategy, self._options)
-            adapter.register_pieces(located)
+            try:
+                adapter.register_pieces(located)
+            except KVKeepError:
+                adapter.close()
+                raise
             adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
         except KVKeepError as error:
             self.handshake = Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)

@@ -119,6 +119,10 @@ class Segments:
                 self._pinned.append(address)
         return True
 
+    @property
+    def is_populated(self) -> bool:
+        return self._populated >= self._pool_bytes
+
     def close(self) -> None:
         """Unmaps everything. No address from here may be used afterwards; a view still held keeps its own mapping."""
         if self._unpin is not None:
