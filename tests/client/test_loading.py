@@ -109,6 +109,26 @@ def test_when_a_device_fails_nothing_is_under_way(simulation: Make, late_copier:
     assert not world.under_way() and world.fence._holders == 1
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_what_cannot_be_waited_for_does_not_end_the_wait_for_the_others(world: World, broken: int) -> None:
+    loading = world.transfer.loading([world.request(IDS)])
+    other, holders = world.copier.scatterings[1 - broken], []
+    arrive = other.close
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    def close() -> None:
+        holders.append(world.fence._holders)
+        arrive()
+
+    world.copier.scatterings[broken].close, other.close = fail, close
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        loading.finish()
+    assert not other.on_the_way, "else it would be written while somebody else has those blocks"
+    assert holders[-1] == 3 and world.fence._holders == 1, "the pool goes after that"
+
+
 def test_a_pool_that_goes_between_two_pieces_costs_the_load_and_is_let_go(world: World) -> None:
     request, scattering = world.request(IDS), world.copier.scattering
 

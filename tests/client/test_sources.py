@@ -435,3 +435,48 @@ def test_what_was_set_aside_is_let_go_of_once_when_it_is_not_needed(late_copier:
         world.sources.close()
         assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 1]
     assert world.sources.bytes_aside == 0 and copy_of(world, [3]) is None
+
+
+def test_who_takes_blocks_back_need_not_wait_until_a_store_that_lost_one_has_arrived(
+    late_copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
+    world, copier = late_world(late_copier)
+    world.take_back([11], 0)
+    reading = late_copier.reading(copier, 0, verify=True, ready=None)
+    got: list[tuple[int, int]] = []
+    arrive = reading.close
+
+    def close() -> None:
+        engine = threading.Thread(target=lambda: got.append(world.take_back([3])), daemon=True)
+        engine.start()
+        engine.join(10)  # the engine's thread gets through meanwhile
+        assert got, "a wait for the GPU, with the lock held"
+        arrive()
+
+    reading.close = close
+    copier.reading = lambda piece, *, verify, ready: reading
+    assert copy_of(world, [0, 1, 2]) is None
+    assert got == [(0, 0)] and copier.names[-1] == "close 0"
+
+
+@pytest.mark.parametrize("breaks", ["", "close 0"])
+def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(late_copier: Any, breaks: str) -> None:
+    """Even if then nothing can be waited for."""
+    world, copier = late_world(late_copier, breaks)
+    saved = {block: Freed() for block in (7, 0, 11)}
+    copier.set_aside = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
+    assert world.take_back([7, 0, 11]) == (3, 300)
+    reading = late_copier.reading(copier, 0, verify=True, ready=None)
+
+    def deliver() -> None:
+        raise RuntimeError("deliver broke")
+
+    reading.deliver = deliver
+    copier.reading = lambda piece, *, verify, ready: reading
+    with pytest.raises(RuntimeError, match=breaks or "deliver broke"):
+        copy_of(world, [0, 1, 3])
+    assert copier.names[-1] == "close 0"
+    assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 0] and world.sources.bytes_aside == 100
+    world.sources.close()
+    assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 1]

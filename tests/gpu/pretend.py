@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.gpu.device import DeviceError
+from kvkeep.errors import DeviceError
 
 
 class Stream:
@@ -28,6 +28,8 @@ class Pretend:
         self.copies: list[tuple[str, int, int]] = []  # direction, bytes, count
         self.waits: list[tuple[Any, Any]] = []  # stream, mark
         self.marks: list[Any] = []
+        self.marks_left = 1 << 30  # then there is none to be had
+        self.drained: list[Any] = []
         self.threads = 0
 
     def enter(self) -> None:
@@ -55,6 +57,9 @@ class Pretend:
         return contextlib.nullcontext()
 
     def mark(self, stream: Any = None, *, urgent: bool = False) -> Any:
+        if not self.marks_left:
+            raise DeviceError("CUDA error: out of memory")
+        self.marks_left -= 1
         self.marks.append((stream, object()))
         return self.marks[-1]
 
@@ -64,6 +69,9 @@ class Pretend:
 
     def wait(self, event: Any) -> None:
         assert event in self.marks
+
+    def drain(self, stream: Any) -> None:
+        self.drained.append(stream)
 
     def to_host(
         self, stream: Any, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pretend import Pretend
 
-from kvkeep.errors import RequestError
+from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu.copier import GpuCopier
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.runs import BlockRuns
@@ -227,6 +227,36 @@ class TestOrder:
         assert last[0] is engine.copier._out.kernels
         engine.copier.shield()
         assert engine.device.waits[-1] == (None, last)  # type: ignore[union-attr]
+
+    def test_when_no_event_can_be_had_a_load_has_ended_before_its_error_is_told(self) -> None:
+        engine = Engine()
+        sums, device = engine.store([1, 2], [1, 2]), engine.device
+        assert device is not None
+        device.marks_left = 1
+        with pytest.raises(DeviceError, match="out of memory"):
+            engine.copier.scattering(0, np.array([3, 4]), engine.addresses([1, 2]), sums)
+        assert device.drained == [engine.copier._in.kernels, engine.copier._in.copies]
+
+    @pytest.mark.parametrize("marks_left", range(5))
+    def test_what_was_set_aside_is_free_again_when_the_device_fails_while_it_is_stored(self, marks_left: int) -> None:
+        engine = Engine()
+        saved = engine.copier.set_aside(0, np.array([6, 7]))
+        reading, device = engine.copier.reading(0, verify=True, ready=engine.copier.mark()), engine.device
+        assert device is not None
+        device.marks_left = marks_left
+        put: list[Any] = []
+
+        def store() -> None:
+            for at, each in enumerate(saved):
+                put.append(each)
+                reading.put(each, int(engine.addresses([at])[0]))
+            reading.end()
+
+        with pytest.raises(DeviceError, match="out of memory"):
+            store()
+        reading.close()
+        assert device.drained == [engine.copier._out.kernels, engine.copier._out.copies]
+        assert engine.copier._aside._left == 2 - len(put)
 
     def test_a_host_that_does_not_let_memory_be_registered(self) -> None:
         engine = Engine(registrable=False)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeep.errors import DeviceError
 from kvkeep.gpu import device as module
-from kvkeep.gpu.device import Cuda, DeviceError
+from kvkeep.gpu.device import Cuda
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from pretend import Pretend
 
-from kvkeep.gpu.staging import MOST_BLOCKS, Line
+from kvkeep.errors import DeviceError
+from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Line
 
 
 @pytest.fixture
@@ -56,3 +57,51 @@ def test_a_bounce_buffer_is_made_once_for_each_bay(line: Line) -> None:
     assert bay.bounce is None
     assert line.bounce(bay) == line.bounce(bay)
     assert bay.bounce is not None and bay.bounce.numel() * 8 == line.bay_bytes
+
+
+@pytest.mark.parametrize("marks_left", [0, 1])
+def test_a_line_is_drained_though_no_event_can_be_had(line: Line, marks_left: int) -> None:
+    device: Any = line._device
+    line.drain()
+    assert len(device.marks) == 2 and not device.drained
+    device.marks_left = marks_left
+    line.drain()
+    assert device.drained == [line.kernels, line.copies]
+
+
+def test_a_line_is_drained_though_an_event_cannot_be_waited_for(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = line._device
+
+    def fail(event: Any) -> None:
+        raise RuntimeError("CUDA error: launch failure")
+
+    monkeypatch.setattr(device, "wait", fail)
+    line.drain()
+    assert device.drained == [line.kernels, line.copies]
+
+
+class Blocks:
+    """Units of 4 words, whose kernel is not run."""
+
+    nbytes = pitch = 32
+    broken = False
+
+    def gather(self, ids: Any, staging: Any, sums: Any) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize("what", ["kernel", "mark"])
+def test_room_for_blocks_that_could_not_be_set_aside_is_given_back(what: str) -> None:
+    device, units = Pretend(), Blocks()
+    aside = Aside(device, 5 * 32)  # type: ignore[arg-type]
+    made = aside.take(units, np.array([5, 6]))  # type: ignore[arg-type]
+    units.broken, device.marks_left = what == "kernel", 0 if what == "mark" else 9
+    for _ in range(3):
+        with pytest.raises((DeviceError, RuntimeError), match="out of memory"):
+            aside.take(units, np.array([7]))  # type: ignore[arg-type]
+        assert aside._left == 2
+    for each in made:
+        each.free()
+    units.broken, device.marks_left = False, 9
+    assert len(aside.take(units, np.arange(5))) == 5, "all of it is free"  # type: ignore[arg-type]

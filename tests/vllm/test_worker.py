@@ -203,6 +203,25 @@ def test_the_scheduler_hears_of_jobs_that_were_not_begun() -> None:
     assert worker.faults == 3
 
 
+def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further() -> None:
+    """The scheduler hears that all of them are over, so it will not withdraw their blocks any more."""
+    worker, adapter = side()
+
+    def store(job: int, request: StoreRequest) -> None:
+        adapter.calls.append(("store", job))
+        if job == 4:
+            raise RuntimeError("CUDA error: out of memory")
+
+    adapter.store = store  # type: ignore[method-assign]
+    worker.begin(Step(StepMetadata(stores_after={3: STORE, 4: STORE, 5: STORE})))
+    worker.finish()
+    assert adapter.calls == [("store", 3), ("store", 4), ("withdraw", None)]
+    reports = worker.take_reports()
+    assert reports is not None
+    assert [(report.stored, report.incomplete) for report in reports.finished] == [({3: 0, 4: 0, 5: 0}, [3, 4, 5])]
+    assert worker.faults == 1
+
+
 # --- reports ----------------------------------------------------------------------------------------------------
 
 
