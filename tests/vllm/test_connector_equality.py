@@ -116,7 +116,9 @@ def test_wrong_bytes_would_change_the_answer(bare: Replica) -> None:
     bare.call("zero")
     [wrong] = bare.serve([request(tokens, max_tokens=8)])
     assert wrong.cached == 288
-    assert wrong.tokens != right.tokens
+    # Half of LFM2's layers keep no KV: its first tokens may come out the same, but not as likely.
+    off = max(abs(a - b) for a, b in zip(wrong.logprobs, right.logprobs, strict=True))
+    assert wrong.tokens != right.tokens or off > 0.05
 
 
 def test_wrong_bytes_in_the_pool_would_change_the_answer(plain: Replica, two: Replica) -> None:
