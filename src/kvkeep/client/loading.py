@@ -44,7 +44,7 @@ class Loading:
             return
         loads = [self._requests[number] for number in self._sound]
         slots = _joined([request.slots for request in loads])
-        table = _joined([self._transfer.table(request) for request in loads], axis=1)
+        table = _joined([self._transfer.table(request.block_ids) for request in loads], axis=1)
         checksums = _joined([request.checksums for request in loads])
         try:
             for piece, block_ids in enumerate(table):

@@ -53,12 +53,6 @@ class PieceStore:
         self._ahead: tuple[tuple[int, int], Call] | None = None
         self._takes_all = False
 
-    def run(self) -> Stored:
-        """All of it."""
-        self.begin()
-        self.copy()
-        return self.finish()
-
     def begin(self) -> None:
         """Asks the server for the first slots."""
         self._parts_left = self._parts()

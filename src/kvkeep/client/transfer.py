@@ -62,7 +62,7 @@ class Transfer:
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""
-        return Sources(self._pieces, self._table(request.block_ids), self.copier)
+        return Sources(self._pieces, self.table(request.block_ids), self.copier)
 
     # -- store
 
@@ -84,7 +84,7 @@ class Transfer:
         """The same, step by step."""
         return Storing([PieceStore(self, request, piece, sources) for piece in self._order])
 
-    def _table(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def table(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.atleast_2d(block_ids)
         if len(table) != len(self._pieces):
             problem = f"block ids for {len(table)} pieces, but the engine's blocks have {len(self._pieces)}"
@@ -104,12 +104,12 @@ class Transfer:
     def loading(self, requests: Sequence[LoadRequest], ready: Sequence[Any] = ()) -> Loading:
         """The same in two steps: this one begins it."""
         for request in requests:
-            self._table(request.block_ids)
+            self.table(request.block_ids)
         loading = Loading(self, requests)
         if self.connection.segments is None:
             for request, loaded in zip(requests, loading.loaded, strict=True):
                 if request.epoch == self.connection.epoch:
-                    loaded[:] = self._load_by_fetch(request, self._table(request.block_ids), ready)
+                    loaded[:] = self._load_by_fetch(request, self.table(request.block_ids), ready)
                 else:
                     self.connection.counters.fail("stale_epoch")
         else:
@@ -195,9 +195,6 @@ class Transfer:
                 self.connection.refusal = str(error)
                 addresses = None
             yield addresses
-
-    def table(self, request: LoadRequest) -> NDArray[np.int64]:
-        return self._table(request.block_ids)
 
     def shard(self, piece: int) -> int:
         return self._first_shard + piece
