@@ -1,8 +1,9 @@
-# One command each: `make setup`, `make demo`, `make test`, `make check`, `make bench`, `make fuzz`, `make clean`.
+# One command each: `make setup`, `make demo`, `make test`, `make check`, `make bench`, `make fuzz`, `make chaos`, `make clean`.
 # Another interpreter: `make setup PYTHON=python3.12`. Another vLLM: `make test-vllm VLLM=0.30.0`.
 
 PYTHON ?= python3
 SEEDS ?= 0:300
+CHAOS ?= 0:500
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -18,7 +19,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 INSTALL_INPUTS := pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-gpu check bench fuzz clean
+.PHONY: help setup demo test test-vllm test-gpu check audit bench fuzz chaos clean
 
 help:
 	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
@@ -26,8 +27,10 @@ help:
 	@echo "make test       check, then all tests, those with vLLM last"
 	@echo "make test-vllm  tests with a real vLLM, in $(VLLM_VENV): make test-vllm VLLM=0.30.0"
 	@echo "make test-gpu   tests on this host's NVIDIA GPU, with its own python: make test-gpu PYTHON=python3.12"
-	@echo "make check      ruff and mypy --strict"
+	@echo "make check      ruff, mypy --strict and the audit of dependencies"
+	@echo "make audit      known vulnerabilities in what is installed, where their database can be reached"
 	@echo "make bench      lookup, transfer, index and engine benchmarks"
+	@echo "make chaos      whole clusters in simulated time under faults, and planted bugs: make chaos CHAOS=0:10000"
 	@echo "make fuzz       random lives of the engine under faults: make fuzz SEEDS=0:1000"
 	@echo "make clean      remove build outputs and caches (the virtual environments stay)"
 
@@ -87,6 +90,12 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@echo "check: mypy --strict"
 	@$(BIN)/mypy
+	@echo "check: audit of dependencies"
+	@$(MAKE) --no-print-directory audit
+
+# That every dependency has a tested range and a reason is checked by tests/test_package.py, with no network.
+audit: $(STAMP)
+	@$(BIN)/python .ci/audit.py
 
 bench: $(STAMP)
 	@for what in lookup transfer index engine; do \
@@ -95,6 +104,10 @@ bench: $(STAMP)
 
 fuzz: $(STAMP)
 	@for model in oracle gqa mla; do $(BIN)/kvkeep engine-fuzz --model $$model --seeds $(SEEDS) || exit 1; done
+
+chaos: $(STAMP)
+	@$(BIN)/kvkeep chaos --seeds $(CHAOS)
+	@$(BIN)/kvkeep chaos --mutants
 
 clean:
 	@echo "clean: removing build outputs and caches"

@@ -66,10 +66,10 @@ def test_bad_options_are_refused(
 def test_a_violation_is_told_with_the_way_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def results(span: range, model: str, jobs: int) -> list[dict[str, object]]:
+    def results(run: object, runs: object, jobs: int) -> list[dict[str, object]]:
         return [{"seed": 4, "violation": "seed 4: wrong"}]
 
-    monkeypatch.setattr(engine_fuzz, "_results", results)
+    monkeypatch.setattr(engine_fuzz, "in_processes", results)
     with pytest.raises(SystemExit) as ended:
         engine_fuzz.engine_fuzz(seeds="4:5", json=True)
     assert ended.value.code == 1

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +97,92 @@ def test_a_server_that_says_nothing_is_not_taken_for_none(monkeypatch: pytest.Mo
         assert "kvkeep serve" not in caught.value.hint and "not known" not in caught.value.message
         with pytest.raises(Unavailable, match="whether the change was made is not known"):
             ask(address, "/v1/settings", "PATCH", {"verify": "true"})
+
+
+# -- the token
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("t" * 43 + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[bytes]]]:
+    """Something that keeps what it is asked, and answers with an empty object."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}", heard
+
+
+def test_a_token_that_is_named_is_sent(listener: tuple[str, list[bytes]], token_file: Path) -> None:
+    assert ask(listener[0], "/v1/status", token_file=token_file) == {}
+    assert b"Authorization: Bearer " + b"t" * 43 + b"\r\n" in listener[1][0]
+
+
+@pytest.mark.parametrize("variable", ["KVKEEP_STATE_DIR", "XDG_STATE_HOME"])
+def test_that_of_the_state_directory_is_found(
+    listener: tuple[str, list[bytes]], token_file: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("KVKEEP_STATE_DIR", raising=False)
+    monkeypatch.setenv(variable, str(token_file.parent))
+    keys = token_file.parent / ("kvkeep/keys" if variable == "XDG_STATE_HOME" else "keys")
+    keys.mkdir(parents=True)
+    token_file.rename(keys / "admin-token")
+    ask(listener[0], "/v1/status")
+    assert b"Bearer " + b"t" * 43 in listener[1][0]
+    assert remote._token("http://192.0.2.7:80", None) is None, "not one that nobody named, to another host"
+    assert remote._token("http://192.0.2.7:80", keys / "admin-token") == b"t" * 43
+
+
+def test_without_one_none_is_sent(
+    listener: tuple[str, list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_STATE_DIR", str(tmp_path))
+    ask(listener[0], "/v1/status")
+    assert b"authorization" not in listener[1][0].lower()
+
+
+def test_the_token_is_not_taken_elsewhere_by_a_redirect(
+    listener: tuple[str, list[bytes]], stranger: Callable[[bytes], str], token_file: Path
+) -> None:
+    elsewhere = f"HTTP/1.1 302 Found\r\nlocation: http://{listener[0]}/\r\ncontent-length: 0\r\n\r\n".encode()
+    with pytest.raises(Unavailable, match="no kvkeep server"):
+        ask(stranger(elsewhere), "/v1/status", token_file=token_file)
+    assert listener[1] == []
+
+
+def test_every_command_that_asks_the_server_takes_a_token(kvkeep: Run, token_file: Path, tmp_path: Path) -> None:
+    flags = ("--pool-size", "16MiB", "--admin-token", str(token_file))
+    tenant = "t-" + "0" * 32
+    commands = [
+        ("status",),
+        ("tenants", "list"),
+        ("tenants", "set-quota", tenant, "1MiB"),
+        ("tenants", "unset-quota", tenant),
+        ("tenants", "clear", "default"),
+        ("tenants", "clear-all", "--yes"),
+        ("settings", "list"),
+        ("settings", "set", "log_level", "debug"),
+    ]
+    with ServerProcess(*flags) as server:
+        env = {"KVKEEP_STATE_DIR": str(tmp_path)}
+        for words in commands:
+            refused = kvkeep(*words, "--http", server.http, env=env)
+            assert refused.returncode == 1 and "asks for a token" in refused.stderr and "--token-file" in refused.stderr
+            heard = kvkeep(*words, "--http", server.http, "--token-file", str(token_file), env=env)
+            assert "token" not in heard.stderr, heard.stderr
+        by_name = kvkeep("status", "--http", server.http, env=env | {"KVKEEP_ADMIN_TOKEN": str(token_file)})
+        assert by_name.returncode == 0
+        assert "t" * 43 not in server.log()

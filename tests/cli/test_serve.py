@@ -107,7 +107,7 @@ def test_a_second_signal_does_not_wait_for_sessions() -> None:
             time.sleep(0.01)
         server.send(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-        assert not (SHM / f"kvkeep-{server.name}").exists()
+        assert (SHM / f"kvkeep-{server.name}").exists(), "who is still writing there may go on"
         cache.close()
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from collections.abc import Callable
 from typing import Any
 
 from kvkeep.cli.status import facts, time_since
+from kvkeep.server.snapshot import RestartShown
 from kvkeep.testing.process import ServerProcess
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -21,7 +23,7 @@ def test_status_for_people_and_for_programs(kvkeep: Run, server: ServerProcess) 
 
 def status(**changes: Any) -> dict[str, Any]:
     zero = ["lookups", "lookup_blocks", "hit_blocks", "stored_blocks", "stored_bytes", "evictions"]
-    counters = dict.fromkeys([*zero, "bad_blocks", "internal_errors", "sessions_died"], 0)
+    counters = dict.fromkeys([*zero, "bad_blocks", "internal_errors", "sessions_died", "scrubbed_blocks"], 0)
     return {
         "name": "a",
         "version": "1",
@@ -44,6 +46,8 @@ def status(**changes: Any) -> dict[str, Any]:
         "leases": 0,
         "writes": 0,
         "tenants": 2,
+        "auth_failures": {"unknown_key": 3, "mechanism": 1},
+        "restart": dataclasses.asdict(RestartShown()),
     } | changes
 
 
@@ -56,7 +60,16 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["degraded"] == "no more memory"
     assert "2GiB" in lines["warning"]
     assert lines["bad blocks"] == "3"
+    assert lines["turned away"] == "1 mechanism, 3 unknown_key"
     assert "internal errors" not in lines
+
+
+def test_facts_of_a_server_that_took_over() -> None:
+    assert not {"adopted", "held"} & dict(facts(status())).keys()
+    restart = RestartShown(2000, 1 << 20, 0.25, 3, old_sessions=1, held_by_old_sessions=4)
+    lines = dict(facts(status(restart=dataclasses.asdict(restart))))
+    assert lines["adopted"] == "2,000 blocks in 0.25 s, 3 dropped; 0 looked through"
+    assert lines["held"] == "4 blocks for 1 process of the server before"
 
 
 def test_facts_of_a_server_that_is_not_ready() -> None:

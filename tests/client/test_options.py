@@ -19,3 +19,24 @@ def test_the_defaults_reach_a_server_on_this_host() -> None:
 def test_a_number_that_is_none_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=option):
         ClientOptions(**{option: value})
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("given", [{"curve_key": "/keys/a.key"}, {"server_key": "/keys/server.pub"}])
+def test_one_key_without_the_other_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match=r"is given and .* is not") as caught:
+        ClientOptions(**given)  # type: ignore[arg-type]
+    assert "kvkeep keygen" in caught.value.hint
+
+
+def test_keys_come_from_the_environment_if_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (ClientOptions().curve_key, ClientOptions().server_key) == (None, None)
+    monkeypatch.setenv("KVKEEP_CLIENT_KEY", "/keys/a.key")
+    monkeypatch.setenv("KVKEEP_SERVER_KEY", "/keys/server.pub")
+    assert (ClientOptions().curve_key, ClientOptions().server_key) == ("/keys/a.key", "/keys/server.pub")
+    assert ClientOptions(curve_key="/keys/b.key").curve_key == "/keys/b.key"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from kvkeep.client.transport import ZmqTransport
 from kvkeep.errors import SettingsError
+from kvkeep.wire.auth import new_pair
 
 
 def test_without_a_server_a_send_fails_at_once_and_nothing_is_queued_for_later(tmp_path: Path) -> None:
@@ -68,3 +72,94 @@ def test_a_connection_that_ends_is_noticed_once() -> None:
             transport.wait(1)
         assert not transport.lost()
         transport.close()
+
+
+# -- with keys
+
+
+def until(happens: Callable[[], bool], transport: ZmqTransport) -> None:
+    """Polls the transport as a connection does. The limit only ends a test that has failed."""
+    for _ in range(4_000):
+        if happens():
+            return
+        transport.lost()
+        transport.wait(5)
+    raise AssertionError("it did not happen")
+
+
+@pytest.fixture
+def curve_server() -> Iterator[tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator]]:
+    """A ROUTER of another make that lets in any key, or those that its authenticator is told of."""
+    public, secret = new_pair()
+    with zmq.Context() as context:
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
+        with context.socket(zmq.ROUTER) as router:
+            router.curve_server, router.curve_secretkey, router.linger = True, secret.encode(), 0
+            port = router.bind_to_random_port("tcp://127.0.0.1")
+            yield router, f"tcp://127.0.0.1:{port}", public, authenticator
+        authenticator.stop()
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.key"
+    path.write_text(new_pair()[1])
+    path.chmod(0o600)
+    return path
+
+
+def test_with_the_right_keys_frames_go_both_ways(
+    curve_server: tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator], key_file: Path
+) -> None:
+    router, address, public, _ = curve_server
+    transport = ZmqTransport(address, str(key_file), public)
+    until(lambda: transport.send([b"question"]), transport)
+    assert router.poll(20_000)
+    sender, question = router.recv_multipart()
+    router.send_multipart([sender, b"answer"])
+    transport.wait(60_000)
+    assert (question, transport.receive()) == (b"question", [b"answer"])
+    transport.close()
+
+
+@pytest.mark.parametrize("wrong", ["server key", "no keys"])
+def test_with_keys_that_do_not_fit_nothing_goes_out_and_it_is_said_once(
+    curve_server: tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator],
+    key_file: Path,
+    caplog: pytest.LogCaptureFixture,
+    wrong: str,
+) -> None:
+    router, address, _, _ = curve_server
+    keys = (str(key_file), new_pair()[0]) if wrong == "server key" else ()
+    transport = ZmqTransport(address, *keys)
+    until(lambda: transport.send([b"secret"]) or "turned us away" in caplog.text, transport)
+    for _ in range(40):
+        transport.lost()
+        transport.wait(5)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert not router.poll(0)
+    transport.close()
+
+
+def test_who_was_turned_away_knocks_again_until_the_keys_are_set_right(
+    curve_server: tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator],
+    key_file: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvkeep.client.transport._KNOCK_AGAIN_S", 0.02)
+    router, address, public, authenticator = curve_server
+    authenticator.configure_curve(domain="*", location=str(key_file.parent))  # an empty list of certificates
+    transport = ZmqTransport(address, str(key_file), public)
+    until(lambda: "turned us away" in caplog.text, transport)
+    authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
+    until(lambda: transport.send([b"now"]), transport)
+    assert router.recv_multipart()[1:] == [b"now"]
+    transport.close()
+
+
+def test_a_key_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="nothing cannot be read"):
+        ZmqTransport("tcp://127.0.0.1:1", str(tmp_path / "nothing"), new_pair()[0])

@@ -21,7 +21,8 @@ from kvkeep.errors import SettingsError
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVKEEP_ADDRESS", raising=False)
+    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def refusal(does: Callable[[], object]) -> str:
@@ -141,10 +142,18 @@ def test_every_option_of_the_client_can_be_set() -> None:
         verify=False,
         gpu_staging_bytes=17,
         shared_memory=False,
+        curve_key="/keys/engine.key",
+        server_key="/keys/server.pub",
     )
     extra = {f"kvkeep.{name}": value for name, value in vars(chosen).items()}
     assert client_options(extra) == chosen
     assert all(value != vars(ClientOptions())[name] for name, value in vars(chosen).items())  # or it proves nothing
+
+
+def test_one_key_without_the_other_is_refused() -> None:
+    said = refusal(lambda: client_options({"kvkeep.curve_key": "/keys/engine.key"}))
+    assert "curve_key is given and server_key is not" in said
+    assert client_options({"kvkeep.curve_key": None, "kvkeep.server_key": None}) == ClientOptions()
 
 
 def test_verify_can_be_left_to_the_server() -> None:
@@ -164,6 +173,8 @@ def test_verify_can_be_left_to_the_server() -> None:
         ("kvkeep.shared_memory", None, "true or false"),
         ("kvkeep.shared_memory", 1, "true or false"),
         ("kvkeep.client", 7, "text"),
+        ("kvkeep.curve_key", 7, "text, or null"),
+        ("kvkeep.server_key", "", "text, or null"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_its_key(key: str, value: Any, expected: str) -> None:

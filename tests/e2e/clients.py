@@ -101,11 +101,42 @@ def hold_lease(address: str, count: str) -> None:
     say(right=read == oracle(tokens).tobytes())
 
 
+def in_the_middle(address: str, what: str, count: str) -> None:
+    """Is in the middle of a copy, of which the server's end is no end: goes on with it when told to."""
+    tokens = list(range(int(count))) if what == "load" else list(range(1_000_000, 1_000_000 + int(count)))
+    cache = connect(address, ping_interval_ms=100, reconnect_interval_ms=50)
+    chain = KeyChain(root_key(cache.identity, None), BLOCK_TOKENS)
+    chain.extend(tokens)
+    connection = cache.connection
+    assert connection.layout is not None
+    layout, epoch = connection.layout.layout, connection.epoch
+    ask = {
+        "load": m.Lookup("default", layout, chain.keys()),
+        "store": m.PrepareStore("default", layout, 0, b"", chain.keys()),
+    }
+    answer = connection.wait(connection.call(ask[what], 5_000))
+    assert isinstance(answer, m.Found | m.Prepared)
+    slots = np.frombuffer(answer.slots, "<i8").tolist()
+    with connection.pool(epoch) as pool:
+        assert pool is not None
+        views = [pool[0].view(slot, BLOCK_BYTES) for slot in slots]
+        say(slots=len(slots))
+        sys.stdin.readline()
+        if what == "store":
+            for view in views:
+                view[:] = 0xEE
+            say(written=len(views))
+        else:
+            say(right=b"".join(view.tobytes() for view in views) == oracle(tokens).tobytes())
+        sys.stdin.readline()
+        views.clear()
+
+
 def work(address: str, seed: str, rounds: str) -> None:
     """Random puts and gets under several salts; every byte is checked."""
     rng = np.random.default_rng(int(seed))
     wrong = got = 0
-    with connect(address) as cache:
+    with connect(address, ping_interval_ms=100, reconnect_interval_ms=50) as cache:
         for _ in range(int(rounds)):
             branch, count = int(rng.integers(0, 8)), int(rng.integers(4, 120))
             salt = ["", "alice", "bob"][rng.integers(0, 3)]

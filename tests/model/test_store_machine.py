@@ -97,7 +97,7 @@ def held_slots(store: Store) -> dict[tuple[str, int, int], list[int]]:
 def snapshot(store: Store) -> dict[str, Any]:
     """Everything that a refused request must leave alone."""
     table, slabs = store.blocks.table, store.slabs
-    columns = [name for name in table.__slots__ if name not in ("_free", "_next", "keys", "many")]
+    columns = [name for name in table.__slots__ if name not in ("_columns", "_free", "_next", "keys", "many")]
     return {
         "rows": {
             row: (table.keys[row], *(getattr(table, name)[row] for name in columns))

@@ -415,7 +415,7 @@ def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
         wire.send_multipart(encode(Header(0, number), m.Ping()))
     handled: list[int] = []
 
-    def slow(frames: list[bytes], now_ms: int) -> None:
+    def slow(frames: list[bytes], now_ms: int, caller: object) -> None:
         time.sleep(0.01)
         handled.append(1)
 
@@ -527,7 +527,7 @@ def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(connect: C
         sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")
         assert peer.ask(m.Done, m.CompleteStore(write, sums.tobytes())).count == 4
         assert server.process is not None and server.process.wait(PATIENCE_MS / 1000) == 0
-        assert not pool.exists()
+        assert (pool / "index-header").exists(), "the next server finds what was stored"
 
 
 def test_grace_ends_for_a_client_that_does_not_finish(
@@ -543,3 +543,21 @@ def test_grace_ends_for_a_client_that_does_not_finish(
 def test_closing_without_ever_running_leaves_nothing(make: Callable[..., Daemon], tmp_path: Path) -> None:
     make().close()
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_the_index_goes_before_the_lock_of_anybody_who_may_be_at_work(
+    make: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = make()
+    daemon.store.open_session(1)
+    daemon.service.sessions.add(1, "client", 1, daemon.pool.watch(1), 0)
+    removed: list[str] = []
+    unlink = Path.unlink
+
+    def note(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name.partition("-")[0])
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", note)
+    daemon.close()
+    assert removed[:2] == ["index", "session"]

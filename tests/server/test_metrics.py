@@ -47,6 +47,15 @@ def test_a_scrape_shows_pool_blocks_and_tenants(start: Start) -> None:
     assert value(samples, "kvkeep_ready") == 1
 
 
+def test_those_who_were_turned_away_are_counted_by_reason(start: Start) -> None:
+    running = start()
+    for reason in ("unknown_key", "mechanism", "unknown_key"):
+        running.in_loop(lambda reason=reason: running.daemon.service.counters.fail_auth(reason))
+    samples = scrape(running)
+    assert value(samples, "kvkeep_auth_failures_total", reason="unknown_key") == 2
+    assert value(samples, "kvkeep_auth_failures_total", reason="mechanism") == 1
+
+
 def test_only_the_largest_tenants_are_labels(start: Start) -> None:
     running = start()
     for number in range(LARGEST_TENANTS + 10):
@@ -89,7 +98,7 @@ def test_openmetrics_is_spoken_to_who_asks_for_it(start: Start) -> None:
 
 
 def test_every_counter_is_a_metric() -> None:
-    counted = {field.name for field in fields(Counters)} - {"refusals", "latency"}
+    counted = {field.name for field in fields(Counters)} - {"refusals", "latency", "auth_failures"}
     assert counted == set(COUNTED)
 
 

@@ -116,3 +116,26 @@ def test_removing_a_session_removes_its_lock_file(tmp_path: Path) -> None:
     sessions.remove(one)
     assert not (tmp_path / "lock").exists()
     assert sessions.all() == []
+
+
+# -- whose a session is
+
+
+def test_a_session_is_found_with_its_own_key_alone() -> None:
+    sessions = Sessions()
+    keyed, plain = sessions.add(1, "a", 1, None, 0, "key"), sessions.add(2, "b", 1, None, 0)
+    assert sessions.get(keyed.token, "key") is keyed and sessions.get(plain.token) is plain
+    for token, key in ((keyed.token, ""), (keyed.token, "other"), (plain.token, "key"), (0, "")):
+        with pytest.raises(RequestError):
+            sessions.get(token, key)
+
+
+def test_a_barred_session_is_not_found_but_counted_until_it_is_removed() -> None:
+    sessions = Sessions()
+    one = sessions.add(1, "a", 1, None, 0, "key")
+    assert sessions.bar(one) and not sessions.bar(one)
+    with pytest.raises(RequestError):
+        sessions.get(one.token, "key")
+    assert sessions.all() == [one] and len(sessions) == 1
+    sessions.remove(one)
+    assert sessions.all() == [] and len(sessions) == 0

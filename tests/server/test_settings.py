@@ -132,24 +132,6 @@ def test_addresses_that_stay_on_the_host(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["--address", "tcp://0.0.0.0:5555"],
-        ["--address", "tcp://*:5555"],
-        ["--address", "tcp://[::]:5555"],
-        ["--address", "tcp://cache.example:5555"],
-        ["--address", "tcp://localhost.example:5555"],
-        ["--http-address", "0.0.0.0:80"],
-        ["--http-address", "192.0.2.7:5556"],
-    ],
-)
-def test_listening_beyond_loopback_is_refused_until_there_is_authentication(argv: list[str]) -> None:
-    message = refusal(*argv)
-    assert "authentication is not available yet, so kvkeep listens on loopback only" in message
-    assert argv[1] in message
-
-
-@pytest.mark.parametrize(
     ("argv", "parts"),
     [
         (["--slab-size", "65MiB"], ["pool_size = 64MiB", "65MiB", "slab_size"]),

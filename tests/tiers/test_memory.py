@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import PoolError
+from kvkeep.store.store import Store
 from kvkeep.tiers import memory
 from kvkeep.tiers.memory import Pool, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, format_size, parse_size
@@ -58,7 +59,7 @@ def test_a_pool_is_a_directory_of_these_files(make: Callable[..., Pool], tmp_pat
         "segment-00000": SEGMENT,
         "segment-00001": SEGMENT,
         "segment-00002": 2 * SLAB,
-        "session-3.lock": 0,
+        "session-000000000000004d-3.lock": 0,
     }
     watch.close()
 
@@ -201,7 +202,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_a_killed_server_left_is_cleaned(make: Callable[..., Pool], tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert (tmp_path / "kvkeep-test" / "segment-00000").exists(), "it was killed before it could clean up"
-    assert (tmp_path / "kvkeep-test" / "session-1.lock").exists()
+    assert (tmp_path / "kvkeep-test" / "session-0000000000000005-1.lock").exists()
     pool = make(epoch=6)
     assert sorted(path.name for path in pool.directory.iterdir()) == ["daemon.lock", "epoch"]
     assert is_same_pool(pool.directory, 6)
@@ -332,3 +333,61 @@ def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was(
 )
 def test_a_small_pool_has_small_slabs(pool_bytes: int, slab_bytes: int) -> None:
     assert slab_bytes_for(pool_bytes) == slab_bytes
+
+
+# -- left to the next server
+
+
+def test_a_pool_that_is_kept_is_found_with_its_memory(make: Callable[..., Pool], tmp_path: Path) -> None:
+    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
+    Store(first.pool_bytes, SLAB, columns=first.columns)
+    fill(first)
+    first.segments.view(5 * SLAB, 4)[:] = [1, 2, 3, 4]
+    assert first.is_kept and not first.is_left
+    first.close(keep=True)
+    assert not first.is_kept
+    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    assert second.is_left and second.not_adopted == "" and second.filled_bytes == second.pool_bytes
+    assert second.segments.view(5 * SLAB, 4).tolist() == [1, 2, 3, 4] and is_same_pool(second.directory, 2)
+    assert second.fill_next() == (0, 0)
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_of_a_pool_is_made_again(make: Callable[..., Pool], tmp_path: Path) -> None:
+    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
+    Store(first.pool_bytes, SLAB, columns=first.columns)
+    fill(first)
+    first.close(keep=True)
+    (tmp_path / "kvkeep-test" / "segment-00001").unlink()
+    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    assert second.filled_bytes == SEGMENT and not (second.directory / "segment-00002").exists()
+    assert fill(second) == [(4, 4), (8, 2)]
+    second.close()
+
+
+def test_without_keep_nothing_is_taken_over(make: Callable[..., Pool], tmp_path: Path) -> None:
+    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
+    Store(first.pool_bytes, SLAB, columns=first.columns)
+    fill(first)
+    first.close(keep=True)
+    second = make()
+    assert not second.is_left and second.filled_bytes == 0 and not second.is_kept
+    assert not list(second.directory.glob("index-*")) and not list(second.directory.glob("segment-*"))
+
+
+def test_the_index_goes_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal that is cut off leaves nothing to adopt: the locks that say who is at work may be gone by then."""
+    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
+    Store(first.pool_bytes, SLAB, columns=first.columns)
+    fill(first)
+    removed: list[str] = []
+    unlink = Path.unlink
+
+    def note(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", note)
+    first.close()
+    assert removed[0] == "index-header" and len(removed) > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.wire.liveness import Watch, hold
+from kvkeep.wire.liveness import Watch, hold, is_owned, own
 
 HOLDER = """
 import sys
@@ -179,3 +180,36 @@ def test_closing_in_a_directory_that_is_gone_is_no_error(tmp_path: Path) -> None
     watch.path.unlink()
     directory.rmdir()
     watch.close()
+
+
+# -- owning a file, which others may ask about
+
+
+def test_a_file_is_owned_until_its_owner_closes_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    owner, asker = os.open(path, os.O_RDWR), os.open(path, os.O_RDONLY)
+    assert not is_owned(asker)
+    own(owner)
+    assert is_owned(asker) and not is_owned(owner)
+    other = os.open(path, os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        own(other)
+    os.close(owner)
+    assert not is_owned(asker)
+    own(other)
+    os.close(other)
+    os.close(asker)
+
+
+def test_who_asks_is_in_nobodys_way(tmp_path: Path) -> None:
+    """A client may be paused at any moment, also while it asks whether its server is there."""
+    path = tmp_path / "lock"
+    path.touch()
+    asker = os.open(path, os.O_RDONLY)
+    assert not is_owned(asker)
+    owner = os.open(path, os.O_RDWR)
+    fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    own(owner)
+    os.close(owner)
+    os.close(asker)

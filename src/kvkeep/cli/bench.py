@@ -26,6 +26,8 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "lookup": "How long a lookup takes, against a ping.",
         "transfer": "How fast blocks are stored and loaded, against a plain copy.",
         "index": "What a resident block costs in memory, and how fast blocks come and go.",
+        "restart": "How soon a server that was killed serves again, and what is still there.",
+        "security": "What keys cost, and what time tells one tenant about another.",
         "checksum": "How fast checksums are taken.",
         "copy": "How fast blocks are gathered and scattered, with and without a checksum on the way.",
         "keys": "What a block's key costs, for each hash we could have taken.",
@@ -43,6 +45,7 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "block_bytes": "Sizes of a block to measure, with commas between.",
         "block_tokens": "Tokens in a block.",
         "blocks": "How many blocks.",
+        "bytes": "How much is stored.",
         "case": "Which of several cases.",
         "connectors": "Connectors to measure, with commas between.",
         "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
@@ -176,7 +179,7 @@ def _convert(name: str, default: Any, text: str) -> Any:
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text, text == "1")
     if isinstance(default, int | float):
-        value = parse_size(text) if name.endswith("_bytes") else type(default)(text)
+        value = parse_size(text) if name.endswith("bytes") else type(default)(text)
         if not value >= min(default, 1):
             raise ValueError
         return value
@@ -201,6 +204,14 @@ def _load(name: str) -> ModuleType:
                 from kvkeep.bench import index
 
                 return index
+            case "restart":
+                from kvkeep.bench import restart
+
+                return restart
+            case "security":
+                from kvkeep.bench import security
+
+                return security
             case "checksum":
                 from kvkeep.bench import checksum
 
@@ -263,6 +274,6 @@ def _text(value: Any, name: str = "") -> str:
     """A result, or the value of the option `name` as it could be given."""
     if isinstance(value, tuple | list):
         return ",".join(_text(each, name) for each in value)
-    if name.endswith("_bytes"):
+    if name.endswith("bytes"):
         return format_size(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

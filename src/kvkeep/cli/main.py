@@ -19,8 +19,11 @@ import typer
 
 from kvkeep import __version__
 from kvkeep.cli import bench, settings, tenants
+from kvkeep.cli.chaos import chaos
 from kvkeep.cli.demo import demo
+from kvkeep.cli.drain import drain
 from kvkeep.cli.engine_fuzz import engine_fuzz
+from kvkeep.cli.keygen import keygen
 from kvkeep.cli.output import note
 from kvkeep.cli.serve import ServeCommand, serve
 from kvkeep.cli.status import status
@@ -40,7 +43,10 @@ app.command("serve", cls=ServeCommand, context_settings={"allow_extra_args": Tru
     serve
 )
 app.command("status")(status)
+app.command("drain")(drain)
 app.command("demo")(demo)
+app.command("keygen")(keygen)
+app.command("chaos")(chaos)
 app.command("engine-fuzz")(engine_fuzz)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(settings.app, name="settings")

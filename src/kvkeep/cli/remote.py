@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.request
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
 
 from kvkeep.errors import RequestError, SettingsError, Unavailable
+from kvkeep.server.setting_rules import is_loopback
 from kvkeep.server.settings import TABLE
 from kvkeep.wire.address import split_host
+from kvkeep.wire.auth import read_token
 
 DEFAULT_ADDRESS = TABLE["http_address"].default
 _ANSWER_WITHIN_S = 5.0
@@ -29,16 +33,52 @@ Http = Annotated[
     ),
 ]
 
-# A proxy from the environment is for the world outside; the server listens on loopback.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        envvar="KVKEEP_ADMIN_TOKEN",
+        metavar="FILE",
+        help="File of the admin API's token, where the server asks for one.",
+    ),
+]
+TOKEN_NAME: Final = "admin-token"
 
 
-def ask(address: str, path: str, method: str = "GET", body: Any = None, timeout_s: float | None = None) -> Any:
+# A proxy from the environment is for the world outside, and would see the token.
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Our server sends nobody elsewhere; whoever does is not to get the token there."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+
+
+def keys_dir() -> Path:
+    """Where `kvkeep keygen` puts keys if nobody says, and where the token is looked for."""
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    usual = f"{state_home}/kvkeep" if state_home.startswith("/") else TABLE["state_dir"].default
+    return Path(os.environ.get("KVKEEP_STATE_DIR") or usual).expanduser() / "keys"
+
+
+def ask(
+    address: str,
+    path: str,
+    method: str = "GET",
+    body: Any = None,
+    timeout_s: float | None = None,
+    token_file: Path | None = None,
+) -> Any:
     """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for a refusal."""
     url = _url(address)
     timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"}, method=method)
+    headers = {"content-type": "application/json"}
+    if token := _token(url, token_file):
+        headers["authorization"] = f"Bearer {token.decode()}"
+    request = urllib.request.Request(url + path, data, headers, method=method)
     try:
         with _opener.open(request, timeout=timeout_s) as reply:
             answer = reply.read()
@@ -55,6 +95,16 @@ def ask(address: str, path: str, method: str = "GET", body: Any = None, timeout_
         ) from None
     except ValueError:
         raise _stranger(url) from None
+
+
+def _token(url: str, token_file: Path | None) -> bytes | None:
+    """The token, if there is one for that server. One that nobody named goes to this host alone."""
+    if token_file is not None:
+        return read_token(token_file.expanduser())
+    usual = keys_dir() / TOKEN_NAME
+    if is_loopback(split_host(url.removeprefix("http://"))[0]) and usual.exists():
+        return read_token(usual)
+    return None
 
 
 def _url(address: str) -> str:

@@ -47,29 +47,67 @@ class ServeCommand(TyperCommand):
 def serve(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start empty, whatever the server before has left.")] = False,
     ready_json: Annotated[bool, typer.Option("--json", help="Say that the server is ready as a line of JSON.")] = False,
 ) -> None:
-    """Run a server until SIGTERM or SIGINT."""
+    """Run a server until SIGTERM, which keeps its pool for the next one, or SIGINT, which removes it."""
     # Not at the top: every other command would load a web framework before it says a word.
     from kvkeep.server.daemon import Daemon
-    from kvkeep.server.http import HttpServer
 
     signals = Signals()
     settings = Settings.load(config, os.environ, context.args)
     logs.set_up(settings.log_level, settings.log_json)
-    daemon = Daemon(settings)
-    http: HttpServer | None = None
+    daemon = Daemon(settings, fresh=fresh)
+    front = Front(daemon, ready_json)
     try:
-        http = HttpServer(daemon)
         signals.then(daemon.stop)
-        http.start()
-        _say_ready(daemon, http, ready_json)
-        threading.Thread(target=_report_progress, args=(daemon,), daemon=True).start()
+        front.start()
         daemon.run()
+        front.join()
+        if front.failure is not None:
+            raise front.failure
     finally:
-        if http is not None:
-            http.stop()
-        daemon.close()
+        front.stop()
+        keep = settings.keep_pool if front.has_opened else daemon.pool.is_left
+        daemon.close(keep=keep and not signals.at_terminal)
+
+
+class Front:
+    """What operators see of a server: HTTP, and the word that it is ready. In a thread: engines that wait for a server
+    to come back are answered while the web framework is still being loaded."""
+
+    def __init__(self, daemon: Daemon, ready_json: bool) -> None:
+        self.failure: BaseException | None = None
+        self.has_opened = False
+        self._daemon = daemon
+        self._ready_json = ready_json
+        self._http: HttpServer | None = None
+        self._thread = threading.Thread(target=self._open, name="kvkeep-front", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def stop(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._http is not None:
+            self._http.stop()
+
+    def _open(self) -> None:
+        try:
+            from kvkeep.server.http import HttpServer
+
+            self._http = HttpServer(self._daemon)
+            self._http.start()
+            _say_ready(self._daemon, self._http, self._ready_json)
+            self.has_opened = True
+            threading.Thread(target=_report_progress, args=(self._daemon,), daemon=True).start()
+        except BaseException as error:  # guard: raised again by `serve`, when the loop has ended
+            self.failure = error
+            self._daemon.stop()
 
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -78,13 +116,15 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Signals:
     """The first SIGTERM, SIGINT or SIGHUP asks for an orderly end; the second one does not wait for it.
 
-    Either way the pool is removed: the second signal raises SystemExit, which the caller's `finally` sees. Only a
-    third one ends the process on the spot.
+    SIGTERM comes from who will start the server again: the pool is kept. The other two come from a terminal
+    (`at_terminal`): it is removed. The second signal raises SystemExit, which the caller's `finally` sees. Only a third
+    one ends the process on the spot.
     """
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
         self._asked = False
+        self.at_terminal = False
         for number in _ENDING:
             # nohup ignores SIGHUP: a closed terminal is no reason then. (Shells ignore SIGINT for what runs behind.)
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -95,6 +135,7 @@ class Signals:
         self._stop = stop
 
     def _received(self, number: int, frame: FrameType | None) -> None:
+        self.at_terminal |= number != signal.SIGTERM
         if self._stop is not None and not self._asked:
             self._asked = True
             self._stop()

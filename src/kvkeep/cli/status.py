@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvkeep.cli.output import Json, counted, show_facts, show_json, show_table
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, ask
+from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
 from kvkeep.cli.tenants import tenant_rows
 from kvkeep.units import format_size
 
 
-def status(http: Http = DEFAULT_ADDRESS, json: Json = False) -> None:
+def status(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Json = False) -> None:
     """Show the server: its pool, sessions, hits and largest tenants."""
-    said = ask(http, "/v1/status")
+    said = ask(http, "/v1/status", token_file=token_file)
     if json:
         show_json(said)
         return
@@ -64,10 +64,21 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("sessions", f"{len(said['sessions'])}, {leases}, {stores} under way"),
         ("tenants", f"{said['tenants']:,}, {format_size(said['quotas']['promised_bytes'])} promised"),
     ]
+    restart = said["restart"]
+    if restart["adopted_blocks"] or restart["dropped_at_adoption"]:
+        took = f"in {restart['adoption_seconds']:g} s, {restart['dropped_at_adoption']:,} dropped"
+        looked = f"{counters['scrubbed_blocks']:,} looked through"
+        lines.append(("adopted", f"{counted(restart['adopted_blocks'], 'block')} {took}; {looked}"))
+    if restart["held_by_old_sessions"]:
+        processes = "processes" if restart["old_sessions"] != 1 else "process"
+        held = counted(restart["held_by_old_sessions"], "block")
+        lines.append(("held", f"{held} for {restart['old_sessions']} {processes} of the server before"))
     if pool["degraded"]:
         lines.append(("degraded", pool["degraded"]))
     if said["quotas"]["overcommitted"]:
         lines.append(("warning", f"quotas in force add up to {format_size(said['quotas']['in_force_bytes'])}"))
+    if turned_away := said["auth_failures"]:
+        lines.append(("turned away", ", ".join(f"{count:,} {reason}" for reason, count in sorted(turned_away.items()))))
     for name in ("bad_blocks", "internal_errors", "sessions_died"):
         if counters[name]:
             lines.append((name.replace("_", " "), f"{counters[name]:,}"))

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvkeep.cli.output import Json, counted, note, show_json, show_table
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, ask
+from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant, tenant_of
 from kvkeep.units import format_size, parse_size
@@ -38,10 +38,11 @@ Tenant = Annotated[str | None, typer.Argument(help="A tenant id: `default`, or `
 def list_tenants(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 1000,
     http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
     json: Json = False,
 ) -> None:
     """Show tenants with their usage and quota, largest first."""
-    said = ask(http, f"/v1/tenants?limit={limit}")
+    said = ask(http, f"/v1/tenants?limit={limit}", token_file=token_file)
     if json:
         show_json(said)
         return
@@ -67,6 +68,7 @@ def set_quota(
     ] = None,
     salt_stdin: SaltStdin = False,
     http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
     json: Json = False,
 ) -> None:
     """Promise a tenant memory. Kept over restarts."""
@@ -78,7 +80,7 @@ def set_quota(
         raise SettingsError("expected TENANT and SIZE, or --salt-stdin and SIZE")
     quota_bytes = _quota(words[-1])
     name = named(None if salt_stdin else words[0], salt_stdin)
-    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": quota_bytes})
+    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": quota_bytes}, token_file=token_file)
     _say(json, {"tenant": name, "quota_bytes": quota_bytes}, f"{name} has a quota of {format_size(quota_bytes)}")
 
 
@@ -94,21 +96,29 @@ def _quota(text: str) -> int:
 
 @app.command("unset-quota")
 def unset_quota(
-    tenant: Tenant = None, salt_stdin: SaltStdin = False, http: Http = DEFAULT_ADDRESS, json: Json = False
+    tenant: Tenant = None,
+    salt_stdin: SaltStdin = False,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
 ) -> None:
     """Give a tenant the default quota again."""
     name = named(tenant, salt_stdin)
-    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": None})
+    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": None}, token_file=token_file)
     _say(json, {"tenant": name, "quota_bytes": None}, f"{name} has the default quota")
 
 
 @app.command("clear")
 def clear(
-    tenant: Tenant = None, salt_stdin: SaltStdin = False, http: Http = DEFAULT_ADDRESS, json: Json = False
+    tenant: Tenant = None,
+    salt_stdin: SaltStdin = False,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
 ) -> None:
     """Take all blocks of a tenant out of use."""
     name = named(tenant, salt_stdin)
-    said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", timeout_s=_CLEAR_WITHIN_S)
+    said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
     _say(json, {"tenant": name, **said}, _out_of_use(said["blocks"], f" of {name}"))
 
 
@@ -116,12 +126,13 @@ def clear(
 def clear_all(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
     json: Json = False,
 ) -> None:
     """Take all blocks of all tenants out of use."""
     if not yes and not (sys.stdin.isatty() and typer.confirm("Take every block out of use?", err=True)):
         raise SettingsError("nothing was cleared", "say --yes if every block of every tenant is meant")
-    said = ask(http, "/v1/blocks?confirm=everything", "DELETE", timeout_s=_CLEAR_WITHIN_S)
+    said = ask(http, "/v1/blocks?confirm=everything", "DELETE", timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
     _say(json, said, _out_of_use(said["blocks"]))
 
 

@@ -8,6 +8,7 @@ connection.py   a session with the server: made, kept, made again
 keeper.py       a thread that keeps connections alive while the engine does something else
 outage.py       what is said while there is no server
 fence.py        the lock and the memory that a session on this host holds
+threads.py      threads, locks and the clock, real ones unless a simulation brings its own
 turns.py        a lock that threads have in turn
 requests.py     what engines ask for
 copier.py       who moves blocks between engine memory and slots, on a CPU; `kvkeep.gpu` on a GPU

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.client.replies import is_sound_layout, is_sound_welcome
+from kvkeep.client.threads import Threads, monotonic_ms
 from kvkeep.client.transport import Transport, ZmqTransport
 from kvkeep.client.turns import Turns
 from kvkeep.errors import ProtocolError
@@ -36,10 +37,6 @@ _WAIT_SLICE_MS = 5  # then others have their turn
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
-def monotonic_ms() -> int:
-    return int(time.monotonic() * 1000)
-
-
 class Connection:
     """See the module's docstring. Safe to use from several threads: one lock guards it all. Only `pool` does without:
     who copies does not wait for those who wait for a reply."""
@@ -50,8 +47,10 @@ class Connection:
         options: ClientOptions,
         transport: Transport | None = None,
         clock: Callable[[], int] = monotonic_ms,
+        threads: Threads = threading,
     ) -> None:
         self.shape = shape
+        self.threads = threads
         self.options = options
         self.counters = ClientCounters()
         self.breaker = Breaker(options.failures_to_open)
@@ -60,9 +59,9 @@ class Connection:
         self.layout: m.LayoutOpened | None = None
         self.refusal = ""  # why the server would not have us, in its words
         self._pid = os.getpid()
-        self._transport = transport or ZmqTransport(options.address)
+        self._transport = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
         self._clock = clock
-        self._lock = Turns()
+        self._lock = Turns(threads)
         self._calls: dict[int, Call] = {}
         self._next_number = 1
         self._handshake: Call | None = None  # its step that is under way
@@ -356,7 +355,7 @@ class Connection:
             case "greeting", m.Welcome() as welcome if is_sound_welcome(welcome):
                 self.welcome = welcome
                 self.state = "attaching"
-                self._fence = Fence.take(welcome) if self.options.shared_memory else None
+                self._fence = Fence.take(welcome, self.threads) if self.options.shared_memory else None
                 plane = m.SHARED_MEMORY if self._fence else m.NETWORK
                 self._handshake = self._send(m.Attach(plane), deadline_ms)
             case "attaching", m.Done():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
 from pathlib import Path
 
-from kvkeep.wire.liveness import hold
+from kvkeep.client.threads import Threads
+from kvkeep.wire.liveness import hold, is_owned
 from kvkeep.wire.messages import Welcome
 from kvkeep.wire.segments import Segments, is_same_pool
 
@@ -23,17 +23,19 @@ class Fence:
     lock stays ours until then, whatever becomes of the session meanwhile.
     """
 
-    def __init__(self, descriptor: int, directory: Path, epoch: int, segments: Segments) -> None:
+    def __init__(
+        self, descriptor: int, directory: Path, epoch: int, segments: Segments, threads: Threads = threading
+    ) -> None:
         self._descriptor = descriptor
         self._directory = directory
         self._epoch = epoch
         self._holders = 1  # the session itself
         self._over = False
-        self._counting = threading.Lock()
+        self._counting = threads.Lock()
         self.segments = segments
 
     @classmethod
-    def take(cls, welcome: Welcome) -> Fence | None:
+    def take(cls, welcome: Welcome, threads: Threads = threading) -> Fence | None:
         """None if the pool is not really here or its lock cannot be had: then bytes go through the socket."""
         place = welcome.pool
         directory = Path(place.directory)
@@ -45,7 +47,7 @@ class Fence:
             log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
             return None
         segments = Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch)
-        return cls(descriptor, directory, welcome.epoch, segments)
+        return cls(descriptor, directory, welcome.epoch, segments, threads)
 
     def hold(self) -> bool:
         """False if the session is over: then it is not held."""
@@ -79,9 +81,6 @@ class Fence:
         except OSError:
             return True
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
+            return not is_owned(descriptor)
         finally:
             os.close(descriptor)
-        return True

@@ -7,6 +7,7 @@ import threading
 import weakref
 
 from kvkeep.client.connection import Connection
+from kvkeep.client.threads import Threads
 
 _INTERVAL_S = 0.05
 
@@ -17,12 +18,12 @@ class Keeper:
     _instance: Keeper | None = None
     _instance_lock = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self, threads: Threads = threading) -> None:
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="kvkeep-keeper", daemon=True)
+        self._threads = threads
+        self._lock = threads.Lock()
+        self._thread = threads.Thread(target=self._run, name="kvkeep-keeper", daemon=True)
         self._thread.start()
-        atexit.register(self._say_goodbye)
 
     @classmethod
     def keep(cls, connection: Connection) -> None:
@@ -30,11 +31,15 @@ class Keeper:
         with cls._instance_lock:
             if cls._instance is None or not cls._instance._thread.is_alive():  # a fork leaves the thread behind
                 cls._instance = Keeper()
-        with cls._instance._lock:
-            cls._instance._connections.add(connection)
+                atexit.register(cls._instance._say_goodbye)
+        cls._instance.add(connection)
+
+    def add(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.add(connection)
 
     def _run(self) -> None:
-        pause = threading.Event()
+        pause = self._threads.Event()
         while True:
             with self._lock:
                 connections = list(self._connections)

@@ -18,6 +18,15 @@ def default_address() -> str:
     return os.environ.get("KVKEEP_ADDRESS") or DEFAULT_ADDRESS
 
 
+def default_curve_key() -> str | None:
+    """Our key if nobody says. The server's own setting is KVKEEP_CURVE_KEY: both may be in one environment."""
+    return os.environ.get("KVKEEP_CLIENT_KEY") or None
+
+
+def default_server_key() -> str | None:
+    return os.environ.get("KVKEEP_SERVER_KEY") or None
+
+
 @dataclass(frozen=True)
 class ClientOptions:
     """Deadlines are what a caller waits at most; after that the answer is a miss."""
@@ -33,6 +42,8 @@ class ClientOptions:
     verify: bool | None = None  # None: as the server says
     gpu_staging_bytes: int = 256 << 20  # GPU memory through which blocks go, where an engine is on one
     shared_memory: bool = True  # False: move bytes through the socket even on the same host
+    curve_key: str | None = field(default_factory=default_curve_key)  # file of our secret key; None: no encryption
+    server_key: str | None = field(default_factory=default_server_key)  # the server's public key, or a file of it
 
     def __post_init__(self) -> None:
         """Raises SettingsError, naming the option, for a deadline, an interval or a count that is none."""
@@ -40,3 +51,8 @@ class ClientOptions:
             value = getattr(self, option.name)
             if option.type == "int" and (type(value) is not int or value < 1):
                 raise SettingsError(f"{option.name} must be an integer of at least 1, not {value!r}")
+        if (self.curve_key is None) != (self.server_key is None):
+            there, missing = ("curve_key", "server_key") if self.curve_key else ("server_key", "curve_key")
+            raise SettingsError(
+                f"{there} is given and {missing} is not", "give both, as `kvkeep keygen` printed them, or neither"
+            )

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.copier import Copier, HostCopier, Reading, Saved
+from kvkeep.client.threads import Threads
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.runs import BlockRuns
 
@@ -61,7 +62,13 @@ class Sources:
     """One store's blocks: `block_ids[p, b]` holds piece p of block b. Made in the engine's thread, when the blocks are
     computed or that is under way; safe to use from two threads."""
 
-    def __init__(self, pieces: Sequence[Piece], block_ids: NDArray[np.int64], copier: Copier | None = None) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        block_ids: NDArray[np.int64],
+        copier: Copier | None = None,
+        threads: Threads = threading,
+    ) -> None:
         self._pieces = pieces
         self._copier = copier or HostCopier([piece.runs for piece in pieces])
         self._ready: Any = self._copier.mark()
@@ -69,7 +76,7 @@ class Sources:
         self._left = np.ones(block_ids.shape, dtype=np.bool_)  # not copied yet
         self._aside: dict[tuple[int, int], Saved] = {}
         self._bytes_aside = 0
-        self._lock = threading.Lock()
+        self._lock = threads.Lock()
         self.stop = block_ids.shape[1]  # blocks from here on are lost
         for row, piece in zip(block_ids, pieces, strict=True):
             if not piece.may_lack and NO_BLOCK in row:  # the engine has no such block, so nothing after it either

@@ -62,7 +62,7 @@ class Transfer:
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""
-        return Sources(self._pieces, self.table(request.block_ids), self.copier)
+        return Sources(self._pieces, self.table(request.block_ids), self.copier, self.connection.threads)
 
     # -- store
 
@@ -121,19 +121,20 @@ class Transfer:
         loaded = np.zeros(request.blocks, dtype=np.bool_)
         message = m.Lookup(request.tenant, layout.layout if layout else 0, request.keys, request.skip)
         lookup = connection.call(message, connection.options.lookup_deadline_ms)
-        hit = read_found(connection.wait(lookup), request.keys, request.skip, len(connection.shape.shard_bytes))
-        if hit is not None:
-            count = min(len(hit.checksums), len(loaded))
+        try:
+            hit = read_found(connection.wait(lookup), request.keys, request.skip, len(connection.shape.shard_bytes))
+            count = min(len(hit.checksums), len(loaded)) if hit is not None else 0
             loaded[:count] = True
             for piece, block_ids in enumerate(table):
-                if (block_ids[:count] == NO_BLOCK).all():
+                if hit is None or (block_ids[:count] == NO_BLOCK).all():
                     continue
                 sums = hit.checksums[:count, self._first_shard + piece]
                 fetched = self._fetch(lookup.number, piece, block_ids[:count], sums, ready)
                 loaded[len(fetched) : count] = False
                 loaded[: len(fetched)] &= fetched
                 self.report_bad(request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT)))
-        connection.give_up(lookup)
+        finally:
+            connection.give_up(lookup)  # also if a copy fails
         return loaded
 
     def _fetch(

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvkeep.errors import SettingsError
+from kvkeep.wire.auth import read_pair, read_public
+
+log = logging.getLogger(__name__)
+
+_KNOCK_AGAIN_S = 1.0
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class Transport(Protocol):
@@ -29,16 +41,31 @@ class Transport(Protocol):
 
 
 class ZmqTransport:
-    """A DEALER socket. ZMQ reconnects by itself; until it has, `send` fails at once."""
+    """A DEALER socket. ZMQ reconnects by itself; until it has, `send` fails at once.
 
-    def __init__(self, address: str) -> None:
+    With a `curve_key` (the file of our secret key) and a `server_key` (the server's public key, or a file of it) all
+    is encrypted, and only a server that has the other half of that key can answer.
+    """
+
+    def __init__(self, address: str, curve_key: str | None = None, server_key: str | None = None) -> None:
+        keys = None
+        if curve_key is not None and server_key is not None:
+            keys = (*read_pair(Path(curve_key).expanduser()), read_public(server_key))
+        self._address = address
+        self._turned_away = 0  # since the last handshake that succeeded
+        self._knock_at: float | None = None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queueing for a server that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)  # a server that starts again is back in a second
         self._socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[0].encode())
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys[1].encode())
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys[2].encode())
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED | _BROKEN_OFF
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -63,11 +90,31 @@ class ZmqTransport:
         self._socket.poll(timeout_ms)
 
     def lost(self) -> bool:
-        events = 0
+        ended = False
         while self._monitor.poll(0):
-            self._monitor.recv_multipart()
-            events += 1
-        return events > 0
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                ended = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._turned_away, self._knock_at = 0, None
+            else:
+                self._note_refusal(event)
+        if self._knock_at is not None and time.monotonic() >= self._knock_at:
+            self._knock_at = None
+            with contextlib.suppress(zmq.ZMQError):  # there may be nothing left to disconnect
+                self._socket.disconnect(self._address)
+            self._socket.connect(self._address)
+        return ended
+
+    def _note_refusal(self, event: int) -> None:
+        """A handshake failed. ZMQ gives up for good after some of these, but keys may be set right while we wait. One
+        that was merely broken off may have met a server that was ending; two in a row did not."""
+        before = self._turned_away
+        self._turned_away += 2 if event & _REFUSED else 1
+        if before < 2 <= self._turned_away:
+            log.warning("kvkeep: the server at %s turned us away: its keys and ours do not fit", self._address)
+        if self._knock_at is None:
+            self._knock_at = time.monotonic() + _KNOCK_AGAIN_S
 
     def close(self) -> None:
         self._socket.disable_monitor()

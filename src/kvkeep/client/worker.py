@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import logging
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.connection import Connection
-from kvkeep.client.copier import copier_for
+from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
@@ -86,12 +85,13 @@ class WorkerAdapter:
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
         self._finished = Finished(strategy.rank)
-        self._wake = threading.Condition()
+        threads = self.connection.threads
+        self._wake = threads.Condition()
         self._closing = False
         self._threads = [
-            threading.Thread(target=self._run_stores, name="kvkeep-stores", daemon=True),
-            threading.Thread(target=self._run_loads, name="kvkeep-loads", daemon=True),
-            threading.Thread(target=self._run_arrivals, name="kvkeep-arrivals", daemon=True),
+            threads.Thread(target=self._run_stores, name="kvkeep-stores", daemon=True),
+            threads.Thread(target=self._run_loads, name="kvkeep-loads", daemon=True),
+            threads.Thread(target=self._run_arrivals, name="kvkeep-arrivals", daemon=True),
         ]
         self._arriving: deque[tuple[_Loads, Loading]] = deque()
 
@@ -114,7 +114,7 @@ class WorkerAdapter:
                 field="layers",
                 hint="shard_bytes of the BlockShape must be what each KV rank's tensors really hold",
             )
-        copier = copier_for([piece.runs for piece in pieces], self.connection.options.gpu_staging_bytes)
+        copier = self.make_copier([piece.runs for piece in pieces])
         self._transfer = Transfer(self.connection, pieces, first_shard, copier)
         self.connection.physical = (first_shard, physical_fingerprint(pieces))
         if self.connection.state != "down":
@@ -123,9 +123,12 @@ class WorkerAdapter:
             # An engine's thread and ours share one interpreter. Who works with a GPU lets go of it all the time, and at
             # Python's own 5 ms would not get it back for as long, kernel after kernel.
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-            self._threads.append(threading.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
+            self._threads.append(self.connection.threads.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
         for thread in self._threads:
             thread.start()
+
+    def make_copier(self, runs: Sequence[BlockRuns]) -> Copier:
+        return copier_for(runs, self.connection.options.gpu_staging_bytes)
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""

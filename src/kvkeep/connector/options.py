@@ -109,6 +109,8 @@ def _option(key: str, value: object) -> Any:
             good, expected = type(value) is int and value >= 1, "a whole number of at least 1"
         case "bool":
             good, expected = isinstance(value, bool), "true or false"
+        case "str | None":
+            good, expected = value is None or (isinstance(value, str) and bool(value)), "text, or null"
         case "bool | None":
             good, expected = value is None or isinstance(value, bool), "true, false or null"
         case _:

@@ -6,6 +6,8 @@ sessions.py   engine processes, and how the daemon knows that one is gone
 service.py    a request in, a reply out; no sockets, no threads
 network.py    the bytes of blocks for clients on other hosts
 quotas.py     tenants' quotas, kept on disk
+warm.py       the start of a server over what the last one left
+scrub.py      adopted blocks, looked through in the background
 daemon.py     sockets, signals, the loop
 snapshot.py   the server at one moment, for metrics and status
 metrics.py    counters and gauges for Prometheus

@@ -26,6 +26,7 @@ from kvkeep.server.settings import TABLE, Settings
 from kvkeep.server.snapshot import (
     PoolShown,
     QuotasShown,
+    RestartShown,
     SessionShown,
     Snapshot,
     largest_tenants,
@@ -68,6 +69,8 @@ class Status:
     largest_tenants: list[TenantUsage]
     counters: dict[str, int]
     refusals: dict[str, int]
+    auth_failures: dict[str, int]
+    restart: RestartShown
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ class TenantList:
 
     total: int
     tenants: list[TenantUsage]
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A server that was told to drain: what it waits for, how long at most, and what it will leave."""
+
+    leases: int
+    writes: int
+    blocks: int
+    grace_s: float
+    keeps_pool: bool
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,8 @@ class Admin:
 
     def status(self) -> Status:
         daemon, now = self.daemon, self.snapshot()
-        counted = [field.name for field in fields(Counters) if field.name not in ("refusals", "latency")]
+        by_label = ("refusals", "latency", "auth_failures")
+        counted = [field.name for field in fields(Counters) if field.name not in by_label]
         counters = {name: getattr(now.counters, name) for name in counted}
         return Status(
             name=daemon.settings.name,
@@ -145,6 +160,8 @@ class Admin:
             largest_tenants=now.largest_tenants,
             counters=counters | {"evictions": now.evictions, "slab_moves": now.slab_moves},
             refusals=now.counters.refusals,
+            auth_failures=now.counters.auth_failures,
+            restart=now.restart,
         )
 
     def tenants(self, limit: int) -> TenantList:
@@ -189,6 +206,14 @@ class Admin:
         for name in changes:
             log.info("%s = %s", name, TABLE[name].kind.show(getattr(changed, name)))
         return self.settings()
+
+    def drain(self) -> Drain:
+        """Has the server stop: it admits nothing more, and ends when leases and writes have, or its grace is over."""
+        now, settings = self.snapshot(), self.daemon.settings  # first: the loop may end at once
+        log.info("draining: an operator asked for it")
+        self.daemon.stop()
+        blocks = now.pool.blocks["ready"]
+        return Drain(now.leases, now.writes, blocks, settings.shutdown_grace, settings.keep_pool)
 
     def clear(self, tenant: str) -> int:
         """Takes all blocks out of use that the tenant has now. Returns how many."""

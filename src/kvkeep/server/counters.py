@@ -41,8 +41,13 @@ class Counters:
     sessions_died: int = 0
     network_bytes_in: int = 0
     network_bytes_out: int = 0
+    scrubbed_blocks: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     latency: dict[str, Latency] = field(default_factory=dict)
+    auth_failures: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, code: str) -> None:
         self.refusals[code] = self.refusals.get(code, 0) + 1
+
+    def fail_auth(self, reason: str) -> None:
+        self.auth_failures[reason] = self.auth_failures.get(reason, 0) + 1

@@ -25,12 +25,16 @@ from typing import TypeVar
 import zmq
 
 from kvkeep.errors import PoolError, SettingsError
+from kvkeep.server.auth import Gate
 from kvkeep.server.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
+from kvkeep.server.limits import ClientLimits
 from kvkeep.server.quotas import QuotaFile, apply_kept
+from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.server.service import Service
 from kvkeep.server.settings import Settings
+from kvkeep.server.warm import open_store
 from kvkeep.store.plans import Limits
-from kvkeep.store.store import Store
+from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import format_size
 from kvkeep.wire.messages import PoolPlace, WireLimits
@@ -51,7 +55,7 @@ _FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an er
 class Daemon:
     """Everything one server process has. `run` serves until `stop`; `close` removes what was made."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, fresh: bool = False) -> None:
         self.settings = settings
         self.epoch = secrets.randbits(63)
         self.started = time.time()
@@ -61,26 +65,42 @@ class Daemon:
         self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
         self._stopping = False
         self._filler: threading.Thread | None = None
+        self._scrubber: Scrubber | None = None
         self._socket_file: Path | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
-        self.pool = Pool(settings.shm_dir, settings.name, settings.pool_size, settings.slab_size, self.epoch)
-        _warn_of_disk(settings.shm_dir)
         _allow_many_files()
-        self._context = zmq.Context()
+        self.pool = Pool(
+            settings.shm_dir,
+            settings.name,
+            settings.pool_size,
+            settings.slab_size,
+            self.epoch,
+            keep=settings.keep_pool,
+            fresh=fresh,
+        )
+        _warn_of_disk(settings.shm_dir)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
+            self._gate = Gate(
+                self._context, settings.curve_key, settings.authorized_keys, lambda: self.service.counters
+            )
             self.store = self._make_store()
-            # The first segment is there before anyone can connect: who stores at once finds room.
-            self.store.add_slabs(*self.pool.fill_next())
+            if not self.pool.filled_bytes:
+                # The first segment is there before anyone can connect: who stores at once finds room.
+                self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
             self._socket, self.address = self._bind()
             self._waker, self._wake = self._make_waker()
         except BaseException:  # guard: whatever it is, nothing of a server that does not start may stay behind
-            self.close()
+            self.close(keep=self.pool.is_left)  # but what was there before
             raise
 
     def run(self) -> None:
-        """Serves until `stop` is called, then gives sessions in the middle of a store time to finish."""
+        """Serves until `stop` is called, then gives sessions in the middle of a load or store time to finish."""
+        scrub = Scrub(self.store, self.pool.segments, self.service.counters, self.warm_start.adoption.rows)
+        self._scrubber = Scrubber(scrub, self.run_in_loop)
+        self._scrubber.start()
         self._filler = threading.Thread(target=self._fill_pool, name="kvkeep-fill", daemon=True)
         self._filler.start()
         gc.collect()
@@ -90,7 +110,7 @@ class Daemon:
             self._turn(self.settings.session_check_interval)
         self.service.draining = True
         deadline = time.monotonic() + self.settings.shutdown_grace
-        while time.monotonic() < deadline and any(s.writes or s.leases for s in self.store.sessions.values()):
+        while time.monotonic() < deadline and self._is_in_use():
             self._turn(0.05)
         self._answer_all()  # whoever asked meanwhile is told, and need not wait for a deadline
         log.info("stopped")
@@ -121,24 +141,36 @@ class Daemon:
         self._rouse()
         return future
 
-    def close(self) -> None:
-        """Closes sockets and removes the pool."""
+    def close(self, *, keep: bool = False) -> None:
+        """Closes sockets and removes the pool; or, with `keep`, leaves it to the next server if there is something in
+        it."""
         self._stopping = True
+        if self._scrubber is not None:
+            self._scrubber.stop()
         if self._filler is not None:
             self._filler.join()  # or it would put its next segment into a directory that is being removed
         if self._socket_file is not None:
             with contextlib.suppress(OSError):  # now, while it is ours: nobody takes over a socket that listens
                 self._socket_file.unlink()
             self._socket_file = None
+        if hasattr(self, "_gate"):
+            self._gate.close()
         if hasattr(self, "_socket"):
             self._socket.close(linger=_LAST_WORDS_MS)
         self._context.destroy(linger=_LAST_WORDS_MS)
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()
+        keep = keep and self.pool.is_kept and (not hasattr(self, "store") or len(self.store.blocks.table) > 0)
+        if keep and hasattr(self, "service"):
+            self.service.sessions.leave_all()
+            blocks, directory = len(self.store.blocks.table), self.pool.directory
+            log.info("%d blocks stay in %s for the next server; `rm -r %s` removes them", blocks, directory, directory)
+        if not keep:
+            self.pool.leave_nothing()
         for session in self.service.sessions.all() if hasattr(self, "service") else []:
             self.service.sessions.remove(session)
-        self.pool.close()
+        self.pool.close(keep=keep)
 
     def now_ms(self) -> int:
         return int(time.monotonic() * 1000)
@@ -156,13 +188,23 @@ class Daemon:
         for ready, _ in events:
             if ready is self._socket:
                 self._answer_all()
+            elif ready in self._gate.sockets:
+                self._gate.serve(ready)
             else:
                 self._waker.recv(4096)
         while not self._duties.empty():
             self._duties.get()()
         if time.monotonic() >= due:
+            if self._gate.reload():
+                self.service.bar(self._gate.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
             self.last_turn = time.monotonic()
+
+    def _is_in_use(self) -> bool:
+        """Whether a session of ours reads or writes. For those of an old server nobody waits: the next one will not
+        touch what they hold either."""
+        sessions = self.store.sessions.items()
+        return any(held.writes or held.leases for number, held in sessions if number != OLD_SESSIONS)
 
     def _rouse(self) -> None:
         """Ends the loop's wait. A full buffer will wake it just as well; a closed one has no loop behind it."""
@@ -175,10 +217,10 @@ class Daemon:
             if time.monotonic() >= until:
                 return
             try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer, frames, caller = self._gate.receive(self._socket)
             except zmq.Again:
                 return
-            reply = self.service.handle(frames, self.now_ms())
+            reply = self.service.handle(frames, self.now_ms(), caller) if caller else None
             if reply is not None:
                 try:
                     self._socket.send_multipart([peer, *reply], zmq.NOBLOCK)
@@ -209,7 +251,7 @@ class Daemon:
             layouts=self.settings.max_layouts,
             tenants=self.settings.max_tenants,
         )
-        store = Store(self.pool.pool_bytes, self.pool.slab_bytes, limits)
+        store, self.warm_start = open_store(self.pool, limits, self.now_ms())
         self.kept_quotas = self.quotas.load()
         self.quotas.check_writable()
         self.settings = apply_kept(store, self.settings, self.kept_quotas, self.quotas.path)
@@ -231,6 +273,8 @@ class Daemon:
             self.pool.watch,
             int(settings.network_session_timeout * 1000),
             settings.verify,
+            ClientLimits(settings.max_sessions_per_client, settings.max_requests_per_second, settings.max_network_rate),
+            self.pool.old_sessions,
         )
 
     def _bind(self) -> tuple[zmq.Socket[bytes], str]:
@@ -241,6 +285,7 @@ class Daemon:
         router.setsockopt(zmq.RCVHWM, _REQUESTS_WAITING)
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.IPV6, 1 if "[" in self.settings.address else 0)
+        self._gate.guard(router)
         address = self.settings.address
         path = _socket_path(address)
         if path is not None:
@@ -264,6 +309,8 @@ class Daemon:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(waker, zmq.POLLIN)
+        for socket_of_gate in self._gate.sockets:
+            self._poller.register(socket_of_gate, zmq.POLLIN)
         return waker, wake
 
 

@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkeep.client.connection import Connection, monotonic_ms
+from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.threads import monotonic_ms
 from kvkeep.errors import PoolError
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server.service import Service

@@ -5,6 +5,7 @@
     /metrics             for Prometheus
     /v1/...              status, tenants, quotas, settings; described by /openapi.json
 
+Where `admin_token` is set, all of it but /healthz asks for that token.
 Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
 """
 
@@ -15,6 +16,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import uvicorn
@@ -28,10 +30,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvkeep import __version__
 from kvkeep.errors import KVKeepError, RequestError, SettingsError
-from kvkeep.server.admin import Admin, SettingShown, Status, TenantList
+from kvkeep.server.admin import Admin, Drain, SettingShown, Status, TenantList
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.guard import Guard
+from kvkeep.server.guard import Guard, token_reader
 from kvkeep.server.metrics import make_registry
+from kvkeep.server.setting_rules import is_loopback
 from kvkeep.store.plans import TenantUsage
 from kvkeep.wire.address import split_host
 
@@ -96,12 +99,14 @@ class Readiness(BaseModel):
 
 Tenant = Annotated[str, Path(description="A tenant id: `default`, or `t-` and 32 hex digits. Never a salt.")]
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    code: {"model": Problem} for code in (403, 404, 409, 413, 422, 500, 503, 504)
+    code: {"model": Problem} for code in (401, 403, 404, 409, 413, 422, 500, 503, 504)
 }
 
 
-def make_app(admin: Admin, stuck_after_s: float = STUCK_AFTER_S) -> FastAPI:
-    """The application over one daemon."""
+def make_app(
+    admin: Admin, stuck_after_s: float = STUCK_AFTER_S, token: Callable[[], bytes] | None = None, loopback: bool = True
+) -> FastAPI:
+    """The application over one daemon, for those who know the token, if one is given."""
     app = FastAPI(
         title="kvkeep",
         version=__version__,
@@ -110,7 +115,7 @@ def make_app(admin: Admin, stuck_after_s: float = STUCK_AFTER_S) -> FastAPI:
         docs_url=None,  # the pages that come with it load scripts from other sites
         redoc_url=None,
     )
-    app.add_middleware(Guard)
+    app.add_middleware(Guard, token=token, loopback=loopback, on_bad_token=lambda: _count_bad_token(admin.daemon))
     app.add_exception_handler(KVKeepError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_problem)
@@ -120,6 +125,10 @@ def make_app(admin: Admin, stuck_after_s: float = STUCK_AFTER_S) -> FastAPI:
     _add_tenants(app, admin)
     _add_settings(app, admin)
     return app
+
+
+def _count_bad_token(daemon: Daemon) -> None:
+    daemon.run_in_loop(lambda: daemon.service.counters.fail_auth("admin_token"))
 
 
 def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:
@@ -167,6 +176,10 @@ def _add_metrics(app: FastAPI, admin: Admin) -> None:
     @app.get("/v1/status", tags=["status"], summary="The server at this moment")
     def status() -> Status:
         return admin.status()
+
+    @app.post("/v1/drain", tags=["status"], summary="Stop admitting, let leases and stores end, exit", status_code=202)
+    def drain() -> Drain:
+        return admin.drain()
 
 
 def _add_tenants(app: FastAPI, admin: Admin) -> None:
@@ -309,12 +322,14 @@ class HttpServer:
 
     def __init__(self, daemon: Daemon, stuck_after_s: float = STUCK_AFTER_S, **admin_options: float) -> None:
         self.admin = Admin(daemon, **admin_options)
+        token = token_reader(daemon.settings.admin_token)
+        loopback = is_loopback(split_host(daemon.settings.http_address)[0])
         self._socket = _listen(daemon.settings.http_address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.admin.http_address = self.address
         config = uvicorn.Config(
-            make_app(self.admin, stuck_after_s),
+            make_app(self.admin, stuck_after_s, token, loopback),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -39,6 +39,7 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
     "sessions_died": ("kvkeep_sessions_died", "Sessions that ended without Goodbye."),
     "network_bytes_in": ("kvkeep_network_in_bytes", "Bytes of blocks received from sessions on other hosts."),
     "network_bytes_out": ("kvkeep_network_out_bytes", "Bytes of blocks sent to sessions on other hosts."),
+    "scrubbed_blocks": ("kvkeep_scrubbed_blocks", "Adopted blocks whose bytes were looked through in the background."),
 }
 
 NOT_ATTACHED = "none"
@@ -72,6 +73,7 @@ def families(now: Snapshot, started: float) -> Iterator[Metric]:
     yield from _pool(now)
     yield from _holders(now)
     yield from _quotas(now)
+    yield from _restart(now)
     counters = now.counters
     for field, (name, text) in COUNTED.items():
         yield CounterMetricFamily(name, text, getattr(counters, field))
@@ -81,6 +83,14 @@ def families(now: Snapshot, started: float) -> Iterator[Metric]:
     for code, count in sorted(counters.refusals.items()):
         refusals.add_metric([code], count)
     yield refusals
+    turned_away = CounterMetricFamily(
+        "kvkeep_auth_failures",
+        "Peers and requests that were turned away for want of a key or token, by reason.",
+        labels=["reason"],
+    )
+    for reason, count in sorted(counters.auth_failures.items()):
+        turned_away.add_metric([reason], count)
+    yield turned_away
     yield _latency(counters.latency)
 
 
@@ -142,6 +152,24 @@ def _quotas(now: Snapshot) -> Iterator[Metric]:
             quota.add_metric([tenant.tenant], tenant.quota_bytes)
     yield usage
     yield quota
+
+
+def _restart(now: Snapshot) -> Iterator[Metric]:
+    restart = now.restart
+    yield _gauge("kvkeep_adopted_blocks", "Blocks taken over from the server before this one.", restart.adopted_blocks)
+    yield _gauge("kvkeep_adopted_bytes", "Memory in slots of adopted blocks.", restart.adopted_bytes)
+    yield _gauge("kvkeep_adoption_seconds", "How long adopting took.", restart.adoption_seconds)
+    yield _gauge(
+        "kvkeep_dropped_at_adoption",
+        "Blocks left by the server before that were not adopted.",
+        restart.dropped_at_adoption,
+    )
+    yield _gauge(
+        "kvkeep_old_sessions", "Processes of the server before this one that still live.", restart.old_sessions
+    )
+    yield _gauge(
+        "kvkeep_held_by_old_sessions", "Blocks that are kept as they are for those.", restart.held_by_old_sessions
+    )
 
 
 def _latency(latency: dict[str, Latency]) -> Metric:

@@ -89,6 +89,7 @@ class QuotaFile:
             msgspec.json.encode(_File(1, quotas.tenants, quotas.default_set, quotas.default_bytes))
         )
         with open(draft, "wb") as file:
+            os.fchmod(file.fileno(), 0o600)  # who has how much is the operator's business
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.identity import check_tenant
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server import network
+from kvkeep.server.auth import ANYONE, Caller
 from kvkeep.server.counters import Counters, Latency
+from kvkeep.server.limits import NO_LIMITS, ClientLimits, Pace, check_sessions
 from kvkeep.server.sessions import NetworkWrite, ServerSession, Sessions
 from kvkeep.store.operators import drop_block
-from kvkeep.store.store import Store
+from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import NO_ROW, READY
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_request, encode
@@ -49,6 +51,8 @@ class Service:
         make_watch: Callable[[int], Watch | None],
         network_timeout_ms: int = 30_000,
         verify: bool = True,
+        client_limits: ClientLimits = NO_LIMITS,
+        old_sessions: Callable[[], int] = lambda: 0,
     ) -> None:
         self.store = store
         self.sessions = Sessions()
@@ -61,6 +65,8 @@ class Service:
         self._limits = limits
         self._make_watch = make_watch
         self._network_timeout_ms = network_timeout_ms
+        self._client_limits = client_limits
+        self._old_sessions = old_sessions
         self._handlers: dict[type, Callable[..., m.Reply]] = {
             m.Attach: self._attach,
             m.Ping: lambda *_: m.Done(),
@@ -75,8 +81,8 @@ class Service:
             m.Goodbye: self._goodbye,
         }
 
-    def handle(self, frames: Sequence[bytes], now_ms: int) -> list[Any] | None:
-        """Carries out one request and returns the frames of its reply."""
+    def handle(self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE) -> list[Any] | None:
+        """Carries out one request of the caller's and returns the frames of its reply."""
         started = time.perf_counter()
         try:
             header = decode_header(frames)
@@ -89,7 +95,7 @@ class Service:
         try:
             request = decode_request(header, frames, self._limits.frame_bytes)
             kind = type(request).__name__
-            reply, payload = self._answer(header, request, frames[2:], now_ms)
+            reply, payload = self._answer(header, request, frames[2:], now_ms, caller)
             if reply is None:
                 return None
         except RequestError as error:
@@ -116,34 +122,64 @@ class Service:
             except Exception:  # guard: a fault with one session must neither end the server nor keep the others
                 self.counters.internal_errors += 1
                 log.exception("session %d (%s, pid %d) could not be looked at", *_names(session))
+        if OLD_SESSIONS in self.store.sessions and not self._old_sessions():
+            log.info("the last process of the old server's sessions is gone; what was held for them is free")
+            self.store.close_session(OLD_SESSIONS, now_ms)
         return died
+
+    def bar(self, authorized: Container[str], now_ms: int) -> None:
+        """Ends the sessions of keys that are no longer authorized. One that has the pool mapped cannot be made to let
+        go of it: nothing that it asks for is done any more, but its slots stay its own until the process is gone."""
+        for session in self.sessions.all():
+            if not session.key or session.key in authorized:
+                continue
+            if session.plane != m.SHARED_MEMORY:
+                self._end(session, now_ms)
+            elif not self.sessions.bar(session):
+                continue
+            log.warning("session %d (%s, pid %d) ends: its key was revoked", *_names(session))
 
     # -- sessions
 
     def _answer(
-        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int
+        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int, caller: Caller
     ) -> tuple[m.Reply | None, list[bytes]]:
         if isinstance(request, m.Hello):
-            return self._hello(request, now_ms), []
-        session = self.sessions.get(header.session)
+            return self._hello(request, now_ms, caller), []
+        session = self.sessions.get(header.session, caller.key)
         session.last_seen_ms = now_ms
+        session.pace.check_request(now_ms)
         if session.is_repeated(header.number):
             self.counters.repeated_requests += 1
             return None, []
         if not session.plane and not isinstance(request, m.Attach | m.Ping | m.Goodbye):
             raise RequestError("not_attached", "this session has not said Attach", hint="choose a data plane first")
         if isinstance(request, m.Fetch):
+            session.pace.check_network(now_ms)
             sent = network.fetch(session, request, self._memory, self._limits.frame_bytes)
-            self.counters.network_bytes_out += sum(map(len, sent))
+            nbytes = sum(map(len, sent))
+            session.pace.count_network(nbytes)
+            self.counters.network_bytes_out += nbytes
             return m.Done(len(sent)), sent
         if isinstance(request, m.Put):
-            self.counters.network_bytes_in += network.put(session, request, payload, self._memory)
+            session.pace.check_network(now_ms)
+            nbytes = network.put(session, request, payload, self._memory)
+            session.pace.count_network(nbytes)
+            self.counters.network_bytes_in += nbytes
             return m.Done(len(payload)), []
+        if isinstance(request, m.Lookup | m.Finish | m.PrepareStore | m.ReportBad):
+            _check_tenant(request.tenant)
+            caller.check_tenant(request.tenant)
         return self._handlers[type(request)](session, header.number, request, now_ms), []
 
-    def _hello(self, request: m.Hello, now_ms: int) -> m.Welcome:
+    def _hello(self, request: m.Hello, now_ms: int, caller: Caller) -> m.Welcome:
+        if caller.revoked:
+            raise RequestError(
+                "revoked_key", "this client's key was revoked", hint="use a key that is in the server's authorized_keys"
+            )
         if self.draining:
             raise RequestError("shutting_down", "the server is shutting down", hint="connect to the next one")
+        check_sessions(self._client_limits, self.sessions.all(), caller.key, request.pid)
         number = self.sessions.next_number()
         self.store.open_session(number)
         watch = None
@@ -151,7 +187,8 @@ class Service:
             watch = self._make_watch(number)
         except OSError as error:  # without a lock there is no shared memory, but there is the network
             log.warning("session %d gets no shared memory, its lock file cannot be made: %s", number, error)
-        session = self.sessions.add(number, request.client[:_CLIENT_NAME_CHARS], request.pid, watch, now_ms)
+        client, pace = request.client[:_CLIENT_NAME_CHARS], Pace(self._client_limits, now_ms)
+        session = self.sessions.add(number, client, request.pid, watch, now_ms, caller.key, pace)
         self.counters.sessions_opened += 1
         place = m.PoolPlace(
             self._place.directory,
@@ -209,13 +246,12 @@ class Service:
             )
         layout = self.store.open_layout(session.number, request.fingerprint, tuple(request.shard_bytes))
         if request.physical:
-            layout.agree(request.shard, request.physical)
+            self.store.layouts.agree(layout, request.shard, request.physical)
         return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets))
 
     # -- loads
 
     def _lookup(self, session: ServerSession, number: int, request: m.Lookup, now_ms: int) -> m.Reply:
-        _check_tenant(request.tenant)
         self._check_not_cancelled(session, number)
         store, layout, keys, skip = self.store, request.layout, request.keys, request.skip
         if self.draining:
@@ -242,12 +278,10 @@ class Service:
         return m.Done(released)
 
     def _finish(self, session: ServerSession, number: int, request: m.Finish, now_ms: int) -> m.Reply:
-        _check_tenant(request.tenant)
         return m.Done(int(self.store.finish(session.number, request.tenant, request.key, now_ms)))
 
     def _report_bad(self, session: ServerSession, number: int, request: m.ReportBad, now_ms: int) -> m.Reply:
         """Believes nobody: a client with bad memory of its own must not cost others a good block."""
-        _check_tenant(request.tenant)
         tenant = self.store.tenants.get(request.tenant)
         table = self.store.blocks.table
         row = tenant.index.get(request.key, NO_ROW) if tenant else NO_ROW
@@ -271,7 +305,6 @@ class Service:
     # -- stores
 
     def _prepare_store(self, session: ServerSession, number: int, request: m.PrepareStore, now_ms: int) -> m.Reply:
-        _check_tenant(request.tenant)
         self._check_not_cancelled(session, number)
         if self.draining:
             raise RequestError("shutting_down", "the server is shutting down and stores nothing more")

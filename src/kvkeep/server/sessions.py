@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
+from kvkeep.server.limits import Pace
 from kvkeep.store.layouts import Layout
 from kvkeep.wire.liveness import Watch
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
@@ -48,6 +49,8 @@ class ServerSession:
     watch: Watch | None
     opened_ms: int
     last_seen_ms: int
+    key: str = ""  # that of the client, "" where there is no authentication
+    pace: Pace = field(default_factory=Pace)
     plane: str = ""
     cancelled: OrderedDict[int, None] = field(default_factory=OrderedDict)  # given up before they came, oldest first
     network_leases: dict[int, tuple[Layout, NDArray[np.int64]]] = field(default_factory=dict)
@@ -86,27 +89,39 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_token: dict[int, ServerSession] = {}
+        self._barred: list[ServerSession] = []
         self._next = 1
 
     def __len__(self) -> int:
-        return len(self._by_token)
+        return len(self._by_token) + len(self._barred)
 
     def all(self) -> list[ServerSession]:
-        return list(self._by_token.values())
+        """Those that are barred, too: what they hold is still theirs."""
+        return [*self._by_token.values(), *self._barred]
 
     def next_number(self) -> int:
         self._next += 1
         return self._next - 1
 
-    def add(self, number: int, client: str, pid: int, watch: Watch | None, now_ms: int) -> ServerSession:
+    def add(
+        self,
+        number: int,
+        client: str,
+        pid: int,
+        watch: Watch | None,
+        now_ms: int,
+        key: str = "",
+        pace: Pace | None = None,
+    ) -> ServerSession:
         token = secrets.randbits(63) | 1
-        session = ServerSession(token, number, client, pid, watch, now_ms, now_ms)
+        session = ServerSession(token, number, client, pid, watch, now_ms, now_ms, key, pace or Pace())
         self._by_token[token] = session
         return session
 
-    def get(self, token: int) -> ServerSession:
+    def get(self, token: int, key: str = "") -> ServerSession:
+        """The session of that token, if it is asked for with the key that opened it."""
         session = self._by_token.get(token)
-        if session is None:
+        if session is None or session.key != key:
             raise RequestError(
                 "unknown_session",
                 "this server does not know the session",
@@ -115,9 +130,25 @@ class Sessions:
             )
         return session
 
+    def bar(self, session: ServerSession) -> bool:
+        """From now on nobody can ask for it. What it holds stays its own until it is removed. False if it was so."""
+        if self._by_token.pop(session.token, None) is None:
+            return False
+        self._barred.append(session)
+        return True
+
+    def leave_all(self) -> None:
+        """Forgets all sessions and leaves their lock files: their processes may outlive this server."""
+        for session in self.all():
+            if session.watch is not None:
+                session.watch.leave()
+                session.watch = None
+            self.remove(session)
+
     def remove(self, session: ServerSession) -> None:
         """Forgets the session and its lock file."""
         self._by_token.pop(session.token, None)
+        self._barred = [other for other in self._barred if other is not session]
         if session.watch is not None:
             session.watch.close()
             session.watch = None

@@ -99,6 +99,10 @@ def _parse_directory(text: str) -> Path:
     return path
 
 
+def _parse_file(text: str) -> Path | None:
+    return None if text.strip().lower() == "none" else _parse_directory(text)
+
+
 def _parse_http_address(text: str) -> str:
     split_host(text)
     return text
@@ -111,6 +115,7 @@ SWITCH = Kind("true or false", _parse_switch, lambda on: "true" if on else "fals
 NAME = Kind("letters, digits, - and _, at most 64", _parse_name)
 DIRECTORY = Kind("an absolute path", _parse_directory)
 ADDRESS = Kind(ADDRESS_FORMAT, parse_address)
+FILE = Kind('an absolute path, or "none"', _parse_file, lambda path: "none" if path is None else str(path))
 HTTP_ADDRESS = Kind("host:port", _parse_http_address)
 AUTO_SIZE = _size_or("auto")
 QUOTA = _size_or("none")

@@ -12,7 +12,6 @@ is worse than one that shows.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from kvkeep.server.setting_kinds import (
     COUNT,
     DIRECTORY,
     DURATION,
+    FILE,
     HTTP_ADDRESS,
     LOG_LEVEL,
     NAME,
@@ -36,14 +36,16 @@ from kvkeep.server.setting_kinds import (
     SWITCH,
     Kind,
 )
-from kvkeep.tiers.memory import slab_bytes_for
+from kvkeep.server.setting_rules import check_together
+from kvkeep.tiers.memory import pool_bytes_left, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, TIB
-from kvkeep.wire.address import split_host
 
 ENV_PREFIX: Final = "KVKEEP_"
-# Variables with our prefix that are no settings: where the file is, whether to use the C kernel, and where
-# the command line finds the admin API.
-ENV_OTHERS: Final = frozenset({"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_HTTP"})
+# Variables with our prefix that are no settings: where the file is, whether to use the C kernel, where the command
+# line finds the admin API, and the keys of clients.
+ENV_OTHERS: Final = frozenset(
+    {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_HTTP", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"}
+)
 
 # Kubernetes gives every container variables named after the Services of its namespace, so a Service called
 # kvkeep, or kvkeep-something, looks like settings of ours. Those that end in _PORT hold an address, such as
@@ -52,8 +54,6 @@ _KUBERNETES_NAME: Final = re.compile(
     r"KVKEEP(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
 _KUBERNETES_PORT: Final = re.compile(r"KVKEEP(_[A-Z0-9_]+)?_PORT=(tcp|udp|sctp)://.*", re.DOTALL)
-
-MIN_KEY_BYTES: Final = 16  # no block key is shorter, so a request takes at least this many bytes a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,23 @@ class Settings:
     http_address: Annotated[
         str, Setting(HTTP_ADDRESS, "127.0.0.1:5556", "Where health, metrics and the admin API are.")
     ]
+    curve_key: Annotated[
+        Path | None, Setting(FILE, "none", "File of the server's secret key; only engines with a key can connect then.")
+    ]
+    authorized_keys: Annotated[
+        Path | None,
+        Setting(FILE, "none", "File or directory of the public keys that may connect; read again when it changes."),
+    ]
+    admin_token: Annotated[
+        Path | None, Setting(FILE, "none", "File of the token that every request to the admin API must carry.")
+    ]
     name: Annotated[str, Setting(NAME, "default", "Names this server's pool and state among others on the host.")]
     pool_size: Annotated[
         int,
         Setting(
             AUTO_SIZE,
             "auto",
-            "Memory for blocks, in whole slabs; auto is a quarter of what shm_dir and the host have free.",
+            "Memory for blocks, in whole slabs; auto is what a server before left, or a quarter of what is free.",
             low=MIB,
             high=64 * TIB,
         ),
@@ -138,6 +148,16 @@ class Settings:
         int | None, Setting(QUOTA, "none", "Bytes for each tenant without a quota of its own.", live=True)
     ]
     max_sessions: Annotated[int, Setting(COUNT, "256", "Engine processes connected at one time.", low=1, high=65536)]
+    max_sessions_per_client: Annotated[
+        int, Setting(COUNT, "128", "Sessions of one key or, without keys, of one process.", low=1, high=65536)
+    ]
+    max_requests_per_second: Annotated[
+        int, Setting(COUNT, "20000", "Requests that one session may send in a second.", low=1, high=1 << 24)
+    ]
+    max_network_rate: Annotated[
+        int | None,
+        Setting(QUOTA, "none", "Bytes of blocks that one session may move through the socket in a second.", low=KIB),
+    ]
     max_frame_size: Annotated[int, Setting(SIZE, "64MiB", "Longest message accepted.", low=64 * KIB, high=2 * GIB - 1)]
     max_blocks_per_request: Annotated[
         int, Setting(COUNT, "65536", "Blocks that one lookup or store may name.", low=1, high=1 << 24)
@@ -162,6 +182,10 @@ class Settings:
         float,
         Setting(DURATION, "10s", "Time for requests in progress when the server stops.", low=0, high=3600),
     ]
+    keep_pool: Annotated[
+        bool,
+        Setting(SWITCH, "true", "Leave the pool and its index to the next server, which adopts them."),
+    ]
     verify: Annotated[
         bool,
         Setting(SWITCH, "true", "Tell clients to check the checksum of every block they load.", live=True),
@@ -185,13 +209,14 @@ class Settings:
                 values[name] = TABLE[name].parse(name, text, source)
                 sources[name] = source
         if values["pool_size"] is None:
-            values["pool_size"] = auto_pool_bytes(values["shm_dir"])
-            sources["pool_size"] += " (auto)"
+            left = pool_bytes_left(values["shm_dir"], values["name"]) if values["keep_pool"] else 0
+            values["pool_size"] = left or auto_pool_bytes(values["shm_dir"])
+            sources["pool_size"] += " (auto, as the server before)" if left else " (auto)"
         if values["slab_size"] is None:
             values["slab_size"] = slab_bytes_for(values["pool_size"])
             sources["slab_size"] += " (auto)"
         settings = cls(**values, sources=sources)
-        _check(settings)
+        check_together(settings, TABLE)
         return settings
 
     def changed(self, name: str, text: str) -> Self:
@@ -205,7 +230,7 @@ class Settings:
             )
         value = TABLE[name].parse(name, text, "change")
         settings = replace(self, **{name: value}, sources={**self.sources, name: "changed while running"})
-        _check(settings)
+        check_together(settings, TABLE)
         return settings
 
     def describe(self) -> list[Row]:
@@ -325,51 +350,3 @@ def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsEr
     known = [spell(name) for name in TABLE]
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
     return SettingsError(f'unknown setting "{given}" ({source})', f"the nearest known one is {near[0]}")
-
-
-# --- what only shows when all are known ---------------------------------------------------------------------
-
-
-def _check(settings: Settings) -> None:
-    """Refuse what contradicts: each value is fine alone, together they cannot be meant."""
-    tcp = split_host(settings.address.removeprefix("tcp://")) if settings.address.startswith("tcp://") else None
-    http = split_host(settings.http_address)
-    for name, end in (("address", tcp), ("http_address", http)):
-        if end is not None and not _is_loopback(end[0]):
-            raise SettingsError(
-                f'{name} = "{getattr(settings, name)}" is reachable from other hosts: authentication is not '
-                "available yet, so kvkeep listens on loopback only",
-                "use localhost, 127.0.0.1 or [::1]",
-            )
-    if tcp is not None and tcp[1] == http[1] != 0:
-        raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
-    if settings.slab_size % (4 * KIB):
-        raise SettingsError(
-            f"slab_size = {settings.slab_size} is no multiple of 4KiB", "use a round size such as 64MiB"
-        )
-    for name, least, why in (
-        ("pool_size", settings.slab_size, "slab_size: the pool must hold at least one slab"),
-        (
-            "max_frame_size",
-            settings.max_blocks_per_request * MIN_KEY_BYTES,
-            "max_blocks_per_request: a message must hold the keys of that many blocks",
-        ),
-        (
-            "network_session_timeout",
-            settings.session_check_interval,
-            "session_check_interval: silence is not noticed more often than sessions are checked",
-        ),
-    ):
-        if getattr(settings, name) < least:
-            shown = TABLE[name].kind.show
-            raise SettingsError(f"{name} = {shown(getattr(settings, name))} is less than {shown(least)}, set by {why}")
-
-
-def _is_loopback(host: str) -> bool:
-    """By name or number, without asking a resolver: what a name means may change after it was checked."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

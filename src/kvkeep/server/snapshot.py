@@ -17,7 +17,7 @@ from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
 from kvkeep.store.operators import usage_of
 from kvkeep.store.plans import TenantUsage
-from kvkeep.store.store import Store
+from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import FREE, READY, STATE_NAMES
 
 # Each tenant is a label value, and a metrics database pays for every one of them for months.
@@ -63,6 +63,18 @@ class QuotasShown:
 
 
 @dataclass(frozen=True)
+class RestartShown:
+    """What was taken over from the server before, and what its processes, as long as they live, still hold."""
+
+    adopted_blocks: int = 0
+    adopted_bytes: int = 0
+    adoption_seconds: float = 0.0
+    dropped_at_adoption: int = 0
+    old_sessions: int = 0
+    held_by_old_sessions: int = 0
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything at one moment. Nothing in it changes afterwards."""
 
@@ -79,6 +91,7 @@ class Snapshot:
     counters: Counters
     ready: bool
     stopping: bool
+    restart: RestartShown = RestartShown()
 
 
 def take(daemon: Daemon) -> Snapshot:
@@ -88,7 +101,7 @@ def take(daemon: Daemon) -> Snapshot:
         pool=_pool(daemon),
         quotas=_quotas(store),
         sessions=_sessions(daemon),
-        leases=sum(len(session.leases) for session in store.sessions.values()),
+        leases=sum(len(session.leases) for number, session in store.sessions.items() if number != OLD_SESSIONS),
         writes=sum(len(session.writes) for session in store.sessions.values()),
         layouts=sum(1 for _ in store.layouts),
         tenants=len(store.tenants),
@@ -98,6 +111,7 @@ def take(daemon: Daemon) -> Snapshot:
         counters=copy.deepcopy(daemon.service.counters),
         ready=daemon.ready.is_set(),
         stopping=daemon.stopping,
+        restart=_restart(daemon),
     )
 
 
@@ -136,6 +150,18 @@ def _by_state(store: Store) -> tuple[dict[str, int], dict[str, int]]:
         used_bytes[STATE_NAMES[state]] += nbytes
         used_bytes[STATE_NAMES[READY]] -= nbytes
     return blocks, used_bytes
+
+
+def _restart(daemon: Daemon) -> RestartShown:
+    adoption, held = daemon.warm_start.adoption, daemon.store.sessions.get(OLD_SESSIONS)
+    return RestartShown(
+        adopted_blocks=adoption.blocks,
+        adopted_bytes=adoption.nbytes,
+        adoption_seconds=round(daemon.warm_start.seconds, 3),
+        dropped_at_adoption=adoption.dropped,
+        old_sessions=daemon.pool.old_sessions(),
+        held_by_old_sessions=len(held.leases) if held else 0,
+    )
 
 
 def _quotas(store: Store) -> QuotasShown:

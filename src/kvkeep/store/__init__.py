@@ -8,6 +8,10 @@
     tree.py      blocks as chains: keys to rows, longest hit, subtrees
     room.py      making room: victims within quotas, slabs that change their size
     store.py     the state machine that the daemon drives
+    columns.py   where the index lies
+    records.py   tenants and layouts, as the next server finds them
+    seals.py     what proves a block to it
+    adopt.py     what a server left, taken over
 
 Nothing here reads a clock, a socket or a file: time is an argument, and every answer is a plan for somebody else
 to carry out. That is what lets thousands of seeded runs a minute try to break it.

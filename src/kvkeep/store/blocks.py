@@ -7,19 +7,22 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.kv.checksum import ABSENT
+from kvkeep.store.columns import Columns
 from kvkeep.store.layouts import Layout, Layouts
 from kvkeep.store.order import EvictionOrder
+from kvkeep.store.seals import fold_checks, seals_of_chain
 from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
-from kvkeep.store.tree import children, link_chain, subtree, unlink_leaf
+from kvkeep.store.tree import link_chain, subtree, unlink_leaf
 
 
 class Blocks:
     """Table, tree, slots, usage and eviction order, changed together."""
 
-    def __init__(self, tenants: Tenants, layouts: Layouts, slabs: Slabs) -> None:
-        self.table = BlockTable()
+    def __init__(self, tenants: Tenants, layouts: Layouts, slabs: Slabs, columns: Columns | None = None) -> None:
+        self.table = BlockTable(columns)
         self.tenants = tenants
         self.layouts = layouts
         self.slabs = slabs
@@ -37,21 +40,25 @@ class Blocks:
         """Makes a chain of new WRITING blocks under `parent`. The caller has made room for them."""
         table, n = self.table, len(keys)
         rows = table.take(n)
-        many = table.many
-        many.slot[rows] = self.slabs.take(layout.slot_bytes, n)
-        many.check[rows] = layout.take_checks(n)
-        many.state[rows] = WRITING
-        many.priority[rows] = priority
-        many.tenant[rows] = tenant.number
-        many.layout[rows] = layout.number
-        many.pins[rows] = 0
-        many.used[rows] = self.sequence
-        many.finished[rows] = 0
-        many.expires_ms[rows] = expires_ms
-        many.queued[rows] = -1
+        row_list, many = rows.tolist(), table.many
+        slots = np.array(self.slabs.take(layout.slot_bytes, n), dtype=np.int64)
+        in_a_row = row_list == list(range(row_list[0], row_list[0] + n))
+        at = slice(row_list[0], row_list[0] + n) if in_a_row else rows  # several times as fast
+        words = table.keys.put(at, b"".join(keys))
+        above = table.keys[parent] if parent != NO_ROW else b""
+        many.seal[at] = seals_of_chain(words, above, slots, layout, tenant.word, (priority, expires_ms))
+        many.slot[at] = slots
+        many.check[at] = layout.take_checks(n)
+        many.priority[at] = priority
+        many.tenant[at] = tenant.number
+        many.layout[at] = layout.number
+        many.pins[at] = 0
+        many.used[at] = self.sequence
+        many.finished[at] = 0
+        many.expires_ms[at] = expires_ms
+        many.queued[at] = -1
         link_chain(table, rows, parent)
-        row_list = rows.tolist()
-        table.keys.put(rows, b"".join(keys))
+        many.state[at] = WRITING  # last: see table.py
         tenant.index.update(zip(keys, row_list, strict=True))
         self.shards_in.update(dict.fromkeys(row_list, 0))
         layout.blocks += n
@@ -61,17 +68,35 @@ class Blocks:
                 self.order.expire_later(row)
         return rows
 
+    def note_checksums(self, rows: list[int], shard: int, layout: Layout, checksums: NDArray[np.uint64]) -> None:
+        """Notes the checksums of one shard of some blocks, and adds them to their seals: before a block is READY."""
+        many, at = self.table.many, np.array(rows)
+        places, change = many.check[at], fold_checks(checksums, shard)
+        if layout.lacking:  # it may have been noted before as not there
+            change -= fold_checks(layout.checks[places, shard], shard)
+        layout.checks[places, shard] = checksums
+        layout.lacking |= bool((checksums == ABSENT).any())
+        many.seal[at] += change
+
     def shard_arrived(self, rows: list[int], shard: int, layout: Layout) -> None:
-        """Notes one shard of some blocks; with its last shard a block is READY as soon as its ancestors are."""
-        state, shards_in = self.table.state, self.shards_in
+        """Notes one shard of some blocks, whose checksums are noted already; with its last shard a block is READY as
+        soon as its ancestors are."""
+        state, parent, shards_in = self.table.state, self.table.parent, self.shards_in
+        first_child, next_sibling = self.table.first_child, self.table.next_sibling
         complete, bit = (1 << layout.shards) - 1, 1 << shard
         for row in rows:
             if state[row] == WRITING:
                 arrived = shards_in[row] | bit
                 if arrived == complete:
                     del shards_in[row]
-                    state[row] = WAITING
-                    self._publish(row)
+                    above = parent[row]
+                    if above == NO_ROW or state[above] == READY:
+                        state[row] = READY
+                        child = first_child[row]
+                        if child != NO_ROW and (state[child] == WAITING or next_sibling[child] != NO_ROW):
+                            self._publish_below(row)
+                    else:
+                        state[row] = WAITING
                 else:
                     shards_in[row] = arrived
 
@@ -88,13 +113,13 @@ class Blocks:
         self._unpinned(row, now_ms)
 
     def pin_many(self, rows: list[int]) -> None:
-        self.table.many.pins[rows] += 1
+        self.table.many.pins[np.array(rows, dtype=np.int64)] += 1
 
     def unpin_many(self, rows: list[int], now_ms: int) -> None:
         """Ends one write on each of these blocks, parents first. Only leaves and evicting ones need a closer look."""
-        many = self.table.many
-        many.pins[rows] -= 1
-        look = np.array(rows)[(many.first_child[rows] == NO_ROW) | (many.state[rows] == EVICTING)]
+        many, at = self.table.many, np.array(rows)
+        many.pins[at] -= 1
+        look = at[(many.first_child[at] == NO_ROW) | (many.state[at] == EVICTING)]
         for row in reversed(look.tolist()):
             if self.table.state[row] != FREE:  # else it went with its last child
                 self._unpinned(row, now_ms)
@@ -202,19 +227,17 @@ class Blocks:
         """An evictable block without a single shard."""
         return self.shards_in.get(row) == 0 and self.order.evictable(row)
 
-    def _publish(self, row: int) -> None:
-        """Makes a WAITING block READY if its parent is, and then those that waited for it."""
-        table = self.table
-        parent = table.parent[row]
-        if parent != NO_ROW and table.state[parent] != READY:
-            return
-        table.state[row] = READY
-        waiting = children(table, row)
-        while waiting:
-            row = waiting.pop()
-            if table.state[row] == WAITING:
-                table.state[row] = READY
-                waiting.extend(children(table, row))
+    def _publish_below(self, row: int) -> None:
+        """Makes those READY that waited for this block, and for each other."""
+        table, rows = self.table, [row]
+        state, next_sibling = table.state, table.next_sibling
+        while rows:
+            child = table.first_child[rows.pop()]
+            while child != NO_ROW:
+                if state[child] == WAITING:
+                    state[child] = READY
+                    rows.append(child)
+                child = next_sibling[child]
 
     def _unpinned(self, row: int, now_ms: int) -> None:
         assert self.table.pins[row] >= 0

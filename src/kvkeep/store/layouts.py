@@ -10,14 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
+from kvkeep.kv.checksum import ABSENT
+from kvkeep.store.columns import Columns, PlainColumns
+from kvkeep.store.records import LONGEST_FINGERPRINT_BYTES, LayoutRecords, word_of
 
 _SHARD_ALIGN = 64
-_SLOT_ALIGN = 4096
+SLOT_ALIGN = 4096
+_FIRST_CHECKS = 256
+_LARGEST_STEP = 1 << 17  # rows that checksums grow by at a time
 
 
 def _aligned(nbytes: int, to: int) -> int:
@@ -31,11 +37,13 @@ class Layout:
     number: int
     fingerprint: bytes
     shard_bytes: tuple[int, ...]
+    columns: Columns = field(default_factory=PlainColumns, repr=False)
     shard_offsets: tuple[int, ...] = field(init=False)
     slot_bytes: int = field(init=False)
     blocks: int = 0
     sessions: set[int] = field(default_factory=set)
-    physical: dict[int, bytes] = field(default_factory=dict)  # shard -> fingerprint of how its tensors lie in memory
+    physical: dict[int, bytes] = field(default_factory=dict)  # shard -> digest of how its tensors lie in memory
+    word: int = field(init=False)  # stands for the layout in seals
     checks: NDArray[np.uint64] = field(init=False)
     lacking: bool = False  # some block was stored without one of its shards, and may be given it later
     _free_checks: list[int] = field(default_factory=list)
@@ -47,25 +55,29 @@ class Layout:
             offsets.append(at)
             at += _aligned(nbytes, _SHARD_ALIGN)
         self.shard_offsets = tuple(offsets)
-        self.slot_bytes = _aligned(at, _SLOT_ALIGN)
-        self.checks = np.zeros((256, len(self.shard_bytes)), dtype=np.uint64)
+        self.slot_bytes = _aligned(at, SLOT_ALIGN)
+        self.word = word_of(self.fingerprint, repr(self.shard_bytes).encode())
+        self.checks = self._grow_checks(_FIRST_CHECKS)
 
     @property
     def shards(self) -> int:
         return len(self.shard_bytes)
 
-    def agree(self, shard: int, physical: bytes) -> None:
+    def agree(self, shard: int, physical: bytes) -> bool:
         """Takes the word of the first worker of a shard for how its bytes are ordered; whoever orders them otherwise
-        is refused. Such a worker would read what the other stored, checksums and all, and mean something else."""
+        is refused. Such a worker would read what the other stored, checksums and all, and mean something else.
+        Returns whether it was the first."""
         if not 0 <= shard < self.shards:
             raise RequestError("bad_shard", f"shard {shard} of {self.shards}", field="shard")
-        if self.physical.setdefault(shard, physical) != physical:
+        first, digest = shard not in self.physical, blake2b(physical, digest_size=16).digest()
+        if self.physical.setdefault(shard, digest) != digest:
             raise RequestError(
                 "layout_conflict",
                 f"another engine lays the tensors of shard {shard} out differently under the same model identity",
                 field="physical",
                 hint="put what differs (layer names, dimensions, their order in memory) into ModelIdentity.layout",
             )
+        return first
 
     def take_checks(self, n: int) -> NDArray[np.int64]:
         """Rows of `checks` for n new blocks."""
@@ -74,24 +86,39 @@ class Layout:
         del self._free_checks[len(self._free_checks) - reused :]
         fresh = n - reused
         if self._next_check + fresh > len(self.checks):
-            grown = np.zeros((max(2 * len(self.checks), self._next_check + fresh), self.shards), dtype=np.uint64)
-            grown[: len(self.checks)] = self.checks
-            self.checks = grown
+            step = min(len(self.checks), _LARGEST_STEP)
+            self.checks = self._grow_checks(max(self._next_check + fresh, len(self.checks) + step))
         rows.extend(range(self._next_check, self._next_check + fresh))
         self._next_check += fresh
-        return np.array(rows, dtype=np.int64)
+        taken = np.array(rows, dtype=np.int64)
+        if reused:
+            self.checks[taken[:reused]] = 0  # which adds nothing to a seal
+        return taken
 
     def give_checks(self, rows: list[int]) -> None:
         self._free_checks.extend(rows)
+
+    def take_over_checks(self, rows: NDArray[np.int64]) -> None:
+        """Exactly these rows of `checks` are in use, each by one block."""
+        self._next_check = int(rows.max()) + 1 if len(rows) else 0
+        free = np.ones(self._next_check, dtype=np.bool_)
+        free[rows] = False
+        self._free_checks = np.flatnonzero(free)[::-1].tolist()
+        self.lacking = bool((self.checks[rows] == ABSENT).any())
+
+    def _grow_checks(self, rows: int) -> NDArray[np.uint64]:
+        return self.columns.grow(f"checks-{self.number}", np.uint64, self.shards, rows)
 
 
 class Layouts:
     """The layouts in use. When the limit is reached one makes way that no session has open: if all of those have
     blocks, the least recently used one loses them."""
 
-    def __init__(self, limit: int, largest_slot_bytes: int) -> None:
+    def __init__(self, limit: int, largest_slot_bytes: int, columns: Columns | None = None) -> None:
         self.limit = limit
         self.largest_slot_bytes = largest_slot_bytes
+        self._columns = columns or PlainColumns()
+        self._records = LayoutRecords(self._columns)
         self._by_number: dict[int, Layout] = {}
         self._by_fingerprint: dict[bytes, Layout] = {}
         self._next = 1
@@ -134,6 +161,9 @@ class Layouts:
                 )
             known.sessions.add(session)
             return known
+        if len(fingerprint) > LONGEST_FINGERPRINT_BYTES:
+            problem = f"a fingerprint of {len(fingerprint)} bytes is longer than {LONGEST_FINGERPRINT_BYTES}"
+            raise RequestError("bad_fingerprint", problem, field="fingerprint")
         layout = Layout(self._next, fingerprint, shard_bytes)
         if layout.slot_bytes > self.largest_slot_bytes:
             raise RequestError(
@@ -143,11 +173,34 @@ class Layouts:
                 hint="start the server with a larger --slab-size, or use fewer tokens a block",
             )
         self._make_way(drop_unopened)
+        layout = Layout(self._next, fingerprint, shard_bytes, self._columns)
+        self._records.put(layout.number, fingerprint, shard_bytes)
         self._next += 1
         layout.sessions.add(session)
-        self._by_number[layout.number] = layout
-        self._by_fingerprint[fingerprint] = layout
+        self._add(layout)
         return layout
+
+    def agree(self, layout: Layout, shard: int, physical: bytes) -> None:
+        """`Layout.agree`, and the word is kept."""
+        if layout.agree(shard, physical):
+            self._records.put_physical(layout.number, shard, layout.physical[shard])
+
+    def take_over(self) -> list[Layout]:
+        """The layouts that an earlier store has left, as far as they can be read. Before any was opened."""
+        for found in self._records.find_all():
+            smallest = sum(_aligned(nbytes, _SHARD_ALIGN) for nbytes in found.shard_bytes)
+            if smallest > self.largest_slot_bytes or found.fingerprint in self._by_fingerprint:
+                self._records.remove(found.number)
+                continue
+            layout = Layout(found.number, found.fingerprint, found.shard_bytes, self._columns)
+            layout.physical = found.physical
+            self._add(layout)
+            self._next = max(self._next, found.number + 1)
+        return list(self)
+
+    def _add(self, layout: Layout) -> None:
+        self._by_number[layout.number] = layout
+        self._by_fingerprint[layout.fingerprint] = layout
 
     def opened_by(self, session: int) -> int:
         return sum(session in layout.sessions for layout in self._by_number.values())
@@ -175,5 +228,7 @@ class Layouts:
             if not layout.blocks and not layout.sessions:
                 del self._by_number[layout.number]
                 del self._by_fingerprint[layout.fingerprint]
+                self._records.remove(layout.number)
+                self._columns.drop(f"checks-{layout.number}")
                 return True
         return False

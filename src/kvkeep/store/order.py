@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvkeep.store.layouts import Layouts
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, WRITING, BlockTable
 from kvkeep.store.tenants import Tenants
@@ -71,6 +74,26 @@ class EvictionOrder:
             if rank >= queued:
                 return
         self._push(row, self.rank(row, now_ms))
+
+    def enqueue_all(self, rows: NDArray[np.int64], now_ms: int) -> None:
+        """`enqueue` for many evictable blocks at once, none of which is in line yet."""
+        many = self._table.many
+        expires_ms = many.expires_ms[rows]
+        order_class = np.where(many.finished[rows] == many.used[rows], 1, 2)
+        order_class[(expires_ms > 0) & (expires_ms <= now_ms)] = 0
+        ranks = order_class << _CLASS_SHIFT | many.priority[rows].astype(np.int64) << _PRIORITY_SHIFT | many.used[rows]
+        groups = many.tenant[rows].astype(np.int64) << _ROW_BITS | many.layout[rows]
+        by_group = np.argsort(groups, kind="stable")
+        for here in np.split(by_group, np.flatnonzero(np.diff(groups[by_group])) + 1) if len(rows) else []:
+            first = int(rows[here[0]])
+            owner, slot_bytes = self._current_owner(first), self._slot_bytes(first)
+            many.queued[rows[here]], many.queue_owner[rows[here]] = ranks[here], owner
+            heap = self._queues.setdefault(owner, {}).setdefault(slot_bytes, [])
+            entries = zip(ranks[here].tolist(), rows[here].tolist(), strict=True)
+            heap.extend(rank << _ROW_BITS | row for rank, row in entries)
+        for queues in self._queues.values():
+            for heap in queues.values():
+                heapify(heap)
 
     def forget_owner(self, owner: int) -> None:
         """Drops the queues of a tenant that has no blocks left."""

@@ -49,6 +49,19 @@ class Slabs:
         """Adds `count` slabs whose memory is ready, from slab number `first` on."""
         self._unused[:0] = range(first + count - 1, first - 1, -1)
 
+    def take_over(self, slabs: int, taken: dict[int, tuple[int, list[int]]]) -> None:
+        """The first `slabs` slabs are there. `taken`: of each slab with slots handed out, their size and offsets."""
+        for slab, (slot_bytes, offsets) in taken.items():
+            handed_out, base = set(offsets), slab * self.slab_bytes
+            self._slot_bytes[slab] = slot_bytes
+            ends = range((self.per_slab(slot_bytes) - 1) * slot_bytes, -1, -slot_bytes)
+            free = [base + at for at in ends if base + at not in handed_out]
+            if free:
+                self._partial.setdefault(slot_bytes, {})[slab] = free
+            self._partial.setdefault(slot_bytes, {})
+            self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) + len(free)
+        self._unused = [slab for slab in range(slabs - 1, -1, -1) if slab not in taken]
+
     def available(self, slot_bytes: int) -> int:
         """How many slots of this size can be taken without evicting anything."""
         return self._free_slots.get(slot_bytes, 0) + len(self._unused) * self.per_slab(slot_bytes)

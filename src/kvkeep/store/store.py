@@ -16,6 +16,7 @@ from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store.blocks import Blocks
+from kvkeep.store.columns import Columns, PlainColumns
 from kvkeep.store.layouts import Layout, Layouts
 from kvkeep.store.plans import (
     HIGHEST_PRIORITY,
@@ -32,6 +33,8 @@ from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import NO_ROW, WRITING
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import longest_hit, rows_of_chain, split_keys
+
+OLD_SESSIONS = 0  # stands for all sessions of the server before this one, as long as any of their processes lives
 
 
 @dataclass
@@ -53,7 +56,8 @@ class Session:
 
 
 class Store:
-    """See the module's docstring. `pool_bytes` is what the pool will have; memory itself comes by `add_slabs`."""
+    """See the module's docstring. `pool_bytes` is what the pool will have; memory itself comes by `add_slabs`. Columns
+    that an earlier store has left are of no use before `adopt`."""
 
     def __init__(
         self,
@@ -61,13 +65,15 @@ class Store:
         slab_bytes: int,
         limits: Limits | None = None,
         default_quota_bytes: int | None = None,
+        columns: Columns | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.pool_bytes = pool_bytes
+        columns = columns or PlainColumns()
         self.slabs = Slabs(slab_bytes)
-        self.layouts = Layouts(self.limits.layouts, slab_bytes)
-        self.tenants = Tenants(self.limits.tenants, default_quota_bytes)
-        self.blocks = Blocks(self.tenants, self.layouts, self.slabs)
+        self.layouts = Layouts(self.limits.layouts, slab_bytes, columns)
+        self.tenants = Tenants(self.limits.tenants, default_quota_bytes, columns)
+        self.blocks = Blocks(self.tenants, self.layouts, self.slabs, columns)
         self.room = Room(self.blocks)
         self.sessions: dict[int, Session] = {}
         self.writers: dict[int, int] = {}  # row -> bit mask of the shards that somebody is writing now
@@ -81,7 +87,7 @@ class Store:
     def open_session(self, session: int) -> None:
         if session in self.sessions:
             raise RequestError("session_exists", f"session {session} is open already", field="session")
-        if len(self.sessions) >= self.limits.sessions:
+        if len(self.sessions) - (OLD_SESSIONS in self.sessions) >= self.limits.sessions:
             raise RequestError(
                 "too_many_sessions",
                 f"{self.limits.sessions} sessions are open",
@@ -210,7 +216,8 @@ class Store:
             may_write = 0
         room = min(len(wanted) - new_from, may_write - len(joined))
         work = Write(shape, shard, [])
-        self._add_to_write(state, work, [row for _, row in joined])
+        if joined:
+            self._add_to_write(state, work, [row for _, row in joined])
         positions = [position for position, _ in joined]
         if above != NO_ROW:
             self.blocks.touch(above, self.blocks.next_use())
@@ -236,9 +243,7 @@ class Store:
                 f"{len(work.rows)} blocks were to be written, {len(checksums)} checksums came",
                 field="checksums",
             )
-        table = self.blocks.table
-        work.layout.checks[table.many.check[work.rows], work.shard] = checksums
-        work.layout.lacking |= bool((checksums == ABSENT).any())
+        self.blocks.note_checksums(work.rows, work.shard, work.layout, checksums)
         self.blocks.shard_arrived(work.rows, work.shard, work.layout)
         self._end_write(state, write, now_ms)
         return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])

@@ -1,19 +1,23 @@
 """The facts about every block, one row a block and one column a fact.
 
-A column is an `array.array` (quick to read and write one row at a time) with a numpy view of the same memory beside
-it (quick for thousands of rows at once). A million blocks so cost some 100 bytes each here, where an object a block
-would cost ten times that.
+A column is a numpy array (quick for thousands of rows at once) with a `memoryview` of the same memory beside it (quick
+to read and write one row at a time). A million blocks so cost some 100 bytes each here, where an object a block would
+cost ten times that.
+
+KEPT columns may lie in memory that outlives this process: the next server adopts them (`adopt.py`). Whoever changes
+one answers for what a crash would leave: all of a row is written before its state says so, and on the way out the
+state goes first. The others can be made anew from those.
 """
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.store.columns import Columns, PlainColumns
 
 NO_ROW = -1
 
@@ -23,32 +27,38 @@ NO_ROW = -1
 FREE, WRITING, WAITING, READY, EVICTING = 0, 1, 2, 3, 4
 STATE_NAMES = ("free", "writing", "waiting", "ready", "evicting")
 
-_FIRST_CAPACITY = 1024
-_WORDS_A_KEY = KEY_BYTES // 8
-_TYPES: dict[str, tuple[str, type[np.generic]]] = {
-    "state": ("b", np.int8),
-    "priority": ("B", np.uint8),
-    "parent": ("i", np.int32),
-    "first_child": ("i", np.int32),
-    "next_sibling": ("i", np.int32),
-    "prev_sibling": ("i", np.int32),
-    "tenant": ("i", np.int32),
-    "layout": ("i", np.int32),
-    "pins": ("i", np.int32),
-    "check": ("i", np.int32),
-    "slot": ("q", np.int64),
-    "used": ("q", np.int64),
-    "finished": ("q", np.int64),
-    "expires_ms": ("q", np.int64),
-    "queued": ("q", np.int64),
-    "queue_owner": ("i", np.int32),
+_FIRST_CAPACITY = 4096
+_LARGEST_STEP = 1 << 17  # rows that the table grows by at a time: some ten milliseconds
+WORDS_A_KEY = KEY_BYTES // 8
+
+# `state` comes last: whatever has a state has all other columns.
+KEPT: dict[str, type[np.generic]] = {
+    "priority": np.uint8,
+    "parent": np.int32,
+    "tenant": np.int32,
+    "layout": np.int32,
+    "pins": np.int32,
+    "check": np.int32,
+    "slot": np.int64,
+    "used": np.int64,
+    "finished": np.int64,
+    "expires_ms": np.int64,
+    "seal": np.uint64,
+    "state": np.int8,
+}
+_DERIVED: dict[str, type[np.generic]] = {
+    "first_child": np.int32,
+    "next_sibling": np.int32,
+    "prev_sibling": np.int32,
+    "queued": np.int64,
+    "queue_owner": np.int32,
 }
 
 
 class Views:
-    """Numpy views of the columns, for work on many rows at once. Made anew whenever the table grows."""
+    """The columns as arrays, for work on many rows at once. Others whenever the table grows."""
 
-    __slots__ = tuple(_TYPES)
+    __slots__ = (*KEPT, *_DERIVED)
     state: NDArray[np.int8]
     priority: NDArray[np.uint8]
     parent: NDArray[np.int32]
@@ -63,6 +73,7 @@ class Views:
     used: NDArray[np.int64]
     finished: NDArray[np.int64]
     expires_ms: NDArray[np.int64]
+    seal: NDArray[np.uint64]
     queued: NDArray[np.int64]
     queue_owner: NDArray[np.int32]
 
@@ -71,7 +82,7 @@ class KeyColumn:
     """The key of each row, in one array: thousands can be compared in one go."""
 
     def __init__(self) -> None:
-        self.words: NDArray[np.uint64] = np.zeros((0, _WORDS_A_KEY), dtype=np.uint64)
+        self.words: NDArray[np.uint64] = np.zeros((0, WORDS_A_KEY), dtype=np.uint64)
         self._bytes = memoryview(b"")
 
     def __len__(self) -> int:
@@ -80,47 +91,51 @@ class KeyColumn:
     def __getitem__(self, row: int) -> bytes:
         return self._bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES].tobytes()
 
-    def put(self, rows: NDArray[np.int64], keys: bytes) -> None:
-        self.words[rows] = np.frombuffer(keys, dtype=np.uint64).reshape(-1, _WORDS_A_KEY)
+    def put(self, rows: NDArray[np.int64] | slice, keys: bytes) -> NDArray[np.uint64]:
+        """Returns the keys as words."""
+        words = np.frombuffer(keys, dtype=np.uint64).reshape(-1, WORDS_A_KEY)
+        self.words[rows] = words
+        return words
 
     def hold(self, rows: NDArray[np.int64], keys: bytes) -> bool:
         """Whether these rows have exactly these keys, in order."""
         return self.words[rows].tobytes() == keys
 
-    def grow(self, capacity: int) -> None:
-        words = np.zeros((capacity, _WORDS_A_KEY), dtype=np.uint64)
-        words[: len(self.words)] = self.words
+    def lie_in(self, words: NDArray[np.uint64]) -> None:
         self.words, self._bytes = words, words.view(np.uint8).reshape(-1).data
 
 
 class BlockTable:
-    """Rows are handed out by `take` and come back by `give`; a free row has state FREE and no key."""
+    """Rows are handed out by `take` and come back by `give`; a free row has state FREE and no key.
 
-    __slots__ = ("_free", "_next", "keys", "many", *_TYPES)
-    state: array[int]
-    priority: array[int]
-    parent: array[int]
-    first_child: array[int]
-    next_sibling: array[int]
-    prev_sibling: array[int]
-    tenant: array[int]
-    layout: array[int]
-    pins: array[int]  # live leases that end here, plus writers at work on this block
-    check: array[int]  # row in the layout's table of checksums
-    slot: array[int]  # byte offset in the pool
-    used: array[int]  # sequence number of the last use; a parent inherits its evicted child's
-    finished: array[int]  # equal to `used` while nobody has used the block since its session finished
-    expires_ms: array[int]  # 0: never
-    queued: array[int]  # rank of the block's one live entry in an eviction queue, or -1
-    queue_owner: array[int]  # whose queue that entry is in
+    Over columns that are not new, the table is of no use before it was adopted.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_columns", "_free", "_next", "keys", "many", *KEPT, *_DERIVED)
+    state: memoryview
+    priority: memoryview
+    parent: memoryview
+    first_child: memoryview
+    next_sibling: memoryview
+    prev_sibling: memoryview
+    tenant: memoryview
+    layout: memoryview
+    pins: memoryview  # live leases that end here, plus writers at work on this block
+    check: memoryview  # row in the layout's table of checksums
+    slot: memoryview  # byte offset in the pool
+    used: memoryview  # sequence number of the last use; a parent inherits its evicted child's
+    finished: memoryview  # equal to `used` while nobody has used the block since its session finished
+    expires_ms: memoryview  # 0: never
+    seal: memoryview  # of all that the block is, from before it is READY: see seals.py
+    queued: memoryview  # rank of the block's one live entry in an eviction queue, or -1
+    queue_owner: memoryview  # whose queue that entry is in
+
+    def __init__(self, columns: Columns | None = None) -> None:
+        self._columns = columns or PlainColumns()
         self.keys = KeyColumn()
         self.many = Views()
         self._free: list[int] = []
         self._next = 0
-        for name, (code, _) in _TYPES.items():
-            setattr(self, name, array(code))
         self._grow(_FIRST_CAPACITY)
 
     def __len__(self) -> int:
@@ -128,14 +143,14 @@ class BlockTable:
         return self._next - len(self._free)
 
     def take(self, n: int) -> NDArray[np.int64]:
-        """Takes n rows. Their columns hold anything: the caller sets them all."""
+        """Takes n rows. Their columns hold anything: the caller sets them all, the state last."""
         reused = min(n, len(self._free))
         rows = self._free[len(self._free) - reused :]
         rows.reverse()  # what was evicted leaf first comes back in the order of a chain
         del self._free[len(self._free) - reused :]
         fresh = n - reused
         if self._next + fresh > len(self.keys):
-            self._grow(max(2 * len(self.keys), self._next + fresh))
+            self._grow(max(self._next + fresh, len(self.keys) + min(len(self.keys), _LARGEST_STEP)))
         rows.extend(range(self._next, self._next + fresh))
         self._next += fresh
         return np.array(rows, dtype=np.int64)
@@ -145,6 +160,15 @@ class BlockTable:
         self.many.state[rows] = FREE
         self.many.queued[rows] = -1
         self._free.extend(rows)
+
+    def take_over(self, live: NDArray[np.int64]) -> None:
+        """Exactly these rows are in use: all others are free, whatever they were."""
+        self._next = int(live[-1]) + 1 if len(live) else 0
+        free = np.ones(len(self.keys), dtype=np.bool_)
+        free[live] = False
+        self.many.state[free] = FREE
+        self.many.queued[:] = -1
+        self._free = np.flatnonzero(free[: self._next])[::-1].tolist()
 
     def rows_between(self, begin: int, end: int) -> NDArray[np.int64]:
         """The rows whose slots lie in that range of the pool."""
@@ -156,12 +180,18 @@ class BlockTable:
         return np.flatnonzero(self.many.state[: self._next] != FREE)
 
     def _grow(self, capacity: int) -> None:
-        for name, (code, dtype) in _TYPES.items():
-            old: array[int] = getattr(self, name)
-            setattr(self.many, name, None)  # let go of the buffer before the array behind it is replaced
-            new = array(code, bytes(capacity * old.itemsize))
-            new[: len(old)] = old
-            setattr(self, name, new)
-            view: NDArray[Any] = np.frombuffer(new, dtype=dtype)
-            setattr(self.many, name, view)
-        self.keys.grow(capacity)
+        kept = {name: self._columns.grow(name, dtype, 0, capacity) for name, dtype in KEPT.items() if name != "state"}
+        keys = self._columns.grow("keys", np.uint64, WORDS_A_KEY, capacity)
+        kept["state"] = self._columns.grow("state", np.int8, 0, capacity)
+        capacity = min(len(keys), *map(len, kept.values()))
+        derived = {name: self._longer(name, dtype, capacity) for name, dtype in _DERIVED.items()}
+        for name, column in (kept | derived).items():
+            setattr(self.many, name, column[:capacity])
+            setattr(self, name, column[:capacity].data)
+        self.keys.lie_in(keys[:capacity])
+
+    def _longer(self, name: str, dtype: type[np.generic], capacity: int) -> NDArray[Any]:
+        column = np.zeros(capacity, dtype=dtype)
+        before = getattr(self.many, name, column[:0])
+        column[: len(before)] = before
+        return column

@@ -11,8 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvkeep.errors import RequestError
+from kvkeep.store.columns import Columns, PlainColumns
+from kvkeep.store.records import TenantRecords, word_of
 
 COMMONS = -1  # owner of the eviction queues that tenants without a quota share
+
+
+def tenant_word(name: str) -> int:
+    """What stands for a tenant in seals."""
+    return word_of(name.encode(errors="surrogatepass"))
 
 
 @dataclass(eq=False)
@@ -27,6 +34,10 @@ class Tenant:
     blocks: int = 0
     storing: bool = False  # at work for it right now: not forgotten even if its last block makes way for its next
     index: dict[bytes, int] = field(default_factory=dict)
+    word: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.word = tenant_word(self.name)
 
     @property
     def owner(self) -> int:
@@ -54,8 +65,9 @@ class Tenant:
 class Tenants:
     """All tenants that have blocks or a quota of their own. Others are forgotten, so names cannot pile up."""
 
-    def __init__(self, limit: int, default_quota_bytes: int | None) -> None:
+    def __init__(self, limit: int, default_quota_bytes: int | None, columns: Columns | None = None) -> None:
         self.limit = limit
+        self._records = TenantRecords(columns or PlainColumns())
         self.default_quota_bytes = default_quota_bytes
         self.by_number: dict[int, Tenant] = {}
         self.borrowers: dict[Tenant, None] = {}  # tenants above their quota, in no order that matters
@@ -88,8 +100,28 @@ class Tenants:
         if not self._free_numbers:
             self._free_numbers.append(self._next)
             self._next += 1
-        tenant = Tenant(name, self._free_numbers.pop(), quota_bytes=self.default_quota_bytes)
-        self._by_name[name] = self.by_number[tenant.number] = tenant
+        number = self._free_numbers.pop()
+        self._records.put(number, name)
+        return self._add(name, number)
+
+    def names_left(self, numbers: list[int]) -> dict[int, str]:
+        """Those of the numbers whose tenants an earlier store has left, with their names, none of them twice."""
+        names = {number: name for number in numbers if (name := self._records.get(number)) is not None}
+        owners: dict[str, list[int]] = {}
+        for number, name in names.items():
+            owners.setdefault(name, []).append(number)
+        return {number: name for number, name in names.items() if len(owners[name]) == 1}
+
+    def take_over(self, names: dict[int, str]) -> None:
+        """These are the tenants that have blocks. Before any was added."""
+        for number, name in names.items():
+            self._add(name, number)
+        self._next = max(names, default=-1) + 1
+        self._free_numbers = [number for number in range(self._next) if number not in names]
+
+    def _add(self, name: str, number: int) -> Tenant:
+        tenant = Tenant(name, number, quota_bytes=self.default_quota_bytes)
+        self._by_name[name] = self.by_number[number] = tenant
         return tenant
 
     def without_own_quota(self) -> list[int]:

@@ -101,6 +101,21 @@ def link_chain(table: BlockTable, rows: NDArray[np.int64], parent: int) -> None:
             table.prev_sibling[sibling] = head
 
 
+def link_all(table: BlockTable, rows: NDArray[np.int64]) -> None:
+    """Makes the links of all live rows from their parents."""
+    many = table.many
+    for column in (many.first_child, many.next_sibling, many.prev_sibling):
+        column[rows] = NO_ROW
+    rows = rows[many.parent[rows] != NO_ROW]
+    rows = rows[np.argsort(many.parent[rows], kind="stable")]
+    parents = many.parent[rows]
+    siblings = parents[1:] == parents[:-1]
+    eldest = np.concatenate([[True], ~siblings])[: len(rows)]
+    many.first_child[parents[eldest]] = rows[eldest]
+    many.next_sibling[rows[:-1][siblings]] = rows[1:][siblings]
+    many.prev_sibling[rows[1:][siblings]] = rows[:-1][siblings]
+
+
 def unlink_leaf(table: BlockTable, row: int) -> int:
     """Takes a leaf off its parent, which it returns (NO_ROW at a root)."""
     assert table.first_child[row] == NO_ROW

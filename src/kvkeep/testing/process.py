@@ -103,7 +103,7 @@ class ServerProcess:
     def _clean_up(self) -> None:
         if self._own_state:
             self._own_state.cleanup()
-        # A server that was killed leaves its pool behind, for a next one of the same name; there will be none.
+        # A server leaves its pool behind, for a next one of the same name; there will be none.
         shutil.rmtree(self._shm_dir / f"kvkeep-{self.name}", ignore_errors=True)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.server.service import Service
+from kvkeep.store.adopt import Adoption, adopt
+from kvkeep.store.columns import PlainColumns
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
@@ -35,11 +39,24 @@ class SimulatedServer:
         limits: Limits | None = None,
         frame_bytes: int = 1 << 20,
         network_timeout_ms: int = 30_000,
+        before: SimulatedServer | None = None,
+        old_sessions: Callable[[], int] = lambda: 0,
+        now_ms: int = 0,
     ) -> None:
+        """`before` is a server that was killed: its memory is taken over and what it had is adopted. `old_sessions`
+        says how many of its clients may still touch that memory."""
         limits = limits or Limits()
-        self.memory = PlainMemory(pool_bytes)
-        self.store = Store(pool_bytes, slab_bytes, limits)
-        self.store.add_slabs(0, pool_bytes // slab_bytes)
+        slabs = pool_bytes // slab_bytes
+        self.adoption = Adoption(contradiction=True)  # unless there is something to adopt
+        if before is not None:
+            self.memory: PlainMemory = before.memory
+            self.columns: PlainColumns = before.columns
+            self.store = Store(pool_bytes, slab_bytes, limits, columns=self.columns)
+            self.adoption = adopt(self.store, slabs, old_sessions() > 0, now_ms)
+        if self.adoption.contradiction:
+            self.memory, self.columns = PlainMemory(pool_bytes), PlainColumns()
+            self.store = Store(pool_bytes, slab_bytes, limits, columns=self.columns)
+            self.store.add_slabs(0, slabs)
         self.service = Service(
             self.store,
             self.memory,
@@ -53,6 +70,7 @@ class SimulatedServer:
             epoch,
             lambda number: None,
             network_timeout_ms,
+            old_sessions=old_sessions,
         )
 
     def check_integrity(self) -> None:

@@ -5,6 +5,7 @@
     epoch                         this server process's epoch, so that a client can tell the pool is really here
     segment-00000 …               the memory
     session-….lock                one for each attached session
+    index-…                       what is in it, for the next server, if that is to find it (`index_files`)
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import stat
 from pathlib import Path
 
 from kvkeep.errors import PoolError
+from kvkeep.store.columns import Columns, PlainColumns
+from kvkeep.tiers.index_files import FileColumns, remove_header, sizes_left, why_not_adopt, write_header
+from kvkeep.tiers.old_sessions import OldSessions
 from kvkeep.units import MIB, format_size
-from kvkeep.wire.liveness import Watch
+from kvkeep.wire.liveness import Watch, own
 from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
 
 _SEGMENT_BYTES = 256 * MIB
@@ -33,30 +37,94 @@ def slab_bytes_for(pool_bytes: int) -> int:
     return max(MIB, min(_LARGEST_SLAB_BYTES, pool_bytes // _SLABS_AT_LEAST // MIB * MIB))
 
 
-class Pool:
-    """Owns the pool's directory from construction to `close`. Segments become usable one by one by `fill_next`."""
+def pool_bytes_left(shm_dir: Path, name: str) -> int:
+    """The size of the pool that a server of this name has left; 0 if there is none. Its memory is not free, so nobody
+    who looks at what is free would choose that size again."""
+    return sizes_left(_directory(shm_dir, name))[0]
 
-    def __init__(self, shm_dir: Path, name: str, pool_bytes: int, slab_bytes: int, epoch: int) -> None:
-        self.directory = shm_dir / f"kvkeep-{name}"
+
+def _directory(shm_dir: Path, name: str) -> Path:
+    return shm_dir / f"kvkeep-{name}"
+
+
+class Pool:
+    """Owns the pool's directory from construction to `close`. Segments become usable one by one by `fill_next`.
+
+    With `keep` its index lies beside it, and what an earlier server left is kept where it can be adopted: then
+    `is_left` says so, and that many bytes are filled. Otherwise, or with `fresh`, all is removed; `not_adopted` says
+    why, if there was something to adopt.
+    """
+
+    def __init__(
+        self,
+        shm_dir: Path,
+        name: str,
+        pool_bytes: int,
+        slab_bytes: int,
+        epoch: int,
+        *,
+        keep: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        self.directory = _directory(shm_dir, name)
         self.slab_bytes = slab_bytes
         self.segment_bytes = max(_SEGMENT_BYTES // slab_bytes, 1) * slab_bytes
         self.pool_bytes = pool_bytes // slab_bytes * slab_bytes
         self.filled_bytes = 0
+        self.columns: Columns = PlainColumns()
+        self.is_left = False
+        self.not_adopted = ""
+        self._keep = keep
+        self._epoch = epoch
+        self._old_sessions: OldSessions | None = None
         self._lock = _own(self.directory)
         try:
-            self._remove_files()
-            if left := sorted(set(os.listdir(self.directory)) - {_LOCK_FILE}):
-                raise PoolError(f"{self.directory / left[0]} cannot be removed", "remove it, or choose another --name")
-            _check_space(shm_dir, self.pool_bytes, pool_bytes)
-            path = self.directory / EPOCH_FILE
-            path.touch(mode=0o600)
-            path.write_text(f"{epoch:016x}")
-        except BaseException as error:  # guard: whatever it is, no directory and no lock may stay behind
-            self.close()
+            if keep and not fresh:
+                self._find_what_is_left()
+            if not self.is_left:
+                self._remove_all()
+            _check_space(shm_dir, self.pool_bytes - self.filled_bytes, pool_bytes)
+            if not self.is_left:
+                self.segments = self._make_segments()
+                self._begin()
+        except BaseException as error:  # guard: whatever it is, no lock may stay behind, nor a directory of ours
+            self.close(keep=self.is_left)
             if isinstance(error, OSError):
                 raise PoolError(f"cannot make {self.directory}: {error.strerror}", "check --shm-dir") from error
             raise
-        self.segments = Segments(self.directory, self.segment_bytes, self.pool_bytes, epoch)
+
+    def start_over(self) -> None:
+        """Removes all that is there and begins anew, in other memory: who has the old one mapped keeps it."""
+        self._remove_all()
+        self._begin()
+
+    def _remove_all(self) -> None:
+        self._let_go_of_what_was_left()
+        self.is_left = False
+        self._remove_files()
+        if left := sorted(set(os.listdir(self.directory)) - {_LOCK_FILE}):
+            raise PoolError(f"{self.directory / left[0]} cannot be removed", "remove it, or choose another --name")
+
+    def _begin(self) -> None:
+        self._write_epoch()
+        if self._keep:
+            self.columns = FileColumns(self.directory)
+            write_header(self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the next server could adopt the pool as it is now."""
+        return isinstance(self.columns, FileColumns) and self.columns.kept and self.is_in_place()
+
+    def leave_nothing(self) -> None:
+        """From now on no server adopts what is here. Before a session's lock goes whose process may still be at work:
+        the next server would take its memory for free."""
+        if self.is_in_place():
+            remove_header(self.directory)
+
+    def old_sessions(self) -> int:
+        """How many processes of the server before this one may still touch what they had."""
+        return self._old_sessions.alive() if self._old_sessions else 0
 
     @property
     def slabs(self) -> int:
@@ -97,25 +165,79 @@ class Pool:
         """A new lock file for a session. OSError if there is no place for it."""
         if not self.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "the pool's directory was removed", str(self.directory))
-        return Watch(self.directory / f"session-{number}.lock")
+        return Watch(self.directory / f"session-{self._epoch:016x}-{number}.lock")
 
-    def close(self) -> None:
-        """Removes the pool. Processes that have it mapped keep their mapping until they let go of it."""
+    def close(self, *, keep: bool = False) -> None:
+        """Removes the pool, or leaves it to the next server. Processes that have it mapped keep their mapping until
+        they let go of it."""
         if self._lock < 0:
             return
-        if hasattr(self, "segments"):
-            self.segments.close()
-        if self._lock_found() in (None, os.fstat(self._lock).st_ino):  # or it is another server's by now
+        self._let_go_of_what_was_left()
+        if not keep and self._lock_found() in (None, os.fstat(self._lock).st_ino):  # or it is another server's by now
             self._remove_files()
             shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
 
+    def _find_what_is_left(self) -> None:
+        """Takes segments and columns as they are, if they are an index and its pool. From then on no process of the
+        old server can map them any more."""
+        if not any(name.startswith("segment-") for name in os.listdir(self.directory)):
+            return
+        try:
+            why = why_not_adopt(self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes)
+            if not why:
+                self._write_epoch()
+                self._old_sessions = OldSessions(self.directory)
+                self.segments = self._make_segments()
+                self._map_segments_left()
+                self.columns = FileColumns(self.directory)
+                self.is_left = True
+        except (OSError, PoolError) as error:
+            why = f"it cannot be read: {error}"
+        self.not_adopted = why
+
+    def _map_segments_left(self) -> None:
+        """The first ones, as far as all their memory is there. Those after a gap are removed."""
+        beyond = set(self.directory.glob("segment-*"))
+        while self.filled_bytes < self.pool_bytes:
+            nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
+            path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
+            if path not in beyond or path.stat().st_size != nbytes or path.stat().st_blocks * 512 < nbytes:
+                break
+            self.segments.view(self.filled_bytes, 1)
+            self.filled_bytes += nbytes
+            beyond.remove(path)
+        for path in beyond:
+            path.unlink()
+
+    def _let_go_of_what_was_left(self) -> None:
+        if hasattr(self, "segments"):
+            self.segments.close()
+        self.filled_bytes = 0
+        if self._old_sessions is not None:
+            self._old_sessions.close()
+            self._old_sessions = None
+
+    def _make_segments(self) -> Segments:
+        return Segments(self.directory, self.segment_bytes, self.pool_bytes, self._epoch)
+
+    def _write_epoch(self) -> None:
+        """In one step: who reads it finds the old one or ours."""
+        draft = self.directory / f"{EPOCH_FILE}.new"
+        draft.unlink(missing_ok=True)
+        draft.touch(mode=0o600)
+        draft.write_text(f"{self._epoch:016x}")
+        os.replace(draft, self.directory / EPOCH_FILE)
+
     def _remove_files(self) -> None:
-        """All but the lock, which goes last: whoever can take it must find no leftovers that are still going.
+        """All but the lock, which goes last: whoever can take it must find no leftovers that are still going. And first
+        what makes them an index: see `leave_nothing`.
 
         As far as it goes: what cannot be removed stays, and does not keep the rest.
         """
+        with contextlib.suppress(OSError):
+            remove_header(self.directory)
         with contextlib.suppress(FileNotFoundError):  # somebody else removed the directory: so much the better
             for path in self.directory.iterdir():
                 with contextlib.suppress(OSError):
@@ -149,6 +271,7 @@ def _own(directory: Path) -> int:
         raise PoolError(f"cannot make {directory}: {error.strerror}", "check --shm-dir") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        own(descriptor)
         if os.stat(path).st_ino != os.fstat(descriptor).st_ino:
             raise BlockingIOError  # the previous owner removed it while we opened it
     except (BlockingIOError, FileNotFoundError):

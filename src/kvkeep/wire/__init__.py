@@ -4,5 +4,6 @@ messages.py   the protocol: its prose, and every message as a typed struct
 frames.py     a message as bytes and back; the only place that reads what a peer sent
 segments.py   the pool's shared memory, as an engine maps it
 address.py    where a server listens, as text
+auth.py       keys and tokens in files
 liveness.py   a lock by which the kernel tells the daemon that a process is gone
 """

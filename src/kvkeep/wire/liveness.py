@@ -10,7 +10,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 from pathlib import Path
+
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, process
+
+
+def own(descriptor: int) -> None:
+    """Marks the file as a living process's, until the descriptor is closed. BlockingIOError if it is another's."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+
+
+def is_owned(descriptor: int) -> bool:
+    """Whether somebody has marked the file. Only asks: whoever is paused while asking is in nobody's way."""
+    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def hold(path: Path) -> int:
@@ -39,6 +53,10 @@ class Watch:
             return True
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return False
+
+    def leave(self) -> None:
+        """Lets go of the file and leaves it there: the next server will want to know whether it is held."""
+        os.close(self._descriptor)
 
     def close(self) -> None:
         """Removes the file, if that is what still lies there: anything else in its place is left alone."""

@@ -1,0 +1,77 @@
+"""What only shows when all settings are known: each value is fine alone, together they cannot be meant."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.errors import SettingsError
+from kvkeep.units import KIB
+from kvkeep.wire.address import split_host
+
+if TYPE_CHECKING:
+    from kvkeep.server.settings import Setting, Settings
+
+MIN_KEY_BYTES: Final = 16  # no block key is shorter, so a request takes at least this many bytes a block
+
+
+def check_together(settings: Settings, table: Mapping[str, Setting]) -> None:
+    """SettingsError for what contradicts, and for an address that others can reach with nothing to keep them out."""
+    check_reach(settings)
+    tcp = _tcp(settings.address)
+    http = split_host(settings.http_address)
+    if tcp is not None and tcp[1] == http[1] != 0:
+        raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
+    if settings.slab_size % (4 * KIB):
+        raise SettingsError(
+            f"slab_size = {settings.slab_size} is no multiple of 4KiB", "use a round size such as 64MiB"
+        )
+    for name, least, why in (
+        ("pool_size", settings.slab_size, "slab_size: the pool must hold at least one slab"),
+        (
+            "max_frame_size",
+            settings.max_blocks_per_request * MIN_KEY_BYTES,
+            "max_blocks_per_request: a message must hold the keys of that many blocks",
+        ),
+        (
+            "network_session_timeout",
+            settings.session_check_interval,
+            "session_check_interval: silence is not noticed more often than sessions are checked",
+        ),
+    ):
+        if getattr(settings, name) < least:
+            shown = table[name].kind.show
+            raise SettingsError(f"{name} = {shown(getattr(settings, name))} is less than {shown(least)}, set by {why}")
+
+
+def check_reach(settings: Settings) -> None:
+    """Keys come in pairs, and beyond loopback there must be some."""
+    if (settings.curve_key is None) != (settings.authorized_keys is None):
+        there, missing = ("curve_key", "authorized_keys") if settings.curve_key else ("authorized_keys", "curve_key")
+        raise SettingsError(f"{there} is set and {missing} is not", "`kvkeep keygen` makes both; set both or neither")
+    tcp = _tcp(settings.address)
+    if tcp is not None and not is_loopback(tcp[0]) and settings.curve_key is None:
+        raise SettingsError(
+            f'address = "{settings.address}" is reachable from other hosts, and curve_key is not set',
+            "make keys with `kvkeep keygen`, set curve_key and authorized_keys; or use localhost, 127.0.0.1 or [::1]",
+        )
+    if not is_loopback(split_host(settings.http_address)[0]) and settings.admin_token is None:
+        raise SettingsError(
+            f'http_address = "{settings.http_address}" is reachable from other hosts, and admin_token is not set',
+            "make one with `kvkeep keygen --admin-token` and set admin_token; or use localhost, 127.0.0.1 or [::1]",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """By name or number, without asking a resolver: what a name means may change after it was checked."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tcp(address: str) -> tuple[str, int] | None:
+    return split_host(address.removeprefix("tcp://")) if address.startswith("tcp://") else None

@@ -1,0 +1,257 @@
+"""What a server that is gone has left in its columns, taken over by the next one: what can be proven, and nothing else.
+
+    READY, its seal matches, its parents are adopted too    adopted: a lookup finds it as before
+    leased when the old server ended                        adopted, and held as long as an old process lives
+    being written, waiting, evicting, or not to be proven   dropped; its slot is held as long as an old process lives
+    all slots that no row names                             free
+
+Processes of the old server's sessions may still be alive, paused in the middle of a copy. What they may touch is held
+by a session in their name (OLD_SESSIONS) until the last of them is gone: kept out of eviction, and never handed out.
+
+Whatever bytes the columns hold, this neither raises nor hangs. Cut off at any point it can be done again: a row is
+free, or held, before anything else can have its slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.store.layouts import Layout
+from kvkeep.store.seals import fold, seals
+from kvkeep.store.store import OLD_SESSIONS, Session, Store
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WORDS_A_KEY, BlockTable
+from kvkeep.store.tenants import tenant_word
+from kvkeep.store.tree import link_all, split_keys
+
+Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+_WORDS_AT_A_TIME = 1 << 19  # of seals that are computed at once: the temporaries stay small
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What came of it. `rows` are those of the adopted blocks, `held` counts slots kept for old processes."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    dropped: int = 0
+    held: int = 0
+    contradiction: bool = False
+    rows: Rows = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
+
+
+def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption:
+    """Takes over what the store's columns hold, for a pool of which the first `slabs` slabs are there as they were.
+
+    The store is new: nothing was asked of it yet. If old processes live and it cannot be told which memory they may
+    touch, that is a `contradiction`: the store is of no use then, and only other memory is safe to hand out.
+    """
+    found = _Found(store, slabs)
+    adopted = found.provable()
+    dropped = found.live[~np.isin(found.live, adopted, assume_unique=True)]
+    held = np.empty(0, np.int64)
+    if old_sessions:
+        if not found.all_placed():
+            return Adoption(contradiction=True)
+        held = _one_a_slot(store.blocks.table, dropped)
+    many = store.blocks.table.many
+    # A lease pins the last block of a chain. If that cannot be proven, nobody can tell what else is being read.
+    pinned = (many.pins[adopted] > 0) | (many.state[dropped] == READY).any()
+    leased = adopted[pinned] if old_sessions else held[:0]
+    _settle(store, adopted, held, leased)
+    _rebuild(store, slabs, adopted, held, now_ms)
+    nbytes = sum(layout.blocks * layout.slot_bytes for layout in store.layouts)
+    nbytes -= sum(store.layouts[layout].slot_bytes for layout in store.blocks.table.many.layout[held].tolist())
+    return Adoption(len(adopted), nbytes, len(dropped), len(held) + len(leased), rows=adopted)
+
+
+class _Found:
+    """The rows that were not free, and what can be said about each."""
+
+    def __init__(self, store: Store, slabs: int) -> None:
+        self._store = store
+        self._table = table = store.blocks.table
+        self.live: Rows = np.flatnonzero(table.many.state != FREE)
+        numbers = np.unique(table.many.tenant[self.live]).tolist()
+        self._names = store.tenants.names_left(numbers)
+        self._layouts = {layout.number: layout for layout in store.layouts.take_over()}
+        sizes = np.zeros(max(self._layouts, default=0) + 2, dtype=np.int64)  # by number; the last is of all unknown
+        for number, layout in self._layouts.items():
+            sizes[number] = layout.slot_bytes
+        numbers = table.many.layout[self.live]
+        self._slot_bytes = sizes[np.where((numbers > 0) & (numbers < len(sizes) - 1), numbers, -1)]
+        self._placed = self._has_place(slabs)
+        self._mixed = self._is_mixed(slabs)
+
+    def all_placed(self) -> bool:
+        """Whether it is known of every row which memory is its own, and the slots of a slab have one size."""
+        return bool(self._placed.all() and not self._mixed.any())
+
+    def provable(self) -> Rows:
+        """The rows of blocks that are what they were, with all that they hang on."""
+        many, live = self._table.many, self.live
+        good = self._placed & (many.state[live] == READY) & ~self._mixed
+        good &= _once(many.slot[live], self._placed)
+        parents = many.parent[live]
+        good &= (parents >= NO_ROW) & (parents < len(many.state))
+        self._check_seals(good)
+        good &= _once(many.layout[live].astype(np.int64) << 32 | many.check[live], good)
+        good &= _once(self._names_of_blocks(), good)
+        return self._with_all_above(good)
+
+    def _has_place(self, slabs: int) -> Mask:
+        """Whether tenant and layout are known, and the slot is one of that size in a slab that is there."""
+        many, live, slab_bytes = self._table.many, self.live, self._store.slabs.slab_bytes
+        known = np.isin(many.tenant[live], list(self._names))
+        slot, size = many.slot[live], np.maximum(self._slot_bytes, 1)
+        within = slot % slab_bytes
+        inside: Mask = (slot >= 0) & (slot < slabs * slab_bytes) & (within + size <= slab_bytes) & (within % size == 0)
+        inside &= known & (self._slot_bytes > 0)
+        return inside
+
+    def _is_mixed(self, slabs: int) -> Mask:
+        """Rows in slabs of which others say that their slots have another size."""
+        slab = np.where(self._placed, self._table.many.slot[self.live] // self._store.slabs.slab_bytes, slabs)
+        smallest, largest = np.full(slabs + 1, np.iinfo(np.int64).max), np.zeros(slabs + 1, dtype=np.int64)
+        np.minimum.at(smallest, slab, self._slot_bytes)
+        np.maximum.at(largest, slab, self._slot_bytes)
+        mixed: Mask = (smallest != largest)[slab]
+        return self._placed & mixed
+
+    def _check_seals(self, good: Mask) -> None:
+        """Takes those out whose seal does not match, or that have a shard without checksum: nothing proves it."""
+        many = self._table.many
+        words = np.zeros(max(self._names, default=-1) + 1, dtype=np.uint64)  # by tenant number
+        for number, name in self._names.items():
+            words[number] = tenant_word(name)
+        for number, of_layout in _split(np.flatnonzero(good), many.layout[self.live[good]]):
+            layout = self._layouts[number]
+            check = many.check[self.live[of_layout]]
+            sound = (check >= 0) & (check < len(layout.checks))
+            good[of_layout[~sound]] = False
+            of_layout = of_layout[sound]
+            at_a_time = max(1, _WORDS_AT_A_TIME // (16 + layout.shards))
+            for at in range(0, len(of_layout), at_a_time):
+                some = of_layout[at : at + at_a_time]
+                rows = self.live[some]
+                proven = seals(self._table, rows, layout, words[many.tenant[rows]]) == many.seal[rows]
+                proven &= layout.checks[many.check[rows]].all(axis=1)
+                good[some[~proven]] = False
+
+    def _names_of_blocks(self) -> NDArray[np.uint64]:
+        """Tenant and key of each row, as 64 bits: two that are equal by accident are both dropped, once in ages."""
+        names = np.empty((len(self.live), WORDS_A_KEY + 1), dtype=np.uint64)
+        names[:, :WORDS_A_KEY] = self._table.keys.words[self.live]
+        names[:, WORDS_A_KEY] = self._table.many.tenant[self.live]
+        return fold(names)
+
+    def _with_all_above(self, good: Mask) -> Rows:
+        """Those that are good and hang on good ones of the same tenant and layout only, up to a root. Every round
+        doubles how far up a row looks; who has not found a root when all could be passed hangs on itself."""
+        many = self._table.many
+        sound = np.zeros(len(many.state) + 1, dtype=np.bool_)  # one more, which NO_ROW finds
+        sound[self.live[good]] = True
+        sound[NO_ROW] = True
+        rows = self.live[good]
+        above = np.full(len(sound), NO_ROW, dtype=np.int64)
+        above[rows] = many.parent[rows]
+        has_parent = rows[above[rows] != NO_ROW]
+        for column in (many.tenant, many.layout):
+            sound[has_parent] &= column[has_parent] == column[above[has_parent]]
+        for _ in range(len(sound).bit_length() + 1):
+            has_parent = has_parent[above[has_parent] != NO_ROW]
+            if not len(has_parent):
+                break
+            sound[has_parent] &= sound[above[has_parent]]
+            above[has_parent] = above[above[has_parent]]
+        sound[has_parent] = False
+        return rows[sound[rows]]
+
+
+def _split(items: Rows, by: NDArray[Any]) -> list[tuple[int, Rows]]:
+    """The items in groups that have the same number, each with that number."""
+    order = np.argsort(by, kind="stable")
+    pieces = np.split(order, np.flatnonzero(np.diff(by[order])) + 1) if len(items) else []
+    return [(int(by[piece[0]]), items[piece]) for piece in pieces]
+
+
+def _once(values: NDArray[Any], among: Mask) -> Mask:
+    """Where a value is the only one of its kind among those."""
+    _, which, count = np.unique(values[among], return_inverse=True, return_counts=True)
+    once = np.zeros(len(values), dtype=np.bool_)
+    once[among] = count[which.reshape(-1)] == 1
+    return once
+
+
+def _one_a_slot(table: BlockTable, rows: Rows) -> Rows:
+    """One row for each slot that these name."""
+    _, first = np.unique(table.many.slot[rows], return_index=True)
+    return np.sort(rows[first])
+
+
+def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
+    """Leaves in the columns what the store is to begin with, in an order that may be cut off anywhere."""
+    table, many = store.blocks.table, store.blocks.table.many
+    many.pins[held] = 1
+    many.parent[held] = NO_ROW
+    many.state[held] = EVICTING
+    table.take_over(np.sort(np.concatenate([adopted, held])))
+    pins = np.zeros(len(adopted), dtype=np.int32)
+    pins[np.isin(adopted, leased)] = 1
+    many.pins[adopted] = pins
+    uses, ranks = np.unique(many.used[adopted], return_inverse=True)
+    was_last = many.finished[adopted] == many.used[adopted]
+    many.used[adopted] = ranks.reshape(-1) + 1  # counted anew: no number that a row may hold can do harm
+    many.finished[adopted] = np.where(was_last, ranks.reshape(-1) + 1, 0)
+    store.blocks.sequence = len(uses)
+    many.used[held] = many.finished[held] = 0
+    many.expires_ms[held] = 0
+    if len(held) or len(leased):
+        store.sessions[OLD_SESSIONS] = Session(dict(enumerate([*held.tolist(), *leased.tolist()])))
+
+
+def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -> None:
+    """Makes all that follows from the columns: numbers, trees, indices, slots, usage, order."""
+    table, many = store.blocks.table, store.blocks.table.many
+    rows = np.sort(np.concatenate([adopted, held]))
+    link_all(table, rows)
+    by_number = store.tenants.names_left(np.unique(many.tenant[rows]).tolist())
+    store.tenants.take_over(by_number)
+    for number, of_tenant in _split(rows, many.tenant[rows]):
+        tenant = store.tenants.by_number[number]
+        indexed = of_tenant[many.state[of_tenant] == READY]
+        tenant.index.update(zip(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist(), strict=True))
+        for layout, some in _split(of_tenant, many.layout[of_tenant]):
+            store.tenants.charge(tenant, len(some), len(some) * store.layouts[layout].slot_bytes)
+    for layout, some in _split(rows, many.layout[rows]):
+        store.layouts[layout].blocks = len(some)
+        _rebuild_checks(store, store.layouts[layout], some)
+    store.slabs.take_over(slabs, _slots_by_slab(store, rows))
+    leaves = adopted[(many.first_child[adopted] == NO_ROW) & (many.pins[adopted] == 0)]
+    store.blocks.order.enqueue_all(leaves, now_ms)
+    for row in adopted[many.expires_ms[adopted] > 0].tolist():
+        store.blocks.order.expire_later(row)
+
+
+def _rebuild_checks(store: Store, layout: Layout, rows: Rows) -> None:
+    """Rows of checksums that adopted blocks have stay theirs. A held block needs none that says anything, only one
+    that is nobody else's."""
+    many = store.blocks.table.many
+    ready = many.state[rows] == READY
+    check = many.check[rows[ready]].astype(np.int64)
+    layout.take_over_checks(check)
+    many.check[rows[~ready]] = layout.take_checks(int((~ready).sum()))
+
+
+def _slots_by_slab(store: Store, rows: Rows) -> dict[int, tuple[int, list[int]]]:
+    many = store.blocks.table.many
+    slabs = {}
+    for slab, some in _split(rows, many.slot[rows] // store.slabs.slab_bytes):
+        slot_bytes = store.layouts[int(many.layout[some[0]])].slot_bytes
+        slabs[slab] = (slot_bytes, many.slot[some].tolist())
+    return slabs

@@ -1,0 +1,170 @@
+"""The index beside the pool: columns that are files in the memory file system, there for the next server.
+
+    index-header             what the columns were made for, with a check of its own
+    index-state …            one file a column; its length says how many rows there are
+
+A file is made longer before its rows are used (no write to a mapping can fail later), and never shorter. Everything is
+written in place, by one thread: what the process had stored when it was killed is what the next one finds. When there
+is no shared memory left, the header goes and the index goes on in plain memory: the server serves, and leaves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kvkeep.kv.checksum import checksum
+from kvkeep.store.columns import PlainColumns
+from kvkeep.store.layouts import SLOT_ALIGN
+from kvkeep.store.records import LAYOUT, TENANT, word_of
+from kvkeep.store.table import KEPT, WORDS_A_KEY
+from kvkeep.units import format_size
+
+PREFIX = "index-"
+_HEADER_FILE = PREFIX + "header"
+_VERSION = 1
+_MAGIC = b"kvkeepix"
+_HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, 0, form, pool bytes, slab bytes, segment bytes
+_CHECK = struct.Struct("<Q")
+# Changes by itself when a column does, should somebody forget to raise the version.
+_FORM = word_of(
+    repr([(name, np.dtype(kind).str) for name, kind in KEPT.items()]).encode(), repr((TENANT, LAYOUT)).encode()
+)
+
+_ROWS_TO_SPARE = 1 << 20  # a table grows by large steps
+
+log = logging.getLogger(__name__)
+
+
+class FileColumns:
+    """Columns in one directory; see `kvkeep.store.columns.Columns`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._columns: dict[str, NDArray[Any]] = {}
+        self._plain = PlainColumns()
+        self.kept = True  # whether the next server will find them
+
+    def grow(self, name: str, dtype: DTypeLike, width: int, rows: int) -> NDArray[Any]:
+        column = self._columns.get(name)
+        if column is None or len(column) < rows:
+            column = self._columns[name] = self._longer(name, np.dtype(dtype), width, rows)
+        return column
+
+    def drop(self, name: str) -> None:
+        self._columns.pop(name, None)
+        self._plain.drop(name)
+        (self._directory / (PREFIX + name)).unlink(missing_ok=True)
+
+    def _longer(self, name: str, dtype: np.dtype[Any], width: int, rows: int) -> NDArray[Any]:
+        if self.kept:
+            try:
+                return self._map(name, dtype, width, rows)
+            except OSError as error:
+                self.kept = False
+                remove_header(self._directory)
+                log.warning("no shared memory for the index (%s): the next server will start empty", error.strerror)
+        longer, before = self._plain.grow(name, dtype, width, rows), self._columns.get(name)
+        if before is not None:
+            longer[: len(before)] = before
+        return longer
+
+    def _map(self, name: str, dtype: np.dtype[Any], width: int, rows: int) -> NDArray[Any]:
+        row_bytes = dtype.itemsize * (width or 1)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._directory / (PREFIX + name), flags, 0o600)
+        try:
+            found = os.fstat(descriptor).st_size // row_bytes
+            if found < rows:
+                os.posix_fallocate(descriptor, 0, rows * row_bytes)
+            mapped = mmap.mmap(descriptor, max(found, rows) * row_bytes)
+        finally:
+            os.close(descriptor)
+        flat = np.frombuffer(mapped, dtype=dtype)
+        return flat.reshape(-1, width) if width else flat
+
+
+def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> None:
+    """Says what the columns in this directory are made for."""
+    head = _HEADER.pack(_MAGIC, _VERSION, 0, _FORM, pool_bytes, slab_bytes, segment_bytes)
+    descriptor = os.open(directory / _HEADER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, head + _CHECK.pack(checksum(head)))
+    finally:
+        os.close(descriptor)
+
+
+def remove_header(directory: Path) -> None:
+    """From now on there is no index here."""
+    (directory / _HEADER_FILE).unlink(missing_ok=True)
+
+
+def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> str:
+    """Why what lies in this directory is no index for such a pool; empty if it is one. OSError if nobody can tell."""
+    for name in os.listdir(directory):
+        if name.startswith((PREFIX, "segment-")):
+            found = os.stat(directory / name, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
+                return f"{name} is no plain file of ours"
+            if name.startswith(PREFIX) and found.st_blocks * 512 < found.st_size:
+                return f"{name} has holes"  # to read one takes memory, and where there is none that ends a process
+    try:
+        left = _read_header(directory)
+    except ValueError as error:
+        return str(error)
+    for name, was, wanted in zip(
+        ("pool", "slab", "segment"), left, (pool_bytes, slab_bytes, segment_bytes), strict=True
+    ):
+        if was != wanted:
+            return f"its {name} size is {format_size(was)}, not {format_size(wanted)}"
+    row_bytes = {name: np.dtype(kind).itemsize for name, kind in KEPT.items()} | {"keys": 8 * WORDS_A_KEY}
+    lengths = {name: _size(directory / (PREFIX + name)) // nbytes for name, nbytes in row_bytes.items()}
+    if not 0 < lengths["state"] <= min(lengths.values()):  # it is the last to grow
+        return "a column of its index is missing or too short"
+    if lengths["state"] > pool_bytes // SLOT_ALIGN + _ROWS_TO_SPARE:
+        return "a column of its index is too long"
+    return ""
+
+
+def sizes_left(directory: Path) -> tuple[int, int, int]:
+    """Pool, slab and segment bytes of the index that lies in this directory; zeros if there is none to adopt."""
+    try:
+        return _read_header(directory) or (0, 0, 0)
+    except (OSError, ValueError):
+        return (0, 0, 0)
+
+
+def _read_header(directory: Path) -> tuple[int, int, int]:
+    """ValueError says what is wrong with it."""
+    path = directory / _HEADER_FILE
+    if _size(path) != _HEADER.size + _CHECK.size:
+        raise ValueError("its index has no header" if _size(path) < 0 else "its index has a header of another length")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        data = os.pread(descriptor, _HEADER.size + _CHECK.size, 0)
+    finally:
+        os.close(descriptor)
+    magic, version, _, form, pool_bytes, slab_bytes, segment_bytes = _HEADER.unpack(data[: _HEADER.size])
+    if magic != _MAGIC:
+        raise ValueError("its index has a header that is not ours")
+    if _CHECK.unpack(data[_HEADER.size :]) != (checksum(data[: _HEADER.size]),):
+        raise ValueError("its index has a damaged header")
+    if (version, form) != (_VERSION, _FORM):
+        raise ValueError(f"its index was written by another release (format {version}, here it is {_VERSION})")
+    return pool_bytes, slab_bytes, segment_bytes
+
+
+def _size(path: Path) -> int:
+    """-1 if there is no such file."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return -1

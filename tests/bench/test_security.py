@@ -1,0 +1,24 @@
+"""The security benchmark runs and says what it must. How fast is not a test's business; how told apart is."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvkeep.bench import security
+
+
+def test_rows_for_both_servers_and_what_time_tells() -> None:
+    result = security.run(rounds=3, repeats=2)
+    assert [row["security"] for row in result["rows"]] == ["none", "curve"]
+    measured = {"handshake_us", "ping_us", "lookup_us", "put_us_per_mib", "fetch_us_per_mib"}
+    for row in result["rows"]:
+        assert measured == set(row) - {"security"} and all(row[name] > 0 for name in measured)
+    assert set(result["curve_to_none"]) == measured
+    assert result["timing"]["samples"] == 60
+
+
+def test_a_coin_and_certainty_are_told() -> None:
+    assert security.told_apart([1, 2, 3, 4], [1, 2, 3, 4]) == 0.5
+    assert security.told_apart([1, 2], [3, 4]) == security.told_apart([3, 4], [1, 2]) == 1.0
+    assert security.told_apart([1, 1, 1], [1, 1, 1]) == 0.5
+    assert security.told_apart([1, 3], [2, 4]) == pytest.approx(0.75)

@@ -1,0 +1,98 @@
+"""A store over what is left: adopted, or other memory, but always a store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkeep.server import warm
+from kvkeep.server.warm import open_store
+from kvkeep.store.integrity import check_integrity
+from kvkeep.store.plans import Limits
+from kvkeep.store.store import Store
+from kvkeep.tiers.memory import Pool
+from kvkeep.wire.liveness import hold
+
+SLAB = 1 << 16
+KEYS = bytes(range(48))
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+    made: list[Pool] = []
+
+    def make(epoch: int, **options: bool) -> Pool:
+        made.append(Pool(tmp_path, "test", 4 * SLAB, SLAB, epoch, keep=True, **options))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def leave_three_blocks(pool: Pool) -> None:
+    """What a server that was killed leaves: two blocks that are ready, one being written."""
+    store, _ = open_store(pool, Limits(), 0)
+    store.add_slabs(*pool.fill_next())
+    store.open_session(1)
+    layout = store.open_layout(1, b"f", (64,)).number
+    store.prepare_store(1, 1, "default", layout, 0, b"", KEYS[:32], 0)
+    store.complete_store(1, 1, np.array([1, 2], np.uint64), 0)
+    store.prepare_store(1, 2, "default", layout, 0, KEYS[16:32], KEYS[32:], 0)
+
+
+def hit(store: Store) -> int:
+    store.open_session(1)
+    return store.lookup(1, 9, "default", store.open_layout(1, b"f", (64,)).number, KEYS, 0, 0).blocks
+
+
+def test_blocks_are_adopted(pools: Callable[..., Pool], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first = pools(1)
+    leave_three_blocks(first)
+    first.close(keep=True)
+    second = pools(2)
+    store, start = open_store(second, Limits(), 0)
+    assert (start.adoption.blocks, start.adoption.dropped, start.adoption.held) == (2, 1, 0) and start.seconds > 0
+    assert "adopted 2 blocks, 8KiB, in" in caplog.text and "dropped 1 that could not be proven" in caplog.text
+    assert hit(store) == 2
+    check_integrity(store)
+
+
+def test_a_fresh_pool_is_empty(pools: Callable[..., Pool]) -> None:
+    first = pools(1)
+    leave_three_blocks(first)
+    first.close(keep=True)
+    second = pools(2, fresh=True)
+    store, start = open_store(second, Limits(), 0)
+    assert start.adoption.blocks == 0 and hit(store) == 0 and not second.not_adopted
+
+
+@pytest.mark.parametrize("fault", ["contradiction", "raises"])
+def test_when_it_cannot_be_adopted_other_memory_is_used(
+    fault: str, pools: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = pools(1)
+    leave_three_blocks(first)
+    watch = first.watch(1)
+    writer = hold(watch.path)
+    watch.leave()
+    first.columns.grow("layout", np.int32, 0, 0)[2] = 5
+    first.close(keep=True)
+    if fault == "raises":
+        monkeypatch.setattr(warm, "adopt", lambda *_: 1 // 0)
+    second = pools(2)
+    before = (second.directory / "segment-00000").stat().st_ino
+    store, start = open_store(second, Limits(), 0)
+    assert start.adoption.blocks == 0 and "the server starts empty" in caplog.text
+    store.add_slabs(*second.fill_next())
+    assert (second.directory / "segment-00000").stat().st_ino != before, "whose memory the old is, nobody knows"
+    assert hit(store) == 0 and second.old_sessions() == 0
+    check_integrity(store)
+    import os
+
+    os.close(writer)

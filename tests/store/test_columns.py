@@ -1,0 +1,24 @@
+"""Columns keep what they hold as they grow, and outlive whoever asked for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvkeep.store.columns import PlainColumns
+
+
+def test_a_column_grows_with_zeros_and_keeps_its_rows() -> None:
+    columns = PlainColumns()
+    flat = columns.grow("a", np.int32, 0, 3)
+    flat[:] = [1, 2, 3]
+    assert columns.grow("a", np.int32, 0, 2) is flat, "there is no less of it"
+    assert columns.grow("a", np.int32, 0, 5).tolist() == [1, 2, 3, 0, 0]
+    assert columns.grow("b", np.uint64, 2, 4).shape == (4, 2)
+
+
+def test_a_dropped_column_begins_anew() -> None:
+    columns = PlainColumns()
+    columns.grow("a", np.int8, 0, 2)[:] = 7
+    columns.drop("a")
+    columns.drop("never there")
+    assert columns.grow("a", np.int8, 0, 2).tolist() == [0, 0]

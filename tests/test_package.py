@@ -1,0 +1,133 @@
+"""What the package is made of: each dependency has a range that was tested and a reason, and audits can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENT = re.compile(r"([A-Za-z0-9-]+)(?:>=([0-9.]+),<([0-9.]+)|==([0-9.]+))")
+
+
+def requirements() -> list[str]:
+    extras = [each for extra in PYPROJECT["optional-dependencies"].values() for each in extra]
+    return sorted({*PYPROJECT["dependencies"], *extras})
+
+
+def reasons() -> set[str]:
+    """The names in the tables of decision 2."""
+    text = (ROOT / "docs" / "decisions" / "0002-dependencies.md").read_text()
+    rows = re.findall(r"^\| ([a-z][a-z0-9, -]*) \| \S", text, flags=re.MULTILINE)
+    return {name.strip() for row in rows for name in row.split(",")} - {"dependency"}
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def complaints(requirement: str, installed: str | None, explained: set[str]) -> list[str]:
+    """What is wrong with a line of pyproject.toml."""
+    match = REQUIREMENT.fullmatch(requirement)
+    if match is None:
+        return [f"{requirement}: expected name>=low,<high or name==version: what was not tested is not promised"]
+    name, low, high, exact = match.groups()
+    found = [] if name in explained else [f"{name} has no reason in docs/decisions/0002-dependencies.md"]
+    if installed is not None:
+        inside = numbers(low) <= numbers(installed) < numbers(high) if low else numbers(installed) == numbers(exact)
+        found += [] if inside else [f"{requirement}: what is tested here is {installed}"]
+    return found
+
+
+def installed_version(requirement: str) -> str | None:
+    """None for what some environments are without, such as pip-audit where nothing can be downloaded."""
+    try:
+        return metadata.version(re.split(r"[><=]", requirement)[0])
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize("requirement", requirements())
+def test_a_dependency_has_a_tested_range_and_a_reason(requirement: str) -> None:
+    assert complaints(requirement, installed_version(requirement), reasons()) == []
+
+
+def test_every_dependency_of_the_server_is_installed_here() -> None:
+    assert [each for each in PYPROJECT["dependencies"] if installed_version(each) is None] == []
+
+
+def test_no_reason_is_given_for_what_is_gone() -> None:
+    assert reasons() - {re.split(r"[><=]", each)[0] for each in requirements()} == set()
+
+
+@pytest.mark.parametrize(
+    ("requirement", "installed", "word"),
+    [
+        ("a>=1", None, "expected"),
+        ("a", None, "expected"),
+        ("a<2", None, "expected"),
+        ("b>=1,<2", None, "no reason"),
+        ("a>=1,<2", "2.0", "tested here is 2.0"),
+        ("a>=1.5,<2", "1.4.9", "tested here"),
+        ("a==1.2", "1.3", "tested here"),
+    ],
+)
+def test_a_bad_line_is_found(requirement: str, installed: str | None, word: str) -> None:
+    (complaint,) = complaints(requirement, installed, {"a"})
+    assert word in complaint
+    assert complaints("a>=1.5,<2", "1.10.0+cpu", {"a"}) == complaints("a==1.2", "1.2", {"a"}) == []
+
+
+# -- the audit
+
+
+@pytest.fixture(scope="module")
+def audit() -> Any:
+    spec = importlib.util.spec_from_file_location("audit", ROOT / ".ci" / "audit.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def said(*packages: dict[str, Any]) -> str:
+    return json.dumps({"dependencies": packages, "fixes": []})
+
+
+CLEAN = {"name": "a", "version": "1", "vulns": []}
+FLAWED = {"name": "b", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["2"], "description": ""}]}
+SKIPPED = {"name": "c", "skip_reason": "Dependency not found"}
+OURS = {"name": "kvkeep", "skip_reason": "not on an index"}
+
+
+def test_a_known_vulnerability_fails_whatever_else_could_not_be_known(audit: Any) -> None:
+    for packages in ((FLAWED,), (CLEAN, FLAWED, SKIPPED)):
+        code, lines = audit.verdict(said(*packages), "")
+        assert code == 1 and "b 1: CVE-1, mended in 2" in lines[0]
+
+
+def test_all_known_and_nothing_found_passes_quietly(audit: Any) -> None:
+    assert audit.verdict(said(CLEAN, OURS), "") == (0, ["audit: 1 packages, no known vulnerability"])
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "why"),
+    [
+        ("", "warning\nNo module named pip_audit\n", "No module named pip_audit"),
+        ("", "", "said nothing"),
+        ("[]", "ConnectionError: no route", "no route"),
+        (said(CLEAN, SKIPPED), "", "1 of 2 packages are not in its database: c"),
+        (said(), "", "0 of 0"),
+    ],
+)
+def test_what_nobody_could_say_passes_loudly(audit: Any, stdout: str, stderr: str, why: str) -> None:
+    code, lines = audit.verdict(stdout, stderr)
+    assert code == 0 and why in "\n".join(lines)
+    assert "NOT AUDITED" in lines[1] and len(lines[0]) >= 80

@@ -1,0 +1,95 @@
+"""The index as files: found as it was left, refused when it is not ours, given up when memory runs out."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkeep.kv.checksum import checksum
+from kvkeep.store.store import Store
+from kvkeep.tiers import index_files
+from kvkeep.tiers.index_files import FileColumns, sizes_left, why_not_adopt, write_header
+
+SIZES = (1 << 20, 1 << 16, 1 << 18)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """An index as a store makes it."""
+    write_header(tmp_path, *SIZES)
+    Store(SIZES[0], SIZES[1], columns=FileColumns(tmp_path))
+    return tmp_path
+
+
+def test_the_next_one_finds_what_was_written(tmp_path: Path) -> None:
+    columns = FileColumns(tmp_path)
+    flat = columns.grow("a", np.int32, 0, 3)
+    flat[:] = [1, 2, 3]
+    wide = columns.grow("b", np.uint64, 2, 2)
+    wide[:] = 9
+    longer = columns.grow("a", np.int32, 0, 5000)
+    longer[-1] = 4
+    again = FileColumns(tmp_path)
+    assert again.grow("a", np.int32, 0, 1)[[0, 2, 3, -1]].tolist() == [1, 3, 0, 4]
+    assert again.grow("b", np.uint64, 2, 2).tolist() == [[9, 9], [9, 9]]
+    assert {path.name for path in tmp_path.iterdir()} == {"index-a", "index-b"}
+    assert (tmp_path / "index-a").stat().st_mode & 0o777 == 0o600
+    again.drop("a")
+    again.drop("never there")
+    assert not (tmp_path / "index-a").exists()
+
+
+def test_without_shared_memory_it_goes_on_and_leaves_nothing(
+    left: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = FileColumns(left)
+    column = columns.grow("slot", np.int64, 0, 4096)
+    column[:3] = 7
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    grown = columns.grow("slot", np.int64, 0, 10_000)
+    assert len(grown) == 10_000 and grown[:4].tolist() == [7, 7, 7, 0]
+    assert not columns.kept and why_not_adopt(left, *SIZES) == "its index has no header"
+    assert len(columns.grow("used", np.int64, 0, 10_000)) == 10_000
+    assert [record.getMessage() for record in caplog.records] == [
+        "no shared memory for the index (No space left on device): the next server will start empty"
+    ]
+
+
+def test_an_index_fits_the_pool_that_it_was_made_for(left: Path) -> None:
+    assert why_not_adopt(left, *SIZES) == "" and sizes_left(left) == SIZES
+    assert "its pool size is 1MiB, not 2MiB" in why_not_adopt(left, 2 << 20, *SIZES[1:])
+    assert "its slab size is 64KiB, not 128KiB" in why_not_adopt(left, SIZES[0], 1 << 17, SIZES[2])
+    assert "its segment size is 256KiB, not 64KiB" in why_not_adopt(left, *SIZES[:2], 1 << 16)
+
+
+@pytest.mark.parametrize("at", range(56))
+def test_every_byte_of_the_header_counts(left: Path, at: int) -> None:
+    path = left / "index-header"
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    assert why_not_adopt(left, *SIZES) and sizes_left(left) == (0, 0, 0)
+
+
+def test_another_format_is_named(left: Path) -> None:
+    head = index_files._HEADER.pack(b"kvkeepix", 9, 0, 1, *SIZES)
+    (left / "index-header").write_bytes(head + checksum(head).to_bytes(8, "little"))
+    assert why_not_adopt(left, *SIZES) == "its index was written by another release (format 9, here it is 1)"
+
+
+def test_a_table_that_no_such_pool_can_need_is_refused(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_files, "_ROWS_TO_SPARE", 0)
+    assert why_not_adopt(left, *SIZES) == "a column of its index is too long"
+
+
+def test_no_index_at_all(tmp_path: Path) -> None:
+    assert why_not_adopt(tmp_path, *SIZES) == "its index has no header"
+    assert sizes_left(tmp_path / "nowhere") == (0, 0, 0)
