@@ -14,12 +14,12 @@ from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Line
 
 @pytest.fixture
 def line() -> Any:
-    return Line(Pretend(), 3 << 12, 4096)  # type: ignore[arg-type]
+    return Line(Pretend(), 4 << 12, 4096)  # type: ignore[arg-type]
 
 
 def test_bays_come_in_turn_and_each_is_as_large_as_the_largest_block(line: Line) -> None:
-    bays = [line.next_bay() for _ in range(6)]
-    assert len({id(bay) for bay in bays}) == 3 and bays[:3] == bays[3:]
+    bays = [line.next_bay() for _ in range(8)]
+    assert len({id(bay) for bay in bays}) == 4 and bays[:4] == bays[4:]
     assert all(bay.memory.numel() * 8 == line.bay_bytes >= 4096 for bay in bays)
     assert Line(Pretend(), 0, 12_288).bay_bytes == 12_288  # type: ignore[arg-type]
 
@@ -30,7 +30,7 @@ def test_blocks_a_bay(line: Line, pitch: int, blocks: int) -> None:
 
 
 def test_a_bay_never_takes_more_blocks_than_a_call() -> None:
-    line = Line(Pretend(), 3 * 8 * MOST_BLOCKS * 2, 8)  # type: ignore[arg-type]
+    line = Line(Pretend(), 4 * 8 * MOST_BLOCKS * 2, 8)  # type: ignore[arg-type]
     assert line.blocks_a_bay(8) == MOST_BLOCKS
 
 
@@ -43,12 +43,13 @@ def test_however_many_ledgers_are_out_each_is_ones_own(line: Line) -> None:
 
 def test_a_ledger_carries_ids_out_and_sums_back(line: Line) -> None:
     ledger = line.take_ledger()
-    ledger.begin(8, verify=True)
+    batch, stream = line._device.batch(), line.kernels
+    ledger.begin(batch, stream, 8)
     assert ledger.sums[:8].tolist() == [0] * 8
-    assert ledger.ids(np.array([5, 6]), 3).tolist() == [5, 6]
-    assert ledger.ids(np.array([7]), 5).tolist() == [7]
+    assert ledger.ids(batch, stream, np.array([5, 6]), 3).tolist() == [5, 6]
+    assert ledger.ids(batch, stream, np.array([7]), 5).tolist() == [7]
     ledger.sums[:2] = -1
-    ledger.send_sums(2)
+    ledger.send_sums(batch, stream, 2)
     assert ledger.sums_here(2).tolist() == [2**64 - 1] * 2
 
 

@@ -31,7 +31,7 @@ class ClientOptions:
     reconnect_interval_ms: int = 500
     failures_to_open: int = 3  # consecutive failures after which the breaker answers at once
     verify: bool | None = None  # None: as the server says
-    gpu_staging_bytes: int = 256 << 20  # GPU memory through which blocks go, where an engine is on one
+    gpu_staging_bytes: int = 512 << 20  # GPU memory through which blocks go, where an engine is on one
     shared_memory: bool = True  # False: move bytes through the socket even on the same host
 
     def __post_init__(self) -> None:
