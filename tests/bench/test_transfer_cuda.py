@@ -41,7 +41,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that a test has time for."""
     monkeypatch.setattr(transfer_cuda, "GEOMETRIES", SMALL)
     monkeypatch.setattr(transfer_cuda, "_SLAB_BYTES", 1 << 20)
-    monkeypatch.setattr(transfer_cuda, "_WARM_UP_MOST", 3)
 
 
 def check(result: dict[str, Any], geometries: tuple[str, ...], rounds: int) -> None:
@@ -53,7 +52,7 @@ def check(result: dict[str, Any], geometries: tuple[str, ...], rounds: int) -> N
     assert all(row["gbps"] > 0 and row["floor_gbps"] > 0 and row["fraction_of_floor"] > 0 for row in result["rows"])
     assert [(row["geometry"], row["verify"]) for row in result["latency"]] == cases
     assert all(0 < row["lookup_ms"] < row["ms"] for row in result["latency"])
-    assert all(row["rounds"] >= 3 for row in result["warm_up"])
+    assert all(row["registered"] for row in result["warm_up"]) and len(result["warm_up"]) == len(cases)
     assert len(result["verification"]) == len(geometries) * len(DIRECTIONS)
     assert result["rounds"] == rounds and result["floor_gbps"] > 0 and result["gpu"]
     assert len(transfer_cuda.verdicts(result)) == 2 * len(geometries) * len(DIRECTIONS)
@@ -127,12 +126,6 @@ def test_both_directions_count_both_ways() -> None:
     measured = Measured({way: Samples([1e-3], [1e-3]) for way in DIRECTIONS}, [1.0], [1.0])
     store, load, both = (row["gbps"] for row in bench.rows(measured))
     assert store == load == 1.12 and both == 2.25
-
-
-def test_rounds_agree_within_a_few_percent() -> None:
-    assert transfer_cuda.agree([1.0, 2.0], [1.04, 1.94])
-    assert not transfer_cuda.agree([1.0, 2.0], [1.0, 2.2])
-    assert not transfer_cuda.agree([], [1.0])
 
 
 def test_targets_and_what_is_said_of_them() -> None:

@@ -87,6 +87,7 @@ class Engine:
             seen.incomplete.extend(new.incomplete)
             seen.loaded.extend(new.loaded)
             seen.failed.update(new.failed)
+            seen.seconds.update(new.seconds)
             seen.withdrawn += new.withdrawn
             return len(seen.stored) + len(seen.loaded) >= count
 
@@ -150,7 +151,7 @@ def test_a_load_ends_while_a_store_waits_for_a_paused_server(start: Start, serve
     request = engine.looked_up([10, 11, 12])
     waits = threading.Event()
     wait = engine.connection.wait
-    engine.connection.wait = lambda call: (waits.set(), wait(call))[1]  # type: ignore[method-assign]
+    engine.connection.wait = lambda *given: (waits.set(), wait(*given))[1]  # type: ignore[method-assign]
     server.send(signal.SIGSTOP)
     engine.store("stuck", [3, 4], "b")
     assert waits.wait(30), "the store's thread is inside"
@@ -158,6 +159,9 @@ def test_a_load_ends_while_a_store_waits_for_a_paused_server(start: Start, serve
         engine.worker.load(job, request)
         assert engine.finished() == Finished(loaded=[job])
     assert engine.has([10, 11, 12], [0, 1, 2])
+    engine.worker.load("timed", request)
+    took_s = next(iter(engine.finished().seconds.values()))
+    assert took_s > 0 and not engine.worker._began
     engine.worker.load("bad", wrong(request))
     assert engine.finished() == Finished(loaded=["bad"], failed={"bad": [10, 11, 12]}), "reported, not waited for"
     server.send(signal.SIGCONT)
@@ -386,7 +390,7 @@ def test_close_ends_what_is_queued_at_once_and_waits_for_what_both_threads_do(
     engine.finished()
     request, gate = engine.looked_up([10, 11]), Gate()
     copying, waits, wait = threading.Event(), threading.Event(), engine.connection.wait
-    engine.connection.wait = lambda call: (waits.set(), wait(call))[1]  # type: ignore[method-assign]
+    engine.connection.wait = lambda *given: (waits.set(), wait(*given))[1]  # type: ignore[method-assign]
     engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
     server.send(signal.SIGSTOP)
     engine.store("in hand", [2, 3], "b")
@@ -448,7 +452,7 @@ class Device:
 
         monkeypatch.setattr(module, "copier_for", copier_for)
         self.engine = start(gpu_staging_bytes=77)
-        assert eventually(lambda: self.copier.names.count("enter") == 4)
+        assert eventually(lambda: self.copier.names.count("enter") == 5)
 
     def _pin(self, address: int, nbytes: int) -> bool:
         self.pinned[address] = nbytes
@@ -480,6 +484,7 @@ def test_every_thread_enters_and_the_engines_own_does_not(device: Callable[..., 
     world = device()
     assert sorted(thread for name, thread in world.copier.calls if name == "enter") == [
         "kvkeep-arrivals",
+        "kvkeep-departures",
         "kvkeep-loads",
         "kvkeep-pins",
         "kvkeep-stores",
@@ -562,7 +567,7 @@ def test_a_thread_that_cannot_enter_costs_no_more_than_what_it_copies(
     monkeypatch.setattr(module.log, "exception", lambda *_: None)
     world = device(breaks="enter")
     engine = world.engine
-    assert eventually(lambda: engine.connection.counters.failures.get("internal_error", 0) == 4)
+    assert eventually(lambda: engine.connection.counters.failures.get("internal_error", 0) == 5)
     world.copier.breaks = "gather 0"
     engine.store("s", [0, 1])
     assert engine.finished() == Finished(stored={"s": 0}, incomplete=["s"])

@@ -404,3 +404,21 @@ def test_preempted_and_loaded_again_counts_once_and_asks_anew(side: SchedulerSid
 def test_close_closes_the_cache(side: SchedulerSide, cache: Any) -> None:
     side.close()
     assert cache.closed == 1
+
+
+def test_how_long_a_load_took_is_what_its_slowest_rank_says(cache: Any) -> None:
+    told: list[float | None] = []
+    side = SchedulerSide(cache, PIECES, 2)
+    side.worth.end_load = lambda job, *, good, took_s=None: told.append(took_s)  # type: ignore[method-assign]
+    cache.blocks = 5
+    for seconds in ([0.3, 0.2], []):
+        side.arrive("r", None, None, keys(5))
+        assert side.lookup("r", 0, 5) == 5
+        job = side.prepare_load("r", 0, range(5))
+        side.build_step()
+        reports = ranks(loaded(job.number), loaded(job.number))
+        for report, took_s in zip(reports, seconds, strict=False):
+            report.seconds = {job.number: took_s}
+        side.complete(reports)
+        side.end("r")
+    assert told == [0.3, None]

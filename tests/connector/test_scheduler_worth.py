@@ -137,8 +137,8 @@ def test_a_decision_for_fewer_blocks_is_another_one(judged: SchedulerSide, judge
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 0, 5) == 5
     judge.loads = False
-    assert judged.lookup("r", 4, 5) == 0
-    assert judge.asked == [(5, 20), (1, 4)]
+    assert judged.lookup("r", 3, 5) == 0
+    assert judge.asked == [(5, 20), (2, 8)]
 
 
 def test_a_request_that_nobody_knows_skips_nothing(judged: SchedulerSide) -> None:
@@ -235,3 +235,12 @@ def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
             timed.side.complete([Finished(rank, loaded=[job.number])])
             timed.side.end_step()
     assert timed.side.worth.figures() == {"load_fixed_us": 0, "load_block_us": 100_000}
+
+
+def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(judged: SchedulerSide, cache: Any) -> None:
+    cache.silent = True
+    judged.arrive("r", None, None, keys(5))
+    assert judged.lookup("r", 3, 5) is None
+    assert judged.lookup("r", 4, 5) == 0
+    judged.no_load("r")
+    assert cache.released == [1], "what the server may have promised goes back"

@@ -415,3 +415,24 @@ def test_loads_of_one_step_are_one_load() -> None:
         machine.worth.end_step()
     figures = machine.worth.figures()
     assert (figures["load_fixed_us"], figures["load_block_us"]) == (2_000, 200)
+
+
+def test_what_workers_tell_counts_however_late_the_engine_hears_of_it() -> None:
+    """An engine with long steps hears of a load a step later; that is no reason to believe that loads are slow."""
+    told, guessed = (Worth(clock=lambda: clock[0]) for _ in range(2))
+    clock = [0.0]
+    for worth in (told, guessed):
+        for job in range(LEAST_SAMPLES):
+            worth.begin_step(8_000, 1)
+            clock[0] += 0.4
+            worth.end_step()
+            worth.begin_load(job, 256, 4_096)
+            for _ in range(2):
+                worth.begin_step(8_000, 8)
+            clock[0] += 0.4
+            worth.end_step()
+            clock[0] += 0.4
+            worth.end_load(job, good=True, took_s=0.01 if worth is told else None)
+            worth.end_step()
+    assert told.is_faster(256, 4_096), "ten milliseconds instead of two hundred"
+    assert not guessed.is_faster(256, 4_096), "this is what it would believe otherwise"

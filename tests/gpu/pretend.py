@@ -19,6 +19,29 @@ class Stream:
         self.name = name
 
 
+class Immediate:
+    """A batch that does at once what it is told."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.after, self.mark = device.after, device.mark
+        self.to_host, self.to_device = device.to_host, device.to_device
+
+    def zero(self, stream: Any, words: torch.Tensor) -> None:
+        with self._device.on(stream):
+            words.zero_()
+
+    def gather(self, stream: Any, units: Any, ids: torch.Tensor, staging: torch.Tensor, sums: Any) -> None:
+        with self._device.on(stream):
+            units.gather(ids, staging, sums)
+
+    def scatter(self, stream: Any, units: Any, ids: torch.Tensor, staging: torch.Tensor, sums: Any) -> None:
+        with self._device.on(stream):
+            units.scatter(ids, staging, sums)
+
+    def run(self) -> None: ...
+
+
 class Pretend:
     def __init__(self, registrable: bool = True) -> None:
         self.torch_device = torch.device("cpu")
@@ -34,6 +57,9 @@ class Pretend:
 
     def enter(self) -> None:
         self.threads += 1
+
+    def free_bytes(self) -> int:
+        return 1 << 40
 
     def memory(self, words: int) -> torch.Tensor:
         return torch.full((words,), -1, dtype=torch.int64)
@@ -52,6 +78,9 @@ class Pretend:
 
     def stream(self) -> Stream:
         return Stream("ours")
+
+    def batch(self) -> Immediate:
+        return Immediate(self)
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -48,14 +48,18 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_copies_go_where_they_should(device: Cuda, host: Any, pitch: int, host_pitch: int, count: int) -> None:
     there, stream, before = device.memory(1 << 14), device.stream(), host.copy()
-    device.to_device(stream, there.data_ptr(), pitch, host.ctypes.data, host_pitch, 4096, count)
-    device.wait(device.mark(stream))
+    batch = device.batch()
+    batch.to_device(stream, there.data_ptr(), pitch, host.ctypes.data, host_pitch, 4096, count)
+    arrival = batch.mark(stream)
+    batch.run()
+    device.wait(arrival)
     arrived = there.cpu().numpy().view(np.uint8)
     for at in range(count):
         row = before[at * host_pitch : at * host_pitch + 4096]
         assert np.array_equal(arrived[at * pitch : at * pitch + 4096], row)
     host[:] = 0
-    device.to_host(stream, host.ctypes.data, host_pitch, there.data_ptr(), pitch, 4096, count)
+    batch.to_host(stream, host.ctypes.data, host_pitch, there.data_ptr(), pitch, 4096, count)
+    batch.run()
     device.wait(device.mark(stream, urgent=True))
     for at in range(count):
         row = host[at * host_pitch : at * host_pitch + 4096]
@@ -77,8 +81,10 @@ def test_a_copy_across_two_registrations_is_refused_which_is_why_we_never_make_o
     device.register(base, half)
     device.register(base + half, half)
     there, stream = device.memory(1 << 18), device.stream()
-    with pytest.raises(DeviceError, match="CUDA_ERROR"):
-        device.to_device(stream, there.data_ptr(), 1 << 20, base + half - (1 << 19), 1 << 20, 1 << 20, 1)
+    batch = device.batch()
+    batch.to_device(stream, there.data_ptr(), 1 << 20, base + half - (1 << 19), 1 << 20, 1 << 20, 1)
+    with pytest.raises(DeviceError, match=r"CUDA_ERROR.*command 0"):
+        batch.run()
     device.unregister(base)
     device.unregister(base + half)
 
@@ -97,7 +103,9 @@ def test_threads_of_ours_do_not_spoil_the_capture_of_a_graph(device: Cuda, host:
             memory = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
             device.register(memory.ctypes.data, len(memory))
             stream = device.stream()
-            device.to_device(stream, device.memory(512).data_ptr(), 4096, memory.ctypes.data, 4096, 4096, 1)
+            batch, there = device.batch(), device.memory(512)
+            batch.to_device(stream, there.data_ptr(), 4096, memory.ctypes.data, 4096, 4096, 1)
+            batch.run()
             device.wait(device.mark(stream))
             device.unregister(memory.ctypes.data)
         except BaseException as error:  # guard: the test's own thread tells

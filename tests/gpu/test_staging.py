@@ -43,12 +43,13 @@ def test_however_many_ledgers_are_out_each_is_ones_own(line: Line) -> None:
 
 def test_a_ledger_carries_ids_out_and_sums_back(line: Line) -> None:
     ledger = line.take_ledger()
-    ledger.begin(8, verify=True)
+    batch, stream = line._device.batch(), line.kernels
+    ledger.begin(batch, stream, 8)
     assert ledger.sums[:8].tolist() == [0] * 8
-    assert ledger.ids(np.array([5, 6]), 3).tolist() == [5, 6]
-    assert ledger.ids(np.array([7]), 5).tolist() == [7]
+    assert ledger.ids(batch, stream, np.array([5, 6]), 3).tolist() == [5, 6]
+    assert ledger.ids(batch, stream, np.array([7]), 5).tolist() == [7]
     ledger.sums[:2] = -1
-    ledger.send_sums(2)
+    ledger.send_sums(batch, stream, 2)
     assert ledger.sums_here(2).tolist() == [2**64 - 1] * 2
 
 

@@ -11,8 +11,7 @@ stored; the other half, zeroed before, are loaded into, and then compared byte f
 What is moved belongs to several requests of 4,096 tokens, all asked for at once, as an engine has them. A floor is a
 plain copy of the same bytes just before what is compared with it. One worker does all of it, as an engine
 has one a GPU. For both directions the rate is the sum of both over the time until the later one has ended. What a GPU
-copies to must be registered with CUDA: a worker does that in the background, so rounds are not counted until two of
-them in a row take the same time.
+copies to must be registered with CUDA: a worker does that in the background, so nothing is counted before that is over.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ REQUEST_TOKENS = 4096
 _ITEM_BYTES = 2  # bfloat16
 _SLAB_BYTES = 64 * MIB
 _SPARE_SLABS = 4
-_POLL_S = 0.00005  # a poll takes a lock and no more; a small load is over in five milliseconds
-_WARM_UP_LEAST, _WARM_UP_MOST = 3, 12
-_WARM_UP_AGREES = 0.05
-_REGISTER_S_A_GIB = 0.4  # before each round of the warm-up; a GPU's driver needs 0.6 once
+_POLL_S = 0.0002  # of stores; an engine's step takes longer
+_WARM_UP_ROUNDS = 2
+_REGISTER_S_A_GIB = 10  # at most; a GPU's driver needs 0.6
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Bench:
         self.blocks = len(kv.sources)
         self.nbytes = self.blocks * self.geometry.block_bytes
         self.small_blocks = min(LATENCY_TOKENS // BLOCK_TOKENS, self.blocks)
-        self.warm_up_rounds, self.settled = 0, False
+        self.registered = False
         self._kv, self._floor = kv, floor
 
     @property
@@ -165,15 +163,13 @@ class Bench:
         return measured
 
     def _warm_up(self, side: EngineSide) -> None:
-        before: list[float] = []
-        while self.warm_up_rounds < _WARM_UP_MOST and not self.settled:
-            time.sleep(_REGISTER_S_A_GIB * self.pool_bytes / GIB)
-            took = Measured()
-            self._round(side, took)
-            seconds = [took.directions[way].transfer[0] for way in DIRECTIONS]
-            self.warm_up_rounds += 1
-            self.settled = self.warm_up_rounds >= _WARM_UP_LEAST and agree(before, seconds)
-            before = seconds
+        deadline = time.monotonic() + _REGISTER_S_A_GIB * (1 + self.pool_bytes / GIB)
+        while not (self.registered or time.monotonic() > deadline):
+            segments = side.worker.connection.segments
+            self.registered = segments is not None and segments.is_populated
+            time.sleep(0.05)
+        for _ in range(_WARM_UP_ROUNDS):
+            self._round(side, Measured())
 
     def _round(self, side: EngineSide, into: Measured) -> None:
         kv, first, second = self._kv, *(os.urandom(self.blocks * KEY_BYTES) for _ in range(2))
@@ -226,11 +222,6 @@ class Bench:
             "lookup_ms": round(statistics.median(measured.small_lookup) * 1e3, 3),
             "floor_ms": round(floor_s * 1e3, 3),
         }
-
-
-def agree(before: Sequence[float], now: Sequence[float]) -> bool:
-    """Whether two rounds took the same time, within a few percent."""
-    return bool(before) and all(abs(a - b) <= _WARM_UP_AGREES * min(a, b) for a, b in zip(before, now, strict=True))
 
 
 def fraction(samples: Samples) -> float:
@@ -299,8 +290,7 @@ class Report:
     def _add(self, bench: Bench, measured: Measured) -> None:
         self.rows += bench.rows(measured)
         self.latency.append(bench.latency(measured))
-        which = {"geometry": bench.name, "verify": bench.verify}
-        self.warm_up.append({**which, "rounds": bench.warm_up_rounds, "settled": bench.settled})
+        self.warm_up.append({"geometry": bench.name, "verify": bench.verify, "registered": bench.registered})
         for way in ONE_WAY:
             self.floors_gbps += [bench.nbytes / seconds / 1e9 for seconds in measured.directions[way].floor]
 

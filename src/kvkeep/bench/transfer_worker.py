@@ -27,6 +27,7 @@ from kvkeep.kv.shape import BlockShape
 BlockIds = NDArray[np.int64]
 
 _CONNECT_S = 20
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -135,21 +136,27 @@ class EngineSide:
     def _find_and_load(self, keys: bytes, block_ids: BlockIds) -> tuple[float, dict[str, int]]:
         """Asks for all at once and begins each load when its answer is there. When the first one was; job -> blocks."""
         requests = self._requests(keys, block_ids)
-        waiting, first_found = dict(requests), 0.0
-        while waiting:
-            for job, (some, ids) in list(waiting.items()):
+        asked: list[str] = []
+        first_found = 0.0
+        to_ask = list(requests)
+        while to_ask or asked:
+            if to_ask:
+                asked.append(to_ask.pop(0))
+                self.scheduler.lookup(asked[-1], None, requests[asked[-1]][0])
+            else:
+                self.scheduler.wait(asked[0], 1)
+            for job in list(asked):
+                some, ids = requests[job]
                 answer = self.scheduler.lookup(job, None, some)
                 if answer is None:
-                    continue
+                    break
                 first_found = first_found or time.perf_counter()
                 if answer.blocks != len(ids):
                     self._release(requests)
                     raise Unavailable(f"{answer.blocks} of {len(ids)} blocks found: {answer.failure or 'no room'}")
                 load = LoadRequest(DEFAULT_TENANT, some, 0, ids, answer.epoch, answer.slots, answer.checksums)
                 self.worker.load(job, load)
-                del waiting[job]
-            if waiting:
-                self.scheduler.wait(next(iter(waiting)), 1)
+                asked.remove(job)
         return first_found, {job: len(ids) for job, (_, ids) in requests.items()}
 
     def _wait(self, ended: _Ended, stores: int = 0, loads: int = 0) -> _Ended:
@@ -159,7 +166,10 @@ class EngineSide:
             ended.loaded.update({job: len(finished.failed.get(job, ())) for job in finished.loaded})
             if len(ended.stored) >= stores and len(ended.loaded) >= loads:
                 return ended
-            time.sleep(self._poll_s)
+            if len(ended.stored) >= stores:
+                self.worker.wait_for_load(_LOOK_S)  # as an engine does that has nothing to compute
+            else:
+                time.sleep(self._poll_s)
 
     def _release(self, jobs: Iterable[str]) -> None:
         for job in jobs:

@@ -40,7 +40,7 @@ class ClientOptions:
     reconnect_interval_ms: int = 500
     failures_to_open: int = 3  # consecutive failures after which the breaker answers at once
     verify: bool | None = None  # None: as the server says
-    gpu_staging_bytes: int = 256 << 20  # GPU memory through which blocks go, where an engine is on one
+    gpu_staging_bytes: int = 512 << 20  # GPU memory through which blocks go, where an engine is on one
     shared_memory: bool = True  # False: move bytes through the socket even on the same host
     curve_key: str | None = field(default_factory=default_curve_key)  # file of our secret key; None: no encryption
     server_key: str | None = field(default_factory=default_server_key)  # the server's public key, or a file of it

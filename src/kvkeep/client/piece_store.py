@@ -4,6 +4,8 @@ while that one is read the one before is still on its way."""
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.client.transfer import Transfer
 
 _BYTES_A_PART = 256 << 20  # what one block that is lost, or one server that goes, costs at most
-_BYTES_OF_THE_FIRST = 32 << 20  # the sooner the server answers
+_BYTES_OF_THE_FIRST = 32 << 20  # where nothing else is under way: the sooner the server answers
 _BLOCKS_A_PART = 1024
 
 
@@ -37,7 +39,8 @@ class _Part:
 
 
 class PieceStore:
-    """Of one request: `begin`, `copy`, `finish`. Between two of them another store may be begun, copied or finished."""
+    """Of one request: `begin`, `copy`, `depart`, `finish`. `copy` and `depart` may run in two threads at once, and
+    another store may be begun or copied before this one has departed."""
 
     def __init__(self, transfer: Transfer, request: StoreRequest, piece: int, sources: Sources) -> None:
         self._transfer = transfer
@@ -46,42 +49,66 @@ class PieceStore:
         self._request = request
         self._piece = piece
         self._sources = sources
-        self._begun: list[Call] = []  # not yet completed
-        self._under_way: list[_Part] = []
+        self._begun: list[Call] = []  # that no copy was begun for
+        self._copied: deque[_Part | None] = deque()  # None: there is no more
+        self._more = self._connection.threads.Condition()
+        self._departed = False
         self._completions: list[tuple[Call, Call]] = []
         self._parts_left: Iterator[tuple[int, int]] = iter(())
         self._ahead: tuple[tuple[int, int], Call] | None = None
         self._takes_all = False
 
-    def begin(self) -> None:
-        """Asks the server for the first slots."""
-        self._parts_left = self._parts()
+    def begin(self, *, hurry: bool = True) -> None:
+        """Asks the server for the first slots; in a hurry, for few at first."""
+        self._parts_left = self._parts(hurry)
         self._ahead = self._prepare(next(self._parts_left))
 
     def copy(self, before_the_last: Callable[[], None] = lambda: None) -> None:
-        """Copies all that the server takes; the last of it may still be on its way. `before_the_last` is called when
-        the server has nothing more to do for this store: another one may begin."""
+        """Copies all that the server takes; some of it may still be on its way. `before_the_last` is called when
+        the server has nothing more to do for this store: another one may begin. Slots that nothing is copied to are
+        given back."""
         try:
             self._takes_all = self._copy_parts(before_the_last)
-        except BaseException:  # guard: raised again; slots go back when no copy goes there any more
-            self._give_back()
-            raise
-
-    def finish(self) -> Stored:
-        """Waits for what is on its way. Slots that are not filled are given back."""
-        try:
-            self._complete()
         finally:
-            self._give_back()
-        written, all_done = self._count()
-        return Stored(written, self._takes_all and all_done)
+            self.end_copy()
 
-    def _give_back(self) -> None:
-        for part in self._under_way:
-            part.close()
+    def end_copy(self) -> None:
+        """Nothing more is copied."""
         for call in self._begun:
             self._connection.give_up(call)
-        self._under_way, self._begun = [], []
+        self._begun = []
+        self._hand_over(None)
+
+    def depart(self) -> None:
+        """Waits for what is on its way, until there is no more, and tells the server of it. What could not be is given
+        back."""
+        self._departed = True
+        try:
+            while (part := self._next_copied()) is not None:
+                self._complete(part)
+        except BaseException:  # guard: raised again; slots go back when no copy goes there any more
+            while (part := self._next_copied()) is not None:
+                part.close()
+                self._connection.give_up(part.call)
+            raise
+
+    def unanswered(self) -> Call | None:
+        """Something that the server was told and has not answered, if any."""
+        return next((completion for _, completion in self._completions if not completion.done), None)
+
+    def finish(self) -> Stored:
+        """Waits for what is on its way, and for the server."""
+        if not self._departed:
+            self.depart()
+        stored, all_done = 0, True
+        for written, completion in self._completions:
+            done = self._connection.wait(completion)
+            if isinstance(done, m.Done):
+                stored += done.count
+            else:
+                self._connection.give_up(written)
+                all_done = False
+        return Stored(stored, self._takes_all and all_done)
 
     def _copy_parts(self, before_the_last: Callable[[], None]) -> bool:
         """Whether the server takes all of it."""
@@ -107,41 +134,46 @@ class PieceStore:
             written = self._write(call, positions, plan)
             if written is None:
                 return False
-            self._under_way.append(written)
-            self._complete(leave=1)  # the one before: all its blocks have arrived, or nearly so
+            self._begun.remove(call)
+            self._hand_over(written)
         return complete
 
-    def _complete(self, leave: int = 0) -> None:
-        """Says that what was under way has arrived, all but the last ones."""
-        while len(self._under_way) > leave:
-            part = self._under_way[0]
+    def _hand_over(self, part: _Part | None) -> None:
+        with self._more:
+            self._copied.append(part)
+            self._more.notify_all()
+
+    def _next_copied(self) -> _Part | None:
+        with self._more:
+            while not self._copied:
+                self._more.wait()
+            return self._copied.popleft()
+
+    def _complete(self, part: _Part) -> None:
+        """All of it has arrived, and the server is told so."""
+        try:
             checksums = part.checksums()
+        except BaseException:  # guard: raised again, as above
             part.close()
-            self._under_way.pop(0)
-            message = m.CompleteStore(part.call.number, checksums.tobytes())
-            self._completions.append((part.call, self._connection.call(message, self._deadline_ms)))
-            self._begun.remove(part.call)
+            self._connection.give_up(part.call)
+            raise
+        part.close()
+        message = m.CompleteStore(part.call.number, checksums.tobytes())
+        self._completions.append((part.call, self._connection.call(message, self._deadline_ms)))
 
-    def _count(self) -> tuple[int, bool]:
-        stored, all_done = 0, True
-        for written, completion in self._completions:
-            done = self._connection.wait(completion)
-            if isinstance(done, m.Done):
-                stored += done.count
-            else:
-                self._connection.give_up(written)
-                all_done = False
-        return stored, all_done
-
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """At least one."""
+    def _parts(self, hurry: bool) -> Iterator[tuple[int, int]]:
+        """At least one, and after the first all about as large."""
         count, nbytes = self._request.blocks, self._transfer.nbytes(self._piece)
         welcome = self._connection.welcome
         most = min(_BLOCKS_A_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART)
-        start, size = 0, max(1, min(most, _BYTES_OF_THE_FIRST // nbytes))
-        while start < max(count, 1):
+        start = min(count, max(1, min(most, _BYTES_OF_THE_FIRST // nbytes))) if hurry else 0
+        if start or not count:
+            yield 0, start
+        parts = max(round((count - start) * nbytes / _BYTES_A_PART), math.ceil((count - start) / most), 1)
+        size = math.ceil((count - start) / parts)
+        while start < count:
             yield start, min(start + size, count)
-            start, size = start + size, max(1, min(most, _BYTES_A_PART // nbytes))
+            start += size
 
     def _prepare(self, part: tuple[int, int]) -> tuple[tuple[int, int], Call]:
         start, stop = part

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, HostCopier, row_addresses
 from kvkeep.client.loading import Loading
@@ -77,7 +78,10 @@ class Transfer:
         """
         storing = self.storing(request, self.sources(request) if sources is None else sources)
         storing.begin()
-        storing.copy()
+        try:
+            storing.copy()
+        finally:
+            storing.depart()
         return storing.finish()
 
     def storing(self, request: StoreRequest, sources: Sources) -> Storing:
@@ -210,31 +214,52 @@ class Transfer:
 
 
 class Storing:
-    """A store of all pieces of some blocks. With several of them only the last one's end is left to `finish`."""
+    """A store of all pieces of some blocks. With several of them only the last one's end is left to `depart`."""
 
     def __init__(self, stores: Sequence[PieceStore]) -> None:
         self._stores = stores
         self._at = 0  # the one that is under way
         self._written = 0
+        self._is_over = False  # what comes after the one under way is of no use
 
-    def begin(self) -> None:
-        self._stores[0].begin()
+    def begin(self, *, hurry: bool = True) -> None:
+        self._stores[0].begin(hurry=hurry)
 
-    def copy(self, before_the_last: Callable[[], None] = lambda: None) -> None:
-        last = len(self._stores) - 1
-        while self._at < last:
-            self._stores[self._at].copy()
-            outcome = self._stores[self._at].finish()
-            self._written = max(self._written, outcome.written)
-            if not outcome.complete:
-                self._stores = []  # what comes after it is of no use
-                return
-            self._at += 1
-            self._stores[self._at].begin()
+    def copy(
+        self, before_the_last: Callable[[], None] = lambda: None, departing: Callable[[], None] = lambda: None
+    ) -> None:
+        """`departing` is called when `depart` may be, in whatever thread, at the latest before this ends."""
+        try:
+            while self._at < len(self._stores) - 1:
+                self._stores[self._at].copy()
+                outcome = self._stores[self._at].finish()
+                self._written = max(self._written, outcome.written)
+                if not outcome.complete:
+                    self._is_over = True
+                    return
+                self._at += 1
+                self._stores[self._at].begin()
+        except BaseException:  # guard: raised again
+            self._is_over = True
+            raise
+        finally:
+            departing()
         self._stores[self._at].copy(before_the_last)
 
+    def end_copy(self) -> None:
+        """Instead of `copy`: nothing is stored."""
+        self._is_over = True
+        self._stores[self._at].end_copy()
+
+    def depart(self) -> None:
+        if not self._is_over:
+            self._stores[self._at].depart()
+
+    def unanswered(self) -> Call | None:
+        return None if self._is_over else self._stores[self._at].unanswered()
+
     def finish(self) -> Stored:
-        if not self._stores:
+        if self._is_over:
             return Stored(self._written, complete=False)
         outcome = self._stores[self._at].finish()
         return Stored(max(self._written, outcome.written), outcome.complete)

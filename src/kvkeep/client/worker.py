@@ -2,7 +2,7 @@
 
 The engine hands over a job and goes on; `poll` tells later which jobs are finished and which blocks failed. Until a job
 is reported, its engine blocks must stay as they are. One thread stores and another begins loads, because the engine
-waits for loads and for no store; a third waits until they have arrived, so that the next ones can begin before that.
+waits for loads and for no store; two more wait until they have arrived, so that the next ones can begin before that.
 
 An engine on a GPU hands over a job while its kernels are still to run: calls here are ordered with the work that it has
 given to its current stream before and after them (`kvkeep.gpu.copier`).
@@ -10,12 +10,12 @@ given to its current stream before and after them (`kvkeep.gpu.copier`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, copier_for
+from kvkeep.client.departures import Departures
 from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 _IDLE_S = 0.02
 _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
-_LOADS_UNDER_WAY = 4
+_LOADS_UNDER_WAY = _STORES_UNDER_WAY = 4
 _SWITCH_S = 0.0002
 _MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
 _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
@@ -58,6 +59,7 @@ class Finished:
     loaded: list[Hashable] = field(default_factory=list)  # every load, whether or not blocks of it failed
     failed: dict[Hashable, list[int]] = field(default_factory=dict)
     withdrawn: int = 0  # blocks that the engine took back before they were copied
+    seconds: dict[Hashable, float] = field(default_factory=dict, compare=False)  # how long each load took
 
 
 class WorkerAdapter:
@@ -84,14 +86,17 @@ class WorkerAdapter:
         self._loads: deque[tuple[Hashable, LoadRequest, Any]] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
+        self._began: dict[Hashable, float] = {}  # when loads that are queued or under way did
         self._finished = Finished(strategy.rank)
         threads = self.connection.threads
         self._wake = threads.Condition()
         self._closing = False
+        self._departures = Departures(self.connection, self._wake, self._end_store_alone, self._failed_inside)
         self._threads = [
             threads.Thread(target=self._run_stores, name="kvkeep-stores", daemon=True),
             threads.Thread(target=self._run_loads, name="kvkeep-loads", daemon=True),
             threads.Thread(target=self._run_arrivals, name="kvkeep-arrivals", daemon=True),
+            threads.Thread(target=self._run_departures, name="kvkeep-departures", daemon=True),
         ]
         self._arriving: deque[tuple[_Loads, Loading]] = deque()
 
@@ -151,6 +156,7 @@ class WorkerAdapter:
                 self._end_load(job, request.ids_of(_ALL))
                 return
             self._loads.append((job, request, self._transfer.copier.mark() if self._transfer else None))
+            self._began[job] = time.perf_counter()
             self._wake.notify_all()
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
@@ -217,33 +223,33 @@ class WorkerAdapter:
         """This one keeps the session, too."""
         copier = self._enter()
         populating = False
-        before: tuple[Hashable, Storing] | None = None  # copied, and perhaps still on its way
         begun: tuple[Hashable, Storing] | None = None
         while not self._closing:
             self.connection.poll()
+            self._departures.settle()
+            room = len(self._departures) < _STORES_UNDER_WAY
             with self._wake:
-                if not (self._stores or self._closing or populating or before or begun):
+                if not (self._stores or self._closing or populating or begun or self._departures):
                     self._wake.wait(_IDLE_S)
-            begun = begun or self._begin_store()
-            if begun is not None:
+            begun = begun or (self._begin_store() if room else None)
+            if begun is not None and room:
                 now, begun = begun, None
 
                 def begin_another() -> None:
                     nonlocal begun
-                    begun = self._begin_store()
+                    begun = self._begin_store(hurry=False)
 
-                copied = self._copy_store(*now, begin_another)
-                self._finish_store(before)
-                before = now if copied else None
-            elif before is not None:
-                self._finish_store(before)
-                before = None
+                self._copy_store(*now, begin_another)
+            elif self._departures:
+                self._departures.wait(lambda room=room: room and bool(self._stores))  # type: ignore[misc]
             elif not hasattr(copier, "pin"):  # nobody else does it
                 populating = self._populate()
-        for left in (before, begun):
-            self._finish_store(left)
+        if begun is not None:
+            begun[1].end_copy()
+            self._departures.add(*begun)
+        self._departures.close()
 
-    def _begin_store(self) -> tuple[Hashable, Storing] | None:
+    def _begin_store(self, *, hurry: bool = True) -> tuple[Hashable, Storing] | None:
         """The next one that waits; the server is asked for slots."""
         assert self._transfer is not None
         while True:
@@ -252,33 +258,27 @@ class WorkerAdapter:
                     return None
                 job, request = self._stores.popleft()
                 sources = self._sources.get(job)
-            with self._guarding("store", job):
+            try:
                 storing = self._transfer.storing(request, sources or self._transfer.sources(request))
-                storing.begin()
+                storing.begin(hurry=hurry)
                 return job, storing
+            except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
+                self._failed_inside("store")
+                self._end_store_alone(job, Stored(0, complete=False))
 
-    def _copy_store(self, job: Hashable, storing: Storing, begin_another: Callable[[], None]) -> bool:
-        with self._guarding("store", job):
-            storing.copy(begin_another)
-            return True
-        return False
-
-    def _finish_store(self, store: tuple[Hashable, Storing] | None) -> None:
-        if store is not None:
-            job, storing = store
-            with self._guarding("store", job):
-                stored = storing.finish()
-                with self._wake:
-                    self._end_store(job, stored)
-
-    @contextlib.contextmanager
-    def _guarding(self, what: str, job: Hashable) -> Iterator[None]:
+    def _copy_store(self, job: Hashable, storing: Storing, begin_another: Callable[[], None]) -> None:
         try:
-            yield
-        except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
-            self._failed_inside(what)
-            with self._wake:
-                self._end_store(job, Stored(0, complete=False))
+            storing.copy(begin_another, lambda: self._departures.add(job, storing))
+        except Exception:  # guard: likewise; it departs with what was copied before
+            self._failed_inside("store")
+
+    def _run_departures(self) -> None:
+        self._enter()
+        self._departures.run()
+
+    def _end_store_alone(self, job: Hashable, stored: Stored) -> None:
+        with self._wake:
+            self._end_store(job, stored)
 
     def _run_loads(self) -> None:
         self._enter()
@@ -382,6 +382,9 @@ class WorkerAdapter:
 
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)
+        began = self._began.pop(job, None)
+        if began is not None:
+            self._finished.seconds[job] = time.perf_counter() - began
         self._wake.notify_all()
         if failed:
             self._finished.failed[job] = failed

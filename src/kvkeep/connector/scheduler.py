@@ -136,6 +136,9 @@ class SchedulerSide:
             return 0
         if tracker.declined_after is not None and local_blocks >= tracker.declined_after:
             return 0
+        left = limit_blocks - local_blocks
+        if self.worth.is_too_little(left, left * self._pieces.block_tokens):
+            return 0  # whatever the server has: nobody need wait for its answer
         if tracker.loads or self._is_being_loaded(tracker, local_blocks):
             return None
         keys, skip = tracker.asked or (b"", 0)
@@ -272,6 +275,8 @@ class SchedulerSide:
                 job = self._jobs.get(number)  # type: ignore[call-overload]
                 if job is not None:
                     job.reports.add(report.rank)
+                    if number in report.seconds:
+                        job.took_s = max(job.took_s or 0.0, report.seconds[number])
                     if len(job.reports) == self._world_size:
                         self._end_job(job)
                         (completed.loads if job.is_load else completed.stores).append(job)
@@ -349,7 +354,7 @@ class SchedulerSide:
                     del self._sources[block]
         if job.is_load:
             tracker.loads -= 1
-            self.worth.end_load(job.number, good=not job.failed)
+            self.worth.end_load(job.number, good=not job.failed, took_s=job.took_s)
             del self._loading[job.number]
             good = job.good_blocks()
             tracker.count_loaded(job.first_block, good)

@@ -46,6 +46,7 @@ class Job:
     reports: set[int] = field(default_factory=set)  # the ranks that have
     failed: set[int] = field(default_factory=set)  # ids of blocks that some rank could not load
     incomplete: bool = False  # a store of which some rank left something out
+    took_s: float | None = None  # a load on the slowest rank, if any has told
 
     def __post_init__(self) -> None:
         self.blocks = self.blocks or len(self.block_ids)

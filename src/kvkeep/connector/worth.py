@@ -8,8 +8,9 @@
                   |←──── low ───→|                             |←──── low, high ─────→|
                   |←────────────── high ──────────→|
 
-An engine hears of a load's end when a step ends, so where that step computed something the load took from `low` to
-`high`; where it computed nothing, the engine did nothing but wait. What is believed changes only if it lies outside.
+Workers tell how long a load took. Where they do not: an engine hears of its end when a step ends, so where that step
+computed something the load took from `low` to `high`; where it computed nothing, the engine did nothing but wait. What
+is believed changes only if it lies outside.
 
 Medians of what was measured lately, so that a compilation or a pause among them counts for nothing. While there is too
 little of it, everything is loaded: that is how one learns. And so that a slowness that has passed does not turn the
@@ -76,13 +77,16 @@ class Worth:
 
     # -- what is decided
 
+    def is_too_little(self, blocks: int, tokens: int) -> bool:
+        """Whether so many blocks are never loaded: the step that computes the rest of the prompt takes them along."""
+        return not self._always and blocks == 1 and tokens <= FEW_TOKENS
+
     def decide(self, blocks: int, tokens: int) -> bool:
         """Whether to load so many blocks, which hold so many tokens. To be asked once for each load."""
-        is_little = blocks == 1 and tokens <= FEW_TOKENS  # the step that computes the rest of the prompt takes it along
-        if self._always or (not is_little and self.is_faster(blocks, tokens)):
-            return True
-        if is_little:
+        if self.is_too_little(blocks, tokens):
             return False
+        if self._always or self.is_faster(blocks, tokens):
+            return True
         self._skipped += 1
         if self._skipped <= SKIPS_BEFORE_TRIAL:
             return False
@@ -122,9 +126,9 @@ class Worth:
         self._steps.append(step)
         self._requests = requests
 
-    def end_load(self, job: int, *, good: bool) -> None:
-        """The workers have reported a load, with the end of the first step under way. One that failed says nothing of
-        how long loads take."""
+    def end_load(self, job: int, *, good: bool, took_s: float | None = None) -> None:
+        """The workers have reported a load, with the end of the first step under way, and perhaps how long it took. One
+        that failed says nothing of that."""
         load = self._loads.pop(job, None)
         if load is None:
             return
@@ -134,7 +138,9 @@ class Worth:
         blocks = load.before + load.blocks
         now_s, last = self._clock(), self._steps[0] if self._steps else None
         low_s = high_s = now_s - load.step.start_s
-        if self._in_step:
+        if took_s is not None:
+            low_s = high_s = took_s
+        elif self._in_step:
             computing_s = self._computing_s(load.step.tokens - load.step.requests)
             if computing_s is None:
                 return

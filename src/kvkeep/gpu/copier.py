@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 Addresses = NDArray[np.uint64]
 
 _SMALLEST_STAGING = 24 << 20
+_OF_WHAT_IS_FREE = 8  # an eighth of it at most
+_MOST_ASIDE = 64 << 20
 
 
 class GpuCopier:
@@ -56,13 +58,16 @@ class GpuCopier:
         self._try_out()
 
     def _take_memory(self, staging_bytes: int) -> None:
-        """As much as that, or half, or a quarter of it, and so on."""
+        """As much as that, or half, or a quarter of it, and so on: what is free is for others, too."""
         largest, left = max(units.pitch for units in self._units), staging_bytes
+        while left // 2 >= _SMALLEST_STAGING and left > self._device.free_bytes() // _OF_WHAT_IS_FREE:
+            left //= 2
         while True:
             made: list[Any] = []
             try:
-                made += [Line(self._device, left * 3 // 8, largest) for _ in range(2)]
-                self._aside, (self._out, self._in) = Aside(self._device, left // 4), made
+                aside = min(left // 4, _MOST_ASIDE)
+                made += [Line(self._device, (left - aside) // 2, largest) for _ in range(2)]
+                self._aside, (self._out, self._in) = Aside(self._device, aside), made
                 break
             except RuntimeError as error:  # torch's words for memory that cannot be had
                 made.clear()  # before the next try: it is short enough
@@ -128,35 +133,40 @@ class GpuCopier:
         try:
             for start in range(0, len(block_ids), MOST_BLOCKS):
                 some = slice(start, start + MOST_BLOCKS)
-                with self._device.on(self._in.kernels):
-                    parts.append(self._scatter(units, block_ids[some], addresses[some], verify=expected is not None))
+                parts.append(self._scatter(units, block_ids[some], addresses[some], verify=expected is not None))
         except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
             self._in.drain()
             raise
         return Scattering(self._device, self._in, units, parts, expected)
 
     def _scatter(self, units: Units, block_ids: NDArray[np.int64], addresses: Addresses, *, verify: bool) -> Scattered:
-        line, device = self._in, self._device
-        ledger, count = line.take_ledger(), len(block_ids)
-        at_a_time = line.blocks_a_bay(units.pitch)
+        line, batch = self._in, self._device.batch()
+        with self._device.on(line.kernels):  # memory of a new one must be that stream's, not the engine's
+            ledger = line.take_ledger()
+        count, at_a_time = len(block_ids), line.blocks_a_bay(units.pitch)
         ids, bay, before = None, None, None
         for start in range(0, count, at_a_time):
             some = slice(start, min(start + at_a_time, count))
             bay, before = line.next_bay(), bay.busy if bay is not None else None
             if bay.busy is not None:
-                device.after(line.copies, bay.busy)
-            self._to_bay(line, bay, units, addresses[some])
+                batch.after(line.copies, bay.busy)
+            self._to_bay(batch, line, bay, units, addresses[some])
             if ids is None:  # while the first are on the bus
-                ledger.begin(count, verify=verify)
-                ids = ledger.ids(block_ids)
-            device.after(line.kernels, device.mark(line.copies))
-            units.scatter(ids[some], bay.memory, ledger.sums[some] if verify else None)
-            bay.busy = device.mark(line.kernels)
+                batch.run()
+                if verify:
+                    ledger.begin(batch, line.kernels, count)
+                ids = ledger.ids(batch, line.kernels, block_ids)
+            batch.after(line.kernels, batch.mark(line.copies))
+            batch.scatter(line.kernels, units, ids[some], bay.memory, ledger.sums[some] if verify else None)
+            bay.busy = batch.mark(line.kernels)
+            batch.run()
         if verify:
-            ledger.send_sums(count)
-        return Scattered(ledger, count, before, device.mark(line.kernels, urgent=True))
+            ledger.send_sums(batch, line.kernels, count)
+        done = batch.mark(line.kernels, urgent=True)
+        batch.run()
+        return Scattered(ledger, count, before, done)
 
-    def _to_bay(self, line: Line, bay: Bay, units: Units, addresses: Addresses) -> None:
+    def _to_bay(self, batch: Any, line: Line, bay: Bay, units: Units, addresses: Addresses) -> None:
         runs = self._pinned.runs(addresses, units.nbytes)
         if runs is None:
             if bay.bounced is not None:
@@ -167,8 +177,8 @@ class GpuCopier:
             runs = [(bounce, units.pitch, 0, len(addresses))]
         for address, step, at, count in runs:
             to = bay.address + at * units.pitch
-            self._device.to_device(line.copies, to, units.pitch, address, step, units.nbytes, count)
-        bay.bounced = self._device.mark(line.copies)
+            batch.to_device(line.copies, to, units.pitch, address, step, units.nbytes, count)
+        bay.bounced = batch.mark(line.copies)
 
     # -- host memory
 
@@ -262,10 +272,11 @@ class Reading:
         self._marks: list[Any] | None = None  # when all is over; None: nobody has said that there is no more
         self._closed = False
         self.at_a_time = self._line.blocks_a_bay(self._units.pitch)
+        self._batch = self._device.batch()
         if ready is not None:
-            self._device.after(self._line.kernels, ready)
-        with self._device.on(self._line.kernels):
-            self._ledger.begin(MOST_BLOCKS, verify=verify)
+            self._batch.after(self._line.kernels, ready)
+        if verify:
+            self._ledger.begin(self._batch, self._line.kernels, MOST_BLOCKS)
 
     def make_room(self) -> None:
         """Waits until a bay is free: what `gather` gives to the GPU then waits for nothing but the engine."""
@@ -279,12 +290,15 @@ class Reading:
         if not len(block_ids):
             return
         some = slice(self._count, self._count + len(block_ids))
-        with self._device.on(self._line.kernels):
-            ids = self._ledger.ids(_checked(self._runs, block_ids), self._count)
-            self._units.gather(ids, self._bay.memory, self._ledger.sums[some] if self._verify else None)
-        read = self._device.mark(self._line.kernels)
+        batch, line = self._batch, self._line
+        ids = self._ledger.ids(batch, line.kernels, _checked(self._runs, block_ids), self._count)
+        batch.gather(
+            line.kernels, self._units, ids, self._bay.memory, self._ledger.sums[some] if self._verify else None
+        )
+        read = batch.mark(line.kernels)
+        batch.after(line.copies, read)
+        batch.run()
         self._copier._last_read = read
-        self._device.after(self._line.copies, read)
         self._count = some.stop
         self._gathered = (self._bay, addresses)
 
@@ -293,17 +307,19 @@ class Reading:
         if self._gathered is None:
             return
         (bay, addresses), self._gathered = self._gathered, None
-        device, copies, units = self._device, self._line.copies, self._units
+        device, batch, copies, units = self._device, self._batch, self._line.copies, self._units
         runs = self._copier._pinned.runs(addresses, units.nbytes)
         if runs is not None:
             for address, step, at, count in runs:
                 place = bay.address + at * units.pitch
-                device.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
-            bay.busy = device.mark(copies)
+                batch.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
+            bay.busy = batch.mark(copies)
+            batch.run()
             return
         bounce, nbytes = self._line.bounce(bay), len(addresses) * units.pitch
-        device.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
-        bay.busy = device.mark(copies)
+        batch.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
+        bay.busy = batch.mark(copies)
+        batch.run()
         device.wait(bay.busy)
         for at, address in enumerate(addresses.tolist()):
             ctypes.memmove(address, bounce + at * units.pitch, units.nbytes)
@@ -313,6 +329,7 @@ class Reading:
         self._saved.append(saved)
         self.make_room()
         assert self._bay is not None
+        self._batch.run()
         self._device.after(self._line.kernels, saved.ready)
         words = self._units.pitch // 8
         with self._device.on(self._line.kernels):
@@ -326,10 +343,11 @@ class Reading:
 
     def end(self) -> None:
         """There is no more."""
+        batch, line = self._batch, self._line
         if self._verify:
-            with self._device.on(self._line.kernels):
-                self._ledger.send_sums(self._count)
-        self._marks = [self._device.mark(self._line.kernels), self._device.mark(self._line.copies)]
+            self._ledger.send_sums(batch, line.kernels, self._count)
+        self._marks = [batch.mark(line.kernels), batch.mark(line.copies)]
+        batch.run()
 
     def sums(self) -> NDArray[np.uint64]:
         """The checksums of what was gathered and put, in that order; 0 if not asked for. All of it has arrived."""

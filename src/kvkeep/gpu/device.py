@@ -1,7 +1,7 @@
-"""A GPU as the copier needs it: streams, events, copies over the bus, and host memory that the bus can reach.
+"""A GPU as the copier needs it: streams, events, batches of work, and host memory that the bus can reach.
 
-Kernels and events go through torch. Copies and the registration of host memory go to the driver itself: torch has no
-call for a copy to an address, and a call through ctypes lets go of the interpreter. The copier takes anything that
+Streams and memory are torch's. All else goes to the driver itself: torch has no call for a copy to an address, and a
+call through ctypes lets go of the interpreter, or keeps it where that is sooner over. The copier takes anything that
 looks like `Cuda`, which is how it is tested on machines without a GPU.
 """
 
@@ -14,34 +14,26 @@ from typing import Any
 import torch
 
 from kvkeep.errors import DeviceError
+from kvkeep.gpu.batch import Batch, entries
+from kvkeep.kv import native
 
-_HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_*
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ALREADY_REGISTERED = 712
+_BLOCKING, _NO_TIMING = 1, 2  # CU_EVENT_*
 
 
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D"""
+class Event:
+    """A point in a stream's work."""
 
-    _fields_ = [
-        ("src_x", ctypes.c_size_t),
-        ("src_y", ctypes.c_size_t),
-        ("src_type", ctypes.c_int),
-        ("src_host", ctypes.c_void_p),
-        ("src_device", ctypes.c_uint64),
-        ("src_array", ctypes.c_void_p),
-        ("src_pitch", ctypes.c_size_t),
-        ("dst_x", ctypes.c_size_t),
-        ("dst_y", ctypes.c_size_t),
-        ("dst_type", ctypes.c_int),
-        ("dst_host", ctypes.c_void_p),
-        ("dst_device", ctypes.c_uint64),
-        ("dst_array", ctypes.c_void_p),
-        ("dst_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    ]
+    __slots__ = ("_driver", "handle")
+
+    def __init__(self, driver: ctypes.PyDLL, handle: int) -> None:
+        self._driver = driver
+        self.handle = handle
+
+    def __del__(self) -> None:
+        self._driver.cuEventDestroy_v2(ctypes.c_void_p(self.handle))  # also if it is not over yet
 
 
 class Cuda:
@@ -50,8 +42,12 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
+            self._quickly = ctypes.PyDLL("libcuda.so.1")  # keeps the interpreter, for calls that are over at once
         except OSError as error:
             raise DeviceError(f"the CUDA driver cannot be loaded: {error}", "is this a GPU host?") from error
+        if not native.available:
+            raise DeviceError("the C kernel was not built", "install a C compiler and reinstall kvkeep")
+        self.entries = entries(self._driver)
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
 
@@ -66,6 +62,10 @@ class Cuda:
         )
         torch.cuda.set_device(self.torch_device)
         torch.cuda.current_stream(self.torch_device).query()  # makes the context current, too
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody has taken."""
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def memory(self, words: int) -> torch.Tensor:
         """Device memory, in words of 8 bytes."""
@@ -95,61 +95,45 @@ class Cuda:
         """Kernels go to this stream inside the block."""
         return torch.cuda.stream(stream)
 
-    def mark(self, stream: Any = None, *, urgent: bool = False) -> Any:
-        """A point in the work of this stream. None: of the engine's. Who waits for it sleeps, or spins if `urgent`."""
-        event = torch.cuda.Event(blocking=not urgent)  # type: ignore[no-untyped-call]
-        event.record(stream or torch.cuda.current_stream(self.torch_device))
+    def event(self, *, urgent: bool = False) -> Event:
+        """Of nothing yet. Who waits for it sleeps, or spins if `urgent`."""
+        handle = ctypes.c_void_p()
+        flags = _NO_TIMING if urgent else _NO_TIMING | _BLOCKING
+        self._check("cuEventCreate", self._quickly.cuEventCreate(ctypes.byref(handle), ctypes.c_uint(flags)))
+        return Event(self._quickly, handle.value or 0)
+
+    def mark(self, stream: Any = None, *, urgent: bool = False) -> Event:
+        """A point in the work of this stream. None: of the engine's."""
+        event = self.event(urgent=urgent)
+        result = self._quickly.cuEventRecord(ctypes.c_void_p(event.handle), self._handle(stream))
+        self._check("cuEventRecord", result)
         return event
 
-    def after(self, stream: Any, event: Any) -> None:
+    def after(self, stream: Any, event: Event) -> None:
         """What is given to this stream from now on begins after that point. None: the engine's."""
-        (stream or torch.cuda.current_stream(self.torch_device)).wait_event(event)
+        result = self._quickly.cuStreamWaitEvent(self._handle(stream), ctypes.c_void_p(event.handle), ctypes.c_uint(0))
+        self._check("cuStreamWaitEvent", result)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Event) -> None:
         """Waits here, in this thread, without the interpreter."""
-        event.synchronize()
+        self._check("cuEventSynchronize", self._driver.cuEventSynchronize(ctypes.c_void_p(event.handle)))
 
     def drain(self, stream: Any) -> None:
         """Waits here for all that was given to this stream, and makes nothing for it."""
         stream.synchronize()
 
-    # -- copies, which begin on a stream and are not waited for
+    def batch(self) -> Batch:
+        """Copies, kernels and marks that begin together, and are not waited for."""
+        return Batch(self)
 
-    def to_host(
-        self, stream: Any, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int
-    ) -> None:
-        """`count` times `nbytes`, each the pitch further on."""
-        if count == 1 or host_pitch == pitch == nbytes:
-            result = self._driver.cuMemcpyDtoHAsync_v2(
-                ctypes.c_void_p(host),
-                ctypes.c_uint64(device),
-                ctypes.c_size_t(nbytes * count),
-                ctypes.c_void_p(stream.cuda_stream),
-            )
-        else:
-            copy = _Copy2D(src_type=_DEVICE, src_device=device, src_pitch=pitch, width=nbytes, height=count)
-            copy.dst_type, copy.dst_host, copy.dst_pitch = _HOST, host, host_pitch
-            result = self._driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream.cuda_stream))
-        self._check("a copy to the host", result)
+    def name_of(self, result: int) -> str:
+        name = ctypes.c_char_p()
+        self._driver.cuGetErrorName(ctypes.c_int(result), ctypes.byref(name))
+        return (name.value or b"?").decode()
 
-    def to_device(
-        self, stream: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, count: int
-    ) -> None:
-        if count == 1 or host_pitch == pitch == nbytes:
-            result = self._driver.cuMemcpyHtoDAsync_v2(
-                ctypes.c_uint64(device),
-                ctypes.c_void_p(host),
-                ctypes.c_size_t(nbytes * count),
-                ctypes.c_void_p(stream.cuda_stream),
-            )
-        else:
-            copy = _Copy2D(src_type=_HOST, src_host=host, src_pitch=host_pitch, width=nbytes, height=count)
-            copy.dst_type, copy.dst_device, copy.dst_pitch = _DEVICE, device, pitch
-            result = self._driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream.cuda_stream))
-        self._check("a copy to the GPU", result)
+    def _handle(self, stream: Any) -> ctypes.c_void_p:
+        return ctypes.c_void_p((stream or torch.cuda.current_stream(self.torch_device)).cuda_stream)
 
     def _check(self, what: str, result: int) -> None:
         if result:
-            name = ctypes.c_char_p()
-            self._driver.cuGetErrorName(ctypes.c_int(result), ctypes.byref(name))
-            raise DeviceError(f"{what} failed: {(name.value or b'?').decode()}")
+            raise DeviceError(f"{what} failed: {self.name_of(result)}")

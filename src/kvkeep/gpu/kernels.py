@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -140,6 +140,19 @@ def _keys_on(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(definition.KEYS.view(np.int64).copy()).to(device)
 
 
+class Made(NamedTuple):
+    """A kernel as the driver knows it, and those of its arguments that never change. It fits every launch: staging
+    memory is always aligned alike, and nothing else depends on the arguments."""
+
+    function: int
+    threads: int
+    shared_bytes: int
+    tiles: int
+    base: int
+    stride: int
+    keys: int
+
+
 @dataclass(frozen=True, eq=False)
 class Units:
     """A block's runs as units of one length, in GPU memory: unit u of block b starts at base[u] + b * stride[u]."""
@@ -150,6 +163,8 @@ class Units:
     stride: torch.Tensor
     by_words: bool  # whether each word of 8 bytes lies together, aligned
     keys: torch.Tensor
+    _compiled: dict[tuple[str, bool], Any] = field(default_factory=dict)  # by name and whether it verifies
+    _made: dict[tuple[str, bool], Made] = field(default_factory=dict)
 
     @classmethod
     def of(cls, runs: BlockRuns, device: torch.device) -> Units:
@@ -182,19 +197,36 @@ class Units:
     def gather(self, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
         """Engine blocks `ids` to the beginning of staging memory, on the current stream, which is not waited for. What
         `checksums` makes checksums of is added to `sums`, which were 0."""
-        self._launch(_gather, ids, staging, sums)
+        self._launch("gather", ids, staging, sums)
 
     def scatter(self, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
         """The other way round."""
-        self._launch(_scatter, ids, staging, sums)
+        self._launch("scatter", ids, staging, sums)
 
     def checksums(self, sums: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """The last step of the definition."""
         return definition.mix64(sums + np.uint64(self.nbytes))
 
-    def _launch(self, kernel: Any, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
+    def made(self, name: str, *, verify: bool) -> Made:
+        """What Triton made of a kernel when it was first launched, for who launches it without Triton."""
+        made = self._made.get((name, verify))
+        if made is None:
+            compiled = self._compiled[name, verify]
+            made = self._made[name, verify] = Made(
+                compiled.function,
+                32 * compiled.metadata.num_warps,
+                compiled.metadata.shared,
+                self._tiles,
+                self.base.data_ptr(),
+                self.stride.data_ptr(),
+                self.keys.data_ptr(),
+            )
+        return made
+
+    def _launch(self, name: str, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
         assert len(ids) <= _GRID_LIMIT
-        kernel[(self._tiles, len(ids))](
+        kernel = _gather if name == "gather" else _scatter
+        self._compiled[name, sums is not None] = kernel[(self._tiles, len(ids))](
             ids,
             self.base,
             self.stride,

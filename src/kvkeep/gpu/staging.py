@@ -35,22 +35,22 @@ class Ledger:
     def __init__(self, device: Cuda) -> None:
         self._ids_here, self._ids = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
         self._ids_view = self._ids_here.numpy()
+        self._ids_at, self._ids_here_at = self._ids.data_ptr(), self._ids_here.data_ptr()
         self._sums_here, self.sums = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
+        self._sums_here_at = self._sums_here.data_ptr()
 
-    def begin(self, count: int, *, verify: bool) -> None:
-        """On the current stream, as all of it."""
-        if verify:
-            self.sums[:count].zero_()
+    def begin(self, batch: Any, stream: Any, count: int) -> None:
+        """So many sums will be taken."""
+        batch.zero(stream, self.sums[:count])
 
-    def ids(self, block_ids: NDArray[np.int64], at: int = 0) -> torch.Tensor:
-        some = slice(at, at + len(block_ids))
-        self._ids_view[some] = block_ids
-        ids = self._ids[some]
-        ids.copy_(self._ids_here[some], non_blocking=True)
-        return ids
+    def ids(self, batch: Any, stream: Any, block_ids: NDArray[np.int64], at: int = 0) -> torch.Tensor:
+        count = len(block_ids)
+        self._ids_view[at : at + count] = block_ids
+        batch.to_device(stream, self._ids_at + 8 * at, 8 * count, self._ids_here_at + 8 * at, 8 * count, 8 * count, 1)
+        return self._ids[at : at + count]
 
-    def send_sums(self, count: int) -> None:
-        self._sums_here[:count].copy_(self.sums[:count], non_blocking=True)
+    def send_sums(self, batch: Any, stream: Any, count: int) -> None:
+        batch.to_host(stream, self._sums_here_at, 8 * count, self.sums.data_ptr(), 8 * count, 8 * count, 1)
 
     def sums_here(self, count: int) -> NDArray[np.uint64]:
         """When they have arrived."""

@@ -34,6 +34,7 @@ def _load() -> ctypes.CDLL | None:
     library.kvkeep_move.restype = None
     library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
     library.kvkeep_checksum.restype = None
+    library.kvkeep_drive.argtypes, library.kvkeep_drive.restype = [_pointer, _pointer, _int64, _pointer], ctypes.c_int
     return library
 
 
@@ -94,3 +95,10 @@ def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
     sums = np.empty(len(addresses), dtype=np.uint64)
     _library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data)
     return sums
+
+
+def drive(entries: ctypes.Array[ctypes.c_void_p], commands: int, count: int) -> tuple[int, int]:
+    """Gives commands to a GPU's driver (`kvkeep.gpu.batch`). What it answered, 0 if all is well, and to which."""
+    assert _library is not None
+    failed = ctypes.c_int64()
+    return _library.kvkeep_drive(entries, commands, count, ctypes.byref(failed)), failed.value

@@ -28,7 +28,7 @@ from kvkeep.vllm.stats import KVKeepStats
 log = logging.getLogger(__name__)
 
 # vLLM polls an engine that has nothing to compute once a millisecond or two, and hears of a load two polls later.
-_IDLE_WAIT_S = 0.002
+_IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
 
 
 class WorkerSide:

@@ -1,0 +1,171 @@
+"""A batch tells the driver exactly what it was told, in order: here the driver is a set of functions that write down
+what they are called with."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvkeep.errors import DeviceError
+from kvkeep.gpu import batch as module
+from kvkeep.gpu.batch import Batch, entries
+from kvkeep.gpu.kernels import Made
+from kvkeep.kv import native
+
+pytestmark = pytest.mark.skipif(not native.available, reason="the C kernel was not built")
+
+_u64, _unsigned, _pointer = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p
+_SIGNATURES = {
+    "cuEventRecord": (_u64, _u64),
+    "cuStreamWaitEvent": (_u64, _u64, _unsigned),
+    "cuMemcpyDtoHAsync_v2": (_u64, _u64, _u64, _u64),
+    "cuMemcpyHtoDAsync_v2": (_u64, _u64, _u64, _u64),
+    "cuMemcpy2DAsync_v2": (_pointer, _u64),
+    "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _u64, _u64),
+    "cuLaunchKernel": (_u64, *[_unsigned] * 7, _u64, _pointer, _pointer),
+}
+
+
+class Driver:
+    """Answers 0, or `answers` for a function of that name."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, int] = {}
+        for name, kinds in _SIGNATURES.items():
+            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(self._noting(name)))
+
+    def _noting(self, name: str) -> Any:
+        def note(*given: Any) -> int:
+            if name == "cuMemcpy2DAsync_v2":
+                words = (_u64 * 16).from_address(given[0])
+                given = (*words, given[1])
+            elif name == "cuLaunchKernel":
+                places = (_pointer * 8).from_address(given[9])
+                given = (*given[:9], [_u64.from_address(place).value for place in places], given[10])
+            self.calls.append((name, *given))
+            return self.answers.get(name, 0)
+
+        return note
+
+
+class Device:
+    def __init__(self, driver: Driver) -> None:
+        self.entries = entries(driver)  # type: ignore[arg-type]
+        self.made = 0
+
+    def event(self, *, urgent: bool = False) -> Any:
+        self.made += 1
+        return SimpleNamespace(handle=1000 + self.made, urgent=urgent)
+
+    def name_of(self, result: int) -> str:
+        return f"CUDA_ERROR_{result}"
+
+
+class World:
+    def __init__(self) -> None:
+        self.driver = Driver()
+        self.device: Any = Device(self.driver)
+        self.batch = Batch(self.device)
+        self.stream, self.other = SimpleNamespace(cuda_stream=(1 << 40) + 7), SimpleNamespace(cuda_stream=8)
+
+    def ran(self) -> list[tuple[Any, ...]]:
+        assert not self.driver.calls, "nothing happens before"
+        self.batch.run()
+        calls, self.driver.calls = self.driver.calls, []
+        return calls
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_marks_and_orders(world: World) -> None:
+    event = world.batch.mark(world.stream)
+    world.batch.after(world.other, event)
+    assert world.batch.mark(world.stream, urgent=True).urgent and not event.urgent
+    assert world.ran() == [
+        ("cuEventRecord", 1001, world.stream.cuda_stream),
+        ("cuStreamWaitEvent", 8, 1001, 0),
+        ("cuEventRecord", 1002, world.stream.cuda_stream),
+    ]
+    assert world.ran() == [], "once"
+
+
+def test_copies_of_what_lies_together_are_one(world: World) -> None:
+    world.batch.to_host(world.stream, 1 << 50, 4096, 3 << 40, 4096, 4096, 5)
+    world.batch.to_host(world.stream, 11, 99, 22, 77, 4096, 1)
+    world.batch.to_device(world.other, 33, 64, 44, 64, 64, 3)
+    assert world.ran() == [
+        ("cuMemcpyDtoHAsync_v2", 1 << 50, 3 << 40, 5 * 4096, world.stream.cuda_stream),
+        ("cuMemcpyDtoHAsync_v2", 11, 22, 4096, world.stream.cuda_stream),
+        ("cuMemcpyHtoDAsync_v2", 33, 44, 192, 8),
+    ]
+
+
+HOST, DEVICE = 1, 2
+
+
+def test_copies_of_rows_say_where_they_begin_and_how_far_apart_they_are(world: World) -> None:
+    world.batch.to_host(world.stream, 100, 8192, 200, 4096, 4000, 5)
+    world.batch.to_device(world.stream, 300, 4096, 400, 8192, 4000, 6)
+    (_, *first, stream), (_, *second, _) = world.ran()
+    # CUDA_MEMCPY2D: x, y, type, host, device, array, pitch of the source, then of the destination; width and height.
+    assert first == [0, 0, DEVICE, 0, 200, 0, 4096, 0, 0, HOST, 100, 0, 0, 8192, 4000, 5]
+    assert second == [0, 0, HOST, 400, 0, 0, 8192, 0, 0, DEVICE, 0, 300, 0, 4096, 4000, 6]
+    assert stream == world.stream.cuda_stream
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_a_kernel_is_launched_with_its_arguments(world: World, name: str, verify: bool) -> None:
+    ids, staging, sums = (torch.zeros(4, dtype=torch.int64) for _ in range(3))
+    asked: list[tuple[str, bool]] = []
+
+    def made(name: str, *, verify: bool) -> Made:
+        asked.append((name, verify))
+        return Made(1 << 45, 256, 96, 17, 111, 222, 333)
+
+    getattr(world.batch, name)(world.stream, SimpleNamespace(made=made), ids[1:], staging, sums[2:] if verify else None)
+    last = sums[2:].data_ptr() if verify else ids[1:].data_ptr()
+    assert asked == [(name, verify)]
+    arguments = [ids[1:].data_ptr(), 111, 222, staging.data_ptr(), 333, last, 0, 0]
+    assert world.ran() == [
+        ("cuLaunchKernel", 1 << 45, 17, 3, 1, 256, 1, 1, 96, world.stream.cuda_stream, arguments, None)
+    ]
+
+
+def test_memory_is_zeroed(world: World) -> None:
+    words = torch.ones(5, dtype=torch.int64)
+    world.batch.zero(world.stream, words[1:4])
+    assert world.ran() == [("cuMemsetD8Async", words[1:].data_ptr(), 0, 24, world.stream.cuda_stream)]
+
+
+def test_the_first_that_fails_is_named_and_ends_it(world: World) -> None:
+    world.driver.answers["cuMemsetD8Async"] = 700
+    world.batch.mark(world.stream)
+    world.batch.zero(world.stream, torch.ones(1, dtype=torch.int64))
+    world.batch.mark(world.stream)
+    with pytest.raises(DeviceError, match=r"work for the GPU failed: CUDA_ERROR_700 \(command 1\)"):
+        world.batch.run()
+    assert [name for name, *_ in world.driver.calls] == ["cuEventRecord", "cuMemsetD8Async"]
+    world.driver.calls, world.driver.answers = [], {}
+    world.batch.mark(world.stream)
+    assert len(world.ran()) == 1, "what came after it is dropped"
+
+
+def test_an_event_that_nobody_else_keeps_lives_until_it_is_recorded(world: World) -> None:
+    world.batch.mark(world.stream)
+    assert [event.handle for event in world.batch._kept] == [1001]
+    world.batch.run()
+    assert not world.batch._kept
+
+
+def test_a_command_never_has_more_words_than_there_is_room_for() -> None:
+    assert len(module._PADDING) == module.WORDS + 1
+    assert all(length + len(padding) == module.WORDS for length, padding in enumerate(module._PADDING))
