@@ -89,6 +89,7 @@ class Layout:
             step = min(len(self.checks), _LARGEST_STEP)
             self.checks = self._grow_checks(max(self._next_check + fresh, len(self.checks) + step))
         rows.extend(range(self._next_check, self._next_check + fresh))
+        self.checks[self._next_check : self._next_check + fresh] = 0  # an earlier server's may be left there
         self._next_check += fresh
         taken = np.array(rows, dtype=np.int64)
         if reused:
@@ -173,6 +174,8 @@ class Layouts:
                 hint="start the server with a larger --slab-size, or use fewer tokens a block",
             )
         self._make_way(drop_unopened)
+        # Of a layout whose record was damaged the checksums may be left: they are nobody's, and rows begin with zeros.
+        self._columns.drop(f"checks-{self._next}")
         layout = Layout(self._next, fingerprint, shard_bytes, self._columns)
         self._records.put(layout.number, fingerprint, shard_bytes)
         self._next += 1

@@ -42,11 +42,12 @@ class ServerProcess:
         assert self.process is not None
         return self.process.pid
 
-    def start(self) -> ServerProcess:
-        """Starts the server and waits for its word that it serves; Unavailable, with what it said, if it does not."""
+    def start(self, *more: str) -> ServerProcess:
+        """Starts the server and waits for its word that it serves; Unavailable, with what it said, if it does not.
+        `more` are flags for this time only."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the server)
         self.process = subprocess.Popen(
-            self.command(), stdout=subprocess.PIPE, stderr=self._log, text=True, env=_clean_environment()
+            [*self.command(), *more], stdout=subprocess.PIPE, stderr=self._log, text=True, env=_clean_environment()
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

@@ -71,7 +71,10 @@ def read_public(text: str) -> str:
     """The public key that `text` is, or that is in the file it names. What begins with / ~ or . is always a path."""
     if is_key(text) and text[0] not in "/~.":
         return text
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # a ~ without a home
+        raise SettingsError(f"{text} names no home directory that is known here", "write the whole path") from None
     lines = key_lines(read_text(path))
     if len(lines) != 1 or not is_key(lines[0].split()[0]):
         raise SettingsError(f"{path} is no public-key file", "copy the server's server.pub, as `kvkeep keygen` made it")
@@ -103,6 +106,8 @@ def read_text(path: Path, forbidden: int = 0) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}", "see that it is there and ours") from error
+    except ValueError:  # a NUL, or text that no file system can have
+        raise SettingsError(f"{str(path)!r} is no name of a file", "write the path of a file") from None
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):

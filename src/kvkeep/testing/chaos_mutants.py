@@ -1,0 +1,309 @@
+"""Bugs to plant: each is one that somebody could have written. `kvkeep chaos --mutants` finds the seed that sees it.
+
+A simulation that finds nothing wrong proves nothing until it is known what it would find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvkeep.client.calls import Debts
+from kvkeep.client.connection import Connection
+from kvkeep.client.fence import Fence
+from kvkeep.client.loading import Loading
+from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.worker import WorkerAdapter
+from kvkeep.engine.blocks import BlockPool
+from kvkeep.server import network
+from kvkeep.server.service import Service
+from kvkeep.server.sessions import ServerSession
+from kvkeep.store import adopt
+from kvkeep.store.blocks import Blocks
+from kvkeep.store.order import EvictionOrder
+from kvkeep.store.room import Room
+from kvkeep.store.store import Store
+from kvkeep.store.table import EVICTING, FREE, NO_ROW
+from kvkeep.store.tenants import Tenant
+from kvkeep.tiers.memory import Pool
+from kvkeep.wire import frames
+from kvkeep.wire.messages import SHARED_MEMORY
+
+Patch = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is wrong, in words, and what is put in the place of what."""
+
+    bug: str
+    patches: Callable[[], list[Patch]]
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """With this bug in the code of this process; none if there is no name."""
+    patches = MUTANTS[name].patches() if name else []
+    before = [(where, attribute, where.__dict__[attribute]) for where, attribute, _ in patches]
+    for where, attribute, wrong in patches:
+        setattr(where, attribute, wrong)
+    try:
+        yield
+    finally:
+        for where, attribute, right in before:
+            setattr(where, attribute, right)
+
+
+# -- the client
+
+
+def _ignore_epoch() -> list[Patch]:
+    """Slots are taken for those of the server that is there now, whoever gave them."""
+
+    def pool(self: Connection, epoch: int, session: int = 0) -> Any:
+        return right_pool(self, self.epoch)
+
+    def begin(self: Loading, epoch: int, ready: Any) -> None:
+        self._requests = [replace(request, epoch=epoch) for request in self._requests]
+        right_begin(self, epoch, ready)
+
+    right_pool, right_begin = Connection.pool, Loading.begin
+    is_stale: Patch = (SchedulerAdapter, "_is_stale", lambda self, asked: False)
+    return [(Connection, "pool", pool), (Loading, "begin", begin), is_stale]
+
+
+def _miss_checksum() -> list[Patch]:
+    return [(Connection, "verify", property(lambda self: False))]
+
+
+def _forget_lease() -> list[Patch]:
+    def release(self: SchedulerAdapter, request: Any) -> None:
+        self._asked.pop(request, None)
+
+    return [(SchedulerAdapter, "release", release)]
+
+
+def _say_once() -> list[Patch]:
+    def pay(self: Debts, now_ms: int, send: Any) -> None:
+        self._said.clear()
+        right(self, now_ms, send)
+
+    right = Debts.pay
+    return [(Debts, "pay", pay)]
+
+
+def _no_deadline() -> list[Patch]:
+    return [(Connection, "_expire", lambda self, now_ms: None)]
+
+
+class _Guesses(dict[int, Any]):
+    def pop(self, number: int, *default: Any) -> Any:
+        return super().pop(number if number in self or not self else next(iter(self)), *default)
+
+
+def _accept_stale_answer() -> list[Patch]:
+    """A reply to something that nobody waits for any more is taken for the next one."""
+
+    def receive(self: Connection) -> None:
+        self._calls = _Guesses(self._calls)
+        right(self)
+        self._calls = dict(self._calls)
+
+    right = Connection._receive
+    return [(Connection, "_receive", receive)]
+
+
+def _report_early() -> list[Patch]:
+    """A load is reported when it begins."""
+
+    def load(self: WorkerAdapter, job: Any, request: Any) -> None:
+        right(self, job, request)
+        with self._wake:
+            self._end_load(job, [])
+
+    right = WorkerAdapter.load
+    return [(WorkerAdapter, "load", load)]
+
+
+def _believe_bad_blocks() -> list[Patch]:
+    """A block that does not match is reported to the server, and used."""
+
+    def finish(self: Loading) -> Any:
+        loaded = right(self)
+        for each in loaded:
+            each[:] = True
+        return loaded
+
+    right = Loading.finish
+    return [(Loading, "finish", finish)]
+
+
+def _skip_fence() -> list[Patch]:
+    """The lock falls with the session, while copies are under way."""
+
+    def let_go(self: Fence) -> None:
+        import os
+
+        if not self._over and self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        right(self)
+
+    right = Fence.let_go
+    return [(Fence, "let_go", let_go)]
+
+
+def _reuse_engine_blocks() -> list[Patch]:
+    """The engine frees blocks while they are being stored or loaded."""
+
+    def share(self: BlockPool, block_ids: Any) -> None:
+        right(self, block_ids)
+        for block in block_ids:
+            if self._refs[block] == 2 and block not in self._key_of:
+                self._refs[block] = 1
+
+    right = BlockPool.share
+    return [(BlockPool, "share", share)]
+
+
+# -- the server
+
+
+def _free_on_timeout() -> list[Patch]:
+    """Silence ends a session on this host, too."""
+
+    def is_gone(self: ServerSession, now_ms: int, network_timeout_ms: int) -> bool:
+        if self.plane == SHARED_MEMORY and now_ms - self.last_seen_ms > network_timeout_ms:
+            return True
+        return right(self, now_ms, network_timeout_ms)
+
+    right = ServerSession.is_gone
+    return [(ServerSession, "is_gone", is_gone)]
+
+
+def _reply_twice() -> list[Patch]:
+    return [(ServerSession, "is_repeated", lambda self, number: False)]
+
+
+def _forget_cancelled() -> list[Patch]:
+    """A request that arrives after it was given up is carried out for nobody."""
+    return [(ServerSession, "cancel", lambda self, number: None)]
+
+
+def _trust_the_network() -> list[Patch]:
+    return [(network, "check_arrived", lambda session, number, checksums: None)]
+
+
+def _skip_crc() -> list[Patch]:
+    return [(frames, "crc32", lambda data, value=0: 0)]
+
+
+def _forget_the_dead() -> list[Patch]:
+    return [(Service, "end_dead_sessions", lambda self, now_ms: 0)]
+
+
+def _reuse_session_number() -> list[Patch]:
+    """A session's leases and writes are found under the number of another."""
+
+    def hello(self: Service, *request: Any) -> Any:
+        self.sessions._next = 1
+        self.store.sessions.pop(1, None)
+        return right(self, *request)
+
+    right = Service._hello
+    return [(Service, "_hello", hello)]
+
+
+# -- the store
+
+
+def _publish_early() -> list[Patch]:
+    """A block is visible with its first shard."""
+
+    def shard_arrived(self: Blocks, rows: list[int], shard: int, layout: Any, *others: Any) -> None:
+        for row in rows:
+            if row in self.shards_in:
+                self.shards_in[row] = (1 << layout.shards) - 1
+        right(self, rows, shard, layout, *others)
+
+    right: Any = Blocks.shard_arrived
+    return [(Blocks, "shard_arrived", shard_arrived)]
+
+
+def _evict_pinned() -> list[Patch]:
+    def evictable(self: EvictionOrder, row: int) -> bool:
+        table = self._table
+        return table.first_child[row] == NO_ROW and table.state[row] not in (FREE, EVICTING)
+
+    return [(EvictionOrder, "evictable", evictable)]
+
+
+def _release_without_unpin() -> list[Patch]:
+    def release(self: Store, session: int, lease: int, now_ms: int) -> bool:
+        return self._session(session).leases.pop(lease, NO_ROW) != NO_ROW
+
+    return [(Store, "release", release)]
+
+
+def _quota_off_by_one() -> list[Patch]:
+    def may_lose(self: Tenant, nbytes: int) -> bool:
+        return self.quota_bytes is None or self.usage_bytes >= self.quota_bytes
+
+    def limit(self: Room, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int) -> int:
+        return wanted - available
+
+    return [(Tenant, "may_lose", may_lose), (Room, "_limit", limit)]
+
+
+def _drop_under_readers() -> list[Patch]:
+    """What operators clear is free at once, whoever reads or writes it."""
+
+    def free_evicting(self: Blocks, row: int) -> None:
+        pins, self.table.pins[row] = self.table.pins[row], 0
+        right(self, row)
+        self.table.pins[row] = pins
+
+    right = Blocks._free_evicting
+    return [(Blocks, "_free_evicting", free_evicting)]
+
+
+# -- the next server
+
+
+def _skip_seal() -> list[Patch]:
+    return [(adopt._Found, "_check_seals", lambda self, good: None)]
+
+
+def _skip_ghost() -> list[Patch]:
+    """Processes of the old server's sessions are taken for dead."""
+    return [(Pool, "old_sessions", lambda self: 0)]
+
+
+MUTANTS = {
+    "skip-fence": Mutant("a session's lock falls while its copies are under way", _skip_fence),
+    "ignore-epoch": Mutant("slots that an earlier server gave are used with the next one", _ignore_epoch),
+    "free-on-timeout": Mutant("silence ends a session that may still write", _free_on_timeout),
+    "miss-checksum": Mutant("loads are not verified", _miss_checksum),
+    "believe-bad-blocks": Mutant("blocks that do not match are used", _believe_bad_blocks),
+    "trust-the-network": Mutant("bytes that came by Put are not compared with their checksums", _trust_the_network),
+    "skip-crc": Mutant("damaged messages are read", _skip_crc),
+    "reply-twice": Mutant("a request that comes twice is carried out twice", _reply_twice),
+    "accept-stale-answer": Mutant("an answer of an earlier session is taken", _accept_stale_answer),
+    "forget-lease": Mutant("a lease is not given back", _forget_lease),
+    "say-once": Mutant("what is given back is said once, confirmed or not", _say_once),
+    "forget-cancelled": Mutant("a request that was given up before it came is carried out", _forget_cancelled),
+    "forget-the-dead": Mutant("what dead processes held is kept", _forget_the_dead),
+    "reuse-session-number": Mutant("two sessions have one number", _reuse_session_number),
+    "no-deadline": Mutant("a call waits for its reply for ever", _no_deadline),
+    "report-early": Mutant("a load is reported before it has arrived", _report_early),
+    "reuse-engine-blocks": Mutant("engine blocks are reused while jobs use them", _reuse_engine_blocks),
+    "publish-early": Mutant("a block is visible before its last shard", _publish_early),
+    "evict-pinned": Mutant("blocks that somebody reads or writes are evicted", _evict_pinned),
+    "release-without-unpin": Mutant("a released block stays pinned", _release_without_unpin),
+    "skip-seal": Mutant("what a server left is adopted unproven", _skip_seal),
+    "skip-ghost": Mutant("a new server reuses what old processes still write to", _skip_ghost),
+    "quota-off-by-one": Mutant("a tenant loses one block too many to others", _quota_off_by_one),
+    "drop-under-readers": Mutant("cleared blocks are reused while somebody reads or writes them", _drop_under_readers),
+}

@@ -1,0 +1,235 @@
+"""What happens in a chaos run, drawn from its seed before anything runs: engines, requests, faults.
+
+A plan is a list of items, each of which can be left out without changing the others: that is how a failing run is made
+small (chaos_shrink.py). What an item does in detail (which message, which bit) it draws from a seed of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvkeep.engine.config import EngineConfig
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.models.oracle import OracleModel
+from kvkeep.engine.models.sampling import SamplingParams
+
+VOCABULARY = 97
+SALTS = (None, "blue", "green")
+
+# Of a message, or of a copy.
+RATES: dict[str, tuple[float, ...]] = {
+    "lost_message": (0.01, 0.08),
+    "late_message": (0.01, 0.05),
+    "duplicated_message": (0.02, 0.2),
+    "reordered_message": (0.05, 0.3),
+    "corrupted_message": (0.01, 0.05),
+    "flipped_payload_bit": (0.05, 0.3),
+    "slow_tier": (0.02, 0.1),
+    "failing_tier": (0.01, 0.05),
+}
+# At a moment, each so often.
+MOMENTS: dict[str, int] = {
+    "server_crash": 3,
+    "server_crash_in_request": 3,
+    "server_crash_in_copy": 6,
+    "server_crash_then_fresh": 4,
+    "torn_index": 2,
+    "server_restart": 2,
+    "server_pause": 3,
+    "client_crash": 2,
+    "client_crash_in_copy": 3,
+    "client_pause": 2,
+    "client_pause_in_copy": 5,
+    "flipped_pool_bit": 4,
+    "server_clock_jump": 2,
+    "client_clock_jump": 2,
+    "quota_change": 3,
+    "clear": 2,
+    "drain": 1,
+    "abort": 2,
+    "preemption": 2,
+    "forgotten_prefixes": 6,
+}
+FAULTS = (*RATES, *MOMENTS, "full_pool")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is spread and its blocks are cut. Engines of one cut share blocks."""
+
+    config: EngineConfig
+    use_mla: bool
+
+    def model(self) -> OracleModel:
+        return OracleModel(vocab_size=VOCABULARY, use_mla=self.use_mla, words=4 if self.use_mla else 8)
+
+
+@dataclass(frozen=True)
+class EngineItem:
+    """An engine process. `kept`: its workers' connections are polled by a thread of their own, too, as those of
+    `kvkeep.connect` are, so that a session may end in the middle of a copy."""
+
+    cut: int
+    shared_memory: bool
+    kept: bool
+    longest_step_us: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and what it must answer."""
+
+    at_ms: int
+    engine: int
+    salt: str | None
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    reference: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A fault that befalls messages or copies, each with this chance."""
+
+    fault: str
+    chance: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A fault at a time."""
+
+    at_ms: int
+    fault: str
+    seed: int
+
+
+Item = EngineItem | Arrival | Rate | Moment
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one seed decides beforehand."""
+
+    seed: int
+    cuts: tuple[Cut, ...]
+    pool_blocks: int
+    switch_chance: float
+    any_line: bool  # threads of clients may be stopped at any line of theirs
+    duration_ms: int
+    items: tuple[Item, ...]
+
+    def without(self, dropped: Sequence[int]) -> Plan:
+        """The plan without the items of these numbers."""
+        left = set(dropped)
+        items = tuple(item for number, item in enumerate(self.items) if number not in left)
+        return replace(self, items=items)
+
+
+def draw(seed: int) -> Plan:
+    """The plan of this seed."""
+    chance = random.Random(f"plan {seed}")
+    cuts = [_cut(chance)]
+    if chance.random() < 0.2:
+        cuts.append(replace(_cut(chance), use_mla=cuts[0].use_mla))  # it gives the same answers
+    duration_ms = chance.choice((600, 1_500, 3_000))
+    engines = [_engine(chance, 0) for _ in range(chance.choice((1, 2, 2, 3)))]
+    if len(cuts) > 1:
+        engines.append(_engine(chance, 1))
+    arrivals = _arrivals(chance, cuts[0], len(engines), duration_ms)
+    calm = chance.random() < 0.08
+    rates = [] if calm else _rates(chance)
+    moments = [] if calm else _moments(chance, duration_ms)
+    return Plan(
+        seed,
+        tuple(cuts),
+        chance.choice((6, 12, 12, 40, 150)),
+        chance.choice((0.02, 0.1, 0.4)),
+        chance.random() < 0.3,
+        duration_ms,
+        (*engines, *arrivals, *rates, *moments),
+    )
+
+
+def _engine(chance: random.Random, cut: int) -> EngineItem:
+    return EngineItem(cut, chance.random() < 0.75, chance.random() < 0.4, chance.choice((3_000, 20_000, 60_000)))
+
+
+def _cut(chance: random.Random) -> Cut:
+    block_tokens = chance.choice((4, 8, 16))  # a block of 16 has 8 KiB, the others less than 4
+    config = EngineConfig(
+        block_tokens=block_tokens,
+        num_blocks=-(-150 // block_tokens) + chance.choice((2, 10, 60)),
+        max_num_batched_tokens=chance.choice((16, 64)),
+        max_num_seqs=chance.choice((2, 6)),
+        enable_prefix_caching=chance.random() < 0.4,
+        tensor_parallel_size=chance.choice((1, 1, 1, 2)),
+        pipeline_parallel_size=chance.choice((1, 1, 1, 1, 2)),
+        sync_loads=chance.random() < 0.2,
+    )
+    return Cut(config, use_mla=chance.random() < 0.2)
+
+
+def _rates(chance: random.Random) -> list[Rate]:
+    few = chance.choice((0.0, 0.2, 0.5))
+    return [Rate(fault, chance.choice(rates)) for fault, rates in RATES.items() if chance.random() < few]
+
+
+def _moments(chance: random.Random, duration_ms: int) -> list[Moment]:
+    kinds = chance.sample(list(MOMENTS), chance.choice((1, 3, 6, len(MOMENTS))))
+    count = chance.choice((0, 3, 8, 16))
+    if chance.random() < 0.25:  # what is rarest and worst: a copy under way while everything changes
+        kinds, count = [kind for kind in MOMENTS if kind.endswith("in_copy")], 5
+    weights = [MOMENTS[kind] for kind in kinds]
+    quotas = chance.choice((0, 0, 0, 4))
+    moments = [
+        Moment(chance.randrange(duration_ms), fault, chance.randrange(1 << 30))
+        for fault in chance.choices(kinds, weights, k=count)
+    ]
+    moments += [Moment(at_ms, "quota_change", chance.randrange(1 << 30)) for at_ms in range(quotas)]
+    return sorted(moments, key=lambda moment: moment.at_ms)
+
+
+def _arrivals(chance: random.Random, cut: Cut, engines: int, duration_ms: int) -> list[Arrival]:
+    """Conversations in rounds: each turn continues one that was answered before, or begins like one."""
+    reference = Engine(cut.model(), _roomy(cut.config))
+    stems = [tuple(chance.randrange(VOCABULARY) for _ in range(chance.choice((10, 30, 60)))) for _ in range(2)]
+    histories: list[tuple[str | None, tuple[int, ...]]] = [(chance.choice(SALTS), stem) for stem in stems]
+    histories += [(salt, stems[0]) for salt in SALTS]  # the same words of several tenants
+    arrivals: list[Arrival] = []
+    rounds = 3
+    for turn in range(rounds):
+        asked = []
+        for _ in range(chance.choice((2, 4, 6))):
+            salt, history = chance.choice(histories)
+            tail = tuple(chance.randrange(VOCABULARY) for _ in range(chance.choice((1, 3, 9, 20))))
+            tokens = history[:110] + tail
+            sampling = SamplingParams(
+                max_tokens=chance.choice((1, 4, 12)), temperature=chance.choice((0.0, 0.8)), seed=chance.randrange(1000)
+            )
+            asked.append((salt, tokens, sampling, reference.add(list(tokens), sampling, salt=salt)))
+        while reference.busy:
+            reference.step()
+        together = chance.random() < 0.4  # users who come at the same time, to the same engine
+        place = (0, 0)
+        for number, (salt, tokens, sampling, request) in enumerate(asked):
+            if not (together and number):
+                at_ms = duration_ms * turn // rounds + chance.randrange(max(1, duration_ms // rounds))
+                place = (at_ms, chance.randrange(engines))
+            answer = tuple(request.output_tokens)
+            arrivals.append(Arrival(*place, salt, tokens, sampling, answer))
+            histories.append((salt, tokens + answer))
+    return sorted(arrivals, key=lambda arrival: arrival.at_ms)
+
+
+def _roomy(config: EngineConfig) -> EngineConfig:
+    """Room for everything, and nothing kept from one request to the next."""
+    return EngineConfig(
+        block_tokens=config.block_tokens,
+        num_blocks=8 * -(-160 // config.block_tokens) + 2,
+        max_num_batched_tokens=2_000,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+    )

@@ -1,0 +1,225 @@
+"""The server process of a chaos run: the real service, store and pool, on a simulated network, and its ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvkeep.errors import RequestError
+from kvkeep.server.scrub import Scrub
+from kvkeep.server.service import Service
+from kvkeep.server.warm import open_store
+from kvkeep.store.plans import Limits
+from kvkeep.testing.chaos_network import ChaosNetwork, ChaosTransport
+from kvkeep.testing.chaos_record import Record, Violation
+from kvkeep.testing.simulation import Process, Simulation
+from kvkeep.tiers.memory import Pool
+from kvkeep.wire.frames import decode_header, decode_reply
+from kvkeep.wire.messages import PoolPlace, Refused, WireLimits
+from kvkeep.wire.segments import segment_path
+
+_CHECK_US = 100_000  # how often it looks for dead sessions
+_NETWORK_TIMEOUT_MS = 600  # three pings; a paused client is silent for longer
+_FRAME_BYTES = 1 << 20
+
+
+class _CutOff(BaseException):
+    """The process is gone in the middle of something. No `except Exception` stops it."""
+
+
+def cut_off_after(lines: int, action: Callable[[], object]) -> None:
+    """Runs it, up to so many lines of the store's code."""
+    left = lines
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        if "/kvkeep/store/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise _CutOff
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except _CutOff:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+class ChaosServer:
+    """One server at a time, under one name; `start` makes the next."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        network: ChaosNetwork,
+        record: Record,
+        directory: Path,
+        pool_bytes: int,
+        slab_bytes: int,
+        seed: int,
+    ) -> None:
+        self.after_request: Callable[[], None] = lambda: None
+        self.after_start: Callable[[], None] = lambda: None
+        self._simulation = simulation
+        self._network = network
+        self._record = record
+        self._directory = directory
+        self._sizes = (pool_bytes, slab_bytes)
+        self._random = random.Random(f"server {seed}")
+        # The next request is cut off after so many lines of the store's code: the process is gone, and this is next.
+        self.crash_in_request: tuple[int, Callable[[], None]] | None = None
+        self._queue: list[tuple[ChaosTransport, list[bytes]]] = []
+        self._answered: set[tuple[int, int]] = set()
+        self.hit_blocks = 0  # of all lives that are over
+        self.adopted_blocks = 0
+        self._lives = 0
+        self._stumble = "while it looked for dead sessions"
+        self.process = Process(simulation, "server 0")
+        self.process.dead = True  # until the first is started
+
+    # -- its life
+
+    @property
+    def is_up(self) -> bool:
+        return not self.process.dead
+
+    def start(self, *, fresh: bool = False) -> None:
+        """A new server, which adopts what the one before it left; `fresh`: which begins empty."""
+        assert not self.is_up
+        self._lives += 1
+        offset_us = self.process.offset_us
+        self.process = Process(self._simulation, f"server {self._lives}")
+        self.process.offset_us = offset_us
+        self.epoch = self._random.getrandbits(62) + 1
+        pool_bytes, slab_bytes = self._sizes
+        limits = Limits()
+        self.pool = Pool(self._directory, "chaos", pool_bytes, slab_bytes, self.epoch, keep=True, fresh=fresh)
+        self.store, warm = open_store(self.pool, limits, self.process.now_ms())
+        if not self.pool.filled_bytes:
+            self.store.add_slabs(*self.pool.fill_next())
+        self.service = Service(
+            self.store,
+            self.pool.segments,
+            PoolPlace(str(self.pool.directory), "", self.pool.segment_bytes, self.pool.pool_bytes),
+            WireLimits(
+                _FRAME_BYTES,
+                limits.blocks_per_request,
+                limits.leases_per_session,
+                limits.writing_blocks_per_session,
+            ),
+            self.epoch,
+            self.pool.watch,
+            _NETWORK_TIMEOUT_MS,
+            old_sessions=self.pool.old_sessions,
+        )
+        self._answer = self.service._answer
+        self.service._answer = self._answer_or_tell  # type: ignore[method-assign, assignment]
+        self._scrub = Scrub(self.store, self.pool.segments, self.service.counters, warm.adoption.rows)
+        self.adopted_blocks += warm.adoption.blocks
+        self.memory = os.stat(segment_path(self.pool.directory, 0)).st_ino
+        self._answered.clear()
+        self._network.listen(self)
+        self._look_after_sessions(self.process)
+        adoption = warm.adoption
+        found = f"{adoption.blocks} blocks adopted, {adoption.dropped} dropped, {adoption.held} held"
+        self._record.tell(self.process.name, f"serves, {found}" if self.pool.is_left else "serves, empty")
+        self.after_start()
+
+    def crash(self) -> None:
+        """Its process is gone, and with it its locks and its mappings, and nothing else."""
+        self._end()
+        for session in self.service.sessions.all():
+            if session.watch is not None:
+                os.close(session.watch._descriptor)
+        self.pool._let_go_of_what_was_left()
+        os.close(self.pool._lock)
+        self.pool._lock = -1
+
+    def stop(self, *, keep: bool) -> None:
+        """Ends in order, and leaves the pool to the next, or not."""
+        self._end()
+        if keep:
+            self.service.sessions.leave_all()
+        for session in self.service.sessions.all():
+            self.service.sessions.remove(session)
+        self.pool.close(keep=keep)
+
+    def _end(self) -> None:
+        assert self.is_up
+        self._record.tell(self.process.name, "is gone")
+        self.hit_blocks += self.service.counters.hit_blocks
+        self.process.kill()
+        self._queue.clear()
+        self.crash_in_request = None
+        self._network.listen(None)
+
+    def pause(self) -> None:
+        self.process.paused = True
+
+    def resume(self) -> None:
+        self.process.paused = False
+        queue, self._queue = self._queue, []
+        for sender, message in queue:
+            if self.is_up:  # else it crashed on the one before
+                self.receive(sender, message)
+
+    # -- its work
+
+    def receive(self, sender: ChaosTransport, message: list[bytes]) -> None:
+        if self.process.paused:
+            self._queue.append((sender, message))
+            return
+        if self.crash_in_request is not None:
+            lines, then = self.crash_in_request
+            cut_off_after(lines, lambda: self.service.handle(message, self.process.now_ms()))
+            self.crash()
+            then()
+            return
+        reply = self.service.handle(message, self.process.now_ms())
+        if reply is not None:
+            self._note_reply(reply)
+            self._network.to_client(sender, reply)
+        if self.service.counters.internal_errors:
+            raise Violation("broken_rules", f"the server failed inside on a request: {self._stumble}")
+        self.after_request()
+
+    def _answer_or_tell(self, *request: Any) -> Any:
+        """Keeps what the service only logs."""
+        try:
+            return self._answer(*request)
+        except RequestError:
+            raise
+        except Exception as error:  # guard: raised again
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            self._stumble = f"{type(error).__name__}: {error}, at {Path(place.filename).name}:{place.lineno}"
+            raise
+
+    def _note_reply(self, reply: list[bytes]) -> None:
+        """Every request gets one reply. Only one of no session, or none any more, may be told so twice."""
+        header = decode_header(reply)
+        said = decode_reply(header, reply)
+        request = (header.session, header.number)
+        if header.session and not (isinstance(said, Refused) and said.code == "unknown_session"):
+            if request in self._answered:
+                raise Violation("broken_rules", f"request {header.number} was answered twice")
+            self._answered.add(request)
+
+    def _look_after_sessions(self, process: Process) -> None:
+        if process.dead:
+            return
+        if not process.paused:
+            self.service.end_dead_sessions(process.now_ms())
+            self._scrub.judge(self._scrub.look(self._scrub.take()))
+        self._simulation.after(_CHECK_US, lambda: self._look_after_sessions(process))
