@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kvkeep.client import worker as module
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import NO_BLOCK, Piece
-from kvkeep.client.worker import Finished, WorkerAdapter, physical_fingerprint
+from kvkeep.client.sources import NO_BLOCK, Piece, physical_fingerprint
+from kvkeep.client.worker import Finished, WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy

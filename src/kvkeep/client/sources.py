@@ -9,6 +9,7 @@ its queues of work (`kvkeep.gpu.copier`), and nobody waits at all.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ class Piece:
 
     runs: BlockRuns
     may_lack: bool = False
+
+
+def physical_fingerprint(pieces: Sequence[Piece]) -> bytes:
+    """Equal where blocks can be exchanged, whichever way each piece lies in memory."""
+    fingerprints = [bytes.fromhex(piece.runs.fingerprint) for piece in pieces]
+    return fingerprints[0] if len(pieces) == 1 else hashlib.blake2b(b"".join(fingerprints), digest_size=16).digest()
 
 
 class Copy:

@@ -10,7 +10,6 @@ given to its current stream before and after them (`kvkeep.gpu.copier`).
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 import time
@@ -28,7 +27,7 @@ from kvkeep.client.departures import Departures
 from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import Piece, Sources
+from kvkeep.client.sources import Piece, Sources, physical_fingerprint
 from kvkeep.client.transfer import Storing, Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
@@ -38,6 +37,7 @@ from kvkeep.kv.shape import BlockShape
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.02
+_UNPINNED_S = 0.2  # until a new server's memory is looked at
 _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
 _LOADS_UNDER_WAY = _STORES_UNDER_WAY = 4
@@ -88,10 +88,11 @@ class WorkerAdapter:
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
         self._began: dict[Hashable, float] = {}  # when loads that are queued or under way did
         self._finished = Finished(strategy.rank)
-        threads = self.connection.threads
-        self._wake = threads.Condition()
-        self._closing = False
-        self._departures = Departures(self.connection, self._wake, self._end_store_alone, self._failed_inside)
+        threads, lock = self.connection.threads, self.connection.threads.RLock()
+        # One lock, and a condition for each who waits: nobody is woken, and takes the interpreter, for another's news.
+        self._wake, self._for_stores, self._for_loads, self._for_arrivals = (threads.Condition(lock) for _ in range(4))
+        self._closing = self._all_begun = False
+        self._departures = Departures(self.connection, self._for_stores, self._end_store_alone, self._failed_inside)
         self._threads = [
             threads.Thread(target=self._run_stores, name="kvkeep-stores", daemon=True),
             threads.Thread(target=self._run_loads, name="kvkeep-loads", daemon=True),
@@ -147,7 +148,7 @@ class WorkerAdapter:
             if self._transfer is not None:
                 self._sources[job] = self._transfer.sources(request)
             self._stores.append((job, request))
-            self._wake.notify_all()
+            self._for_stores.notify_all()
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         """Loads blocks in the background."""
@@ -157,7 +158,7 @@ class WorkerAdapter:
                 return
             self._loads.append((job, request, self._transfer.copier.mark() if self._transfer else None))
             self._began[job] = time.perf_counter()
-            self._wake.notify_all()
+            self._for_loads.notify_all()
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
         """The engine will write into these blocks now (None: nobody knows which): stores that have not copied them yet
@@ -202,7 +203,8 @@ class WorkerAdapter:
                 self._end_store(job, Stored(0, complete=False))
             self._loads.clear()
             self._stores.clear()
-            self._wake.notify_all()
+            for condition in (self._wake, self._for_stores, self._for_loads, self._for_arrivals):
+                condition.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -228,9 +230,9 @@ class WorkerAdapter:
             self.connection.poll()
             self._departures.settle()
             room = len(self._departures) < _STORES_UNDER_WAY
-            with self._wake:
+            with self._for_stores:
                 if not (self._stores or self._closing or populating or begun or self._departures):
-                    self._wake.wait(_IDLE_S)
+                    self._for_stores.wait(_IDLE_S)
             begun = begun or (self._begin_store() if room else None)
             if begun is not None and room:
                 now, begun = begun, None
@@ -283,13 +285,16 @@ class WorkerAdapter:
     def _run_loads(self) -> None:
         self._enter()
         while not self._closing:
-            with self._wake:
-                if not (self._loads or self._closing) or len(self._arriving) >= _LOADS_UNDER_WAY:
-                    self._wake.wait(_IDLE_S)
-                    continue
+            with self._for_loads:
+                self._for_loads.wait_for(
+                    lambda: self._closing or (self._loads and len(self._arriving) < _LOADS_UNDER_WAY)
+                )
                 loads = self._next_loads()
             if loads:
                 self._begin_loads(loads)
+        with self._for_arrivals:
+            self._all_begun = True
+            self._for_arrivals.notify_all()
 
     def _begin_loads(self, loads: _Loads) -> None:
         assert self._transfer is not None
@@ -304,17 +309,17 @@ class WorkerAdapter:
             self._failed_inside("load")
             self._end_loads(loads, None)
             return
-        with self._wake:
+        with self._for_arrivals:
             self._arriving.append((loads, loading))
-            self._wake.notify_all()
+            self._for_arrivals.notify_all()
 
     def _run_arrivals(self) -> None:
         self._enter()
-        while not (self._closing and not self._arriving and not self._threads[1].is_alive()):
-            with self._wake:
+        while True:
+            with self._for_arrivals:
+                self._for_arrivals.wait_for(lambda: self._arriving or self._all_begun)
                 if not self._arriving:
-                    self._wake.wait(_IDLE_S)
-                    continue
+                    return
                 loads, loading = self._arriving[0]
             loaded = None
             try:
@@ -322,9 +327,9 @@ class WorkerAdapter:
             except Exception:  # guard: likewise
                 self._failed_inside("load")
             self._end_loads(loads, loaded)
-            with self._wake:
+            with self._for_loads:
                 self._arriving.popleft()
-                self._wake.notify_all()
+                self._for_loads.notify_all()
 
     def _end_loads(self, loads: _Loads, loaded: list[NDArray[np.bool_]] | None) -> None:
         """None: nothing was loaded."""
@@ -342,7 +347,7 @@ class WorkerAdapter:
                     told = epoch
                     log.info("kvkeep: the server's pool is mapped and registered with the GPU's driver")
                 with self._wake:
-                    self._wake.wait_for(lambda: self._closing, _IDLE_S)
+                    self._wake.wait_for(lambda: self._closing, _UNPINNED_S)
 
     def _populate(self, pin: Any = None, unpin: Any = None) -> bool:
         """Maps a little more of the pool ahead of its use. Whether there was any left."""
@@ -388,12 +393,6 @@ class WorkerAdapter:
         self._wake.notify_all()
         if failed:
             self._finished.failed[job] = failed
-
-
-def physical_fingerprint(pieces: Sequence[Piece]) -> bytes:
-    """Equal where blocks can be exchanged, whichever way each piece lies in memory."""
-    fingerprints = [bytes.fromhex(piece.runs.fingerprint) for piece in pieces]
-    return fingerprints[0] if len(pieces) == 1 else hashlib.blake2b(b"".join(fingerprints), digest_size=16).digest()
 
 
 def _listed(numbers: Sequence[int]) -> str:
