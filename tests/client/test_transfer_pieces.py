@@ -459,3 +459,20 @@ def test_a_store_that_is_given_up_stores_nothing_more(sim: Any, engine: Engine, 
     assert not engine.transfer.offer(request, sources=sources).complete
     sim.run(200)
     assert sim.held()[0][1] == 0 and engine.found(4) == 0
+
+
+def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
+    engine: Engine, simulation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that were handed over before it are waited for, and told to the server or given back."""
+    monkeypatch.setattr(module, "_BLOCKS_A_PART", 2)
+    fence = engine.connection._fence
+    with pytest.raises(RequestError, match="block 999"):
+        engine.store([[0, 1, 2, 3], [4, 5, 6, 999], [8, 9, 10, 11]])
+    assert fence is None or fence._holders == 1, "the session's own"
+    deadline = engine.connection._clock() + 5_000
+    while engine.connection._clock() < deadline:
+        engine.connection.poll()
+        engine.connection._transport.wait(50)
+    ended = engine.connection.call(m.AbandonStore([call for call in range(1, 50)]), 200)
+    assert engine.connection.wait(ended) == m.Done(0), "no write is held any more"

@@ -574,3 +574,19 @@ def test_a_thread_that_cannot_enter_costs_no_more_than_what_it_copies(
     engine.store("again", [0, 1])
     assert engine.finished() == Finished(stored={"again": 2})
     assert all(thread.is_alive() for thread in engine.worker._threads)
+
+
+def test_a_job_number_that_is_used_twice_never_stores_one_request_as_another(
+    start: Start, server: ServerProcess
+) -> None:
+    engine = start()
+    server.send(signal.SIGSTOP)
+    engine.store("job", [1], "a")
+    engine.store("job", [2], "b")
+    server.send(signal.SIGCONT)
+    assert engine.finished() == Finished(stored={"job": 1})
+    assert engine.connection.counters.failures["repeated_job"] == 1
+    engine.worker.load("l", engine.looked_up([9], "a"))
+    assert engine.finished() == Finished(loaded=["l"]) and engine.has([9], [1])
+    engine.store("job", [2], "b")
+    assert engine.finished() == Finished(stored={"job": 1}), "it is over, and free again"

@@ -239,8 +239,11 @@ class Storing:
                     return
                 self._at += 1
                 self._stores[self._at].begin()
-        except BaseException:  # guard: raised again
+        except BaseException:  # guard: raised again; what was copied before it arrives, and is told or given back
             self._is_over = True
+            self._stores[self._at].end_copy()
+            with contextlib.suppress(Exception):  # guard: the first fault is the one to tell
+                self._stores[self._at].finish()
             raise
         finally:
             departing()

@@ -92,7 +92,7 @@ class WorkerAdapter:
         # One lock, and a condition for each who waits: nobody is woken, and takes the interpreter, for another's news.
         self._wake, self._for_stores, self._for_loads, self._for_arrivals = (threads.Condition(lock) for _ in range(4))
         self._closing = self._all_begun = False
-        self._departures = Departures(self.connection, self._for_stores, self._end_store_alone, self._failed_inside)
+        self._departures = Departures(self.connection, self._for_stores, self._end_store, self._failed_inside)
         self._threads = [
             threads.Thread(target=self._run_stores, name="kvkeep-stores", daemon=True),
             threads.Thread(target=self._run_loads, name="kvkeep-loads", daemon=True),
@@ -141,6 +141,9 @@ class WorkerAdapter:
         with self._wake:
             if not self.strategy.stores:
                 self._end_store(job, Stored(0, complete=True))
+                return
+            if job in self._sources:  # which store it means nobody could tell; the first one will be reported
+                self.connection.counters.fail("repeated_job")
                 return
             if not self._has_room(self._stores):
                 self._end_store(job, Stored(0, complete=False))
@@ -266,7 +269,7 @@ class WorkerAdapter:
                 return job, storing
             except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
                 self._failed_inside("store")
-                self._end_store_alone(job, Stored(0, complete=False))
+                self._end_store(job, Stored(0, complete=False))
 
     def _copy_store(self, job: Hashable, storing: Storing, begin_another: Callable[[], None]) -> None:
         try:
@@ -277,10 +280,6 @@ class WorkerAdapter:
     def _run_departures(self) -> None:
         self._enter()
         self._departures.run()
-
-    def _end_store_alone(self, job: Hashable, stored: Stored) -> None:
-        with self._wake:
-            self._end_store(job, stored)
 
     def _run_loads(self) -> None:
         self._enter()
@@ -378,12 +377,13 @@ class WorkerAdapter:
         return True
 
     def _end_store(self, job: Hashable, stored: Stored) -> None:
-        sources = self._sources.pop(job, None)
-        if sources is not None:
-            sources.close()
-        self._finished.stored[job] = stored.written
-        if not stored.complete:
-            self._finished.incomplete.append(job)
+        with self._wake:
+            sources = self._sources.pop(job, None)
+            if sources is not None:
+                sources.close()
+            self._finished.stored[job] = stored.written
+            if not stored.complete:
+                self._finished.incomplete.append(job)
 
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)
