@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 SEEDS ?= 0:300
+FUZZ_SECONDS ?= 300
 CHAOS ?= 0:500
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +32,7 @@ help:
 	@echo "make audit      known vulnerabilities in what is installed, where their database can be reached"
 	@echo "make bench      lookup, transfer, index and engine benchmarks"
 	@echo "make chaos      whole clusters in simulated time under faults, and planted bugs: make chaos CHAOS=0:10000"
-	@echo "make fuzz       random lives of the engine under faults: make fuzz SEEDS=0:1000"
+	@echo "make fuzz       all that reads input, guided by coverage, then random lives of the engine: make fuzz FUZZ_SECONDS=3600 SEEDS=0:1000"
 	@echo "make clean      remove build outputs and caches (the virtual environments stay)"
 
 setup: $(STAMP)
@@ -103,6 +104,7 @@ bench: $(STAMP)
 	done
 
 fuzz: $(STAMP)
+	@$(BIN)/kvkeep fuzz --seconds $(FUZZ_SECONDS) --corpus tests/fuzz/corpus
 	@for model in oracle gqa mla; do $(BIN)/kvkeep engine-fuzz --model $$model --seeds $(SEEDS) || exit 1; done
 
 chaos: $(STAMP)

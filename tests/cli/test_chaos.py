@@ -118,6 +118,10 @@ def test_numbers_of_items(text: str, numbers: list[int]) -> None:
         (["--story"], "--without and --story are for one run"),
         (["--mutant", "none"], "--mutant is 'none'"),
         (["--mutants", "--seed", "1"], "--mutants takes"),
+        (["--real", "--seeds", "0:3"], "--real takes"),
+        (["--real", "--minutes", "0"], "--minutes is 0"),
+        (["--real", "--minutes", "nan"], "--minutes is nan"),
+        (["--minutes", "3"], "--minutes is for --real"),
     ],
 )
 def test_bad_options_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import threading
@@ -126,6 +127,19 @@ def listener() -> Iterator[tuple[str, list[bytes]]]:
         yield f"127.0.0.1:{server.getsockname()[1]}", heard
 
 
+def other_users_socket(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """One that another user listens on; or we are another, where we cannot become one."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+        try:
+            return socket.create_server(("127.0.0.1", 0))
+        finally:
+            os.seteuid(0)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    return socket.create_server(("127.0.0.1", 0))
+
+
 def test_a_token_that_is_named_is_sent(listener: tuple[str, list[bytes]], token_file: Path) -> None:
     assert ask(listener[0], "/v1/status", token_file=token_file) == {}
     assert b"Authorization: Bearer " + b"t" * 43 + b"\r\n" in listener[1][0]
@@ -142,8 +156,33 @@ def test_that_of_the_state_directory_is_found(
     token_file.rename(keys / "admin-token")
     ask(listener[0], "/v1/status")
     assert b"Bearer " + b"t" * 43 in listener[1][0]
-    assert remote._token("http://192.0.2.7:80", None) is None, "not one that nobody named, to another host"
-    assert remote._token("http://192.0.2.7:80", keys / "admin-token") == b"t" * 43
+    assert remote._token("http://192.0.2.7:80", None) == (None, ""), "not one that nobody named, to another host"
+    assert remote._token("http://192.0.2.7:80", keys / "admin-token") == (b"t" * 43, "")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_that_of_the_state_directory_is_not_sent_to_another_user(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Who took the port while the server is down. What it asks for is said, and how to send it all the same."""
+    monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
+    (token_file.parent / "keys").mkdir()
+    token_file.rename(token_file.parent / "keys" / "admin-token")
+    heard: list[bytes] = []
+    body = b'{"error": "unauthorized", "message": "it asks for a token", "field": "", "hint": "give it"}'
+    with other_users_socket(monkeypatch) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(RequestError) as caught:
+            ask(f"{host}:{server.getsockname()[1]}", "/v1/status")
+    assert b"authorization" not in heard[0].lower()
+    assert "was not sent: another user (uid" in caught.value.hint and "--token-file" in caught.value.hint
 
 
 def test_without_one_none_is_sent(

@@ -455,6 +455,9 @@ class Deaf:
     def lost(self) -> bool:
         return False
 
+    def refusal(self) -> str:
+        return ""
+
     def close(self) -> None: ...
 
 

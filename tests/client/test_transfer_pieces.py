@@ -474,5 +474,5 @@ def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
     while engine.connection._clock() < deadline:
         engine.connection.poll()
         engine.connection._transport.wait(50)
-    ended = engine.connection.call(m.AbandonStore([call for call in range(1, 50)]), 200)
+    ended = engine.connection.call(m.AbandonStore(list(range(1, 50))), 200)
     assert engine.connection.wait(ended) == m.Done(0), "no write is held any more"

@@ -284,6 +284,53 @@ def test_one_key_cannot_take_all_sessions(tmp_path: Path) -> None:
                 assert cache.put(range(8), blocks(1)) == 2
 
 
+def test_a_client_that_fetches_and_does_not_read_costs_little_by_however_many_connections(tmp_path: Path) -> None:
+    """Asked for: 96 replies of 4 MiB under one token, each connection with room for 256. Kept: some 64 MiB."""
+    with fortress(tmp_path / "keys") as fort, contextlib.ExitStack() as connections:
+        fort.add_client("calm")
+        assert eventually(lambda: "2 keys" in fort.server.log())
+        public, secret = (half.encode() for half in fort.pair())
+        keys = {"curve_serverkey": fort.public_key.encode(), "curve_publickey": public, "curve_secretkey": secret}
+        knocks = [
+            connections.enter_context(Knock(fort.server.address, **keys, rcvhwm=room, rcvbuf=4096))
+            for room in (1000, 1, 1, 1)
+        ]
+        greedy = knocks[0].peer().attach()
+        layout = greedy.open_layout(1 << 20)
+        assert greedy.store(layout, chain("a", 4), [bytes([at]) * (1 << 20) for at in range(4)]) == 4
+        greedy.ask(m.Found, m.Lookup("default", layout, chain("a", 4)))
+        lease, before = greedy.number, resident_kib(fort.server.pid)
+        for knock in knocks[1:]:
+            heard = fort.status()["refusals"].get("too_fast", 0)
+            for _ in range(32):
+                greedy.number += 1
+                frames = encode(Header(greedy.session, greedy.number), m.Fetch(lease, 0, 0, 4))
+                knock.socket.send_multipart([bytes(frame) for frame in frames])
+            assert eventually(lambda heard=heard: fort.status()["refusals"].get("too_fast", 0) > heard)
+        assert resident_kib(fort.server.pid) - before < 128 << 10
+        greedy.number += 1
+        assert greedy.refusal(m.Ping()) == "unknown_session", "the session has left this connection"
+        with cache_of(fort, "calm", shared_memory=False) as cache:
+            assert cache.put(range(8), blocks(1)) == 2
+            assert (cache.get(range(8)) == blocks(1)).all(), "others are served meanwhile"
+
+
+def test_a_session_goes_on_over_a_new_connection(fort: Fortress) -> None:
+    """As after one that broke: what it holds is still its own."""
+    address, server_key = fort.server.address, fort.public_key
+    with Knock.curve(address, server_key, fort.pair()) as broken:
+        first = broken.peer().attach()
+        layout = first.open_layout(64)
+        first.store(layout, KEYS, BLOCKS)
+        first.ask(m.Found, m.Lookup("default", layout, KEYS))
+    with Knock.curve(address, server_key, fort.pair()) as new:
+        second = new.peer()
+        second.session, second.number = first.session, first.number
+        second.ask(m.Done, m.Fetch(first.number, 0, 0, 2))
+        assert second.payload == BLOCKS
+        second.ask(m.Done, m.Goodbye())
+
+
 # -- keys that are taken back, and come back
 
 

@@ -274,6 +274,22 @@ def test_a_byte_that_changed_meanwhile_is_found_in_the_background() -> None:
         assert finds(server) == 6
 
 
+def test_a_second_server_never_adopts_the_pool_of_one_that_lives() -> None:
+    """Somebody removes the lock file: the second one is refused, the first one stops and is red, the third begins."""
+    with ServerProcess(*SMALL_POOL) as server, quick(server) as cache:
+        assert cache.put(TOKENS, clients.oracle(TOKENS)) == 10
+        (pool_of(server) / "daemon.lock").unlink()
+        process = engines.subprocess.run(server.command(), capture_output=True, text=True, timeout=60, check=False)
+        assert process.returncode == 2 and "in use by another kvkeep server" in process.stderr
+        assert eventually(lambda: "restart it" in server.log())
+        assert cache.contains(TOKENS) == 0
+        server.stop(signal.SIGTERM)
+        assert not pool_of(server).exists(), "whose it was could not be told any more"
+        server.start()
+        fill(server)
+        assert finds(server) == 10
+
+
 # -- processes that were at work when their server ended
 
 

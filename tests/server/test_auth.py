@@ -5,16 +5,20 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from zmq.utils import z85
 
 from kvkeep.errors import RequestError, SettingsError
+from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.auth import ANYONE, Caller, Gate, read_authorized, read_line
 from kvkeep.server.counters import Counters
@@ -188,7 +192,39 @@ def test_what_only_another_tenant_has_is_looked_up_in_the_very_steps_of_what_nob
     assert absent != mine, "a hit is seen"
 
 
-# -- keys that are taken back
+# -- keys that are taken back, or bound to less
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_key_that_loses_a_tenant_loses_its_leases_and_writes(world: World, shared_memory: bool) -> None:
+    key = [Caller(KEY, "a", (T1, T2))]
+    peer = Peer(lambda frames: world.service.handle(frames, 0, key[0]))
+    welcome = peer.hello()
+    lock = hold(Path(welcome.pool.lock)) if shared_memory else None
+    peer.ask(m.Done, m.Attach(m.SHARED_MEMORY if shared_memory else m.NETWORK))
+    layout, held = peer.open_layout(64), {}
+    for tenant in (T1, T2):
+        writer = world.peer().attach()
+        writer.store(writer.open_layout(64), chain("a", 2), [bytes(64)] * 2, tenant=tenant)
+        assert peer.ask(m.Found, m.Lookup(tenant, layout, chain("a", 2))).blocks == 2
+        lease = peer.number
+        peer.ask(m.Prepared, m.PrepareStore(tenant, layout, 0, b"", chain("w", 1)))
+        held[tenant] = lease, peer.number
+    key[0] = Caller(KEY, "a", (T1,))
+    lease, write = held[T2]
+    if not shared_memory:  # there are no such requests: it has the pool mapped
+        assert peer.refusal(m.Fetch(lease, 0, 0, 1)) == "forbidden_tenant"
+        assert peer.refusal(m.Put(write, 0), [bytes(64)]) == "forbidden_tenant"
+        peer.ask(m.Done, m.Fetch(held[T1][0], 0, 0, 1))
+        peer.ask(m.Done, m.Put(held[T1][1], 0), [bytes(64)])
+    checksums = np.array([ABSENT if shared_memory else checksum(bytes(64))], dtype="<u8").tobytes()
+    assert peer.refusal(m.CompleteStore(write, checksums)) == "forbidden_tenant"
+    assert peer.ask(m.Done, m.CompleteStore(held[T1][1], checksums)).count == 1
+    assert peer.ask(m.Done, m.AbandonStore([write])).count == 1, "giving back is always allowed"
+    assert peer.ask(m.Done, m.Release([lease])).count == 1
+    assert not world.service.sessions.get(peer.session, KEY).write_tenants
+    if lock is not None:
+        os.close(lock)
 
 
 def test_sessions_of_a_revoked_key_end_and_those_of_others_stay(world: World) -> None:
@@ -215,7 +251,7 @@ def test_a_revoked_process_that_has_the_pool_mapped_keeps_its_slots_until_it_is_
     with caplog.at_level(logging.WARNING, "kvkeep"):
         world.service.bar(set(), 0)
         world.service.bar(set(), 0)
-    assert len(caplog.records) == 1
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
     assert peer.refusal(m.CompleteStore(peer.number, bytes(16))) == "unknown_session"
     world.service.end_dead_sessions(10**9)
     other = world.peer(Caller(OTHER)).attach()
@@ -313,6 +349,108 @@ def test_a_key_that_leaves_the_directory_is_revoked(keys: tuple[Path, Path], tmp
     assert set(gate.callers) == {KEY, OTHER}
     (directory / "a.pub").unlink()
     assert gate.reload() and set(gate.callers) == {OTHER}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "clients"
+    path.mkdir(mode=0o700)
+    for name, key in (("a", KEY), ("b", OTHER)):
+        (path / f"{name}.pub").write_text(f"{key} {name}\n")
+    return path
+
+
+@pytest.mark.parametrize("link", [".#a.pub", "c.pub"])
+def test_a_link_to_nothing_keeps_nobody_from_being_revoked(
+    keys: tuple[Path, Path], directory: Path, link: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Editors leave such while a file is open."""
+    gate = make_gate((keys[0], directory), Counters())
+    (directory / link).symlink_to("nobody@nowhere.1")
+    assert not gate.reload() and set(gate.callers) == {KEY, OTHER}
+    assert ("cannot be read" in caplog.text) == (link == "c.pub"), "what begins with a dot is not looked at"
+    (directory / "b.pub").unlink()
+    assert gate.reload() and set(gate.callers) == {KEY}
+
+
+def test_what_is_wrong_with_the_list_is_tried_again_each_time_and_said_every_minute(
+    keys: tuple[Path, Path], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    gate = make_gate((keys[0], directory), Counters(), clock)
+    (directory / "c.pub").write_text("nonsense\n")
+    for second in range(150):
+        clock.now = 1_000.0 + second
+        gate.reload()
+    assert caplog.text.count("c.pub, key 1") == 3
+    (directory / "c.pub").unlink()
+    gate.reload()
+    assert not gate._problems
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it another user's: or us another user, where we cannot."""
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+
+
+@pytest.mark.parametrize("what", ["directory", "file", "the only file"])
+def test_a_list_that_belongs_to_another_user_lets_nobody_in(
+    keys: tuple[Path, Path], directory: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = directory / "b.pub"
+    give_away(directory if what == "directory" else file, monkeypatch)
+    complaints: list[str] = []
+    if what == "file":
+        assert OTHER not in read_authorized(directory, complaints.append)
+        assert "b.pub belongs to another user" in str(complaints)
+        return
+    with pytest.raises(SettingsError, match="belongs to another user") as caught:
+        read_authorized(directory if what == "directory" else file, no_complaint)
+    assert "chown" in caught.value.hint
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_a_directory_that_others_can_write_to_stops_the_start_and_later_changes_nothing(
+    keys: tuple[Path, Path], directory: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = make_gate((keys[0], directory), Counters())
+    directory.chmod(mode)
+    (directory / "evil.pub").write_text(f"{new_pair()[0]} evil\n")
+    assert not gate.reload() and set(gate.callers) == {KEY, OTHER}
+    assert "others can write to the directory" in caplog.text and "nobody can be revoked" in caplog.text
+    with pytest.raises(SettingsError, match="others can write") as caught:
+        make_gate((keys[0], directory), Counters())
+    assert "chmod 700" in caught.value.hint
+    (directory / "evil.pub").unlink()
+    (directory / "a.pub").unlink()
+    directory.chmod(0o755)
+    assert gate.reload() and set(gate.callers) == {OTHER}
+
+
+def test_a_directory_that_cannot_be_looked_into_throws_nobody_out(
+    keys: tuple[Path, Path], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o711)  # or it would be the parent that keeps us out
+        moved = Path(shutil.move(directory, parent)) / ""
+        gate = make_gate((keys[0], moved), Counters())
+        moved.chmod(0o100)
+        was_root = os.geteuid() == 0
+        try:
+            if was_root:
+                os.seteuid(65534)
+            assert not gate.reload()
+        finally:
+            if was_root:
+                os.seteuid(0)
+            moved.chmod(0o700)
+        assert set(gate.callers) == {KEY, OTHER} and "cannot be read: Permission denied" in caplog.text
+        (moved / "a.pub").unlink()
+        assert gate.reload() and set(gate.callers) == {OTHER}
 
 
 def test_a_list_with_a_mistake_stops_the_start(keys: tuple[Path, Path]) -> None:

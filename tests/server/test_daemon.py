@@ -561,3 +561,13 @@ def test_the_index_goes_before_the_lock_of_anybody_who_may_be_at_work(
     monkeypatch.setattr(Path, "unlink", note)
     daemon.close()
     assert removed[:2] == ["index", "session"]
+
+
+def test_nobody_waits_for_a_loop_that_has_ended(make: Callable[..., Daemon]) -> None:
+    """Or a request by HTTP at that moment would hang until it is cut off, with a traceback in the log."""
+    running = Running(make())
+    stop = running.daemon.run_in_loop(lambda: (running.daemon.stop(), running.daemon.run_in_loop(lambda: "told"))[1])
+    assert stop.result(10).result(10) == "told"
+    running.thread.join(10)
+    assert running.daemon.run_in_loop(lambda: "never").cancelled()
+    running.daemon.close()

@@ -49,7 +49,7 @@ def stuck(start: Start) -> Iterator[Any]:
 
 
 def test_a_server_that_runs_is_healthy_and_ready(running: Any) -> None:
-    assert running.ask("/healthz") == (200, {"healthy": True, "busy_s": pytest.approx(0, abs=5)})
+    assert running.ask("/healthz") == (200, {"healthy": True, "busy_s": pytest.approx(0, abs=5), "reason": ""})
     status, said = running.ask("/readyz")
     assert status == 200 and said["ready"] is True and said["filled_bytes"] == said["pool_bytes"] == 32 * MIB
 
@@ -333,6 +333,24 @@ def test_a_request_that_takes_long_is_answered_all_the_same(start: Start, monkey
     running = start()
     running.daemon.run_in_loop(lambda: time.sleep(0.5))
     assert running.ask("/v1/status")[0] == 200
+
+
+def test_a_server_without_its_lock_file_finds_nothing_and_says_so(start: Start, caplog: Any) -> None:
+    running = start("--session-check-interval", "10ms")
+    daemon = running.daemon
+    peer = Peer(lambda frames: running.in_loop(lambda: daemon.service.handle(frames, daemon.now_ms()))).attach()
+    layout, keys = peer.open_layout(4096), chain("a", 2)
+    peer.store(layout, keys, [b"1" * 4096, b"2" * 4096])
+    assert peer.ask(m.Found, m.Lookup("default", layout, keys)).blocks == 2
+    (running.daemon.pool.directory / "daemon.lock").unlink()
+    while running.ask("/healthz")[0] == 200:
+        time.sleep(0.01)
+    status, said = running.ask("/healthz")
+    assert status == 503 and said["reason"] == "the pool's lock file was removed: restart the server"
+    assert "its lock" in running.ask("/readyz")[1]["reason"]
+    assert peer.ask(m.Found, m.Lookup("default", layout, keys)).blocks == 0
+    assert peer.say(m.PrepareStore("default", layout, 0, b"", chain("b", 1))).code == "shutting_down"
+    assert caplog.text.count("was removed under this server: it finds and stores nothing more; restart it") == 1
 
 
 def test_a_pool_that_was_removed_is_told_and_the_network_goes_on(running: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvkeep.errors import RequestError
 from kvkeep.server.auth import Caller
-from kvkeep.server.limits import NO_LIMITS, Bucket, ClientLimits, Pace, check_sessions
+from kvkeep.server.limits import NO_LIMITS, Bucket, ClientLimits, Pace, Paces, check_sessions
 from kvkeep.server.service import Service
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.server import SimulatedServer
@@ -90,7 +90,7 @@ class World:
 def test_who_asks_too_fast_is_refused_until_time_has_passed_and_others_are_heard() -> None:
     world = World(ClientLimits(requests_per_second=10))
     hasty, calm = world.peer().attach(), world.peer().attach()
-    for _ in range(9):
+    for _ in range(8):  # Hello and Attach count as well
         hasty.ask(m.Done, m.Ping())
     refused = hasty.ask(m.Refused, m.Ping())
     assert refused.code == "too_fast" and "--max-requests-per-second" in refused.hint
@@ -101,10 +101,10 @@ def test_who_asks_too_fast_is_refused_until_time_has_passed_and_others_are_heard
 
 
 def test_a_request_that_was_refused_may_be_sent_again_under_its_number() -> None:
-    world = World(ClientLimits(requests_per_second=1))
+    world = World(ClientLimits(requests_per_second=2))
     peer = world.peer().attach()
     assert peer.refusal(m.Ping(), number=7) == "too_fast"
-    world.now_ms += 1_000
+    world.now_ms += 500
     assert peer.ask(m.Done, m.Ping(), number=7), "it is not taken for a repeated one"
 
 
@@ -139,3 +139,68 @@ def test_one_client_cannot_take_all_sessions() -> None:
     last = world.peer("modest").attach()
     last.ask(m.Done, m.Goodbye())
     assert len(world.service.sessions) == 2
+
+
+# -- from session to session
+
+
+def churn(world: World, key: str) -> tuple[int, int]:
+    """Sessions one after the other at one instant. Returns requests that were carried out, and bytes."""
+    done = nbytes = 0
+    for _ in range(50):
+        peer = world.peer(key)
+        welcome = peer.say(m.Hello("peer", 1))
+        if isinstance(welcome, m.Refused):
+            assert welcome.code == "too_fast"
+            continue
+        assert isinstance(welcome, m.Welcome)
+        peer.session = welcome.session
+        steps = (m.Attach(m.NETWORK), m.OpenLayout(b"a test's layout.", [64]), m.Lookup("default", 1, KEYS))
+        replies = [peer.say(step) for step in steps]
+        fetched = peer.say(m.Fetch(peer.number, 0, 0, 4))
+        nbytes += sum(map(len, peer.payload)) if isinstance(fetched, m.Done) else 0
+        peer.ask(m.Done, m.Goodbye())  # never refused
+        done += 1 + sum(not isinstance(reply, m.Refused) for reply in (*replies, fetched))
+    return done, nbytes
+
+
+def filled(limits: ClientLimits) -> World:
+    world = World(limits)
+    writer = world.peer("writer").attach()
+    assert writer.store(writer.open_layout(64), KEYS, BLOCKS) == 4
+    return world
+
+
+def test_sessions_one_after_the_other_have_the_pace_of_one() -> None:
+    done, _ = churn(filled(ClientLimits(requests_per_second=20)), "hasty")
+    assert 15 <= done <= 20
+    _, nbytes = churn(filled(ClientLimits(network_bytes_per_second=300)), "hasty")
+    assert nbytes == 512, "one message in full, one that leaves a debt, and none after them"
+
+
+def test_what_one_client_has_used_up_is_no_others_and_is_there_again_after_a_second() -> None:
+    world = filled(ClientLimits(requests_per_second=20))
+    churn(world, "hasty")
+    assert churn(world, "calm")[0] >= 15
+    assert world.peer("hasty").refusal(m.Hello("peer", 1)) == "too_fast"
+    world.now_ms += 1_000
+    world.peer("hasty").attach()
+
+
+def test_hello_that_is_refused_for_too_many_sessions_counts_too() -> None:
+    world = World(ClientLimits(sessions_per_client=1, requests_per_second=10))
+    world.peer("greedy").attach()
+    codes = [world.peer("greedy").refusal(m.Hello("peer", 1)) for _ in range(20)]
+    assert codes == ["too_many_sessions"] * 10 + ["too_fast"] * 10
+
+
+def test_paces_are_forgotten_when_they_have_rested_and_do_not_pile_up() -> None:
+    paces = Paces(ClientLimits(requests_per_second=2))
+    for pid in range(5_000):
+        paces.end(pid, paces.begin(pid, 0), 0)
+    assert len(paces) == 1_024
+    paces.end(1, paces.begin(1, 10_000), 10_000)
+    assert len(paces) == 1
+    unlimited = Paces(NO_LIMITS)
+    unlimited.end(1, unlimited.begin(1, 0), 0)
+    assert len(unlimited) == 0

@@ -139,3 +139,21 @@ def test_a_barred_session_is_not_found_but_counted_until_it_is_removed() -> None
     assert sessions.all() == [one] and len(sessions) == 1
     sessions.remove(one)
     assert sessions.all() == [] and len(sessions) == 0
+
+
+def test_a_session_moves_to_a_new_connection_and_never_back() -> None:
+    sessions = Sessions()
+    one = sessions.add(1, "a", 1, None, 0, peer=b"first")
+    assert sessions.get(one.token, peer=b"first") is sessions.get(one.token, peer=b"second") is one
+    with pytest.raises(RequestError) as caught:
+        sessions.get(one.token, peer=b"first")
+    assert caught.value.code == "unknown_session"
+    assert sessions.get(one.token, peer=b"second") is one, "what the old one asked has changed nothing"
+
+
+def test_a_connection_with_another_key_does_not_take_a_session_over() -> None:
+    sessions = Sessions()
+    one = sessions.add(1, "a", 1, None, 0, "key", peer=b"first")
+    with pytest.raises(RequestError):
+        sessions.get(one.token, "other", b"second")
+    assert one.peer == b"first" and sessions.get(one.token, "key", b"first") is one

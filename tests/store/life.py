@@ -151,7 +151,12 @@ class Life:
         self.store.finish(1, tenant, keys[-1], self.now_ms)
 
     def drop(self) -> None:
+        """Some block; half of the time one in the middle of what somebody has leased."""
         tenant, _, keys = self.chain()
+        leases = [held for held in self.held.values() if held.shard < 0]
+        if leases and self.random.random() < 0.5:
+            lease = self.random.choice(leases)
+            tenant, keys = lease.tenant, lease.keys[: self.random.randint(1, len(lease.keys))]
         operators.drop_block(self.store, tenant, keys[-1])
 
     def set_quota(self) -> None:

@@ -64,6 +64,20 @@ def slots_handed_out(store: Store) -> Iterator[int]:
             yield from range(slot, slot + store.layouts[layout].slot_bytes, SLOT)
 
 
+def shards_offered(store: Store) -> Iterator[tuple[int, int]]:
+    """Slot and shard of all that a new client would be let write in blocks that are there."""
+    table = store.blocks.table
+    store.open_session(8)
+    for (tenant, key), row in found(store).items():
+        layout = store.layouts[table.layout[row]]
+        above = table.keys[table.parent[row]] if table.parent[row] >= 0 else b""
+        for shard in range(layout.shards):
+            plan = store.prepare_store(8, 1, tenant, layout.number, shard, above, key, 10**6)
+            yield from ((slot, shard) for slot in plan.slots.tolist())
+            store.abandon_store(8, 1, 10**6)
+    store.close_session(8, 10**6)
+
+
 def check_hands(life: Life, store: Store) -> None:
     """Nobody gets a slot that an old client may still touch, and what old clients read stays where it is."""
     table, there = store.blocks.table, found(store)
@@ -78,6 +92,8 @@ def check_hands(life: Life, store: Store) -> None:
         for slot in held.slots
         for at in range(slot, slot + life.store.layouts[held.layout].slot_bytes, SLOT)
     }
+    writing = {(slot, held.shard) for held in life.held.values() if held.shard >= 0 for slot in held.slots}
+    assert writing.isdisjoint(shards_offered(store)), "a shard's place in two hands"
     assert touchable.isdisjoint(slots_handed_out(store)), "a slot in two hands"
     check_integrity(store)
 

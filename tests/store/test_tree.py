@@ -47,6 +47,19 @@ def test_the_longest_hit_of_a_hundred(resident: int) -> None:
     assert longest_hit(table, index, b"") == 0
 
 
+def test_a_row_with_another_key_is_not_described() -> None:
+    """Were two servers to write into the same columns, rows would change their keys under the index."""
+    table, keys = BlockTable(), [bytes([letter]) * 16 for letter in b"abc"]
+    rows = table.take(3)
+    table.keys.put(rows, b"".join(keys))
+    table.many.state[rows] = READY
+    link_chain(table, rows, NO_ROW)
+    index = dict(zip(keys, rows.tolist(), strict=True))
+    assert rows_of_chain(table, index, b"".join(keys), 0, 3).tolist() == rows.tolist()
+    table.keys.put(rows[1:2], b"x" * 16)
+    assert rows_of_chain(table, index, b"".join(keys), 0, 3).tolist() == rows[:1].tolist()
+
+
 def test_links_go_both_ways() -> None:
     table, (a, b, c, d, e, f) = a_tree()
     assert [table.parent[row] for row in (a, b, c, d, e, f)] == [NO_ROW, a, b, c, b, e]

@@ -82,7 +82,7 @@ def test_every_byte_of_the_header_counts(left: Path, at: int) -> None:
 def test_another_format_is_named(left: Path) -> None:
     head = index_files._HEADER.pack(b"kvkeepix", 9, 0, 1, *SIZES)
     (left / "index-header").write_bytes(head + checksum(head).to_bytes(8, "little"))
-    assert why_not_adopt(left, *SIZES) == "its index was written by another release (format 9, here it is 1)"
+    assert why_not_adopt(left, *SIZES) == "its index was written by another release (format 9, here it is 2)"
 
 
 def test_a_table_that_no_such_pool_can_need_is_refused(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from kvkeep.store.store import Store
 from kvkeep.tiers import memory
 from kvkeep.tiers.memory import Pool, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, format_size, parse_size
+from kvkeep.wire.liveness import hold
 from kvkeep.wire.segments import is_same_pool
 
 SLAB = 64 * KIB
@@ -391,3 +392,96 @@ def test_the_index_goes_before_anything_else(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "unlink", note)
     first.close()
     assert removed[0] == "index-header" and len(removed) > 10
+
+
+# -- files that somebody removes under a living server
+
+
+def left_pool(tmp_path: Path, epoch: int = 1) -> Pool:
+    pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, epoch, keep=True)
+    Store(pool.pool_bytes, SLAB, columns=pool.columns)
+    fill(pool)
+    return pool
+
+
+def test_a_living_servers_pool_is_not_adopted_without_its_lock_file(tmp_path: Path) -> None:
+    first = left_pool(tmp_path)
+    assert not first.is_unlocked()
+    (first.directory / "daemon.lock").unlink()
+    assert first.is_unlocked() and not first.is_in_place() and not first.is_kept
+    before = sorted(first.directory.iterdir())
+    with pytest.raises(PoolError, match="in use by another kvkeep server"):
+        Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    assert sorted(first.directory.iterdir()) == before and is_same_pool(first.directory, 1)
+    first.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_moved_away_from_a_living_server_are_not_adopted(tmp_path: Path) -> None:
+    first = left_pool(tmp_path)
+    (tmp_path / "kvkeep-other").mkdir()
+    for path in first.directory.iterdir():
+        path.rename(tmp_path / "kvkeep-other" / path.name)
+    (tmp_path / "kvkeep-other" / "daemon.lock").unlink()
+    second = Pool(tmp_path, "other", 10 * SLAB, SLAB, 2, keep=True)
+    assert not second.is_left and second.not_adopted.startswith("it cannot be read")
+    fill(second)
+    second.segments.view(0, 4)[:] = 9
+    assert first.segments.view(0, 4).tolist() == [0, 0, 0, 0]
+    second.close()
+    first.close()
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def made_anew(path: Path) -> None:
+    path.unlink()
+    path.touch()
+
+
+def record_removed(path: Path) -> None:
+    path.unlink()
+    (path.parent / "index-sessions").unlink()
+
+
+@pytest.mark.parametrize("harm", [removed, made_anew, record_removed])
+def test_without_the_lock_file_of_a_session_nothing_is_adopted(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    first = left_pool(tmp_path)
+    watch = first.watch(1)
+    at_work = hold(watch.path)
+    harm(watch.path)
+    watch.leave()
+    first.close(keep=True)
+    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    assert not second.is_left and second.filled_bytes == 0
+    missing = harm is record_removed
+    assert second.not_adopted == (
+        "a column of its index is missing or too short"
+        if missing
+        else f"{watch.path.name} is not the file that it was, and its process may still be at work"
+    )
+    second.close()
+    os.close(at_work)
+
+
+def test_the_server_after_the_next_one_misses_it_too(tmp_path: Path) -> None:
+    first = left_pool(tmp_path)
+    dead, watch = first.watch(1), first.watch(2)
+    at_work = hold(watch.path)
+    dead.leave()
+    watch.leave()
+    first.let_go()
+    second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    assert second.is_left and second.old_sessions() == 1 and not dead.path.exists()
+    second.close(keep=True)
+    third = Pool(tmp_path, "test", 10 * SLAB, SLAB, 3, keep=True)
+    assert third.is_left and third.old_sessions() == 1, "who died in order is not missed"
+    watch.path.unlink()
+    assert third.old_sessions() == 1
+    third.close(keep=True)
+    fourth = Pool(tmp_path, "test", 10 * SLAB, SLAB, 4, keep=True)
+    assert not fourth.is_left and watch.path.name in fourth.not_adopted
+    fourth.close()
+    os.close(at_work)

@@ -122,3 +122,16 @@ def test_a_new_file_is_its_owners_alone_and_replaces_nothing(tmp_path: Path) -> 
     with pytest.raises(FileExistsError):
         write_new(tmp_path / "link", "other")
     assert (tmp_path / "a").read_text() == "text" and not (tmp_path / "elsewhere").exists()
+
+
+def test_a_key_of_the_wrong_half_is_refused_by_what_its_file_says(tmp_path: Path) -> None:
+    """A public key works as a secret one, and everybody would have it."""
+    public, secret = new_pair()
+    pub = secret_file(tmp_path / "server.pub", f"# kvkeep: public key of the server\n{public}\n")
+    key = secret_file(tmp_path / "server.key", f"# kvkeep: secret key of the server\n{secret}\n")
+    assert read_pair(key) == (public, secret) and read_public(str(pub)) == public
+    with pytest.raises(SettingsError, match=r"server.pub holds a public key") as refused:
+        read_pair(pub)
+    assert ".key" in str(refused.value)
+    with pytest.raises(SettingsError, match=r"server.key holds a secret key"):
+        read_public(str(key))

@@ -18,6 +18,7 @@ _PROGRESS_EVERY_S = 2.0
 _SHRUNK = 2  # violations that are made small; the others are only named
 _SHOWN_VIOLATIONS = 10
 _SEEDS_A_MUTANT = 200
+_MINUTES_AT_MOST = 24 * 60
 _OUTDATED = ("TypeError", "AttributeError", "KeyError: '")  # a bug that could have been written runs
 
 
@@ -32,10 +33,21 @@ def chaos(
     mutants: Annotated[
         bool, typer.Option(help="Plant one bug after the other, and find the seed that notices each.")
     ] = False,
+    real: Annotated[
+        bool, typer.Option(help="Real processes, signals and shared memory instead of a simulation.")
+    ] = False,
+    minutes: Annotated[float | None, typer.Option(help="With --real: how long faults go on; 10 if not given.")] = None,
     jobs: Jobs = 0,
     json: Json = False,
 ) -> None:
     """Run engines, clients and a server in simulated time under faults. Exit code 1 if anything was wrong."""
+    if real:
+        if seeds is not None or mutant or mutants or without or story or jobs:
+            raise SettingsError("--real takes --minutes, --seed and --json only", "leave the others out")
+        _with_real_processes(seed or 0, 10.0 if minutes is None else minutes, json)
+        return
+    if minutes is not None:
+        raise SettingsError("--minutes is for --real", "say --real, or leave it out")
     if mutants:
         if seed is not None or mutant or without or story:
             raise SettingsError("--mutants takes --seeds, --jobs and --json only", "leave the others out")
@@ -175,6 +187,23 @@ def _replay(seed: int, without: list[int], story: bool, mutant: str, json: bool)
             print(line)
         print(f"{outcome['finding']}: {outcome['violation']}" if outcome["violation"] else "nothing is wrong")
     if outcome["violation"]:
+        sys.exit(1)
+
+
+def _with_real_processes(seed: int, minutes: float, json: bool) -> None:
+    from kvkeep.testing.chaos_real import RealRun
+    from kvkeep.testing.chaos_real_plan import Counts
+
+    if not 0 < minutes <= _MINUTES_AT_MOST:
+        raise SettingsError(f"--minutes is {minutes:g}", f"write a number above 0, {_MINUTES_AT_MOST} at most")
+    result = RealRun(seed, minutes * 60, Counts.of_minutes(minutes), on_progress=note).run()
+    if json:
+        show_json(result)
+    else:
+        show_facts((name.replace("_", " "), str(value)) for name, value in result.items() if name != "violations")
+    for violation in result["violations"]:
+        note(f"violation: {violation}")
+    if result["violations"]:
         sys.exit(1)
 
 

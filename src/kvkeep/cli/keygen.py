@@ -112,7 +112,8 @@ def _check_names(names: list[str]) -> None:
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name in ("server", TOKEN_NAME):
             raise SettingsError(
-                f'--name "{name}": expected letters, digits, dots, - and _, at most 64', "`server` is the server's own"
+                f'--name "{name}": expected letters, digits, dots, - and _, at most 64, not server or {TOKEN_NAME}',
+                "these two are the server's own",
             )
     if len(set(names)) != len(names):
         raise SettingsError("--name: each client needs a name of its own")

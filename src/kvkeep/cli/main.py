@@ -23,6 +23,7 @@ from kvkeep.cli.chaos import chaos
 from kvkeep.cli.demo import demo
 from kvkeep.cli.drain import drain
 from kvkeep.cli.engine_fuzz import engine_fuzz
+from kvkeep.cli.fuzz import fuzz
 from kvkeep.cli.keygen import keygen
 from kvkeep.cli.output import note
 from kvkeep.cli.serve import ServeCommand, serve
@@ -48,6 +49,7 @@ app.command("demo")(demo)
 app.command("keygen")(keygen)
 app.command("chaos")(chaos)
 app.command("engine-fuzz")(engine_fuzz)
+app.command("fuzz")(fuzz)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(settings.app, name="settings")
 app.add_typer(bench.app, name="bench")

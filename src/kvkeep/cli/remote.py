@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvkeep.cli.listeners import UNKNOWN_UID, listeners
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.server.setting_rules import is_loopback
 from kvkeep.server.settings import TABLE
@@ -76,7 +77,8 @@ def ask(
     timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    if token := _token(url, token_file):
+    token, withheld = _token(url, token_file)
+    if token:
         headers["authorization"] = f"Bearer {token.decode()}"
     request = urllib.request.Request(url + path, data, headers, method=method)
     try:
@@ -84,7 +86,10 @@ def ask(
             answer = reply.read()
         return json.loads(answer) if answer else None
     except urllib.error.HTTPError as error:
-        raise _refusal(error, url) from None
+        refusal = _refusal(error, url)
+        if withheld and isinstance(refusal, RequestError) and refusal.code == "unauthorized":
+            refusal = RequestError(refusal.code, refusal.message, field=refusal.field, hint=withheld)
+        raise refusal from None
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         if isinstance(why, TimeoutError):
@@ -97,14 +102,20 @@ def ask(
         raise _stranger(url) from None
 
 
-def _token(url: str, token_file: Path | None) -> bytes | None:
-    """The token, if there is one for that server. One that nobody named goes to this host alone."""
+def _token(url: str, token_file: Path | None) -> tuple[bytes | None, str]:
+    """The token, if there is one for that server; or why it is not sent. One that nobody named goes to this host alone,
+    and there to ourselves and root: any user can listen on a port that is free while the server is down."""
     if token_file is not None:
-        return read_token(token_file.expanduser())
+        return read_token(token_file.expanduser()), ""
     usual = keys_dir() / TOKEN_NAME
-    if is_loopback(split_host(url.removeprefix("http://"))[0]) and usual.exists():
-        return read_token(usual)
-    return None
+    host, port = split_host(url.removeprefix("http://"))
+    if not is_loopback(host) or not usual.exists():
+        return None, ""
+    if strangers := listeners(host, port) - {os.geteuid(), 0}:
+        who = ", ".join("unknown" if uid == UNKNOWN_UID else str(uid) for uid in sorted(strangers))
+        hint = f"the token in {usual} was not sent: another user (uid {who}) listens there. If that is the server, say"
+        return None, f"{hint} --token-file {usual}"
+    return read_token(usual), ""
 
 
 def _url(address: str) -> str:

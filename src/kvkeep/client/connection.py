@@ -303,7 +303,7 @@ class Connection:
         """Counts a failure to reach the server; enough of them are an outage."""
         self.breaker.fail()
         if self.up and self.breaker.is_open:
-            self._outage.begin("it does not answer", self.refusal)
+            self._outage.begin("it does not answer" if self._answers else "its connection is gone", self.refusal)
 
     def _expire(self, now_ms: int) -> None:
         for call in [call for call in self._calls.values() if call.deadline_ms <= now_ms]:
@@ -344,7 +344,7 @@ class Connection:
             self.refusal = ""
             self.state = "greeting"
         elif patience_ms >= min(_LAST_QUICK_RETRY_MS, self.options.reconnect_interval_ms):
-            self._outage.begin("no connection could be made", self.refusal)
+            self._outage.begin("no connection could be made", self.refusal or self._transport.refusal())
 
     def _advance_handshake(self) -> None:
         step, deadline_ms = self._handshake, self.options.handshake_deadline_ms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvkeep.errors import SettingsError
 from kvkeep.wire.auth import read_pair, read_public
-
-log = logging.getLogger(__name__)
 
 _KNOCK_AGAIN_S = 1.0
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -36,6 +33,9 @@ class Transport(Protocol):
 
     def lost(self) -> bool:
         """Whether a connection has ended since this was last asked. What was sent over it may never have arrived."""
+
+    def refusal(self) -> str:
+        """Why the other side does not talk to us at all; "" if it does, or is not there."""
 
     def close(self) -> None: ...
 
@@ -106,13 +106,14 @@ class ZmqTransport:
             self._socket.connect(self._address)
         return ended
 
+    def refusal(self) -> str:
+        """Why the server lets nobody in who has our keys, or none; "" if it does, or is not there."""
+        return "its keys and ours do not fit (see curve_key and server_key)" if self._turned_away >= 2 else ""
+
     def _note_refusal(self, event: int) -> None:
         """A handshake failed. ZMQ gives up for good after some of these, but keys may be set right while we wait. One
         that was merely broken off may have met a server that was ending; two in a row did not."""
-        before = self._turned_away
         self._turned_away += 2 if event & _REFUSED else 1
-        if before < 2 <= self._turned_away:
-            log.warning("kvkeep: the server at %s turned us away: its keys and ours do not fit", self._address)
         if self._knock_at is None:
             self._knock_at = time.monotonic() + _KNOCK_AGAIN_S
 

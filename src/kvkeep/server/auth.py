@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +29,13 @@ from zmq.utils.monitor import parse_monitor_message
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant, tenant_of
 from kvkeep.server.counters import Counters
-from kvkeep.wire.auth import UNWRITABLE, is_key, key_lines, read_pair, read_text
+from kvkeep.wire.auth import UNWRITABLE, check_directory, is_key, key_lines, read_pair, read_text
 
 log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # the protocol's own name for it
 ZAP_DOMAIN: Final = b"kvkeep"
-PUBLIC_KEYS: Final = "*.pub"
+PUBLIC_KEY: Final = ".pub"
 LOG_INTERVAL_S: Final = 60.0
 _EVENTS_A_TURN = 256
 _FAILURES = (
@@ -72,15 +74,20 @@ def _matches(tenant: str, pattern: str) -> bool:
 
 def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Caller]:
     """All keys in a file, or in the files *.pub of a directory, by key. What is wrong with a line goes to `complain`,
-    and the line counts for nothing. SettingsError if nothing can be read."""
+    and the line counts for nothing. SettingsError if nothing can be read, or if others could have written it."""
     try:
-        files = sorted(path.glob(PUBLIC_KEYS)) if path.is_dir() else [path]
+        status = os.stat(path)
+        is_directory = stat.S_ISDIR(status.st_mode)
+        if is_directory:
+            check_directory(path, status)
+        files = _key_files(path) if is_directory else [path]
     except OSError as error:
-        raise SettingsError(f"authorized_keys = {path} cannot be read: {error.strerror}") from error
+        hint = "see that it is there and that the server's user may read it"
+        raise SettingsError(f"{path} cannot be read: {error.strerror}", hint) from error
     callers: dict[str, Caller] = {}
     for file in files:
         try:
-            lines = key_lines(read_text(file, UNWRITABLE))
+            lines = key_lines(read_text(file, UNWRITABLE, ours=True))
         except SettingsError as error:
             if file == path:
                 raise
@@ -97,6 +104,12 @@ def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Ca
                 continue
             callers[caller.key] = caller
     return callers
+
+
+def _key_files(directory: Path) -> list[Path]:
+    """Those that count. What begins with a dot is an editor's, or half copied. OSError if we may not look."""
+    names = sorted(os.listdir(directory))
+    return [directory / name for name in names if name.endswith(PUBLIC_KEY) and not name.startswith(".")]
 
 
 def read_line(line: str) -> Caller:
@@ -141,9 +154,11 @@ class Gate:
         self._path = authorized_keys
         self._counters = counters
         self._clock = clock
-        self._logged_at: float | None = None
-        self._unsaid = 0
-        self._signature: object = None
+        self._said_at: dict[str, float] = {}  # by reason
+        self._unsaid: Counter[str] = Counter()
+        self._signature: list[object] = []
+        self._problems: list[str] = []
+        self._problems_said_at = 0.0
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
@@ -152,6 +167,8 @@ class Gate:
             assert authorized_keys is not None
             self._signature = _signature_of(authorized_keys)
             self.callers = read_authorized(authorized_keys, _refuse_start)
+            say = log.info if self.callers else log.warning
+            say("engines need a key: %d are authorized in %s", len(self.callers), authorized_keys)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -221,20 +238,32 @@ class Gate:
         return [*frames[:at], b"1.0", number, b"400", b"not authorized", b"", b""]
 
     def reload(self) -> bool:
-        """Reads the list again if it changed. True if it did. One that cannot be read changes nothing; a line that
-        cannot be read authorizes nobody."""
-        if self._path is None or (signature := _signature_of(self._path)) == self._signature:
+        """Reads the list again if it changed, or was not whole when last read. True if others are authorized now. One
+        that cannot be read changes nothing; a line that cannot be read authorizes nobody."""
+        if self._path is None or ((signature := _signature_of(self._path)) == self._signature and not self._problems):
             return False
+        problems: list[str] = []
         self._signature = signature
         try:
-            callers = read_authorized(self._path, lambda problem: log.error("authorized_keys: %s; ignored", problem))
+            callers = read_authorized(self._path, lambda problem: problems.append(f"{problem}; ignored"))
         except SettingsError as error:
-            log.error("authorized_keys: %s; those authorized before stay so", error.message)
+            callers = self.callers
+            problems = [f"{error.message}; those authorized before stay so, and nobody can be revoked ({error.hint})"]
+        self._say(problems)
+        if callers == self.callers:
             return False
         added, removed = len(callers.keys() - self.callers.keys()), len(self.callers.keys() - callers.keys())
         self.callers = callers
         log.info("authorized_keys was read again: %d keys, %d new, %d revoked", len(callers), added, removed)
         return True
+
+    def _say(self, problems: list[str]) -> None:
+        """Says what is wrong with the list when that changes, and then every minute as long as it is."""
+        now = self._clock()
+        if problems != self._problems or now - self._problems_said_at >= LOG_INTERVAL_S:
+            for problem in problems:
+                log.error("authorized_keys: %s", problem)
+            self._problems, self._problems_said_at = problems, now
 
     def close(self) -> None:
         if self._router is not None and not self._router.closed:
@@ -249,14 +278,15 @@ class Gate:
         self._fail("broken_off" if broken_off else reasons.get(event["value"], "protocol"))
 
     def _fail(self, reason: str, address: str = "") -> None:
-        """Counts, and says so once a minute at most: who knocks must not fill our disk."""
+        """Counts, and says so once a minute at most for each reason: who knocks must not fill our disk."""
         self._counters().fail_auth(reason)
-        self._unsaid += 1
+        self._unsaid[reason] += 1
         now = self._clock()
-        if self._logged_at is None or now - self._logged_at >= LOG_INTERVAL_S:
+        if reason not in self._said_at or now - self._said_at[reason] >= LOG_INTERVAL_S:
             where = f" from {address}" if address else ""
-            log.warning("a peer%s was turned away (%s); %d since this was last said", where, reason, self._unsaid)
-            self._logged_at, self._unsaid = now, 0
+            count = self._unsaid.pop(reason)
+            log.warning("a peer%s was turned away (%s); %d since this was last said", where, reason, count)
+            self._said_at[reason] = now
 
 
 def _refuse_start(problem: str) -> None:
@@ -265,11 +295,20 @@ def _refuse_start(problem: str) -> None:
     )
 
 
-def _signature_of(path: Path) -> object:
-    """What changes when the list does: of the file, or of the directory and each file in it."""
+def _signature_of(path: Path) -> list[object]:
+    """What changes when the list does: of the file, or of the directory and each file in it. What cannot be looked at
+    is in it by its error, so that it hides no change of the others."""
+    signature = [_stat_of(path)]
     try:
-        files = [path, *sorted(path.glob(PUBLIC_KEYS))] if path.is_dir() else [path]
-        stats = [(str(file), os.stat(file)) for file in files]
-    except OSError:
-        return None
-    return [(name, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for name, one in stats]
+        files = _key_files(path)
+    except OSError as error:  # a plain file, too
+        return [*signature, error.errno]
+    return [*signature, *(_stat_of(file) for file in files)]
+
+
+def _stat_of(file: Path) -> object:
+    try:
+        one = os.stat(file)
+    except OSError as error:
+        return str(file), error.errno
+    return str(file), one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
 from kvkeep.errors import PoolError, SettingsError
-from kvkeep.server.auth import Gate
+from kvkeep.server.auth import Caller, Gate
 from kvkeep.server.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
 from kvkeep.server.limits import ClientLimits
 from kvkeep.server.quotas import QuotaFile, apply_kept
@@ -37,6 +37,7 @@ from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import format_size
+from kvkeep.wire.frames import decode_header
 from kvkeep.wire.messages import PoolPlace, WireLimits
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ T = TypeVar("T")
 
 _LAST_WORDS_MS = 200  # for replies that are on their way when the server ends
 _MESSAGES_A_TURN, _TURN_S = 256, 0.02  # whichever comes first: then the loop looks at its other duties
-# What a peer can make us keep for it. Out: a burst of small replies is let through; one that fetches and does not read
-# costs at most 256 replies of 8 MiB (network.REPLY_BYTES), and loses the rest. In: a sender waits after 64 messages.
+# What a connection can make us keep. Out: a burst of small replies is let through; beyond it they are lost, and bytes
+# are limited by backlog.py. In: a sender waits after 64 messages.
 _REPLIES_WAITING, _REQUESTS_WAITING = 256, 64
 _HANDSHAKE_MS = 2_000  # a connection that does not speak ZMQ by then is closed
 _FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an error; a huge one ends the connection
@@ -61,9 +62,10 @@ class Daemon:
         self.started = time.time()
         self.ready = threading.Event()
         self.degraded = ""  # why the pool is smaller than asked for, if it is
+        self.lost = False  # whether the pool's lock was removed under us: from then on there are no hits
         self.last_turn = time.monotonic()
         self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
-        self._stopping = False
+        self._stopping = self._is_over = False
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
         self._socket_file: Path | None = None
@@ -113,6 +115,9 @@ class Daemon:
         while time.monotonic() < deadline and self._is_in_use():
             self._turn(0.05)
         self._answer_all()  # whoever asked meanwhile is told, and need not wait for a deadline
+        self._is_over = True
+        while not self._duties.empty():  # nor need who asked by HTTP
+            self._duties.get()()
         log.info("stopped")
 
     def stop(self) -> None:
@@ -139,6 +144,8 @@ class Daemon:
 
         self._duties.put(carry_out)
         self._rouse()
+        if self._is_over:
+            future.cancel()  # if nobody has carried it out, nobody will
         return future
 
     def close(self, *, keep: bool = False) -> None:
@@ -167,6 +174,8 @@ class Daemon:
             blocks, directory = len(self.store.blocks.table), self.pool.directory
             log.info("%d blocks stay in %s for the next server; `rm -r %s` removes them", blocks, directory, directory)
         if not keep:
+            if hasattr(self, "store") and len(self.store.blocks.table):
+                log.info("%d blocks are removed; SIGTERM and `kvkeep drain` keep them", len(self.store.blocks.table))
             self.pool.leave_nothing()
         for session in self.service.sessions.all() if hasattr(self, "service") else []:
             self.service.sessions.remove(session)
@@ -198,7 +207,17 @@ class Daemon:
             if self._gate.reload():
                 self.service.bar(self._gate.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
+            self._look_after_lock()
             self.last_turn = time.monotonic()
+
+    def _look_after_lock(self) -> None:
+        """Without its lock file the server is dead to its clients, and the pool deserted: it stops admitting."""
+        if not self.lost and self.pool.is_unlocked():
+            self.lost = self.service.draining = True
+            log.error(
+                "the lock file in %s was removed under this server: it finds and stores nothing more; restart it",
+                self.pool.directory,
+            )
 
     def _is_in_use(self) -> bool:
         """Whether a session of ours reads or writes. For those of an old server nobody waits: the next one will not
@@ -220,12 +239,26 @@ class Daemon:
                 peer, frames, caller = self._gate.receive(self._socket)
             except zmq.Again:
                 return
-            reply = self.service.handle(frames, self.now_ms(), caller) if caller else None
+            if caller is None:
+                continue
+            reply = self.service.handle(frames, self.now_ms(), caller, peer)
             if reply is not None:
                 try:
-                    self._socket.send_multipart([peer, *reply], zmq.NOBLOCK)
+                    self._send(peer, reply, caller)
                 except zmq.ZMQError as error:  # the peer is gone or does not read: its own deadline ends it
                     log.debug("a reply could not be sent: %s", error)
+
+    def _send(self, peer: bytes, reply: list[Any], caller: Caller) -> None:
+        backlog = self.service.backlog
+        if not backlog.wants_mark(peer, sum(map(len, reply))):
+            self._socket.send_multipart([peer, *reply], zmq.NOBLOCK)
+            return
+        # ZMQ tells when it lets go of a frame that it did not copy; the last one goes last. Whether it lets go because
+        # the frame was written or because the connection is gone, it is no longer in memory.
+        last = zmq.Frame(reply[-1], track=True, copy=False, copy_threshold=0)
+        tracker, session = last.tracker, decode_header(reply).session
+        self._socket.send_multipart([peer, *reply[:-1], last], zmq.NOBLOCK)
+        backlog.add(peer, session, caller.key or session, lambda: tracker.done)
 
     def _fill_pool(self) -> None:
         while not self._stopping:

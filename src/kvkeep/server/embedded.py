@@ -161,6 +161,9 @@ class EmbeddedTransport:
         served, self._served = self._served, self._server.serving
         return served and not self._served
 
+    def refusal(self) -> str:
+        return ""
+
     def close(self) -> None:
         self._closed = True
         self._inbox.clear()

@@ -81,10 +81,11 @@ class Cleared(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the loop turns, and for how long it has been busy with one turn."""
+    """Whether the loop turns and the pool is its own, and for how long it has been busy with one turn."""
 
     healthy: bool
     busy_s: float
+    reason: str
 
 
 class Readiness(BaseModel):
@@ -137,9 +138,13 @@ def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:
     async def healthz(response: Response) -> Health:
         busy_since = daemon.busy_since
         busy_s = 0.0 if busy_since is None else time.monotonic() - busy_since
-        healthy = busy_s <= stuck_after_s
-        response.status_code = 200 if healthy else 503
-        return Health(healthy=healthy, busy_s=round(busy_s, 3))
+        reason = ""
+        if busy_s > stuck_after_s:
+            reason = "the server's loop is stuck"
+        elif daemon.lost:
+            reason = "the pool's lock file was removed: restart the server"
+        response.status_code = 503 if reason else 200
+        return Health(healthy=not reason, busy_s=round(busy_s, 3), reason=reason)
 
     @app.get("/readyz", tags=["health"], summary="Whether engines may be sent here")
     async def readyz(response: Response) -> Readiness:
@@ -152,7 +157,7 @@ def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:
         elif not daemon.ready.is_set():
             reason = f"the pool is being filled: {pool.filled_bytes} of {pool.pool_bytes} bytes"
         elif not pool.is_in_place():
-            reason = f"the pool's directory {pool.directory} was removed: restart the server"
+            reason = f"the pool's directory {pool.directory} was removed, or its lock: restart the server"
         elif not pool.filled_bytes:
             reason = "the pool has no memory"
         response.status_code = 503 if reason else 200

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT, checksum
+from kvkeep.server.auth import Caller
 from kvkeep.server.sessions import NetworkWrite, ServerSession
 from kvkeep.units import MIB
 from kvkeep.wire.messages import Fetch, Put
@@ -27,11 +28,13 @@ class PoolMemory(Protocol):
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]: ...
 
 
-def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_bytes: int) -> list[bytes]:
+def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_bytes: int, caller: Caller) -> list[bytes]:
     """One payload frame for each block asked for."""
     if request.lease not in session.network_leases:
         raise RequestError("unknown_lease", f"this session has no lease {request.lease}", field="lease")
-    layout, slots = session.network_leases[request.lease]
+    lease = session.network_leases[request.lease]
+    layout, slots = lease.layout, lease.slots
+    caller.check_tenant(lease.tenant)
     if not 0 <= request.shard < layout.shards:
         raise RequestError("bad_shard", f"shard {request.shard} of {layout.shards}", field="shard")
     if request.start < 0 or request.count < 1 or request.start + request.count > len(slots):

@@ -21,9 +21,10 @@ from kvkeep.kv.identity import check_tenant
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.server import network
 from kvkeep.server.auth import ANYONE, Caller
+from kvkeep.server.backlog import Backlog
 from kvkeep.server.counters import Counters, Latency
-from kvkeep.server.limits import NO_LIMITS, ClientLimits, Pace, check_sessions
-from kvkeep.server.sessions import NetworkWrite, ServerSession, Sessions
+from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
+from kvkeep.server.sessions import NetworkLease, NetworkWrite, ServerSession, Sessions
 from kvkeep.store.operators import drop_block
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import NO_ROW, READY
@@ -66,6 +67,8 @@ class Service:
         self._make_watch = make_watch
         self._network_timeout_ms = network_timeout_ms
         self._client_limits = client_limits
+        self._paces = Paces(client_limits)
+        self.backlog = Backlog()
         self._old_sessions = old_sessions
         self._handlers: dict[type, Callable[..., m.Reply]] = {
             m.Attach: self._attach,
@@ -81,8 +84,11 @@ class Service:
             m.Goodbye: self._goodbye,
         }
 
-    def handle(self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE) -> list[Any] | None:
-        """Carries out one request of the caller's and returns the frames of its reply."""
+    def handle(
+        self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE, peer: bytes = b""
+    ) -> list[Any] | None:
+        """Carries out one request of the caller's, which came by the connection `peer`, and returns the frames of its
+        reply."""
         started = time.perf_counter()
         try:
             header = decode_header(frames)
@@ -95,7 +101,7 @@ class Service:
         try:
             request = decode_request(header, frames, self._limits.frame_bytes)
             kind = type(request).__name__
-            reply, payload = self._answer(header, request, frames[2:], now_ms, caller)
+            reply, payload = self._answer(header, request, frames[2:], now_ms, caller, peer)
             if reply is None:
                 return None
         except RequestError as error:
@@ -142,13 +148,16 @@ class Service:
     # -- sessions
 
     def _answer(
-        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int, caller: Caller
+        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int, caller: Caller, peer: bytes
     ) -> tuple[m.Reply | None, list[bytes]]:
         if isinstance(request, m.Hello):
-            return self._hello(request, now_ms, caller), []
-        session = self.sessions.get(header.session, caller.key)
+            return self._hello(request, now_ms, caller, peer), []
+        session = self.sessions.get(header.session, caller.key, peer)
         session.last_seen_ms = now_ms
-        session.pace.check_request(now_ms)
+        if not isinstance(request, m.Goodbye):  # which gives back, and which a session says once
+            session.pace.check_request(now_ms)
+        if isinstance(request, m.Fetch | m.Lookup | m.PrepareStore):  # those whose replies can be long
+            self.backlog.check(session.token, session.key or session.token)
         if session.is_repeated(header.number):
             self.counters.repeated_requests += 1
             return None, []
@@ -156,11 +165,13 @@ class Service:
             raise RequestError("not_attached", "this session has not said Attach", hint="choose a data plane first")
         if isinstance(request, m.Fetch):
             session.pace.check_network(now_ms)
-            sent = network.fetch(session, request, self._memory, self._limits.frame_bytes)
+            sent = network.fetch(session, request, self._memory, self._limits.frame_bytes, caller)
             nbytes = sum(map(len, sent))
             session.pace.count_network(nbytes)
             self.counters.network_bytes_out += nbytes
             return m.Done(len(sent)), sent
+        if isinstance(request, m.Put | m.CompleteStore) and request.write in session.write_tenants:
+            caller.check_tenant(session.write_tenants[request.write])
         if isinstance(request, m.Put):
             session.pace.check_network(now_ms)
             nbytes = network.put(session, request, payload, self._memory)
@@ -172,23 +183,29 @@ class Service:
             caller.check_tenant(request.tenant)
         return self._handlers[type(request)](session, header.number, request, now_ms), []
 
-    def _hello(self, request: m.Hello, now_ms: int, caller: Caller) -> m.Welcome:
+    def _hello(self, request: m.Hello, now_ms: int, caller: Caller, peer: bytes) -> m.Welcome:
         if caller.revoked:
             raise RequestError(
                 "revoked_key", "this client's key was revoked", hint="use a key that is in the server's authorized_keys"
             )
         if self.draining:
             raise RequestError("shutting_down", "the server is shutting down", hint="connect to the next one")
-        check_sessions(self._client_limits, self.sessions.all(), caller.key, request.pid)
+        client = client_of(caller.key, request.pid)
+        pace = self._paces.begin(client, now_ms)
         number = self.sessions.next_number()
-        self.store.open_session(number)
+        try:
+            check_sessions(self._client_limits, self.sessions.all(), caller.key, request.pid)
+            self.store.open_session(number)
+        except RequestError:
+            self._paces.end(client, pace, now_ms)
+            raise
         watch = None
         try:
             watch = self._make_watch(number)
         except OSError as error:  # without a lock there is no shared memory, but there is the network
             log.warning("session %d gets no shared memory, its lock file cannot be made: %s", number, error)
-        client, pace = request.client[:_CLIENT_NAME_CHARS], Pace(self._client_limits, now_ms)
-        session = self.sessions.add(number, client, request.pid, watch, now_ms, caller.key, pace)
+        name = _printable(request.client[:_CLIENT_NAME_CHARS])
+        session = self.sessions.add(number, name, request.pid, watch, now_ms, caller.key, pace, peer)
         self.counters.sessions_opened += 1
         place = m.PoolPlace(
             self._place.directory,
@@ -228,6 +245,7 @@ class Service:
     def _end(self, session: ServerSession, now_ms: int) -> None:
         self.store.close_session(session.number, now_ms)
         self.sessions.remove(session)
+        self._paces.end(session.owner, session.pace, now_ms)
 
     def _open_layout(self, session: ServerSession, number: int, request: m.OpenLayout, now_ms: int) -> m.Reply:
         if len(request.fingerprint) != FINGERPRINT_BYTES:
@@ -263,7 +281,7 @@ class Service:
         counters.hit_blocks += hit.blocks
         slots = hit.slots.tobytes()
         if session.plane == m.NETWORK and slots:
-            session.network_leases[number] = (store.layouts.get(layout), hit.slots)
+            session.network_leases[number] = NetworkLease(store.layouts.get(layout), hit.slots, request.tenant)
             slots = b""
         return m.Found(hit.blocks, slots, hit.checksums.tobytes())
 
@@ -323,6 +341,8 @@ class Service:
         self.counters.refused_blocks += plan.refused
         self.counters.orphan_blocks += plan.refused if plan.orphan else 0
         slots = plan.slots.tobytes()
+        if slots:
+            session.write_tenants[number] = request.tenant
         if session.plane == m.NETWORK and slots:
             layout = self.store.layouts.get(request.layout)
             arrived = np.zeros(len(plan.slots), dtype=np.bool_)
@@ -339,6 +359,7 @@ class Service:
             network.check_arrived(session, request.write, checksums)
         stored = self.store.complete_store(session.number, request.write, checksums, now_ms)
         session.network_writes.pop(request.write, None)
+        session.write_tenants.pop(request.write, None)
         self.counters.stored_blocks += stored.blocks
         self.counters.stored_bytes += stored.nbytes
         return m.Done(stored.blocks)
@@ -347,6 +368,7 @@ class Service:
         abandoned = 0
         for write in request.writes:
             session.network_writes.pop(write, None)
+            session.write_tenants.pop(write, None)
             if self.store.abandon_store(session.number, write, now_ms):
                 abandoned += 1
             else:
@@ -362,6 +384,11 @@ class Service:
 
 def _check_tenant(tenant: str) -> None:
     check_tenant(tenant, "send kvkeep.kv.identity.tenant_of(salt), never the salt itself")
+
+
+def _printable(name: str) -> str:
+    """It goes into the log: with a line break of its own it could write lines that are not ours."""
+    return "".join(char if char.isprintable() else "?" for char in name)
 
 
 def _names(session: ServerSession) -> tuple[int, str, int]:

@@ -18,13 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
-from kvkeep.server.limits import Pace
+from kvkeep.server.limits import Pace, client_of
 from kvkeep.store.layouts import Layout
 from kvkeep.wire.liveness import Watch
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000
+_CONNECTIONS_REMEMBERED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLease:
+    """A lease whose bytes leave by Fetch: where they are, and whose: the client's key may lose that tenant."""
+
+    layout: Layout
+    slots: NDArray[np.int64]
+    tenant: str
 
 
 @dataclass
@@ -53,10 +63,29 @@ class ServerSession:
     pace: Pace = field(default_factory=Pace)
     plane: str = ""
     cancelled: OrderedDict[int, None] = field(default_factory=OrderedDict)  # given up before they came, oldest first
-    network_leases: dict[int, tuple[Layout, NDArray[np.int64]]] = field(default_factory=dict)
+    network_leases: dict[int, NetworkLease] = field(default_factory=dict)
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
+    write_tenants: dict[int, str] = field(default_factory=dict)  # of writes under way, on either plane
+    peer: bytes = b""  # the connection that it is on
+    _left: deque[bytes] = field(default_factory=lambda: deque(maxlen=_CONNECTIONS_REMEMBERED))
     _seen: set[int] = field(default_factory=set)
     _seen_order: deque[int] = field(default_factory=deque)
+
+    @property
+    def owner(self) -> str | int:
+        """The client it counts for."""
+        return client_of(self.key, self.pid)
+
+    def is_on(self, peer: bytes) -> bool:
+        """Whether the session is on that connection. A new one takes it over, since the old one may have broken; from
+        then on the old one is nobody's: a session cannot be used over several at a time."""
+        if peer == self.peer:
+            return True
+        if peer in self._left:
+            return False
+        self._left.append(self.peer)
+        self.peer = peer
+        return True
 
     def is_repeated(self, number: int) -> bool:
         """Notes a request's number; True if it came before. (Some networks deliver twice.)"""
@@ -112,16 +141,18 @@ class Sessions:
         now_ms: int,
         key: str = "",
         pace: Pace | None = None,
+        peer: bytes = b"",
     ) -> ServerSession:
         token = secrets.randbits(63) | 1
-        session = ServerSession(token, number, client, pid, watch, now_ms, now_ms, key, pace or Pace())
+        session = ServerSession(token, number, client, pid, watch, now_ms, now_ms, key, pace or Pace(), peer=peer)
         self._by_token[token] = session
         return session
 
-    def get(self, token: int, key: str = "") -> ServerSession:
-        """The session of that token, if it is asked for with the key that opened it."""
+    def get(self, token: int, key: str = "", peer: bytes = b"") -> ServerSession:
+        """The session of that token, if it is asked for with the key that opened it, and not by a connection that it
+        has left."""
         session = self._by_token.get(token)
-        if session is None or session.key != key:
+        if session is None or session.key != key or not session.is_on(peer):
             raise RequestError(
                 "unknown_session",
                 "this server does not know the session",

@@ -29,7 +29,12 @@ class WarmStart:
 def open_store(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, WarmStart]:
     """A store over the pool, with what is left in it. The pool's memory that is there is the store's."""
     if pool.not_adopted:
-        log.warning("what is left in %s is not adopted, the server starts empty: %s", pool.directory, pool.not_adopted)
+        log.warning(
+            "what is left in %s is not adopted, the server starts empty: %s. It is removed "
+            "(pool_size = auto takes the size of what is left)",
+            pool.directory,
+            pool.not_adopted,
+        )
     if pool.is_left:
         started = time.perf_counter()
         adopted = _adopt(pool, limits, now_ms)

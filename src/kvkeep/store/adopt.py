@@ -2,6 +2,7 @@
 
     READY, its seal matches, its parents are adopted too    adopted: a lookup finds it as before
     leased when the old server ended                        adopted, and held as long as an old process lives
+    READY, and a shard that it lacks may be on its way      adopted; nobody else gets that shard's place so long
     being written, waiting, evicting, or not to be proven   dropped; its slot is held as long as an old process lives
     all slots that no row names                             free
 
@@ -20,9 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.layouts import Layout
 from kvkeep.store.seals import fold, seals
-from kvkeep.store.store import OLD_SESSIONS, Session, Store
+from kvkeep.store.store import OLD_SESSIONS, Session, Store, Write
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WORDS_A_KEY, BlockTable
 from kvkeep.store.tenants import tenant_word
 from kvkeep.store.tree import link_all, split_keys
@@ -62,6 +64,8 @@ def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption
     many = store.blocks.table.many
     # A lease pins the last block of a chain. If that cannot be proven, nobody can tell what else is being read.
     pinned = (many.pins[adopted] > 0) | (many.state[dropped] == READY).any()
+    # A lease on what is dropped now covers what that hung on, too: only its child kept it in place.
+    pinned |= np.isin(adopted, many.parent[dropped])
     leased = adopted[pinned] if old_sessions else held[:0]
     _settle(store, adopted, held, leased)
     _rebuild(store, slabs, adopted, held, now_ms)
@@ -197,6 +201,7 @@ def _one_a_slot(table: BlockTable, rows: Rows) -> Rows:
 def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
     """Leaves in the columns what the store is to begin with, in an order that may be cut off anywhere."""
     table, many = store.blocks.table, store.blocks.table.many
+    many.pins[leased] = np.maximum(many.pins[leased], 1)  # first: what told us so is gone with the next lines
     many.pins[held] = 1
     many.parent[held] = NO_ROW
     many.state[held] = EVICTING
@@ -232,10 +237,26 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
         store.layouts[layout].blocks = len(some)
         _rebuild_checks(store, store.layouts[layout], some)
     store.slabs.take_over(slabs, _slots_by_slab(store, rows))
+    _hold_lacking(store)
     leaves = adopted[(many.first_child[adopted] == NO_ROW) & (many.pins[adopted] == 0)]
     store.blocks.order.enqueue_all(leaves, now_ms)
     for row in adopted[many.expires_ms[adopted] > 0].tolist():
         store.blocks.order.expire_later(row)
+
+
+def _hold_lacking(store: Store) -> None:
+    """Whoever holds a block that lacks a shard may be writing that shard: to the store it is a write of the old
+    sessions', so that no second writer gets the place. Readers never look there."""
+    many, old = store.blocks.table.many, store.sessions.get(OLD_SESSIONS)
+    rows = np.array(list(old.leases.values()) if old else [], dtype=np.int64)
+    rows = rows[many.state[rows] == READY]
+    for number, of_layout in _split(rows, many.layout[rows]):
+        layout = store.layouts[number]
+        lacking = layout.checks[many.check[of_layout]] == ABSENT
+        for shard in np.flatnonzero(lacking.any(axis=0)).tolist():
+            assert old is not None
+            work = old.writes[len(old.writes)] = Write(layout, shard, [])
+            store.add_to_write(old, work, of_layout[lacking[:, shard]].tolist())
 
 
 def _rebuild_checks(store: Store, layout: Layout, rows: Rows) -> None:

@@ -217,14 +217,14 @@ class Store:
         room = min(len(wanted) - new_from, may_write - len(joined))
         work = Write(shape, shard, [])
         if joined:
-            self._add_to_write(state, work, [row for _, row in joined])
+            self.add_to_write(state, work, [row for _, row in joined])
         positions = [position for position, _ in joined]
         if above != NO_ROW:
             self.blocks.touch(above, self.blocks.next_use())
         if room > 0:
             keys_of_new = wanted[new_from : new_from + room]
             created = self._create(tenant, shape, above, keys_of_new, now_ms, priority, ttl_ms)
-            self._add_to_write(state, work, created)
+            self.add_to_write(state, work, created)
             positions.extend(range(new_from, new_from + len(created)))
             new_from += len(created)
         if work.rows:
@@ -378,7 +378,8 @@ class Store:
         self.tenants.forget_if_idle(owner)
         return rows
 
-    def _add_to_write(self, state: Session, work: Write, rows: list[int]) -> None:
+    def add_to_write(self, state: Session, work: Write, rows: list[int]) -> None:
+        """From now on the session is the one that writes this shard of these blocks."""
         bit, writers = 1 << work.shard, self.writers
         self.blocks.pin_many(rows)
         for row in rows:

@@ -78,6 +78,8 @@ def _walk_down(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: in
         row = index.get(key, NO_ROW)
         if row == NO_ROW or table.parent[row] != above or table.state[row] != READY or (skip and above == NO_ROW):
             break
+        if table.keys[row] != key:  # somebody else wrote into our columns
+            break
         rows.append(row)
         above = row
     return np.array(rows, dtype=np.int64)

@@ -136,6 +136,9 @@ class ChaosTransport:
         lost, self.was_lost = self.was_lost, False
         return lost
 
+    def refusal(self) -> str:
+        return ""
+
     def close(self) -> None:
         """May be called by the garbage collector, at any time: nothing happens."""
 

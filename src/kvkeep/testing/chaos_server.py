@@ -143,9 +143,7 @@ class ChaosServer:
         for session in self.service.sessions.all():
             if session.watch is not None:
                 os.close(session.watch._descriptor)
-        self.pool._let_go_of_what_was_left()
-        os.close(self.pool._lock)
-        self.pool._lock = -1
+        self.pool.let_go()
 
     def stop(self, *, keep: bool) -> None:
         """Ends in order, and leaves the pool to the next, or not."""

@@ -122,5 +122,8 @@ class SimulatedTransport:
     def lost(self) -> bool:
         return False  # this network has no connections to lose, only messages
 
+    def refusal(self) -> str:
+        return ""
+
     def close(self) -> None:
         self.inbox.clear()

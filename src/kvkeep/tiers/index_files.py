@@ -1,7 +1,8 @@
 """The index beside the pool: columns that are files in the memory file system, there for the next server.
 
-    index-header             what the columns were made for, with a check of its own
+    index-header             what the columns were made for, with a check of its own; locked by who uses them
     index-state …            one file a column; its length says how many rows there are
+    index-sessions           which locks of sessions there are (`session_locks`)
 
 A file is made longer before its rows are used (no write to a mapping can fail later), and never shorter. Everything is
 written in place, by one thread: what the process had stored when it was killed is what the next one finds. When there
@@ -10,6 +11,7 @@ is no shared memory left, the header goes and the index goes on in plain memory:
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -30,7 +32,7 @@ from kvkeep.units import format_size
 
 PREFIX = "index-"
 _HEADER_FILE = PREFIX + "header"
-_VERSION = 1
+_VERSION = 2
 _MAGIC = b"kvkeepix"
 _HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, 0, form, pool bytes, slab bytes, segment bytes
 _CHECK = struct.Struct("<Q")
@@ -58,6 +60,10 @@ class FileColumns:
         if column is None or len(column) < rows:
             column = self._columns[name] = self._longer(name, np.dtype(dtype), width, rows)
         return column
+
+    def has(self, name: str, nbytes: int) -> bool:
+        """Whether such a column was left, with so many bytes at least."""
+        return _size(self._directory / (PREFIX + name)) >= nbytes
 
     def drop(self, name: str) -> None:
         self._columns.pop(name, None)
@@ -100,6 +106,18 @@ def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_byte
         os.write(descriptor, head + _CHECK.pack(checksum(head)))
     finally:
         os.close(descriptor)
+
+
+def own_header(directory: Path) -> int:
+    """Locks the header, until the descriptor is closed. It goes with the columns wherever somebody moves them, so no
+    two servers ever write into the same ones. BlockingIOError if another does."""
+    descriptor = os.open(directory / _HEADER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def remove_header(directory: Path) -> None:

@@ -1,10 +1,10 @@
 """The memory tier: the pool in shared memory, made, filled, guarded and removed by the daemon.
 
 <shm_dir>/kvkeep-<name>/          owner only
-    daemon.lock                   held by the daemon that owns the pool
+    daemon.lock                   held by the daemon that owns the pool, as is the directory itself (`ownership`)
     epoch                         this server process's epoch, so that a client can tell the pool is really here
     segment-00000 …               the memory
-    session-….lock                one for each attached session
+    session-….lock                one for each attached session (`session_locks`)
     index-…                       what is in it, for the next server, if that is to find it (`index_files`)
 """
 
@@ -12,24 +12,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
-import stat
 from pathlib import Path
 
 from kvkeep.errors import PoolError
 from kvkeep.store.columns import Columns, PlainColumns
-from kvkeep.tiers.index_files import FileColumns, remove_header, sizes_left, why_not_adopt, write_header
+from kvkeep.tiers import session_locks
+from kvkeep.tiers.index_files import (
+    FileColumns,
+    own_header,
+    remove_header,
+    sizes_left,
+    why_not_adopt,
+    write_header,
+)
 from kvkeep.tiers.old_sessions import OldSessions
+from kvkeep.tiers.ownership import LOCK_FILE, Ownership
+from kvkeep.tiers.session_locks import SessionLocks
 from kvkeep.units import MIB, format_size
-from kvkeep.wire.liveness import Watch, own
+from kvkeep.wire.liveness import Watch
 from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
 
 _SEGMENT_BYTES = 256 * MIB
 _LARGEST_SLAB_BYTES = 64 * MIB
 _SLABS_AT_LEAST = 16
-_LOCK_FILE = "daemon.lock"
 
 
 def slab_bytes_for(pool_bytes: int) -> int:
@@ -77,7 +84,8 @@ class Pool:
         self._keep = keep
         self._epoch = epoch
         self._old_sessions: OldSessions | None = None
-        self._lock = _own(self.directory)
+        self._header = -1
+        self._ownership = Ownership(self.directory)
         try:
             if keep and not fresh:
                 self._find_what_is_left()
@@ -102,14 +110,17 @@ class Pool:
         self._let_go_of_what_was_left()
         self.is_left = False
         self._remove_files()
-        if left := sorted(set(os.listdir(self.directory)) - {_LOCK_FILE}):
+        if left := sorted(set(os.listdir(self.directory)) - {LOCK_FILE}):
             raise PoolError(f"{self.directory / left[0]} cannot be removed", "remove it, or choose another --name")
 
     def _begin(self) -> None:
         self._write_epoch()
         if self._keep:
             self.columns = FileColumns(self.directory)
+        self._session_locks = SessionLocks(self.directory, self.columns)
+        if self._keep:
             write_header(self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes)
+            self._header = own_header(self.directory)
 
     @property
     def is_kept(self) -> bool:
@@ -131,8 +142,14 @@ class Pool:
         return self.pool_bytes // self.slab_bytes
 
     def is_in_place(self) -> bool:
-        """Whether the directory is still ours: somebody may have removed it, and another server made it anew."""
-        return self._lock_found() == os.fstat(self._lock).st_ino if self._lock >= 0 else False
+        """Whether the directory is still ours, and says so: somebody may have removed it, or the lock file in it, and
+        another server made it anew."""
+        return self._ownership.has_lock_file()
+
+    def is_unlocked(self) -> bool:
+        """Whether the directory is ours and our lock file in it is gone: clients take the server for dead, and what it
+        has for deserted."""
+        return self._ownership.has_directory() and not self._ownership.has_lock_file()
 
     def fill_next(self) -> tuple[int, int]:
         """Allocates the next segment's memory, so that no later write to it can fail. May take a while.
@@ -165,19 +182,21 @@ class Pool:
         """A new lock file for a session. OSError if there is no place for it."""
         if not self.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "the pool's directory was removed", str(self.directory))
-        return Watch(self.directory / f"session-{self._epoch:016x}-{number}.lock")
+        return self._session_locks.watch(self._epoch, number)
 
     def close(self, *, keep: bool = False) -> None:
         """Removes the pool, or leaves it to the next server. Processes that have it mapped keep their mapping until
         they let go of it."""
-        if self._lock < 0:
-            return
-        self._let_go_of_what_was_left()
-        if not keep and self._lock_found() in (None, os.fstat(self._lock).st_ino):  # or it is another server's by now
+        if not keep and self._ownership.has_directory():  # else it is gone, or another server's by now
+            self._let_go_of_what_was_left()
             self._remove_files()
             shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = -1
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Ends all that this process has of the pool, as its death would, and changes nothing in it."""
+        self._let_go_of_what_was_left()
+        self._ownership.close()
 
     def _find_what_is_left(self) -> None:
         """Takes segments and columns as they are, if they are an index and its pool. From then on no process of the
@@ -187,15 +206,27 @@ class Pool:
         try:
             why = why_not_adopt(self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes)
             if not why:
+                self._header = own_header(self.directory)
+                columns = FileColumns(self.directory)
+                why = self._find_session_locks(columns)
+            if not why:
                 self._write_epoch()
-                self._old_sessions = OldSessions(self.directory)
+                self._old_sessions = OldSessions(self.directory, self._session_locks.forget)
                 self.segments = self._make_segments()
                 self._map_segments_left()
-                self.columns = FileColumns(self.directory)
+                self.columns = columns
                 self.is_left = True
         except (OSError, PoolError) as error:
             why = f"it cannot be read: {error}"
         self.not_adopted = why
+
+    def _find_session_locks(self, columns: FileColumns) -> str:
+        """Why they do not tell who may still be at work in the pool; empty if they do."""
+        if not columns.has(session_locks.COLUMN, session_locks.LEAST_BYTES):
+            return "a column of its index is missing or too short"
+        self._session_locks = SessionLocks(self.directory, columns)
+        missing = self._session_locks.missing()
+        return f"{missing} is not the file that it was, and its process may still be at work" if missing else ""
 
     def _map_segments_left(self) -> None:
         """The first ones, as far as all their memory is there. Those after a gap are removed."""
@@ -218,6 +249,9 @@ class Pool:
         if self._old_sessions is not None:
             self._old_sessions.close()
             self._old_sessions = None
+        if self._header >= 0:
+            os.close(self._header)
+            self._header = -1
 
     def _make_segments(self) -> Segments:
         return Segments(self.directory, self.segment_bytes, self.pool_bytes, self._epoch)
@@ -243,48 +277,8 @@ class Pool:
                 with contextlib.suppress(OSError):
                     if path.is_dir() and not path.is_symlink():
                         shutil.rmtree(path)
-                    elif path.name != _LOCK_FILE:
+                    elif path.name != LOCK_FILE:
                         path.unlink()
-
-    def _lock_found(self) -> int | None:
-        """The inode of the lock file that lies in the directory now. None if there is none."""
-        try:
-            found = os.stat(self.directory / _LOCK_FILE, follow_symlinks=False)
-        except OSError:
-            return None
-        return found.st_ino if stat.S_ISREG(found.st_mode) else None
-
-
-def _own(directory: Path) -> int:
-    """Makes the directory and takes its lock, or says who has it."""
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if directory.is_symlink():  # anyone may put one into shared memory, and what it points at would be emptied
-            raise PoolError(f"{directory} is a symbolic link", "remove it, or choose another --name")
-        status = directory.stat()
-        if status.st_uid != os.getuid():
-            raise PoolError(f"{directory} belongs to another user", "choose another --name")
-        directory.chmod(0o700)
-        path = directory / _LOCK_FILE
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise PoolError(f"cannot make {directory}: {error.strerror}", "check --shm-dir") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        own(descriptor)
-        if os.stat(path).st_ino != os.fstat(descriptor).st_ino:
-            raise BlockingIOError  # the previous owner removed it while we opened it
-    except (BlockingIOError, FileNotFoundError):
-        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise PoolError(
-            f"the pool {directory} is in use by another kvkeep server (process {owner})",
-            "stop that server, or give this one a --name, an --address and an --http-address of its own",
-        ) from None
-    with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def _check_space(shm_dir: Path, pool_bytes: int, asked_bytes: int) -> None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
 class OldSessions:
-    """The locks that were held when this was made. OSError if one cannot be looked at."""
+    """The locks that were held when this was made. OSError if one cannot be looked at. `forget` is told of each file
+    before it is removed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, forget: Callable[[Path], None] = lambda path: None) -> None:
+        self._forget = forget
         self._locks: dict[Path, int] = {}
         for path in sorted(directory.glob("session-*.lock")):
             self._locks[path] = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -27,6 +30,7 @@ class OldSessions:
         for path, descriptor in list(self._locks.items()):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._forget(path)
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
                 del self._locks[path]

@@ -61,9 +61,14 @@ def is_key(text: str) -> bool:
 def read_pair(path: Path) -> tuple[str, str]:
     """Public and secret key of a secret-key file. SettingsError names the file if it is none or others can read it."""
     check_curve()
-    lines = key_lines(read_text(path, PRIVATE))
+    text = read_text(path, PRIVATE)
+    lines = key_lines(text)
     if len(lines) != 1 or not is_key(lines[0]):
         raise SettingsError(f"{path} is no secret-key file", "`kvkeep keygen` makes one; it holds one key and no more")
+    if _says(text, "public key"):  # it would work, and everybody who has it would have the secret
+        raise SettingsError(
+            f"{path} holds a public key, where the secret one is wanted", "name the file that ends in .key"
+        )
     return zmq.curve_public(lines[0].encode()).decode(), lines[0]
 
 
@@ -75,10 +80,20 @@ def read_public(text: str) -> str:
         path = Path(text).expanduser()
     except RuntimeError:  # a ~ without a home
         raise SettingsError(f"{text} names no home directory that is known here", "write the whole path") from None
-    lines = key_lines(read_text(path))
+    text = read_text(path)
+    lines = key_lines(text)
     if len(lines) != 1 or not is_key(lines[0].split()[0]):
         raise SettingsError(f"{path} is no public-key file", "copy the server's server.pub, as `kvkeep keygen` made it")
+    if _says(text, "secret key"):
+        raise SettingsError(
+            f"{path} holds a secret key, where the public one is wanted", "name the file that ends in .pub"
+        )
     return lines[0].split()[0]
+
+
+def _says(text: str, kind: str) -> bool:
+    """Whether a comment of the file says what it is."""
+    return any(line.startswith("# ") and kind in line for line in text.splitlines())
 
 
 def read_token(path: Path) -> bytes:
@@ -98,9 +113,27 @@ def key_lines(text: str) -> list[str]:
     return [line for line in lines if line and line != "#" and not line.startswith("# ")]
 
 
-def read_text(path: Path, forbidden: int = 0) -> str:
-    """A small text file whose mode has none of the `forbidden` bits. Looked at and read through one descriptor: what
-    was checked is what is read. SettingsError names the file and the remedy."""
+def check_owner(path: Path, status: os.stat_result) -> None:
+    """SettingsError if it belongs to somebody other than us and root, who could change it at any time."""
+    if status.st_uid not in (os.geteuid(), 0):
+        raise SettingsError(
+            f"{path} belongs to another user (uid {status.st_uid})", f"chown it to uid {os.geteuid()} or to root"
+        )
+
+
+def check_directory(path: Path, status: os.stat_result) -> None:
+    """SettingsError if others than us and root may put files into a directory. On a read-only file system nobody may,
+    whatever the mode says: Kubernetes mounts Secrets so, with mode 1777."""
+    check_owner(path, status)
+    if status.st_mode & UNWRITABLE and not os.statvfs(path).f_flag & os.ST_RDONLY:
+        mode = stat.S_IMODE(status.st_mode)
+        raise SettingsError(f"others can write to the directory {path} (mode {mode:04o})", f"chmod 700 {path}")
+
+
+def read_text(path: Path, forbidden: int = 0, *, ours: bool = False) -> str:
+    """A small text file whose mode has none of the `forbidden` bits and which, if it is to be `ours`, belongs to us or
+    root. Looked at and read through one descriptor: what was checked is what is read. SettingsError names the file and
+    the remedy."""
     try:
         # Not blocking, or a pipe in its place would keep us waiting.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -109,11 +142,14 @@ def read_text(path: Path, forbidden: int = 0) -> str:
     except ValueError:  # a NUL, or text that no file system can have
         raise SettingsError(f"{str(path)!r} is no name of a file", "write the path of a file") from None
     try:
-        mode = os.fstat(descriptor).st_mode
+        status = os.fstat(descriptor)
+        mode = status.st_mode
         if not stat.S_ISREG(mode):
             raise SettingsError(f"{path} is no file", "name a file that `kvkeep keygen` made")
         if mode & forbidden:
             raise SettingsError(f"{path} is open to others (mode {stat.S_IMODE(mode):04o})", f"chmod 600 {path}")
+        if ours:
+            check_owner(path, status)
         data = os.read(descriptor, MAX_FILE_BYTES + 1)
     finally:
         os.close(descriptor)

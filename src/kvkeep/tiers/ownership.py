@@ -1,0 +1,110 @@
+"""Who owns a pool's directory: one process at a time, by the kernel's word.
+
+Two things are locked. The directory itself, because it is what two servers would share: whoever removes files in it
+(a cleaner, an operator) does not remove that lock. And `daemon.lock` in it, which says who the owner is and by which
+clients tell that their server lives. (Cleaners that ask first, as systemd-tmpfiles does, leave a locked directory
+alone.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from kvkeep.errors import PoolError
+from kvkeep.wire.liveness import own
+
+LOCK_FILE = "daemon.lock"
+
+
+class Ownership:
+    """Makes the directory and owns it until `close`. PoolError says who has it, or what is in the way."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory
+        self._directory = self._lock = -1
+        try:
+            self._directory = _open_directory(directory)
+            self._take()
+        except BlockingIOError:
+            owner = self._owner()
+            self.close()
+            raise PoolError(
+                f"the pool {directory} is in use by another kvkeep server (process {owner})",
+                "stop that server, or give this one a --name, an --address and an --http-address of its own",
+            ) from None
+        except OSError as error:
+            self.close()
+            raise PoolError(f"cannot make {directory}: {error.strerror}", "check --shm-dir") from error
+        except PoolError:
+            self.close()
+            raise
+
+    def has_directory(self) -> bool:
+        """Whether the directory that lies there now is ours. False if there is none."""
+        return self._directory >= 0 and _is_same(self._path, self._directory)
+
+    def has_lock_file(self) -> bool:
+        """Whether our lock file lies there, too."""
+        return self.has_directory() and _is_same(self._path / LOCK_FILE, self._lock)
+
+    def close(self) -> None:
+        """Lets go of it as it is."""
+        for descriptor in (self._lock, self._directory):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._directory = self._lock = -1
+
+    def _take(self) -> None:
+        """BlockingIOError if it is another's, or was removed by its owner while we opened it."""
+        status = os.fstat(self._directory)
+        if status.st_uid != os.getuid():
+            raise PoolError(f"{self._path} belongs to another user", "choose another --name")
+        fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not self.has_directory():
+            raise BlockingIOError
+        os.fchmod(self._directory, 0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock = os.open(LOCK_FILE, flags, 0o600, dir_fd=self._directory)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        own(self._lock)
+        if not self.has_lock_file():
+            raise BlockingIOError
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _owner(self) -> str:
+        """The process that has it, as far as that can be read."""
+        with contextlib.suppress(OSError):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(LOCK_FILE, flags, dir_fd=self._directory)
+            try:
+                return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            finally:
+                os.close(descriptor)
+        return "unknown"
+
+
+def _open_directory(directory: Path) -> int:
+    """Makes it if need be. What is opened is a directory of that very name: anyone may put a link into shared memory,
+    at any moment, and what it points at would be emptied."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    try:
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise PoolError(f"{directory} is a symbolic link", "remove it, or choose another --name") from None
+        raise
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return not stat.S_ISLNK(found.st_mode) and os.path.samestat(found, os.fstat(descriptor))

@@ -1,0 +1,82 @@
+"""The lock files of a pool's sessions, and a record of them beside the index.
+
+The next server tells by these files who may still be at work in the pool. A file that somebody removed, or made anew,
+would tell it that nobody is. So the record says which files there must be, and which inodes they are: more of them do
+no harm, one less and nothing is adopted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.store.columns import Columns
+from kvkeep.wire.liveness import Watch
+
+COLUMN = "sessions"
+_FIRST_ROWS = 64
+_ROW_WORDS = 3  # epoch, number, inode; a row without an epoch is free
+LEAST_BYTES = 8 * _ROW_WORDS * _FIRST_ROWS  # a record that is shorter has lost something
+_NAME = re.compile(r"session-([0-9a-f]{16})-([0-9]{1,18})\.lock")
+
+
+class SessionLocks:
+    """The record, over columns that are new or were left by another server."""
+
+    def __init__(self, directory: Path, columns: Columns) -> None:
+        self._directory = directory
+        self._columns = columns
+        self._grow(_FIRST_ROWS)
+
+    def watch(self, epoch: int, number: int) -> Watch:
+        """Makes a lock file and notes it: before anybody knows of it, and after it is there. OSError if it cannot."""
+        watch = _NotedWatch(self, self._path(epoch, number))
+        free = np.flatnonzero(self._rows[:, 0] == 0)
+        if not len(free):
+            free = np.array([len(self._rows)])
+            self._grow(2 * len(self._rows))
+        row = self._rows[free[0]]
+        row[1:] = number, os.stat(watch.path, follow_symlinks=False).st_ino
+        row[0] = epoch  # last: now it counts
+        return watch
+
+    def forget(self, path: Path) -> None:
+        """Before a lock file is removed by those who may. Nothing if it is not noted."""
+        if found := _NAME.fullmatch(path.name):
+            epoch, number = np.uint64(int(found[1], 16)), np.uint64(int(found[2]))
+            self._rows[(self._rows[:, 0] == epoch) & (self._rows[:, 1] == number), 0] = 0
+
+    def missing(self) -> str:
+        """The name of a lock file that should be here and is not; empty if all are."""
+        for at in np.flatnonzero(self._rows[:, 0]).tolist():
+            epoch, number, inode = self._rows[at].tolist()
+            path = self._path(epoch, number)
+            try:
+                found = os.stat(path, follow_symlinks=False).st_ino
+            except FileNotFoundError:
+                return path.name
+            if found != inode:
+                return path.name
+        return ""
+
+    def _path(self, epoch: int, number: int) -> Path:
+        return self._directory / f"session-{epoch:016x}-{number}.lock"
+
+    def _grow(self, rows: int) -> None:
+        self._rows: NDArray[np.uint64] = self._columns.grow(COLUMN, np.uint64, _ROW_WORDS, rows)
+
+
+class _NotedWatch(Watch):
+    """A watch whose file may go only after the record has forgotten it."""
+
+    def __init__(self, locks: SessionLocks, path: Path) -> None:
+        super().__init__(path)
+        self._locks = locks
+
+    def close(self) -> None:
+        self._locks.forget(self.path)
+        super().close()

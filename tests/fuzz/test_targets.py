@@ -1,0 +1,30 @@
+"""A few thousand inputs for each target, guided by coverage, from the corpus on: what `kvkeep fuzz` does for hours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvkeep.testing.fuzz import TARGETS
+
+CORPUS = Path(__file__).with_name("corpus")
+INPUTS = {"wire": 5_000, "service": 2_000, "index": 2_000, "config": 5_000, "http": 2_000}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_few_thousand_inputs_find_nothing(target: str) -> None:
+    pytest.importorskip("atheris")
+    flags = ["--target", target, "--inputs", str(INPUTS[target]), "--seconds", "3000", "--json"]
+    flags += ["--corpus", str(CORPUS)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvkeep.cli.main", "fuzz", *flags], capture_output=True, text=True, timeout=3600
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout)
+    assert list(said) == ["target", "inputs", "messages", "crashes", "hangs", "leaks", "edges", "seconds"]
+    assert said["inputs"] >= INPUTS[target] and said["edges"] > 100, said
+    assert (said["target"], said["crashes"], said["hangs"], said["leaks"]) == (target, 0, 0, 0)

@@ -1,0 +1,99 @@
+"""The target of the service: it is quiet on the code as it is, goes deep, and notices bugs that are planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvkeep.server import network
+from kvkeep.server.service import Service
+from kvkeep.server.sessions import ServerSession
+from kvkeep.store.store import Store
+from kvkeep.testing.fuzz_bytes import Leak, random_inputs
+from kvkeep.testing.fuzz_service import Siege, run_service
+from kvkeep.wire import messages as m
+
+
+def run_all(count: int = 400, seed: int = 21) -> None:
+    for data in random_inputs(seed, count, longest=400):
+        run_service(data)
+
+
+def test_it_is_quiet_and_goes_deep() -> None:
+    counted: Counter[str] = Counter()
+    refusals: set[str] = set()
+    for data in random_inputs(20, 400, longest=400):
+        siege = Siege(data)
+        counted["messages"] += siege.run()
+        counters = siege.server.service.counters
+        refusals |= counters.refusals.keys()
+        for name in ("stored_blocks", "hit_blocks", "abandoned_stores", "bad_frames", "sessions_died"):
+            counted[name] += getattr(counters, name)
+    assert counted["messages"] > 4000
+    assert counted["stored_blocks"] > 1000 and counted["hit_blocks"] > 800, "more than those of the good client"
+    assert min(counted.values()) > 10, counted
+    assert len(refusals) > 20 and "internal_error" not in refusals
+
+
+def test_an_internal_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Service._finish
+
+    def clumsy(self: Service, session: ServerSession, number: int, request: m.Finish, now_ms: int) -> m.Reply:
+        assert len(request.key) == 16
+        return real(self, session, number, request, now_ms)
+
+    monkeypatch.setattr(Service, "_finish", clumsy)
+    with pytest.raises(AssertionError, match=r"internal.error"):
+        run_all()
+
+
+def test_a_range_that_is_not_checked_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clumsy(session: ServerSession, request: m.Fetch, memory: network.PoolMemory, frame_bytes: int) -> list[bytes]:
+        layout, slots = session.network_leases[request.lease]
+        return [memory.view(int(slots[request.start]), layout.shard_bytes[request.shard]).tobytes()]
+
+    monkeypatch.setattr(network, "fetch", clumsy)
+    with pytest.raises(AssertionError, match=r"internal.error"):
+        run_all()
+
+
+def test_a_lease_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Store.release
+
+    def forgetful(self: Store, session: int, lease: int, now_ms: int) -> bool:
+        if lease % 3 == 1:
+            return self.sessions[session].leases.pop(lease, None) is not None
+        return real(self, session, lease, now_ms)
+
+    monkeypatch.setattr(Store, "release", forgetful)
+    with pytest.raises(AssertionError):
+        run_all()
+
+
+def test_a_session_that_stays_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Service, "end_dead_sessions", lambda self, now_ms: 0)
+    with pytest.raises(Leak, match="gone"):
+        run_all(1)
+
+
+def test_numbers_without_a_limit_are_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(self: ServerSession, number: int) -> None:
+        self.cancelled.update(dict.fromkeys(range(5_000)))
+
+    monkeypatch.setattr(ServerSession, "cancel", greedy)
+    with pytest.raises(Leak, match="numbers"):
+        run_all()
+
+
+def test_anothers_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = network.put
+
+    def astray(session: ServerSession, request: m.Put, payload: Any, memory: Any) -> int:
+        memory.view(0, 64)[:] = 7
+        return real(session, request, payload, memory)
+
+    monkeypatch.setattr(network, "put", astray)
+    with pytest.raises(AssertionError):
+        run_all()

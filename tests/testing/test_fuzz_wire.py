@@ -1,0 +1,77 @@
+"""The target of the decoders: it is quiet on the code as it is, and not when a bug is planted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvkeep.testing.fuzz_bytes import Choices, random_inputs
+from kvkeep.testing.fuzz_wire import REQUESTS, Fields, damaged, pack, run_decoder, seal, spoiled
+from kvkeep.wire import frames as framing
+from kvkeep.wire.frames import Header, decode_header, decode_request
+
+
+def run_all(count: int = 400) -> int:
+    return sum(run_decoder(data) for data in random_inputs(11, count))
+
+
+def test_it_is_quiet_and_counts_messages() -> None:
+    assert run_decoder(b"") == 0
+    assert run_all() > 1000
+
+
+def test_right_messages_are_among_what_it_makes() -> None:
+    read = set()
+    for data in random_inputs(5, 300):
+        for kind in REQUESTS:
+            frames = seal(Header(1, 2), pack(Fields(Choices(data)).message(kind)), [])
+            try:
+                read.add(type(decode_request(decode_header(frames), frames, 1 << 20)))
+            except framing.RequestError:
+                continue
+    assert read == set(REQUESTS)
+
+
+def test_spoiled_and_damaged_ones_differ_from_right_ones() -> None:
+    fields: dict[str, Any] = {"type": "Ping"}
+    assert len({spoiled(Choices(data), fields) for data in random_inputs(6, 200)}) > 100
+    whole = seal(Header(1, 2), pack(fields), [])
+    assert len({tuple(damaged(Choices(data), whole)) for data in random_inputs(7, 200)}) > 100
+
+
+@pytest.mark.parametrize("text", ["\ud800", "é", "x", ""])
+def test_text_of_any_kind_can_be_packed(text: str) -> None:
+    packed = pack([text, {"a": text}])
+    if text != "\ud800":
+        assert msgspec.msgpack.decode(packed) == [text, {"a": text}]
+
+
+def test_an_error_that_is_not_ours_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clumsy(error: Exception) -> str:
+        return str(error).split("`")[3]
+
+    monkeypatch.setattr(framing, "_field", clumsy)
+    with pytest.raises(IndexError):
+        run_all()
+
+
+def test_an_error_that_echoes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "_field", lambda error: "x" * 5_000)
+    with pytest.raises(AssertionError, match="no echo"):
+        run_all()
+
+
+def test_a_decoder_that_changes_what_it_reads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful:
+        def __init__(self, real: Any) -> None:
+            self.real = real
+
+        def decode(self, data: bytes) -> Any:
+            message = self.real.decode(data)
+            return msgspec.structs.replace(message, pid=message.pid + 1) if hasattr(message, "pid") else message
+
+    monkeypatch.setattr(framing, "_requests", Forgetful(framing._requests))
+    with pytest.raises(AssertionError, match="not what would be sent"):
+        run_all()

@@ -1,0 +1,21 @@
+"""One file for each numbered trap: what a peer's users met, shown not to happen here with real processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvkeep.testing.process import ServerProcess
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parent))
+from engines import POOL
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(*POOL) as running:
+        yield running

@@ -1,0 +1,125 @@
+"""Trap 10: tokens in every message, hits of 256 tokens, generated ones not stored, preempted requests not loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+from engines import KEY, Since, counting, forget_local, oracle, prompt, serve, without_cache
+from patience import patient_engine
+
+from kvkeep.engine.models.sampling import SamplingParams
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.testing.process import ServerProcess
+
+
+class Wire:
+    """What engines send to a server, byte by byte: they connect to `address`, and all is passed on."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+        self._to = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.sent = bytearray()
+        self._ends: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._to)
+                self._ends += [near, far]
+                threading.Thread(target=self._pass, args=(near, far, self.sent), daemon=True).start()
+                threading.Thread(target=self._pass, args=(far, near, bytearray()), daemon=True).start()
+
+    def _pass(self, source: socket.socket, to: socket.socket, record: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                record += data
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+
+@contextlib.contextmanager
+def wire_of(server: ServerProcess) -> Iterator[Wire]:
+    wire = Wire(server)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps: int) -> tuple[int, bytes]:
+    """What one request says to the server that finds all its blocks there and then computes `steps` tokens."""
+    model, tokens = oracle(), [at * 31 % 97 for at in range(block_tokens * blocks + 1)]
+    never = {"kvkeep.ping_interval_ms": 86_400_000}
+    with wire_of(server) as wire:
+        options = {"block_tokens": block_tokens, "num_blocks": 4 * blocks + 64, "max_num_batched_tokens": 4096}
+        with patient_engine(wire.address, model, never, **options) as llm:
+            serve(llm, [tokens], max_tokens=1)
+            forget_local(llm)
+            before = len(wire.sent)
+            [answer] = serve(llm, [counting(tokens)], max_tokens=steps)
+            said = bytes(wire.sent[before:])
+    assert answer.kv_transfer_params == {KEY: block_tokens * blocks}
+    return len(said), said
+
+
+def test_what_is_sent_grows_with_blocks_and_not_with_tokens(server: ServerProcess) -> None:
+    few, _ = bytes_of_a_hit(server, block_tokens=4, blocks=100, steps=1)
+    many, _ = bytes_of_a_hit(server, block_tokens=32, blocks=100, steps=1)
+    assert abs(many - few) < 200, "eight times the tokens, the same bytes"
+    double, _ = bytes_of_a_hit(server, block_tokens=4, blocks=200, steps=1)
+    assert 100 * KEY_BYTES <= double - few < 100 * KEY_BYTES + 400, "16 bytes more for each block"
+
+
+def test_keys_are_sent_once_and_nothing_for_tokens_that_fill_no_block(server: ServerProcess) -> None:
+    once, _ = bytes_of_a_hit(server, block_tokens=32, blocks=20, steps=1)
+    often, _ = bytes_of_a_hit(server, block_tokens=32, blocks=20, steps=25)
+    assert abs(often - once) < 200, "25 steps say no more than one"
+
+
+def test_hits_have_the_grain_of_a_block(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(90)
+    with patient_engine(server, model) as one:
+        serve(one, [tokens])
+    for length in (5, 9, 13, 50, 90):
+        with patient_engine(server, model) as two:
+            [answer] = serve(two, [counting(tokens[:length])])
+        assert answer.kv_transfer_params == {KEY: (length - 1) // 4 * 4}
+
+
+def test_generated_tokens_are_stored(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(10)
+    with patient_engine(server, model) as one:
+        [answer] = serve(one, [tokens], max_tokens=31)
+    following = [*tokens, *answer.token_ids, 5]
+    with patient_engine(server, model) as two:
+        [later] = serve(two, [counting(following)])
+    assert later.kv_transfer_params == {KEY: 40}, "10 of the prompt and 30 that were generated"
+    assert [later.token_ids] == without_cache(model, [following])
+
+
+def test_a_preempted_request_loads_what_it_had(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(22)
+    with patient_engine(server, model) as llm:
+        request = llm.engine.add(tokens, SamplingParams(max_tokens=6))
+        while not request.output_tokens:
+            llm.engine.step()
+        assert llm.engine.flush(), "all that it has computed is stored"
+        since = Since(server)
+        llm.engine.scheduler.preempt(request)
+        forget_local(llm)
+        while llm.engine.busy:
+            llm.engine.step()
+        assert since("hit_blocks") == 5
+    assert request.metrics.preemptions == 1
+    assert [request.output_tokens] == without_cache(model, [tokens], max_tokens=6)
