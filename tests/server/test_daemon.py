@@ -316,10 +316,12 @@ def test_garbage_over_zmq_costs_others_nothing(
 ) -> None:
     running, rng = run(), random.Random(1)
     good = connect(running.address).attach()
-    bad = dealer(running.address)
+    bad, own = dealer(running.address), connect(running.address).attach()
     for number in range(2_000):
-        frames = [bytes(frame) for frame in encode(Header(rng.choice([0, good.session]), number + 10**6), m.Ping())]
-        match rng.randrange(4):
+        kind = rng.randrange(4)  # what is whole and names a session takes it along to this connection
+        session = rng.choice([0, own.session if kind == 3 else good.session])
+        frames = [bytes(frame) for frame in encode(Header(session, number + 10**6), m.Ping())]
+        match kind:
             case 0:
                 frames = [rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))]
             case 1:
@@ -415,7 +417,7 @@ def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
         wire.send_multipart(encode(Header(0, number), m.Ping()))
     handled: list[int] = []
 
-    def slow(frames: list[bytes], now_ms: int, caller: object) -> None:
+    def slow(frames: list[bytes], now_ms: int, caller: object, peer: bytes) -> None:
         time.sleep(0.01)
         handled.append(1)
 
