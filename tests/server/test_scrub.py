@@ -117,3 +117,15 @@ def test_it_stops_although_the_loop_does_not_answer() -> None:
     scrubber.start()
     scrubber.stop()
     assert not scrubber._thread.is_alive()
+
+
+def test_it_ends_when_the_loop_has_ended() -> None:
+    def cancelled(duty: object) -> Future[object]:
+        future: Future[object] = Future()
+        future.cancel()
+        return future
+
+    scrubber = Scrubber(Scene().scrub, cancelled)
+    scrubber.start()
+    scrubber._thread.join(10)
+    assert not scrubber._thread.is_alive()

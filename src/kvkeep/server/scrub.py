@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,4 +138,6 @@ class Scrubber:
                 return future.result(timeout=0.1)
             except TimeoutError:
                 continue
+            except CancelledError:  # the loop has ended
+                return None
         return None
