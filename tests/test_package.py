@@ -35,7 +35,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def complaints(requirement: str, installed: str | None, explained: set[str]) -> list[str]:
     """What is wrong with a line of pyproject.toml."""
-    match = REQUIREMENT.fullmatch(requirement)
+    match = REQUIREMENT.fullmatch(requirement.partition(";")[0])  # after that: where it is wanted
     if match is None:
         return [f"{requirement}: expected name>=low,<high or name==version: what was not tested is not promised"]
     name, low, high, exact = match.groups()
