@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -118,13 +119,17 @@ def listener() -> Iterator[tuple[str, list[bytes]]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                heard.append(connection.recv(65536))
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            with contextlib.suppress(OSError):  # nobody has asked until the end
+                connection, _ = server.accept()
+                with connection:
+                    heard.append(connection.recv(65536))
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
-        threading.Thread(target=serve, daemon=True).start()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}", heard
+        server.shutdown(socket.SHUT_RDWR)  # or it would wait on for a number that is another file's by then
+        thread.join(10)
 
 
 def other_users_socket(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
