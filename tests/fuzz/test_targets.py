@@ -1,4 +1,4 @@
-"""Hundreds to thousands of inputs for each target, guided by coverage, from the corpus on: `kvkeep fuzz` for a minute."""
+"""Hundreds to thousands of inputs for each target, guided by coverage, from the corpus on: a short `kvkeep fuzz`."""
 
 from __future__ import annotations
 
