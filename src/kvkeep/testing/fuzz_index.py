@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from kvkeep.store.adopt import Adoption, adopt
+from kvkeep.store.columns import PlainColumns
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
@@ -30,24 +31,16 @@ _OLD = 1
 Block = tuple[str, bytes, int, bytes]
 
 
-class LeftColumns:
+class LeftColumns(PlainColumns):
     """Columns in memory that can be copied: each input damages a copy of its own."""
 
     def __init__(self, left: dict[str, NDArray[Any]] | None = None) -> None:
-        self.columns = {name: column.copy() for name, column in (left or {}).items()}
+        super().__init__()
+        self._columns = {name: column.copy() for name, column in (left or {}).items()}
 
-    def grow(self, name: str, dtype: DTypeLike, width: int, rows: int) -> NDArray[Any]:
-        before = self.columns.get(name)
-        if before is not None and len(before) >= rows:
-            return before
-        grown = np.zeros((rows, width) if width else rows, dtype=dtype)
-        if before is not None:
-            grown[: len(before)] = before
-        self.columns[name] = grown
-        return grown
-
-    def drop(self, name: str) -> None:
-        self.columns.pop(name, None)
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        return self._columns
 
 
 @cache
