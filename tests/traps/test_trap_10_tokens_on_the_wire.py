@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from engines import KEY, Since, counting, forget_local, oracle, prompt, serve, without_cache
+from engines import KEY, Since, counting, eventually, forget_local, oracle, prompt, serve, without_cache
 from patience import patient_engine
 
 from kvkeep.engine.models.sampling import SamplingParams
@@ -111,11 +111,12 @@ def test_generated_tokens_are_stored(server: ServerProcess) -> None:
 def test_a_preempted_request_loads_what_it_had(server: ServerProcess) -> None:
     model, tokens = oracle(), prompt(22)
     with patient_engine(server, model) as llm:
+        since = Since(server)
         request = llm.engine.add(tokens, SamplingParams(max_tokens=6))
         while not request.output_tokens:
             llm.engine.step()
-        assert llm.engine.flush(), "all that it has computed is stored"
-        since = Since(server)
+        llm.engine.step()  # takes the store to the workers; no other, or the request ends before it is preempted
+        assert eventually(lambda: since("stored_blocks") == 5), "all that it has computed is stored"
         llm.engine.scheduler.preempt(request)
         forget_local(llm)
         while llm.engine.busy:
