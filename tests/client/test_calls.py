@@ -1,8 +1,8 @@
-"""Calls end once, the breaker counts in a row, and debts are said until they are confirmed."""
+"""Calls end once, the breaker opens in silence, and debts are said until they are confirmed."""
 
 from __future__ import annotations
 
-from kvkeep.client.calls import Breaker, Call, ClientCounters, Debts
+from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts
 from kvkeep.wire import messages as m
 
 
@@ -18,20 +18,32 @@ def test_calls_are_told_apart_by_identity() -> None:
     assert len({first, second}) == 2
 
 
-def test_the_breaker_opens_after_failures_in_a_row_and_counts_openings() -> None:
-    breaker = Breaker(3)
-    for _ in range(2):
-        breaker.fail()
-    breaker.succeed()
-    for _ in range(2):
-        breaker.fail()
-    assert not breaker.is_open
-    for _ in range(5):
-        breaker.fail()
+def test_the_breaker_opens_in_silence_and_counts_openings() -> None:
+    breaker = Breaker()
+    breaker.hear()
+    breaker.expire(Call(1, 100, words=0))
+    assert not breaker.is_open, "it has spoken since"
+    for number in (2, 3, 4):
+        breaker.expire(Call(number, 100, words=1))
     assert breaker.is_open
-    assert breaker.opened == 1, "further failures of an open breaker open nothing"
-    breaker.succeed()
+    assert breaker.opened == 1, "what an open breaker meets opens nothing"
+    breaker.hear()
     assert not breaker.is_open
+    breaker.expire(Call(5, 100, words=1))
+    assert not breaker.is_open
+    breaker.expire(Call(6, 100, words=2))
+    assert breaker.is_open and breaker.opened == 2
+
+
+def test_calls_are_taken_once() -> None:
+    calls, some = Calls(), [Call(number, 100 * number) for number in (1, 2, 3, 4)]
+    for call in some:
+        calls.add(call)
+    assert calls.take(2) is some[1] and calls.take(2) is None
+    assert calls.count_overdue(99) == 0 and calls.count_overdue(300) == 2
+    assert calls.take_overdue(99) == [] and calls.take_overdue(300) == [some[0], some[2]]
+    assert calls.take_all(but=some[3]) == [] and calls.take_all(but=some[0]) == [some[3]]
+    assert calls.take_all() == [] and calls.take_overdue(1000) == []
 
 
 def test_failures_are_counted_by_reason() -> None:

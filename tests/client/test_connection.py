@@ -32,9 +32,9 @@ def look_up(connection: Connection, count: int = 2, deadline_ms: int = 200) -> C
     return connection.call(m.Lookup("default", connection.layout.layout, keys(count)), deadline_ms)
 
 
-def prepare(connection: Connection, count: int = 2) -> Call:
+def prepare(connection: Connection, count: int = 2, deadline_ms: int = 200) -> Call:
     assert connection.layout is not None
-    return connection.call(m.PrepareStore("default", connection.layout.layout, 0, b"", keys(count)), 200)
+    return connection.call(m.PrepareStore("default", connection.layout.layout, 0, b"", keys(count)), deadline_ms)
 
 
 def store_blocks(sim: Any, count: int = 2) -> None:
@@ -263,12 +263,11 @@ def test_a_call_ends_at_its_deadline_and_its_late_reply_is_ignored(sim: Any) -> 
     assert (call.failure, call.reply) == ("deadline", None)
 
 
-def test_the_breaker_opens_after_some_failures_and_a_ping_closes_it(sim: Any) -> None:
-    connection = sim.connected(failures_to_open=3, ping_interval_ms=60_000)
+def test_a_call_in_silence_opens_the_breaker_and_a_ping_closes_it(sim: Any) -> None:
+    connection = sim.connected(ping_interval_ms=60_000)
     sim.lose_everything()
-    for _ in range(3):
-        assert not connection.breaker.is_open
-        connection.wait(look_up(connection))
+    assert not connection.breaker.is_open
+    connection.wait(look_up(connection))
     before_ms = sim.network.clock.now_ms
     assert look_up(connection).failure == "breaker_open"
     assert sim.network.clock.now_ms == before_ms
@@ -277,6 +276,40 @@ def test_the_breaker_opens_after_some_failures_and_a_ping_closes_it(sim: Any) ->
     assert not connection.breaker.is_open
     assert isinstance(connection.wait(look_up(connection)), m.Found)
     assert connection.breaker.opened == 1
+
+
+def test_a_late_answer_closes_the_breaker_at_once(sim: Any) -> None:
+    connection = sim.connected(ping_interval_ms=60_000)
+    sim.network.faults = Faults(delay_ms=(150, 150))
+    connection.wait(look_up(connection, deadline_ms=200))
+    assert connection.breaker.is_open
+    sim.run(150)
+    assert connection.counters.late_replies == 1 and not connection.breaker.is_open
+
+
+def test_one_slow_answer_among_others_opens_nothing(sim: Any) -> None:
+    """The server speaks: whatever is wrong, it is wrong with this call alone."""
+    connection = sim.connected(ping_interval_ms=60_000)
+    sim.lose_everything()
+    slow, other = look_up(connection, deadline_ms=200), prepare(connection, 3, deadline_ms=5_000)
+    sim.network.faults = Faults()
+    assert isinstance(connection.wait(look_up(connection)), m.Found)
+    assert connection.wait(slow) is None
+    assert slow.failure == "deadline" and not connection.breaker.is_open and not other.done
+
+
+def test_what_is_on_its_way_ends_with_the_first_call_that_meets_silence(sim: Any) -> None:
+    """A store has a deadline of seconds: nobody waits that long for a server that says nothing."""
+    connection = sim.connected(ping_interval_ms=60_000)
+    sim.lose_everything()
+    lookup, store = look_up(connection, deadline_ms=200), prepare(connection, 3, deadline_ms=5_000)
+    before_ms = sim.network.clock.now_ms
+    connection.wait(lookup)
+    assert (lookup.failure, store.failure) == ("deadline", "breaker_open")
+    assert sim.network.clock.now_ms - before_ms == 200
+    sim.network.faults = Faults()
+    sim.run(62_000, step_ms=100)
+    assert sim.held() == [(0, 0)], "what it may have been given is given back"
 
 
 # -- giving back
@@ -396,7 +429,7 @@ def test_close_waits_for_a_silent_server_no_longer_than_a_deadline(sim: Any) -> 
     before_ms = sim.network.clock.now_ms
     connection.close()
     assert sim.network.clock.now_ms - before_ms == 200
-    assert call.failure == "session_lost"
+    assert call.failure == "breaker_open"
 
 
 # -- what people are told

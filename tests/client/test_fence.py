@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvkeep.cli.remote import ask as ask_http
+from kvkeep.client.cache import connect
 from kvkeep.client.fence import Fence
+from kvkeep.client.options import ClientOptions
+from kvkeep.kv.keys import KeyChain, root_key
+from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers.memory import Pool
+from kvkeep.wire import messages as m
 from kvkeep.wire.liveness import Watch
 from kvkeep.wire.messages import PoolPlace, Welcome, WireLimits
 
@@ -138,3 +149,116 @@ def test_a_dead_server_is_told_from_a_living_one_by_its_lock(pool: Pool) -> None
     pool.close()
     assert fence.server_is_gone()
     fence.let_go()
+
+
+def test_a_server_is_alive_whatever_becomes_of_its_lock_file(pool: Pool, tmp_path: Path) -> None:
+    watch = pool.watch(1)
+    fence = Fence.take(welcome(pool, watch))
+    assert fence is not None
+    lock = pool.directory / "daemon.lock"
+    lock.rename(tmp_path / "away")
+    assert not fence.server_is_gone(), "moved away"
+    lock.touch()
+    assert not fence.server_is_gone(), "another file in its place"
+    lock.unlink()
+    assert not fence.server_is_gone(), "removed"
+    pool.directory.rename(tmp_path / "elsewhere")
+    assert not fence.server_is_gone(), "the whole pool"
+    other = Pool(tmp_path, "fence", 2 * SLAB, SLAB, epoch=8)
+    assert not fence.server_is_gone(), "another server in its place, and ours lives on"
+    pool.let_go()
+    assert fence.server_is_gone(), "and then it does not"
+    other.close()
+    watch.close()
+    fence.let_go()
+
+
+def test_who_takes_the_pool_is_another_server(pool: Pool, tmp_path: Path) -> None:
+    watch = pool.watch(1)
+    fence = Fence.take(welcome(pool, watch))
+    assert fence is not None
+    watch.leave()
+    pool.let_go()
+    next_one = Pool(tmp_path, "fence", 2 * SLAB, SLAB, epoch=8)
+    assert (pool.directory / "daemon.lock").exists() and fence.server_is_gone()
+    next_one.close()
+    fence.let_go()
+
+
+def test_a_process_that_can_open_no_file_takes_no_server_for_dead(pool: Pool) -> None:
+    watch = pool.watch(1)
+    fence = Fence.take(welcome(pool, watch))
+    assert fence is not None
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open("/", os.O_RDONLY)
+        alive = not fence.server_is_gone()
+        pool.let_go()
+        dead = fence.server_is_gone()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert alive and dead
+    fence.let_go()
+    watch.close()
+
+
+def test_nothing_stays_open(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    watch = pool.watch(1)
+    for _ in range(2):
+        fence = Fence.take(welcome(pool, watch))
+        assert fence is not None
+        fence.let_go()
+    (pool.directory / "daemon.lock").unlink()
+    assert Fence.take(welcome(pool, watch)) is None and "through the socket" in caplog.text
+    assert not watch.is_held(), "what was taken before it failed is let go of"
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def settled(happens: Callable[[], bool]) -> bool:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    for _ in range(6_000):
+        if happens():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_server_that_hangs_without_its_lock_file_keeps_what_it_has_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would its client take it for dead and come back, the same server would have given the lease away."""
+    asked: list[bool] = []
+    right = Fence.server_is_gone
+
+    def server_is_gone(self: Fence) -> bool:
+        asked.append(right(self))
+        return asked[-1]
+
+    monkeypatch.setattr(Fence, "server_is_gone", server_is_gone)
+    options = ClientOptions(lookup_deadline_ms=200, ping_interval_ms=20, reconnect_interval_ms=20)
+    block = {"block_tokens": 1, "block_shape": (512,), "dtype": "uint64", "required": True, "wait_ms": 60_000}
+    with (
+        ServerProcess("--pool-size", "2MiB") as server,
+        connect(server.address, model="m", revision="1", options=options, **block) as cache,
+    ):
+        tokens = list(range(8))
+        assert cache.put(tokens, np.ones((8, 512), "uint64")) == 8
+        connection = cache.connection
+        assert connection.welcome is not None and connection.layout is not None
+        session = connection.welcome.session
+        chain = KeyChain(root_key(cache.identity, None), 1)
+        chain.extend(tokens)
+        found = connection.wait(connection.call(m.Lookup("default", connection.layout.layout, chain.keys()), 60_000))
+        assert isinstance(found, m.Found) and found.blocks == 8
+        lock = Path(connection.welcome.pool.directory) / "daemon.lock"
+        server.send(signal.SIGSTOP)
+        lock.rename(lock.with_name("away"))
+        assert settled(lambda: len(asked) >= 5 or any(asked))
+        lock.with_name("away").rename(lock)
+        server.send(signal.SIGCONT)
+        assert settled(lambda: connection.answering)
+        assert not any(asked) and connection.welcome is not None and connection.welcome.session == session
+        status = ask_http(server.http, "/v1/status", timeout_s=60)
+        assert status["leases"] == 1 and status["counters"]["sessions_died"] == 0

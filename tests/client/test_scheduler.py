@@ -152,7 +152,7 @@ def test_a_fault_is_an_empty_answer_that_says_why(sim: Any, fault: str, passing:
     if fault in ("silent", "down"):
         sim.network.serve(None)
     if fault == "breaker":
-        scheduler.connection.breaker.failures = 3
+        scheduler.connection.breaker.is_open = True
     reply = m.Refused("cross", "no") if fault == "refused" else m.Found(7, b"", b"")
     if fault in ("refused", "nonsense"):
         sim.recorder.instead = lambda header, request: reply if isinstance(request, m.Lookup) else passing

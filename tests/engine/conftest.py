@@ -178,6 +178,7 @@ class ScriptedRank:
     kv: Mapping[str, torch.Tensor] = field(default_factory=dict)
     held_loads: dict[Hashable, LoadRequest] = field(default_factory=dict)
     held_stores: dict[Hashable, StoreRequest] = field(default_factory=dict)
+    aside: dict[tuple[Hashable, int], bytes] = field(default_factory=dict)  # by job and block
     finished: Finished = field(default_factory=Finished)
 
     def register_kv_caches(self, layers: Mapping[str, torch.Tensor], block_dim: int = 0) -> None:
@@ -217,12 +218,21 @@ class ScriptedRank:
         if self.cache.hold_stores is not None and self.strategy.rank not in self.cache.hold_stores:
             self.end_stores()
 
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """Whoever is given a block may write into it at once: so it is torn."""
+        for job, request in self.held_stores.items():
+            for block in set(request.block_ids.tolist()) & set(block_ids):
+                self.aside.setdefault((job, block), read_block(self.kv, block))
+        for block in block_ids:
+            write_block(self.kv, block, None)
+
     def end_stores(self) -> None:
         for job, request in self.held_stores.items():
             for key, block in zip(keys_of(request.keys), request.block_ids.tolist(), strict=True):
                 if self.strategy.stores:
                     place = request.tenant, key, self.strategy.kv_rank
-                    self.cache.blocks[place] = read_block(self.kv, block)
+                    aside = self.aside.pop((job, block), None)
+                    self.cache.blocks[place] = aside or read_block(self.kv, block)
             self.finished.stored[job] = len(request.block_ids)
         self.held_stores.clear()
 

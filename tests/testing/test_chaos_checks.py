@@ -61,7 +61,7 @@ def open_a_session(run: ChaosRun) -> None:
 def wait_for_ever(run: ChaosRun) -> None:
     connection = run._clients[0].connections[0]
     call = connection.call.__globals__["Call"](1 << 40, -1 << 40)
-    connection._calls[call.number] = call
+    connection._calls.add(call)
     run._checks.everything()
 
 

@@ -13,7 +13,6 @@ import torch
 from kvkeep.connector.step import Job
 from kvkeep.engine import engine
 from kvkeep.engine.blocks import BlockPool
-from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.testing.engine_fuzz import Fuzz, Outcome, Violation
 
@@ -55,20 +54,12 @@ def replace(target: object, name: str, value: Any) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(target, name, value)
 
 
-def without_hold(self: Scheduler, request: Request, *, at_once: bool) -> None:
-    """Stores without keeping the source blocks alive."""
-    full = request.num_computed_tokens // self.config.block_tokens
-    job = self.connector.prepare_store(request.id, request.block_ids, full) if self.connector else None
-    if job is not None:
-        job.block_ids = []
-
-
 # Faults that need a rarer meeting of events are killed by the named tests of the scheduler.
 MUTANTS: dict[str, Patch] = {
     "a failed load goes unnoticed": replace(Scheduler, "_recover", lambda *_: set()),
     "a bad block stays in the prefix cache": replace(BlockPool, "forget", lambda *_: None),
     "all of a load is taken for good": replace(Job, "good_blocks", lambda self: len(self.block_ids)),
-    "a store does not hold its blocks": replace(Scheduler, "_store", without_hold),
+    "blocks are written into that stores have not read": replace(BlockPool, "take_given", lambda _: set()),
     "salts are left out of the key": replace(
         engine, "root_key", lambda identity, salt, _real=engine.root_key: _real(identity, None)
     ),

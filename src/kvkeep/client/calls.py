@@ -19,6 +19,7 @@ class Call:
     gives: str = ""  # what the answer gives that must be given back: a "lease", a "write" or nothing
     session: int = 0  # the session it was sent in, and the server process that its slots belong to
     epoch: int = 0
+    words: int = 0  # how many the server had said when it was sent
     reply: Reply | None = None
     payload: Sequence[bytes] = ()
     failure: str = ""
@@ -30,23 +31,51 @@ class Call:
 
 @dataclass
 class Breaker:
-    """After several failures in a row every call fails at once, until a ping has come back."""
+    """Opens when the server has said nothing at all from a call's sending to its deadline: then every other call fails
+    at once, too. Closes with the server's next word, whatever that answers, and however late it is."""
 
-    failures_to_open: int
-    failures: int = 0
+    is_open: bool = False
     opened: int = 0  # how often
+    words: int = 0  # that the server has said
+    heard: bool = False  # whether it has said any since the connection was made
 
-    @property
-    def is_open(self) -> bool:
-        return self.failures >= self.failures_to_open
+    def hear(self) -> None:
+        self.words += 1
+        self.heard, self.is_open = True, False
 
-    def succeed(self) -> None:
-        self.failures = 0
-
-    def fail(self) -> None:
-        self.failures += 1
-        if self.failures == self.failures_to_open:
+    def expire(self, call: Call) -> None:
+        """The call's deadline has passed."""
+        if not self.is_open and call.words == self.words:
+            self.is_open = True
             self.opened += 1
+
+
+class Calls:
+    """Those on their way, by number."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+
+    def add(self, call: Call) -> None:
+        self._calls[call.number] = call
+
+    def take(self, number: int) -> Call | None:
+        return self._calls.pop(number, None)
+
+    def count_overdue(self, now_ms: int) -> int:
+        return sum(call.deadline_ms <= now_ms for call in self._calls.values())
+
+    def take_overdue(self, now_ms: int) -> list[Call]:
+        overdue = [call for call in self._calls.values() if call.deadline_ms <= now_ms]
+        for call in overdue:
+            del self._calls[call.number]
+        return overdue
+
+    def take_all(self, but: Call | None = None) -> list[Call]:
+        """All, but perhaps for one."""
+        taken = [call for call in self._calls.values() if call is not but]
+        self._calls = {but.number: but} if but is not None and but.number in self._calls else {}
+        return taken
 
 
 class Debts:

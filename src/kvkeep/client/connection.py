@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvkeep.client.calls import Breaker, Call, ClientCounters, Debts
+from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts
 from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
@@ -53,7 +53,7 @@ class Connection:
         self.threads = threads
         self.options = options
         self.counters = ClientCounters()
-        self.breaker = Breaker(options.failures_to_open)
+        self.breaker = Breaker()
         self.state = "down"
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
@@ -62,7 +62,7 @@ class Connection:
         self._transport = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
         self._clock = clock
         self._lock = Turns(threads)
-        self._calls: dict[int, Call] = {}
+        self._calls = Calls()
         self._next_number = 1
         self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
@@ -72,7 +72,6 @@ class Connection:
         self._debts = Debts()
         self._fence: Fence | None = None
         self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
-        self._answers = False
         self._outage = Outage(options.address)
         self._closing = False
         self._closed = False
@@ -92,7 +91,7 @@ class Connection:
 
     @property
     def answering(self) -> bool:  # a session, and a server that was there when last heard of
-        return self.up and self._answers and not self.breaker.is_open
+        return self.up and self.breaker.heard and not self.breaker.is_open
 
     @property
     def epoch(self) -> int:
@@ -145,7 +144,7 @@ class Connection:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._calls.pop(call.number, None) is not None:
+            if self._calls.take(call.number) is not None:
                 call.failure = "given_up"
             self._owe(call)
 
@@ -219,9 +218,17 @@ class Connection:
     # -- messages
 
     def _send(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
+        call = self._post(message, deadline_ms, payload)
+        if call.failure:
+            self.counters.fail(call.failure)
+        if call.failure == "unreachable":
+            self._tell_outage()
+        return call
+
+    def _post(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
         gives = "lease" if isinstance(message, m.Lookup) else "write" if isinstance(message, m.PrepareStore) else ""
         session, epoch = (self.welcome.session, self.welcome.epoch) if self.welcome else (0, 0)
-        call = Call(self._next_number, self._clock() + deadline_ms, gives, session, epoch)
+        call = Call(self._next_number, self._clock() + deadline_ms, gives, session, epoch, self.breaker.words)
         self._next_number += 1
         frames = encode(Header(session, call.number), message, payload)
         limit = self.welcome.limits.frame_bytes if self.welcome else len(frames[1])
@@ -229,12 +236,9 @@ class Connection:
             call.failure = "frame_too_large"
         elif not self._transport.send(frames):
             call.failure = "unreachable"
-            self._strain()
-        if call.failure:
-            self.counters.fail(call.failure)
-            return call
-        self.counters.sent += 1
-        self._calls[call.number] = call
+        else:
+            self.counters.sent += 1
+            self._calls.add(call)
         return call
 
     def _failed(self, reason: str) -> Call:
@@ -252,36 +256,32 @@ class Connection:
             try:
                 header = decode_header(frames)
             except ProtocolError as error:  # whose reply it was, nobody can tell: that call's deadline will end it
-                self._note_nonsense(error)
+                self.refusal = str(error)
+                self.counters.fail("protocol")
                 continue
-            call = self._calls.pop(header.number, None)
+            call = self._calls.take(header.number)
             if call is None:
                 self.counters.late_replies += 1
+                self.breaker.hear()
                 continue
             try:
                 reply = decode_reply(header, frames)
             except ProtocolError as error:
-                self._note_nonsense(error)
-                call.failure = "protocol"
-                self._owe(call)
+                self.refusal = str(error)
+                self._end([call], "protocol")
                 continue
             self._answered(call, reply, frames[2:])
 
     def _lose_all(self) -> None:
         """The connection is gone, and with it whatever was on its way. The session may live on: only the server can
         tell, so its lock and its memory stay ours until it does."""
-        self._answers = False
-        for call in self._calls.values():
-            call.failure = "unreachable"
-            self.counters.fail("unreachable")
-            self._owe(call)
-        self._calls.clear()
-        self._strain()
+        self.breaker.heard = False
+        self._end(self._calls.take_all(), "unreachable")
+        self._tell_outage()
 
     def _answered(self, call: Call, reply: m.Reply, payload: Sequence[bytes]) -> None:
         self.counters.answered += 1
-        self.breaker.succeed()
-        self._answers = True
+        self.breaker.hear()
         if self._outage.told and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
             self._outage.end()
         if not isinstance(reply, m.Refused):
@@ -295,23 +295,24 @@ class Connection:
         if code == "unknown_session":
             self._go_down()
 
-    def _note_nonsense(self, error: ProtocolError) -> None:
-        self.refusal = str(error)
-        self.counters.fail("protocol")
-
-    def _strain(self) -> None:
-        """Counts a failure to reach the server; enough of them are an outage."""
-        self.breaker.fail()
-        if self.up and self.breaker.is_open:
-            self._outage.begin("it does not answer" if self._answers else "its connection is gone", self.refusal)
-
     def _expire(self, now_ms: int) -> None:
-        for call in [call for call in self._calls.values() if call.deadline_ms <= now_ms]:
-            del self._calls[call.number]
-            call.failure = "deadline"
-            self.counters.fail("deadline")
-            self._strain()
+        for call in (overdue := self._calls.take_overdue(now_ms)):
+            self.breaker.expire(call)
+        self._end(overdue, "deadline")
+        if self.up and overdue and self.breaker.is_open:
+            # What else is on its way would wait as long for nothing, and keep blocks meanwhile. Pings go on.
+            self._end(self._calls.take_all(but=self._ping), "breaker_open")
+            self._tell_outage()
+
+    def _end(self, calls: Sequence[Call], failure: str) -> None:
+        for call in calls:
+            call.failure = failure
+            self.counters.fail(failure)
             self._owe(call)
+
+    def _tell_outage(self) -> None:
+        if self.up:
+            self._outage.begin("it does not answer" if self.breaker.heard else "its connection is gone", self.refusal)
 
     def _owe(self, call: Call) -> None:
         if self.up and self.welcome is not None and call.session == self.welcome.session:
@@ -339,11 +340,12 @@ class Connection:
         patience_ms = min(self.options.reconnect_interval_ms, _FIRST_RETRY_MS << min(self._attempts, 16))
         self._next_attempt_ms = now_ms + patience_ms
         self._attempts += 1
-        self._handshake = self._send(m.Hello(self.options.client, os.getpid()), self.options.handshake_deadline_ms)
+        self._handshake = self._post(m.Hello(self.options.client, os.getpid()), self.options.handshake_deadline_ms)
         if not self._handshake.failure:
             self.refusal = ""
             self.state = "greeting"
         elif patience_ms >= min(_LAST_QUICK_RETRY_MS, self.options.reconnect_interval_ms):
+            self.counters.fail(self._handshake.failure)
             self._outage.begin("no connection could be made", self.refusal or self._transport.refusal())
 
     def _advance_handshake(self) -> None:
@@ -379,7 +381,6 @@ class Connection:
 
     def _come_up(self) -> None:
         self.state, self._attempts = "up", 0
-        self.breaker.succeed()
         self.counters.sessions += 1
         self._next_ping_ms = self._clock() + self.options.ping_interval_ms
         self.refusal = ""
@@ -388,9 +389,8 @@ class Connection:
 
     def _go_down(self) -> None:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""
-        for call in self._calls.values():
+        for call in self._calls.take_all():
             call.failure = "session_lost"
-        self._calls.clear()
         self._debts.clear()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None

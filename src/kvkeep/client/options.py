@@ -33,12 +33,11 @@ class ClientOptions:
 
     address: str = field(default_factory=default_address)
     client: str = "kvkeep-python"
-    lookup_deadline_ms: int = 500
+    lookup_deadline_ms: int = 100  # a server that is there needs less than one; one that is not delays requests
     store_deadline_ms: int = 5_000
     handshake_deadline_ms: int = 2_000
     ping_interval_ms: int = 1_000
     reconnect_interval_ms: int = 500
-    failures_to_open: int = 3  # consecutive failures after which the breaker answers at once
     verify: bool | None = None  # None: as the server says
     gpu_staging_bytes: int = 512 << 20  # GPU memory through which blocks go, where an engine is on one
     shared_memory: bool = True  # False: move bytes through the socket even on the same host

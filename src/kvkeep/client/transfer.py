@@ -124,7 +124,7 @@ class Transfer:
         connection, layout = self.connection, self.connection.layout
         loaded = np.zeros(request.blocks, dtype=np.bool_)
         message = m.Lookup(request.tenant, layout.layout if layout else 0, request.keys, request.skip)
-        lookup = connection.call(message, connection.options.lookup_deadline_ms)
+        lookup = connection.call(message, self._store_deadline_ms)  # other loads' bytes may come before the answer
         try:
             hit = read_found(connection.wait(lookup), request.keys, request.skip, len(connection.shape.shard_bytes))
             count = min(len(hit.checksums), len(loaded)) if hit is not None else 0

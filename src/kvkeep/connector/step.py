@@ -34,7 +34,8 @@ class StepMetadata:
 
 @dataclass
 class Job:
-    """One load or store under way. Its engine blocks must stay as they are until it is over."""
+    """One load or store under way. A load's engine blocks are its own until it is over; a store's are only read, and
+    who needs one before says so (`StepMetadata.withdrawn`)."""
 
     number: int
     request_id: str

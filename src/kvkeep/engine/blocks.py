@@ -1,12 +1,15 @@
 """The engine's KV blocks: who holds each, which are free, and which hold a prefix that somebody may ask for again.
 
-    held (refs > 0)       requests and jobs under way; one block may have several holders
+    held (refs > 0)       requests and loads under way; one block may have several holders
     free, with a key      still holds a prefix: given back to whoever asks for it, evicted when room is needed
     free, without         holds nothing
     block 0               never handed out: padding may point to it
 
 Free blocks wait in a queue, and the first are taken first: those without a key, then those released longest ago. A
 request's blocks are released from the last to the first, so the end of a prefix goes before its beginning.
+
+Stores hold nothing. A server that hangs must not keep blocks from those who need them: whoever is given a block will
+write into it, and the workers are told so before (`take_given`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._given: set[int] = set()
 
     @property
     def num_blocks(self) -> int:
@@ -52,7 +56,13 @@ class BlockPool:
         self.forget(taken)
         for block in taken:
             self._refs[block] = 1
+        self._given.update(taken)
         return taken
+
+    def take_given(self) -> set[int]:
+        """The blocks that were handed out since this was last asked, kept or not: the next step may write into them."""
+        given, self._given = self._given, set()
+        return given
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more holder for each."""

@@ -116,7 +116,8 @@ class Scheduler:
             request.num_computed_tokens += count
         metadata = StepMetadata()
         if self.connector is not None:
-            metadata = self.connector.build_step(tokens=sum(plan.values()), requests=len(plan))
+            given = self.pool.take_given()
+            metadata = self.connector.build_step(given, tokens=sum(plan.values()), requests=len(plan))
         return Step(segments, list(plan), {each.id: count for each, count in plan.items()}, metadata)
 
     def _go_on(self, plan: dict[Request, int], budget: int) -> tuple[int, bool]:
@@ -222,8 +223,6 @@ class Scheduler:
             void = self._recover(step, completed.invalid_block_ids)
             for job in completed.loads:
                 self._end_load(job)
-            for job in completed.stores:
-                self.pool.release(job.block_ids)
         for request, token in zip(step.requests, output.tokens, strict=True):
             # Not if it was aborted or preempted meanwhile; and who shares a bad block must not store it either.
             if request.status is Status.RUNNING and request not in void:
@@ -309,13 +308,11 @@ class Scheduler:
             self._finish(request, reason)
 
     def _store(self, request: Request, *, at_once: bool) -> None:
-        """What is proven to be computed goes to the external cache."""
-        if self.connector is None:
-            return
-        full = request.num_computed_tokens // self.config.block_tokens
-        job = self.connector.prepare_store(request.id, request.block_ids, full, at_once=at_once)
-        if job is not None:
-            self.pool.share(job.block_ids)  # whatever happens to the request, they stay until they are copied
+        """What is proven to be computed goes to the external cache. Nobody holds the blocks for that: who gets one of
+        them before it is copied says so to the workers, and they see to it (`take_given`)."""
+        if self.connector is not None:
+            full = request.num_computed_tokens // self.config.block_tokens
+            self.connector.prepare_store(request.id, request.block_ids, full, at_once=at_once)
 
     # -- blocks
 
@@ -366,7 +363,7 @@ class Scheduler:
                 queue.remove(request)
 
     def _finish(self, request: Request, reason: str) -> None:
-        """The one way out, whatever the state. A job under way keeps its own hold on its blocks."""
+        """The one way out, whatever the state. A load under way keeps its own hold on its blocks."""
         self._drop_blocks(request)
         self._leave_queue(request)
         request.status = Status.FINISHED
@@ -378,9 +375,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if requests, blocks and jobs contradict each other. Between steps only."""
-        jobs = self.connector.jobs if self.connector else ()
+        loads = [job for job in self.connector.jobs if job.is_load] if self.connector else ()
         held = [block for each in self.unfinished for block in each.block_ids]
-        self.pool.check_integrity([*held, *(block for job in jobs for block in job.block_ids)])
+        self.pool.check_integrity([*held, *(block for job in loads for block in job.block_ids)])
         for request in self.unfinished:
             assert 0 <= request.num_computed_tokens <= request.num_tokens, f"{request.id} has computed too much"
             room = len(request.block_ids) * self.config.block_tokens

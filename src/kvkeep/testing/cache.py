@@ -165,7 +165,19 @@ class SimulatedWorker:
             self._finished.stored[job] = 0
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
-        raise AssertionError("the reference engine keeps its blocks until they are stored")
+        """Stores that read these blocks do so now, or never."""
+        taken, waiting = set(block_ids or ()), self._waiting
+        self._waiting = []
+        for entry in waiting:
+            _, job, request = entry
+            if not isinstance(request, StoreRequest) or (
+                block_ids is not None and taken.isdisjoint(request.block_ids.tolist())
+            ):
+                self._waiting.append(entry)
+            elif block_ids is not None and self._cache.random.random() < 0.5:
+                self._store(job, request)
+            else:
+                self._lose_store(job)
 
     def poll(self) -> Finished:
         due = [entry for entry in self._waiting if entry[0] <= 0]
@@ -217,13 +229,16 @@ class SimulatedWorker:
         assert self._transfer is not None
         self._cache.counts["stores"] += 1
         if self._cache.random.random() < self._cache.faults.store_loss:
-            self._cache.counts["lost_stores"] += 1
-            self._finished.stored[job] = 0
-            self._finished.incomplete.append(job)
+            self._lose_store(job)
         else:
             outcome = self._transfer.offer(request)
             self._finished.stored[job] = outcome.written
             self._finished.incomplete += [] if outcome.complete else [job]
+
+    def _lose_store(self, job: Hashable) -> None:
+        self._cache.counts["lost_stores"] += 1
+        self._finished.stored[job] = 0
+        self._finished.incomplete.append(job)
 
     def _fill_with_garbage(self, block_ids: list[int]) -> None:
         for layer in self._layers:

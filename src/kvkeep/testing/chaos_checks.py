@@ -124,9 +124,9 @@ class Checks:
         now_ms = process.now_ms()
         jumped = process.simulation.now_us - process.jumped_us < _OVERDUE_MS * 1000
         for connection in client.connections:
-            overdue = [call for call in connection._calls.values() if call.deadline_ms + _OVERDUE_MS < now_ms]
+            overdue = connection._calls.count_overdue(now_ms - _OVERDUE_MS)
             if overdue and not jumped:
-                text = f"{client.process.name} waits for {len(overdue)} replies long after their deadlines"
+                text = f"{client.process.name} waits for {overdue} replies long after their deadlines"
                 raise Violation("broken_rules", text)
             owed = sum(map(len, connection._debts._owed.values()))
             if owed > _MOST_DEBTS:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvkeep.client.calls import Debts
+from kvkeep.client.calls import Call, Calls, Debts
 from kvkeep.client.connection import Connection
 from kvkeep.client.fence import Fence
 from kvkeep.client.loading import Loading
@@ -98,18 +98,22 @@ def _no_deadline() -> list[Patch]:
     return [(Connection, "_expire", lambda self, now_ms: None)]
 
 
-class _Guesses(dict[int, Any]):
-    def pop(self, number: int, *default: Any) -> Any:
-        return super().pop(number if number in self or not self else next(iter(self)), *default)
+class _Guesses(Calls):
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls._calls
+
+    def take(self, number: int) -> Call | None:
+        return super().take(number) or super().take(next(iter(self._calls), 0))
 
 
 def _accept_stale_answer() -> list[Patch]:
     """A reply to something that nobody waits for any more is taken for the next one."""
 
     def receive(self: Connection) -> None:
-        self._calls = _Guesses(self._calls)
+        calls = self._calls
+        self._calls = _Guesses(calls)
         right(self)
-        self._calls = dict(self._calls)
+        calls._calls, self._calls = self._calls._calls, calls
 
     right = Connection._receive
     return [(Connection, "_receive", receive)]
@@ -156,7 +160,7 @@ def _skip_fence() -> list[Patch]:
 
 
 def _reuse_engine_blocks() -> list[Patch]:
-    """The engine frees blocks while they are being stored or loaded."""
+    """The engine frees blocks while they are being loaded."""
 
     def share(self: BlockPool, block_ids: Any) -> None:
         right(self, block_ids)
@@ -166,6 +170,11 @@ def _reuse_engine_blocks() -> list[Patch]:
 
     right = BlockPool.share
     return [(BlockPool, "share", share)]
+
+
+def _overwrite_unread_blocks() -> list[Patch]:
+    """The engine writes into blocks that stores have not read yet, and tells nobody."""
+    return [(BlockPool, "take_given", lambda self: set())]
 
 
 # -- the server
@@ -298,7 +307,10 @@ MUTANTS = {
     "reuse-session-number": Mutant("two sessions have one number", _reuse_session_number),
     "no-deadline": Mutant("a call waits for its reply for ever", _no_deadline),
     "report-early": Mutant("a load is reported before it has arrived", _report_early),
-    "reuse-engine-blocks": Mutant("engine blocks are reused while jobs use them", _reuse_engine_blocks),
+    "reuse-engine-blocks": Mutant("engine blocks are reused while they are loaded into", _reuse_engine_blocks),
+    "overwrite-unread-blocks": Mutant(
+        "engine blocks are reused before stores have read them", _overwrite_unread_blocks
+    ),
     "publish-early": Mutant("a block is visible before its last shard", _publish_early),
     "evict-pinned": Mutant("blocks that somebody reads or writes are evicted", _evict_pinned),
     "release-without-unpin": Mutant("a released block stays pinned", _release_without_unpin),

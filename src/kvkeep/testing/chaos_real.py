@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvkeep.client.options import ClientOptions
 from kvkeep.errors import Unavailable
 from kvkeep.testing.chaos_real_engine import Answer, Job, RealEngine
 from kvkeep.testing.chaos_real_plan import (
@@ -65,8 +66,8 @@ class RealRun:
     seconds: float
     counts: Counts
     engines: int = 4
-    lookup_deadline_ms: int = 20
-    engine_blocks: int = 1024  # with few, requests wait for blocks of stores that a paused server leaves unanswered
+    lookup_deadline_ms: int = ClientOptions.lookup_deadline_ms
+    engine_blocks: int = 136  # little more than the requests under way need
     verify: bool = True
     on_progress: Callable[[str], None] = lambda line: None
     tally: Counter[str] = field(default_factory=Counter)
