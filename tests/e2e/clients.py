@@ -32,7 +32,8 @@ def connect(address: str, **options: Any) -> kvkeep.Cache:
         dtype="float32",
         required=True,
         wait_ms=10_000,
-        options=ClientOptions(address=address, **options),
+        # What is found is asserted, not how soon on a busy machine.
+        options=ClientOptions(address=address, **{"lookup_deadline_ms": 10_000, **options}),
     )
 
 

@@ -31,11 +31,12 @@ torch.set_num_threads(1)  # these models are tiny: threads that share a busy cor
 
 BLOCK_TOKENS = 4
 POOL = ("--pool-size", "64MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms")
+PATIENT = {"kvkeep.lookup_deadline_ms": 10_000}  # what is found is asserted, not how soon on a busy machine
 BRISK = {  # for servers that go away: nobody waits long
     "kvkeep.lookup_deadline_ms": 200,
     "kvkeep.store_deadline_ms": 400,
     "kvkeep.handshake_deadline_ms": 200,
-    "kvkeep.ping_interval_ms": 100,
+    "kvkeep.ping_interval_ms": 300,
     "kvkeep.reconnect_interval_ms": 50,
 }
 KEY = "num_kvkeep_extra_cached_tokens"
@@ -79,7 +80,12 @@ def engine(
         model,
         kv_offloading_size=1,
         kv_transfer_config={
-            "kv_connector_extra_config": {"kvkeep.address": address, "kvkeep.load_when": "always", **(extra or {})},
+            "kv_connector_extra_config": {
+                "kvkeep.address": address,
+                "kvkeep.load_when": "always",
+                **PATIENT,
+                **(extra or {}),
+            },
             "kv_load_failure_policy": policy,
         },
         **{"block_tokens": BLOCK_TOKENS, "num_blocks": 256, **options},

@@ -34,7 +34,7 @@ from kvkeep.wire import segments
 BLOCKS = 8
 QUICK = {"ping_interval_ms": 50, "reconnect_interval_ms": 20}  # to notice what happens
 # On a busy machine, too, answers are waited for.
-PATIENT = {"lookup_deadline_ms": 20_000, "store_deadline_ms": 20_000, "ping_interval_ms": 20_000}
+PATIENT = {"lookup_deadline_ms": 20_000, "store_deadline_ms": 20_000}
 STORES = (
     "store: after Prepared, before the pool is held",
     "store: before a segment is opened",

@@ -75,6 +75,7 @@ def test_what_was_stored_is_found_by_the_next_server(end: signal.Signals) -> Non
             restart = restart_of(server)
             assert (restart["adopted_blocks"], restart["dropped_at_adoption"]) == (10, 0)
             assert restart["adopted_bytes"] == 10 * clients.BLOCK_BYTES and restart["adoption_seconds"] > 0
+            assert restart["warm"] and not restart["why_cold"]
     assert not pool_of(server).exists()
 
 
@@ -229,6 +230,8 @@ def test_what_is_no_index_is_not_adopted_and_the_log_says_why(harm: Callable[[Se
         assert finds(server) == 10
         warnings = [line for line in server.log().splitlines() if "is not adopted, the server starts empty" in line]
         assert len(warnings) == 1 and NOT_ADOPTED[harm] in warnings[0]
+        restart = restart_of(server)
+        assert not restart["warm"] and NOT_ADOPTED[harm] in restart["why_cold"]
 
 
 @pytest.mark.parametrize("seed", range(2))

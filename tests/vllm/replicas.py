@@ -37,10 +37,11 @@ BRISK = {  # for servers that go away: nobody waits long
     "kvkeep.lookup_deadline_ms": 300,
     "kvkeep.store_deadline_ms": 500,
     "kvkeep.handshake_deadline_ms": 300,
-    "kvkeep.ping_interval_ms": 100,
+    "kvkeep.ping_interval_ms": 300,
     "kvkeep.reconnect_interval_ms": 50,
 }
 ALWAYS = {"kvkeep.load_when": "always"}  # tiny models compute sooner than anything is loaded
+DEFAULT_DEADLINES = {"kvkeep.lookup_deadline_ms": 100}
 PATIENT = {"kvkeep.lookup_deadline_ms": 10_000, "kvkeep.store_deadline_ms": 10_000}  # a busy machine is no outage
 ANSWER_WITHIN_S = 60.0  # only ends a test that has failed
 START_WITHIN_S = 170.0
@@ -124,7 +125,7 @@ def transfer(server: ServerProcess | str, extra: dict[str, Any] | None = None) -
         "kv_connector": "KVKeepConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "kvkeep.vllm",
-        "kv_connector_extra_config": {"kvkeep.address": address, **ALWAYS, **(extra or {})},
+        "kv_connector_extra_config": {"kvkeep.address": address, **ALWAYS, **PATIENT, **(extra or {})},
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from replicas import (
     BRISK,
+    DEFAULT_DEADLINES,
     POOL,
     Replica,
     Server,
@@ -74,7 +75,7 @@ def test_a_killed_server_comes_back_empty_and_is_filled_again(plain: Replica, tw
         two.close_engine()
 
 
-@pytest.mark.parametrize("deadlines", [{}, BRISK], ids=["default", "brisk"])
+@pytest.mark.parametrize("deadlines", [DEFAULT_DEADLINES, BRISK], ids=["default", "brisk"])
 def test_a_paused_server_fails_no_request_and_goes_on_afterwards(
     plain: Replica, two: Replica, deadlines: dict[str, Any]
 ) -> None:

@@ -327,7 +327,8 @@ class Connection:
         elif self.state == "up":
             if (self._ping is None or self._ping.done) and now_ms >= self._next_ping_ms:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
-                self._ping = self._send(m.Ping(), self.options.ping_interval_ms)
+                patience_ms = max(self.options.ping_interval_ms, self.options.lookup_deadline_ms)
+                self._ping = self._send(m.Ping(), patience_ms)
                 if not self.answering and self._fence is not None and self._fence.server_is_gone():
                     self._go_down()
                     return

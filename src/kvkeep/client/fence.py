@@ -6,12 +6,15 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from pathlib import Path
 
 from kvkeep.client.threads import Threads
 from kvkeep.wire.liveness import hold, is_owned
 from kvkeep.wire.messages import Welcome
-from kvkeep.wire.segments import Segments, is_same_pool
+from kvkeep.wire.segments import EPOCH_FILE, Segments, is_same_pool
+
+_SERVER_LOCK = "daemon.lock"
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +27,17 @@ class Fence:
     """
 
     def __init__(
-        self, descriptor: int, directory: Path, epoch: int, segments: Segments, threads: Threads = threading
+        self,
+        descriptor: int,
+        server_lock: int,
+        directory: Path,
+        epoch: int,
+        segments: Segments,
+        threads: Threads = threading,
     ) -> None:
         self._descriptor = descriptor
+        self._server_lock = server_lock
+        self._close_server_lock = weakref.finalize(self, os.close, server_lock)
         self._directory = directory
         self._epoch = epoch
         self._holders = 1  # the session itself
@@ -41,13 +52,17 @@ class Fence:
         directory = Path(place.directory)
         if not place.lock or not is_same_pool(directory, welcome.epoch):
             return None
+        descriptor = -1
         try:
             descriptor = hold(Path(place.lock))
+            server_lock = os.open(directory / _SERVER_LOCK, os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
+            if descriptor >= 0:
+                os.close(descriptor)
             log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
             return None
         segments = Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch)
-        return cls(descriptor, directory, welcome.epoch, segments, threads)
+        return cls(descriptor, server_lock, directory, welcome.epoch, segments, threads)
 
     def hold(self) -> bool:
         """False if the session is over: then it is not held."""
@@ -62,6 +77,7 @@ class Fence:
         if last:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
+            self._close_server_lock()
             self.segments.close()
 
     def let_go(self) -> None:
@@ -73,14 +89,17 @@ class Fence:
 
     def server_is_gone(self) -> bool:
         """Whether the server's process is dead, by the kernel's word: nobody holds the pool's lock any more, or another
-        has taken the pool. (Its memory is not free until we let go of it, so a new server may be waiting for us.)"""
-        if not is_same_pool(self._directory, self._epoch):
+        has taken the pool. (Its memory is not free until we let go of it, so a new server may be waiting for us.)
+
+        The lock is asked for where it was when the session began, not by its name: a server whose lock file somebody
+        has removed or moved is alive, and as soon as we let go it would give away what is leased to us. What cannot be
+        told, for want of files that we may open, is not so.
+        """
+        if not is_owned(self._server_lock):
             return True
         try:
-            descriptor = os.open(self._directory / "daemon.lock", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return True
-        try:
-            return not is_owned(descriptor)
-        finally:
-            os.close(descriptor)
+            lock = os.stat(self._directory / _SERVER_LOCK, follow_symlinks=False)
+            is_here = os.path.samestat(lock, os.fstat(self._server_lock))  # else another pool lies there
+            return is_here and (self._directory / EPOCH_FILE).read_text() != f"{self._epoch:016x}"
+        except (OSError, ValueError):
+            return False
