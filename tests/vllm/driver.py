@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def stores_under_way(worker: Any) -> int:
     return len(adapter._sources) if adapter is not None else 0
 
 
-def _bytes(tensor: Any, block: int) -> bytes:
+def _bytes(tensor: Any, block: int | slice) -> bytes:
     import torch
 
     held: bytes = tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
@@ -78,6 +79,23 @@ def beginnings(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> lis
     """The first bytes that each block has in the first of these layers."""
     tensors = _tensors(worker, layers)
     return [_bytes(tensors[0], block)[:64].hex() for block in blocks] if tensors else []
+
+
+def memory(worker: Any) -> str:
+    """A digest of every byte of KV memory."""
+    tensors = _tensors(worker)
+    return hashlib.sha256(b"".join(_bytes(each, slice(None)) for each in tensors)).hexdigest()
+
+
+def _sizes(path: str, thing: Any, found: dict[str, int], seen: set[int]) -> None:
+    """How much is in each collection that kvkeep's objects have, from this one on. What is bounded is left out."""
+    if isinstance(thing, dict | set | list | deque) and getattr(thing, "maxlen", None) is None:
+        parts = thing.values() if isinstance(thing, dict) else ()
+        found[path] = len(thing) + sum(len(part) for part in parts if isinstance(part, dict | set | list))
+    elif type(thing).__module__.startswith("kvkeep.") and hasattr(thing, "__dict__") and id(thing) not in seen:
+        seen.add(id(thing))
+        for name, part in vars(thing).items():
+            _sizes(f"{path}.{name}", part, found, seen)
 
 
 def _clean_up() -> None:
@@ -114,6 +132,8 @@ class Engine:
 
     def submit(self, requests: Sequence[dict[str, Any]]) -> list[str]:
         """These requests arrive, and nothing is computed yet."""
+        import torch
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         from vllm import SamplingParams
@@ -122,7 +142,9 @@ class Engine:
         for request in requests:
             name = f"r{self.count}"
             self.count += 1
-            prompt = {"prompt_token_ids": request["tokens"]}
+            prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
+            if "embeds" in request:
+                prompt = {"prompt_embeds": torch.tensor(request["embeds"])}
             if request.get("salt") is not None:
                 prompt["cache_salt"] = request["salt"]
             extra = {"kv_transfer_params": request["params"]} if "params" in request else None
@@ -136,7 +158,8 @@ class Engine:
                 output_kind=RequestOutputKind.CUMULATIVE,
                 **request.get("sampling", {}),
             )
-            self.engine.add_request(name, prompt, sampling)
+            adapter = LoRARequest(*request["adapter"]) if "adapter" in request else None  # name, number, path
+            self.engine.add_request(name, prompt, sampling, lora_request=adapter)
             names.append(name)
         return names
 
@@ -212,6 +235,32 @@ class Engine:
 
     def reset(self, connector: bool) -> bool:
         return bool(self.engine.reset_prefix_cache(reset_connector=connector))
+
+    def preempt(self) -> bool:
+        """Every running request loses its blocks and waits again, and the prefix cache forgets."""
+        return bool(self.engine.reset_prefix_cache(reset_running_requests=True))
+
+    def remembered(self) -> dict[str, int]:
+        """How much the connector keeps, wherever it does."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        found: dict[str, int] = {}
+        _sizes("scheduler", self.scheduler.connector, found, set())
+        _sizes("worker", get_kv_transfer_group(), found, set())
+        return found
+
+    def late_replies(self) -> int:
+        """How many replies have come to the worker for which it waits no longer."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        side: Any = get_kv_transfer_group()
+        late: int = side._worker._adapter.connection.counters.late_replies
+        return late
+
+    def memory(self) -> list[str]:
+        """A digest of all KV memory, for each rank."""
+        digests: list[str] = self.core.model_executor.collective_rpc(memory)
+        return digests
 
     def zero(self) -> None:
         """All KV becomes zeros, and the prefix cache does not know."""

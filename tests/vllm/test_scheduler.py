@@ -157,6 +157,22 @@ def test_a_store_that_cannot_be_prepared_keeps_no_load_back(engine: Engine, monk
     assert engine.connector.faults == 0
 
 
+def test_a_store_that_cannot_be_prepared_at_a_requests_end_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.add(request(PROMPT, "b", max_tokens=60))
+    while not engine.answers["b"]:
+        engine.step()
+    side = requests_of(engine)
+    monkeypatch.setattr(side, "_store", lambda *args, **words: 1 / 0)
+    engine.abort("b")
+    assert side.faults == 1 and "kvkeep: a store could not be prepared" in caplog.text
+    monkeypatch.undo()
+    engine.settle()
+    assert "b" not in engine.side._trackers and engine.connector.faults == 0
+    engine.check_nothing_left()
+
+
 def test_stats_count_and_start_anew(engine: Engine) -> None:
     side = requests_of(engine)
     side.stats()

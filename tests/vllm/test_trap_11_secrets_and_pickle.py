@@ -1,0 +1,69 @@
+"""Trap 11, with vLLM: ports that anyone may use, and raw salts in names, labels, logs and messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from replicas import (
+    POOL,
+    Replica,
+    Server,
+    counting,
+    eventually,
+    metrics_text,
+    prompt,
+    request,
+    status,
+    tokens_of,
+    transfer,
+    usage,
+)
+from wires import wire_to
+
+from kvkeep.cli.keygen import make
+from kvkeep.kv.identity import tenant_of
+from kvkeep.testing.process import ServerProcess
+
+SALT = "correct-horse-battery-staple"
+
+
+def test_an_engine_without_a_key_gets_nothing_and_serves(plain: Replica, one: Replica, tmp_path: Path) -> None:
+    keys = make(tmp_path / "keys", ["engine"], "", False)
+    secure = [word for name, value in keys["server"].items() for word in ("--" + name.replace("_", "-"), value)]
+    own = {f"kvkeep.{name}": keys["clients"][0][name] for name in ("curve_key", "server_key")}
+    tokens = prompt(100)
+    expected = tokens_of(plain.use("llama").serve([request(tokens)]))
+    with Server(*POOL, *secure) as server:
+        said = len(one.log())
+        one.use("llama", transfer_config=transfer(server))
+        answers = [one.fresh().serve([counting(tokens)])[0] for _ in range(2)]
+        assert tokens_of(answers) == 2 * expected
+        assert [answer.extra for answer in answers] == [0, 0]
+        assert eventually(lambda: "its keys and ours do not fit" in one.log()[said:])
+        now = status(server)
+        assert now["auth_failures"] and not now["sessions"] and not now["counters"]["sessions_opened"]
+        engine = one.use("llama", server, extra=own)
+        answers = [engine.fresh().serve([counting(tokens)])[0] for _ in range(2)]
+        assert tokens_of(answers) == 2 * expected
+        assert [answer.extra for answer in answers] == [0, 96], "with a key it stores and finds"
+        engine.close_engine()
+
+
+def test_no_place_has_a_salt(one: Replica, server: ServerProcess) -> None:
+    with wire_to(server) as wire:
+        engine = one.use("llama", wire.address)
+        one.wait_for(server)
+        tokens = prompt(100)
+        engine.serve([request(tokens, SALT)])
+        [found] = engine.fresh().serve([counting(tokens, SALT)])
+        assert found.extra == 96
+        tenant = tenant_of(SALT)
+        assert tenant.encode() in wire.sent and tenant in usage(server), "it was seen, by its id"
+        said = server.log() + engine.log() + metrics_text(server.http) + json.dumps([status(server), usage(server)])
+        assert SALT not in said and SALT.encode() not in wire.sent
+        assert server.state_dir is not None
+        directories = [Path(f"/dev/shm/kvkeep-{server.name}"), server.state_dir]
+        files = [path for directory in directories for path in directory.rglob("*")]
+        assert files and not [path for path in files if SALT in str(path)]
+        engine.close_engine()
