@@ -75,6 +75,23 @@ def test_an_answer_stays_under_its_lease_until_it_is_released(sim: Any) -> None:
     assert sim.recorder.count(m.Release) == 1
 
 
+def test_what_was_found_in_a_session_that_is_lost_is_asked_anew(sim: Any) -> None:
+    """The server is the same, but the lease went with the session: its slots may be anybody's."""
+    store(sim, 3)
+    scheduler = adapter(sim)
+    scheduler.lookup("r", None, keys(3))
+    sim.run(20)
+    first = scheduler.lookup("r", None, keys(3))
+    scheduler.connection.start_over()
+    sim.run(200)
+    assert scheduler.connection.up and leases(sim) == 0
+    assert scheduler.lookup("r", None, keys(3)) is None
+    sim.run(20)
+    again = scheduler.lookup("r", None, keys(3))
+    assert again is not None and again is not first and again.epoch == scheduler.connection.epoch
+    assert leases(sim) == 1 and sim.recorder.count(m.Lookup) == 2
+
+
 def test_grown_keys_another_skip_or_another_salt_are_asked_anew(sim: Any) -> None:
     store(sim, 4)
     scheduler = adapter(sim)

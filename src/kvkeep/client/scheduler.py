@@ -114,8 +114,11 @@ class SchedulerAdapter:
         self.connection.close()
 
     def _is_stale(self, asked: _Asked) -> bool:
-        """Slots of a server that is gone, or that we are not connected to: no worker could read them."""
-        return asked.call.done and not asked.call.failure and asked.call.epoch != self.connection.epoch
+        """Slots of a server that is gone, or that we are not connected to: no worker could read them. Or of a session
+        that is: its leases are gone with it, and the slots may be anybody's."""
+        call, welcome = asked.call, self.connection.welcome
+        current = self.connection.epoch == call.epoch and welcome is not None and welcome.session == call.session
+        return call.done and not call.failure and not current
 
     def _read(self, asked: _Asked) -> Answer:
         hit = read_found(asked.call.reply, asked.keys, asked.skip, self._shards)
