@@ -22,6 +22,7 @@ def test_result_is_complete() -> None:
     assert result["missed"]["xor of words"]["swapped 4 KiB rows"] == 20
     text = bench.table(result)
     assert "| swapped 4 KiB rows |" in text
+    assert "16 MiB, GB/s |" in text and "| missed of 20 damaged blocks |" in text
     assert all(f"| {name} |" in text for name in names)
 
 

@@ -14,7 +14,9 @@ def test_result_is_complete() -> None:
     assert set(result["memcpy_gb_per_s"]) == {"64 KiB", "128 KiB"}
     assert all(part > 0 for parts in result["of_memcpy"].values() for part in parts.values())
     assert ("gather, C" in result["of_memcpy"]) == native.available
-    assert "| gather, numpy by piece |" in bench.table(result)
+    shown = bench.table(result)
+    assert "| gather, numpy by piece |" in shown
+    assert shown.count(" GB/s |") == 2 and shown.count("% of memcpy |") == 2 * len(result["of_memcpy"])
 
 
 def test_blocks_that_do_not_divide_what_is_moved_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,11 +45,14 @@ def test_of_one_round_a_ratio_is_that_of_its_times(result: dict[str, Any]) -> No
     assert result["speedup"] == pytest.approx(result["cold_ttft_ms"] / result["warm_ttft_ms"], rel=0.05)
 
 
-def test_the_table_says_all_and_whether_targets_are_met(result: dict[str, Any]) -> None:
+def test_the_table_says_all_and_whether_targets_are_met(
+    result: dict[str, Any], without_unit: Callable[..., list[str]]
+) -> None:
     shown = engine.table(result | {"overhead_ratio": 1.03, "speedup": 3.0})
     assert all(name in shown for name in {*RATIOS, "model", "same_tokens"})
-    assert "target met: overhead_ratio is 1.03, at most 1.03 is wanted" in shown
-    assert "target met: speedup is 3, at least 3 is wanted" in shown
+    assert "target met: overhead_ratio is 1.03×, at most 1.03× is wanted" in shown
+    assert "target met: speedup is 3×, at least 3× is wanted" in shown
+    assert without_unit(result) == []
     missed = engine.table(result | {"overhead_ratio": 1.031, "speedup": 2.999})
     assert missed.count("target MISSED") == 2 and "target met" not in missed
     assert result["targets"] == {"overhead_ratio": 1.03, "speedup": 3.0}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvkeep.bench import lookup
 from kvkeep.errors import SettingsError
 
 
-def test_rows_for_every_length_and_kind() -> None:
+def test_rows_for_every_length_and_kind(without_unit: Callable[..., list[str]]) -> None:
     result = lookup.run(resident=(8192,), rounds=3)
-    assert set(result["ping_us"]) == {"p50", "p99"}
+    assert set(result["ping_us"]) == {"p50", "p99"} and without_unit(result) == []
     assert [(row["blocks"], row["kind"], row["resident"]) for row in result["rows"]] == [
         (blocks, kind, 8192) for blocks in (128, 512, 2048, 8192) for kind in ("miss", "hit")
     ]

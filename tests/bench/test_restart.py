@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvkeep.bench import restart
@@ -9,9 +11,9 @@ from kvkeep.errors import SettingsError
 from kvkeep.units import MIB
 
 
-def test_all_that_was_ready_is_found_again_and_right() -> None:
+def test_all_that_was_ready_is_found_again_and_right(without_unit: Callable[..., list[str]]) -> None:
     result = restart.run(bytes=16 * MIB, block_bytes=4096)
-    assert (result["blocks"], result["bytes"]) == (4096, 16 * MIB)
+    assert (result["blocks"], result["bytes"]) == (4096, 16 * MIB) and without_unit(result) == []
     assert (result["hit_again"], result["hit_fraction"], result["wrong_bytes"], result["dropped"]) == (4096, 1.0, 0, 0)
     assert min(result["serving_again_s"], result["process_started_s"], result["adoption_s"]) > 0
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvkeep.bench import security
 
 
-def test_rows_for_both_servers_and_what_time_tells() -> None:
+def test_rows_for_both_servers_and_what_time_tells(without_unit: Callable[..., list[str]]) -> None:
     result = security.run(rounds=3, repeats=2)
     assert [row["security"] for row in result["rows"]] == ["none", "curve"]
     measured = {"handshake_us", "ping_us", "lookup_us", "put_us_per_mib", "fetch_us_per_mib"}
     for row in result["rows"]:
         assert measured == set(row) - {"security"} and all(row[name] > 0 for name in measured)
     assert set(result["curve_to_none"]) == measured
-    assert result["timing"]["samples"] == 60
+    assert result["timing"]["samples"] == 60 and without_unit(result) == []
 
 
 def test_a_coin_and_certainty_are_told() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvkeep.bench import transfer
 from kvkeep.errors import SettingsError
 
 
-def test_rows_for_each_direction_size_and_verification() -> None:
+def test_rows_for_each_direction_size_and_verification(without_unit: Callable[..., list[str]]) -> None:
     result = transfer.run(block_bytes=(64 << 10, 1 << 20), total_bytes=8 << 20, rounds=2)
     assert result["device"] == "cpu" and result["floor_gbps"] > 0
     assert [(row["direction"], row["block_bytes"], row["verify"]) for row in result["rows"]] == [
@@ -18,6 +20,7 @@ def test_rows_for_each_direction_size_and_verification() -> None:
         for direction in ("store", "load")
     ]
     assert all(row["gbps"] > 0 and row["fraction_of_floor"] > 0 for row in result["rows"])
+    assert without_unit(result) == []
 
 
 def test_what_is_of_no_use_on_a_cpu_is_refused() -> None:
@@ -32,9 +35,9 @@ def test_a_result_as_a_table() -> None:
     text = transfer.table({"device": "cpu", "floor_gbps": 10.0, "rows": [row], "native": True})
     assert text.splitlines() == [
         "device: cpu",
-        "floor_gbps: 10.0",
-        "native: True",
+        "floor_gbps: 10 GB/s",
+        "native: yes",
         "",
-        "direction  block_bytes   gbps  fraction_of_floor  verify",
-        "    store       65,536  6.500              0.640     yes",
+        "direction  block_bytes      gbps  fraction_of_floor  verify",
+        "    store        64KiB  6.5 GB/s                64%     yes",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -59,11 +59,12 @@ def check(result: dict[str, Any], geometries: tuple[str, ...], rounds: int) -> N
 
 
 @pytest.mark.usefixtures("small")
-def test_a_whole_run_on_a_stand_in() -> None:
+def test_a_whole_run_on_a_stand_in(without_unit: Callable[..., list[str]]) -> None:
     result = transfer_cuda.measure(HostGpu(), ["llama-8b", "mla"], 1 << 20, 2)
     check(result, ("llama-8b", "mla"), 2)
     text = transfer.table(result)
     assert "gpu: a stand-in" in text and "latency:" in text and "target " in text
+    assert "% of the floor, at least 97% is wanted" in text and without_unit(result) == []
 
 
 def test_blocks_have_the_shape_and_strides_of_vllm() -> None:
@@ -137,8 +138,8 @@ def test_targets_and_what_is_said_of_them() -> None:
     assert [each["cost"] for each in costs] == [0.02, 0.043]
     result = {"rows": rows, "verification": costs, "targets": transfer_cuda.targets(["llama-8b"])}
     assert transfer_cuda.verdicts(result) == [
-        "target met: llama-8b, store, verified: 0.98 of the floor, at least 0.97 is wanted",
-        "target MISSED: llama-8b, both, verified: 0.88 of the floor, at least 0.9 is wanted",
+        "target met: llama-8b, store, verified: 98.0% of the floor, at least 97% is wanted",
+        "target MISSED: llama-8b, both, verified: 88.0% of the floor, at least 90% is wanted",
         "target met: llama-8b, store: verification costs 2.0%, at most 2% is wanted",
         "target MISSED: llama-8b, both: verification costs 4.3%, at most 2% is wanted",
     ]

@@ -141,6 +141,19 @@ def test_any_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
         "rows": [{"blocks": 1000, "hit": True}, {"blocks": 2, "extra": None}],
     }
     show(result)
-    words = capsys.readouterr().out.split()
-    for word in ("12.5", "a,b", "200.25", "1,000", "yes", "extra"):
-        assert word in words
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["floor_gbps", "12.5", "GB/s"],
+        ["none", "none"],
+        ["left_out", "a,b"],
+        [],
+        ["ping_us"],
+        ["p50", "100", "µs"],
+        ["p99", "200.25", "µs"],
+        [],
+        ["blocks", "hit", "extra"],
+        ["1,000", "yes", "-"],
+        ["2", "-", "-"],
+    ]
+    show({"rows": [{"blocks": 1}]})
+    assert capsys.readouterr().out.splitlines() == ["blocks", "     1"], "no empty line where no fact stands above"

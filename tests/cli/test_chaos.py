@@ -105,8 +105,26 @@ def test_a_mutant_that_does_not_fit_the_code_is_no_catch(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("text", "numbers"), [("", []), ("3", [3]), ("2,5:9", [2, 5, 6, 7, 8]), ("0:2,4", [0, 1, 4])])
 def test_numbers_of_items(text: str, numbers: list[int]) -> None:
-    assert numbers_in(text) == numbers
+    assert numbers_in(text, 9) == numbers
     assert as_text(numbers) == text
+
+
+def test_blanks_between_numbers_of_items_do_no_harm() -> None:
+    assert numbers_in(" 3, 5 : 7 ,8", 9) == [3, 5, 6, 8]
+
+
+@pytest.mark.parametrize("text", ["3-7", "3:", ":5", "7:3", "3:3", "3,,5", "3,", ",", " ", "-1", "٣", "9" * 5000])
+def test_what_names_no_item_is_refused_with_what_would(text: str) -> None:
+    with pytest.raises(SettingsError, match="names no item") as caught:
+        numbers_in(text, 9)
+    assert "2,5:9 is 2, 5, 6, 7 and 8" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["9", "3:10", "0:99999999999"])
+def test_more_items_than_there_are_cannot_be_left_out(text: str) -> None:
+    with pytest.raises(SettingsError, match="the plan has 9 items") as caught:
+        numbers_in(text, 9)
+    assert "from 0 to 8" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -114,7 +132,8 @@ def test_numbers_of_items(text: str, numbers: list[int]) -> None:
     [
         (["--seeds", "9:3"], "--seeds is '9:3'"),
         (["--seed", "1", "--without", "x"], "--without is 'x'"),
-        (["--seed", "1", "--without", "5000"], "the plan of seed 1 has"),
+        (["--seed", "1", "--without", "5000"], "the plan has"),
+        (["--seed", "1", "--without", "7:3"], "'7:3' names no item"),
         (["--story"], "--without and --story are for one run"),
         (["--mutant", "none"], "--mutant is 'none'"),
         (["--mutants", "--seed", "1"], "--mutants takes"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,3 +119,22 @@ def test_an_engine_to_which_nobody_speaks_ends() -> None:
 def test_the_command_line_does_not_load_torch() -> None:
     program = "import sys, kvkeep.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def interrupt_at_its_end(process: EngineProcess) -> None:
+    wait = process._process.wait
+
+    def interrupted(timeout: float | None = None) -> int:
+        process._process.wait = wait  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGINT)
+        return wait(timeout)
+
+    with process:
+        process._process.wait = interrupted  # type: ignore[method-assign]
+
+
+def test_an_interrupt_while_a_process_ends_leaves_none_behind() -> None:
+    engine = child(READY + "import time; time.sleep(600)")  # it does not mind that nobody speaks to it any more
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_at_its_end(engine)
+    assert engine._process.wait(60) == -9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.cli.keygen import make
+from kvkeep.cli.keygen import lines_for_people, make
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.auth import read_authorized
@@ -57,7 +58,9 @@ def test_it_makes_a_server_and_a_client_and_says_how_to_use_them(kvkeep: Run, tm
     argv = [word for name, value in told.items() for word in ("--" + name.replace("_", "-"), value)]
     settings = Settings.load(None, {}, ["--pool-size", "64MiB", "--address", "tcp://0.0.0.0:1", *argv])
     assert settings.curve_key == keys / "server.key"
-    assert f'"kvkeep.server_key": "{public}"' in done.stdout
+    (extra,) = [line for line in done.stdout.splitlines() if "kvkeep.server_key" in line]
+    assert json.loads(extra) == {"kvkeep.curve_key": str(keys / "engine.key"), "kvkeep.server_key": public}
+    assert "is called engine" in done.stderr and "--name host-a --name host-b" in done.stderr
     exports = [line.strip() for line in done.stdout.splitlines() if "export" in line]
     shell = subprocess.run(
         ["sh", "-c", "\n".join([*exports, 'printf "%s" "$KVKEEP_SERVER_KEY"'])],
@@ -66,6 +69,30 @@ def test_it_makes_a_server_and_a_client_and_says_how_to_use_them(kvkeep: Run, tm
         check=True,
     )
     assert shell.stdout == public
+
+
+def test_every_line_can_be_pasted_wherever_the_keys_are(tmp_path: Path) -> None:
+    keys = tmp_path / "a \"b\" 'c' ü"
+    made = make(keys, ["one", "two"], "", True)
+    lines = [line.strip() for line in lines_for_people(made) if line.startswith("    ")]
+    settings = tomllib.loads("\n".join(line for line in lines if " = " in line and not line[0].isdigit()))
+    assert settings == made["server"] and set(settings) == {"curve_key", "authorized_keys", "admin_token"}
+    extras = [json.loads(line) for line in lines if line.startswith("{")]
+    wanted = [{f"kvkeep.{name}": each[name] for name in ("curve_key", "server_key")} for each in made["clients"]]
+    assert extras == wanted
+    exports = [shlex.split(line) for line in lines if line.startswith("export ")]
+    assert exports[2] == ["export", f"KVKEEP_CLIENT_KEY={keys / 'two.key'}"]
+    (token,) = [shlex.split(line) for line in lines if line.startswith("--token-file")]
+    assert token == ["--token-file", str(keys / "admin-token")]
+
+
+def test_it_says_what_to_do_next(kvkeep: Run, tmp_path: Path) -> None:
+    done = kvkeep("keygen", "--dir", str(tmp_path / "keys"), "--name", "host-a")
+    steps = done.stdout.partition("\nnext:\n")[2].splitlines()
+    assert len(steps) == 4 and all(step.startswith(f"    {number}. ") for number, step in enumerate(steps, 1))
+    assert "is called" not in done.stderr, "it was named"
+    done = kvkeep("keygen", "--dir", str(tmp_path / "keys"), "--admin-token")
+    assert done.stdout.count("\n    1. start the server") == 1 and "    2. " not in done.stdout
 
 
 def test_more_clients_join_the_same_server(tmp_path: Path) -> None:
@@ -85,6 +112,7 @@ def test_nothing_is_ever_overwritten(kvkeep: Run, tmp_path: Path) -> None:
     for words in (["--name", "a"], ["--name", "b", "--name", "a"], ["--admin-token"], ["--name", "c", "--admin-token"]):
         done = kvkeep("keygen", "--dir", str(keys), *words)
         assert done.returncode == 2 and "is there already, and nothing was made" in done.stderr and not done.stdout
+        assert ("name the next client with --name" in done.stderr) != (words == ["--admin-token"] or words[1] == "c")
     assert {path: path.read_bytes() for path in keys.rglob("*") if path.is_file()} == before
 
 

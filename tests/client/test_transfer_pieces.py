@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -476,3 +477,18 @@ def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
         engine.connection._transport.wait(50)
     ended = engine.connection.call(m.AbandonStore(list(range(1, 50))), 200)
     assert engine.connection.wait(ended) == m.Done(0), "no write is held any more"
+
+
+def test_a_second_fault_on_the_way_out_does_not_hide_the_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, met = module.PieceStore.finish, []
+
+    def finish(self: module.PieceStore) -> Stored:
+        if (first := sys.exc_info()[1]) is None:
+            return right(self)
+        met.append(first)
+        raise ConnectionError("second")
+
+    monkeypatch.setattr(module.PieceStore, "finish", finish)
+    with pytest.raises(RequestError, match="block 999"):
+        engine.store([[0, 1, 2, 3], [4, 5, 6, 999], [8, 9, 10, 11]])
+    assert len(met) == 1

@@ -275,6 +275,18 @@ def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines
     assert all(thread.is_alive() for thread in engine.worker._threads)
 
 
+def test_a_store_that_cannot_be_asked_for_costs_no_other(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    layers, _ = contiguous()
+    fill(layers)
+    engine = start(layers)
+    nobody: Any = object()  # no tenant, and nothing that a message can carry
+    engine.worker.store("s", StoreRequest(nobody, b"", engine.keys(2), np.array([0, 1])))
+    assert engine.finished() == Finished(stored={"s": 0}, incomplete=["s"])
+    assert engine.connection.counters.failures["internal_error"] == 1
+    assert "kvkeep: a store failed inside the client" in caplog.text
+    engine.stored([0, 1])
+
+
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
     worker = WorkerAdapter(
         shape_of(768), ParallelStrategy.of(tp_size=8, rank=3, use_mla=True), ClientOptions(address=server.address)

@@ -91,3 +91,17 @@ def test_a_long_value_is_not_repeated_in_the_log(caplog: pytest.LogCaptureFixtur
     CacheParams.of({"kvkeep_priority": "secret" * 1000})
     [said] = warnings(caplog)
     assert "secret" not in said
+
+
+def test_a_mapping_that_raises_is_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    class Hostile(OrderedDict[str, object]):
+        def __contains__(self, name: object) -> bool:
+            raise RuntimeError("no")
+
+        def get(self, *args: object) -> Any:
+            raise RuntimeError("no")
+
+        __getitem__ = __iter__ = items = keys = get  # type: ignore[assignment]
+
+    assert CacheParams.of(Hostile({OURS: None})) == CacheParams()
+    assert warnings(caplog) == ["kvkeep: kv_transfer_params cannot be read: ignored"]

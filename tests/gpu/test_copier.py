@@ -12,6 +12,7 @@ from pretend import Pretend
 
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu.copier import GpuCopier
+from kvkeep.gpu.kernels import Units
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.runs import BlockRuns
 
@@ -113,6 +114,17 @@ def test_slots_further_apart_than_blocks() -> None:
     assert (between == 0xEE).all(), "nothing beside a block is written"
     assert engine.copier.scattering(0, np.array([0, 1]), engine.addresses([2, 3]), sums).good().all()
     engine.close()
+
+
+@pytest.mark.skipif(CUDA, reason="the kernels are made there")
+def test_kernels_that_cannot_be_made_are_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(Units, "gather", no_compiler)
+    with pytest.raises(DeviceError, match="the kernels that move blocks cannot be made: Failed to find C") as caught:
+        Engine()
+    assert "such as gcc" in caught.value.hint and isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_more_than_the_staging_memory_holds() -> None:

@@ -257,7 +257,8 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     speeds: dict[str, dict[str, float]] = result["gb_per_s"]
     sizes = list(next(iter(speeds.values())))
-    lines = ["| GB/s | bits | " + " | ".join(sizes) + " | on a GPU |", "|---" * (len(sizes) + 3) + "|"]
+    heads = " | ".join(f"{size}, GB/s" for size in sizes)
+    lines = [f"| checksum | bits | {heads} | on a GPU |", "|---" * (len(sizes) + 3) + "|"]
     for name, taken in speeds.items():
         cells = [name, str(result["bits"][name]), *(f"{taken[size]:.2f}" for size in sizes), result["on_gpu"][name]]
         lines.append("| " + " | ".join(cells) + " |")
@@ -265,7 +266,8 @@ def table(result: dict[str, Any]) -> str:
         cells = ["kvkeep, GPU", "64", *(f"{result['gpu_gb_per_s'][size]:.1f}" for size in sizes), ""]
         lines.append("| " + " | ".join(cells) + " |")
     names = list(result["missed"])
-    lines += ["", f"| missed of {result['trials']:,} | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    missed = f"missed of {result['trials']:,} damaged blocks"
+    lines += ["", f"| {missed} | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for kind in DAMAGE:
         lines.append(f"| {kind} | " + " | ".join(f"{result['missed'][name][kind]:,}" for name in names) + " |")
     if result["left_out"]:

@@ -136,10 +136,10 @@ def _with_torch(
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     sizes = list(result["memcpy_gb_per_s"])
-    lines = ["| | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    lines.append("| memcpy, GB/s | " + " | ".join(f"{result['memcpy_gb_per_s'][s]:.1f}" for s in sizes) + " |")
+    lines = ["| blocks of | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    lines.append("| memcpy | " + " | ".join(f"{result['memcpy_gb_per_s'][s]:.1f} GB/s" for s in sizes) + " |")
     for name, parts in result["of_memcpy"].items():
-        lines.append(f"| {name} | " + " | ".join(f"{parts[s]:.2f}" for s in sizes) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{parts[s]:.0%} of memcpy" for s in sizes) + " |")
     if result["left_out"]:
         lines += ["", "Left out: " + ", ".join(result["left_out"])]
     return "\n".join(lines)

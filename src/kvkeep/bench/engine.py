@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.bench.figures import with_unit
 from kvkeep.engine.llm import LLM, Completion
 from kvkeep.engine.models.gqa import GQAModel
 from kvkeep.engine.models.sampling import SamplingParams
@@ -159,16 +160,14 @@ def table(result: dict[str, Any]) -> str:
     """The result in lines, and whether it is what it should be."""
     facts = {name: value for name, value in result.items() if name != "targets"}
     width = max(map(len, facts))
-    lines = [
-        f"{name:{width}}  {str(value).lower() if isinstance(value, bool) else value}" for name, value in facts.items()
-    ]
+    lines = [f"{name:{width}}  {with_unit(name, value)}" for name, value in facts.items()]
     targets, overhead, speedup = result["targets"], result["overhead_ratio"], result["speedup"]
     lines += [
         "",
         f"target {_met(overhead <= targets['overhead_ratio'])}: "
-        f"overhead_ratio is {overhead:g}, at most {targets['overhead_ratio']:g} is wanted",
+        f"overhead_ratio is {overhead:g}×, at most {targets['overhead_ratio']:g}× is wanted",
         f"target {_met(speedup >= targets['speedup'])}: "
-        f"speedup is {speedup:g}, at least {targets['speedup']:g} is wanted",
+        f"speedup is {speedup:g}×, at least {targets['speedup']:g}× is wanted",
     ]
     return "\n".join(lines)
 

@@ -29,6 +29,10 @@ _SHM = "/dev/shm"
 _LEFT_FREE_BYTES = GIB  # for everybody else
 _ASK_EVERY_S = 0.002
 _GIVE_UP_S = 120.0
+
+# What options mean here, where it is more than their name says elsewhere.
+OPTIONS = {"bytes": "How much is stored; less if the machine has less.", "block_bytes": "Size of a block."}
+
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -99,7 +103,7 @@ def _client(address: str, block_bytes: int) -> Cache:
         dtype="uint64",
         required=True,
         wait_ms=10_000,
-        options=ClientOptions(address=address, ping_interval_ms=100, reconnect_interval_ms=50),
+        options=ClientOptions(address, lookup_deadline_ms=10_000, ping_interval_ms=100, reconnect_interval_ms=50),
     )
 
 

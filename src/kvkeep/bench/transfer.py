@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.bench import transfer_cuda
+from kvkeep.bench.figures import with_unit
 from kvkeep.bench.transfer_worker import EngineSide
 from kvkeep.errors import SettingsError
 from kvkeep.kv import native
@@ -138,7 +139,9 @@ def _tensor(blocks: int, nbytes: int) -> NDArray[np.uint8]:
 def table(result: dict[str, Any]) -> str:
     """The result in lines: facts, a table for each list of rows, and on a GPU whether it is what it should be."""
     lists = {name: value for name, value in result.items() if isinstance(value, list) and value}
-    facts = [f"{name}: {value}" for name, value in result.items() if not isinstance(value, list | dict)]
+    facts = [
+        f"{name}: {with_unit(name, value)}" for name, value in result.items() if not isinstance(value, list | dict)
+    ]
     drawn = [line for name, rows in lists.items() for line in ["", *_aligned(name, rows)]]
     verdicts = transfer_cuda.verdicts(result) if "targets" in result else []
     return "\n".join([*facts, *drawn, *[""] * bool(verdicts), *verdicts])
@@ -146,17 +149,9 @@ def table(result: dict[str, Any]) -> str:
 
 def _aligned(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Rows below their columns' names; a heading where they are not the transfers themselves."""
-    lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    lines = [list(rows[0]), *([with_unit(*figure) for figure in row.items()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     heading = [] if name == "rows" else [f"{name}:"]
     return heading + [
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     ]
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else str(value)

@@ -323,7 +323,7 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
     for row in (each for each in result["rows"] if each["verify"]):
         least, got = wanted[row["direction"]][row["geometry"]], row["fraction_of_floor"]
         what = f"{row['geometry']}, {row['direction']}, verified"
-        lines.append(f"target {_met(got >= least)}: {what}: {got:g} of the floor, at least {least:g} is wanted")
+        lines.append(f"target {_met(got >= least)}: {what}: {got:.1%} of the floor, at least {least:.0%} is wanted")
     for row in result["verification"]:
         what, most = f"{row['geometry']}, {row['direction']}", wanted["cost"]
         met = _met(row["cost"] <= most)

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.bench.figures import with_unit
 from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
-    cell,
     draw,
     gpu_name,
     median,
@@ -289,13 +289,13 @@ def table(result: dict[str, Any]) -> str:
     """The result in lines, and on a CPU whether it is what it should be."""
     facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats")]
     ratios = {(each["connector"], each["prompt_tokens"]): each for each in result["ratios"]}
-    head = ["connector", "tokens", "cold ms", "× none", "local hit ms", "× none", "external hit ms", "faster", "cached"]
-    lines = [[*head, "same tokens"]]
+    head = ["connector", "prompt tokens", "cold", "against none", "local hit", "against none", "external hit"]
+    keys = ["prompt_tokens", "cold_ms", "cold_ratio", "local_hit_ms", "local_hit_ratio", "external_hit_ms", "speedup"]
+    lines = [[*head, "faster than cold", "cached tokens", "same tokens"]]
     for row in result["rows"]:
-        ratio = ratios.get((row["connector"], row["prompt_tokens"]), {})
-        cells = [row["prompt_tokens"], row["cold_ms"], ratio.get("cold_ratio"), row["local_hit_ms"]]
-        cells += [ratio.get("local_hit_ratio"), row["external_hit_ms"], ratio.get("speedup"), row["cached_tokens"]]
-        lines.append([row["connector"], *map(cell, cells), "yes" if row["same_tokens"] else "NO"])
+        figures = row | ratios.get((row["connector"], row["prompt_tokens"]), {})
+        cells = [with_unit(key, figures.get(key)) for key in (*keys, "cached_tokens")]
+        lines.append([row["connector"], *cells, "yes" if row["same_tokens"] else "NO"])
     left_out = [f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()]
     kvkeep = [row for row in result["rows"] if row["connector"] == "kvkeep" and result["targets"]]
     verdicts = [line for row in kvkeep for line in _verdicts(result, row, ratios["kvkeep", row["prompt_tokens"]])]
@@ -315,5 +315,5 @@ def _verdicts(result: dict[str, Any], row: dict[str, Any], ratios: dict[str, Any
             speedup >= targets["speedup"],
             f"{where} an external hit is {speedup:g} times faster than cold, at least {targets['speedup']:g} is wanted",
         ),
-        verdict(cached >= full, f"{where} it gives {cached:,}, all {full:,} of full blocks are wanted"),
+        verdict(cached >= full, f"{where} it gives {cached:,} tokens, all {full:,} of full blocks are wanted"),
     ]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvkeep.bench.figures import with_unit
 from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess
 from kvkeep.bench.vllm_session import (
     PEERS,
@@ -362,12 +363,12 @@ def table(result: dict[str, Any]) -> str:
     facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats")]
     ratios = {(each["connector"], each["scenario"]): each for each in result["ratios"]}
     lines = []
-    load = ["connector", "scenario", "requests", "output tokens/s", "× none", "all tokens/s", "TTFT ms", "p99"]
+    load = ["connector", "scenario", "requests", "output", "against none", "with prompts", "TTFT", "TTFT p99"]
     rows = [row for row in result["rows"] if row["scenario"] not in DECODE]
     if rows:
         keys = ["requests", "output_tokens_per_s", "output_ratio", "total_tokens_per_s", "ttft_mean_ms", "ttft_p99_ms"]
         lines += ["", *_drawn(rows, ratios, load, keys)]
-    decode = ["connector", "scenario", "prompts", "samples", "ms between tokens", "× none", "p99", "× none"]
+    decode = ["connector", "scenario", "prompts", "samples", "between tokens", "against none", "p99", "against none"]
     rows = [row for row in result["rows"] if row["scenario"] in DECODE]
     if rows:
         keys = ["requests", "samples", "itl_p50_ms", "itl_p50_ratio", "itl_p99_ms", "itl_p99_ratio"]
@@ -380,11 +381,11 @@ def table(result: dict[str, Any]) -> str:
 def _drawn(
     rows: Sequence[dict[str, Any]], ratios: dict[tuple[str, str], Any], head: list[str], keys: Sequence[str]
 ) -> list[str]:
-    lines = [[*head, "found", "failed", "same answers"]]
+    lines = [[*head, "found", "failed requests", "same answers"]]
     for row in rows:
         figures = row | ratios.get((row["connector"], row["scenario"]), {})
-        cells = [figures.get(key) for key in (*keys, "cached_share", "failed", "same_answers")]
-        lines.append([row["connector"], row["scenario"], *map(cell, cells)])
+        cells = [with_unit(key, figures.get(key)) for key in (*keys, "cached_share", "failed", "same_answers")]
+        lines.append([row["connector"], row["scenario"], *cells])
     return draw(lines)
 
 
@@ -392,8 +393,8 @@ def _verdict(targets: dict[str, float], ratios: dict[str, Any]) -> str:
     scenario = ratios["scenario"]
     if scenario in DECODE:
         most, ratio = targets["itl_p99_ratio"], ratios["itl_p99_ratio"]
-        text = f"{scenario}: p99 between tokens is {cell(ratio)} of that of none, at most {most:g} is wanted"
+        text = f"{scenario}: p99 between tokens is {with_unit('ratio', ratio)} none's, at most {most:g}× is wanted"
         return verdict(ratio is not None and ratio <= most, text)
     least, ratio = targets[f"{scenario}_ratio"], ratios["output_ratio"]
-    text = f"{scenario}: {cell(ratio)} of the throughput of none, at least {least:g} is wanted"
+    text = f"{scenario}: {with_unit('ratio', ratio)} the throughput of none, at least {least:g}× is wanted"
     return verdict(ratio is not None and ratio >= least, text)

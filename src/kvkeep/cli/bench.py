@@ -16,6 +16,7 @@ import typer
 from rich.console import RenderableType
 from typer.core import TyperCommand
 
+from kvkeep.bench.figures import with_unit
 from kvkeep.cli import machine
 from kvkeep.cli.output import Json, console, help_section, note, show_facts, show_json, show_table
 from kvkeep.errors import SettingsError
@@ -126,16 +127,18 @@ def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
 
 def show(result: Mapping[str, Any]) -> None:
     """Any result: single values in lines, then a table for each list of rows and each mapping."""
-    show_facts((key, _text(value)) for key, value in result.items() if not _is_table(value))
-    for key, value in result.items():
-        if not _is_table(value):
-            continue
-        print()
+    facts = [(key, with_unit(key, value)) for key, value in result.items() if not _is_table(value)]
+    tables = [(key, value) for key, value in result.items() if _is_table(value)]
+    if facts:
+        show_facts(facts)
+    for number, (key, value) in enumerate(tables):
+        if facts or number:
+            print()
         if isinstance(value, dict):
-            show_table((key, ""), list(value.items()))
+            show_table((key, ""), [(name, with_unit(name, each, key)) for name, each in value.items()])
         else:
             columns = list(dict.fromkeys(column for row in value for column in row))
-            show_table(columns, [[row.get(column) for column in columns] for row in value])
+            show_table(columns, [[with_unit(column, row.get(column)) for column in columns] for row in value])
 
 
 def _is_table(value: Any) -> bool:
@@ -270,8 +273,8 @@ def _expected(name: str, default: Any) -> str:
     return (f"at least {min(first, 1)}, such as " if number else "a value such as ") + _text(default, name)
 
 
-def _text(value: Any, name: str = "") -> str:
-    """A result, or the value of the option `name` as it could be given."""
+def _text(value: Any, name: str) -> str:
+    """The value of the option `name` as it could be given."""
     if isinstance(value, tuple | list):
         return ",".join(_text(each, name) for each in value)
     if name.endswith("bytes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
@@ -26,7 +27,11 @@ def chaos(
     seed: Seed = None,
     seeds: Seeds = None,
     without: Annotated[
-        str, typer.Option(help="With --seed: leave these items of its plan out, for example 2,5:9.")
+        str,
+        typer.Option(
+            help="With --seed: leave these items of its plan out: numbers and FIRST:END, without END itself, "
+            "for example 2,5:9."
+        ),
     ] = "",
     story: Annotated[bool, typer.Option(help="With --seed: print what happens, event by event.")] = False,
     mutant: Annotated[str, typer.Option(help="Run with this bug planted.")] = "",
@@ -58,7 +63,7 @@ def chaos(
         raise SettingsError("--without and --story are for one run", "say which with --seed")
     span = chosen(seed, seeds)
     if seed is not None and (without or story):
-        _replay(seed, numbers_in(without), story, mutant, json)
+        _replay(seed, without, story, mutant, json)
         return
     started = time.monotonic()
     outcomes = []
@@ -81,14 +86,23 @@ def chaos(
         sys.exit(1)
 
 
-def numbers_in(text: str) -> list[int]:
-    """`2,5:9` is 2, 5, 6, 7, 8."""
+def numbers_in(text: str, items: int) -> list[int]:
+    """`2,5:9` is 2, 5, 6, 7, 8, where there are at least so many items."""
     numbers: list[int] = []
     for part in text.split(",") if text else ():
-        first, colon, end = part.partition(":")
-        if not first.isdecimal() or (colon and not end.isdecimal()):
-            raise SettingsError(f"--without is {text!r}", "write numbers and spans of them, for example 2,5:9")
-        numbers += range(int(first), int(end) if colon else int(first) + 1)
+        found = re.fullmatch(r"\s*([0-9]{1,18})\s*(?::\s*([0-9]{1,18})\s*)?", part)
+        first, end = (int(found[1]), int(found[2] or int(found[1]) + 1)) if found else (0, 0)
+        if first >= end:
+            raise SettingsError(
+                f"--without is {text!r}: {part.strip()!r} names no item",
+                "write numbers and FIRST:END, without END itself, with commas between: 2,5:9 is 2, 5, 6, 7 and 8",
+            )
+        if end > items:
+            raise SettingsError(
+                f"--without is {text!r}: the plan has {counted(items, 'item')}",
+                f"its items have the numbers from 0 to {items - 1}",
+            )
+        numbers += range(first, end)
     return numbers
 
 
@@ -163,7 +177,7 @@ def _explained(outcome: dict[str, Any], mutant: str, *, shrink: bool) -> dict[st
     return found | ({"story": story} if shrink else {})
 
 
-def _replay(seed: int, without: list[int], story: bool, mutant: str, json: bool) -> None:
+def _replay(seed: int, left_out: str, story: bool, mutant: str, json: bool) -> None:
     """One run of what is left of a plan."""
     from kvkeep.testing.chaos import ChaosRun
     from kvkeep.testing.chaos_mutants import planted
@@ -171,8 +185,7 @@ def _replay(seed: int, without: list[int], story: bool, mutant: str, json: bool)
 
     started = time.monotonic()
     plan = draw(seed)
-    if any(number >= len(plan.items) for number in without):
-        raise SettingsError(f"the plan of seed {seed} has {len(plan.items)} items", "leave out less")
+    without = numbers_in(left_out, len(plan.items))
     with planted(mutant):
         outcome = asdict(
             next(iter(in_processes(lambda _: ChaosRun(plan.without(without), detailed=story).run(), [0], 1)))

@@ -7,6 +7,7 @@ import re
 import secrets
 import shlex
 import stat
+from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,8 @@ def keygen(
     for line in lines_for_people(made):
         print(line)
     note("files that end in .key and the token are secrets: move each to the host that needs it, and nowhere else")
+    if not names and clients:
+        note(f"the client is called {_FIRST_CLIENT}, as no name was given; for several: --name host-a --name host-b")
 
 
 def make(where: Path, clients: list[str], tenants: str, admin_token: bool) -> dict[str, Any]:
@@ -93,19 +96,35 @@ def make(where: Path, clients: list[str], tenants: str, admin_token: bool) -> di
 
 
 def lines_for_people(made: dict[str, Any]) -> list[str]:
-    """What to put into settings, on both sides."""
+    """What to put into settings, on both sides, each line as it can be pasted; and what to do then."""
     lines = ["server, in its settings file:"]
-    lines += [f'    {name} = "{value}"' for name, value in made["server"].items()]
+    lines += [f"    {name} = {_quoted(value)}" for name, value in made["server"].items()]
     for client in made["clients"]:
         extra = {f"kvkeep.{name}": client[name] for name in ("curve_key", "server_key")}
-        lines += ["", f"client {client['name']}, in kv_connector_extra_config:"]
-        lines += [f'    "{name}": "{value}",' for name, value in extra.items()]
+        lines += ["", f"client {client['name']}, as kv_connector_extra_config:", f"    {_quoted(extra)}"]
         lines += ["or in its environment:", f"    export KVKEEP_CLIENT_KEY={shlex.quote(client['curve_key'])}"]
         lines += [f"    export KVKEEP_SERVER_KEY={shlex.quote(client['server_key'])}"]
     if "admin_token" in made["server"]:
         lines += ["", "commands such as `kvkeep status`:"]
         lines += [f"    --token-file {shlex.quote(made['server']['admin_token'])}"]
-    return lines
+    steps = [f"    {number}. {step}" for number, step in enumerate(_next_steps(made), 1)]
+    return [*lines, "", "next:", *steps]
+
+
+def _next_steps(made: dict[str, Any]) -> list[str]:
+    if not made["clients"]:
+        return ["start the server with its line; from then on all but /healthz asks for the token"]
+    return [
+        "start the server with its lines; one that runs with them already sees new clients by itself",
+        "a client on another host: move its .key file there (mode 0600), and write the new path into its lines",
+        'it also needs "kvkeep.address": "tcp://HOST:5555", and the server address = "tcp://0.0.0.0:5555"',
+        "start the engines with their lines; `kvkeep status` shows who is connected, and who was turned away",
+    ]
+
+
+def _quoted(value: Any) -> str:
+    """As JSON; a string in it is one of TOML, too."""
+    return to_json(value, ensure_ascii=False)
 
 
 def _check_names(names: list[str]) -> None:
@@ -134,7 +153,9 @@ def _write(texts: dict[Path, str]) -> None:
     """All files or none."""
     for path in texts:
         if path.exists() or path.is_symlink():
-            raise SettingsError(f"{path} is there already, and nothing was made", "use another --name, or remove it")
+            ours = path.name in (TOKEN_NAME, "server.key", "server.pub")
+            remedy = "use that one" if ours else "name the next client with --name NAME"
+            raise SettingsError(f"{path} is there already, and nothing was made", f"{remedy}, or remove it")
     written: list[Path] = []
     try:
         for path, text in texts.items():
