@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -131,3 +134,52 @@ def test_what_nobody_could_say_passes_loudly(audit: Any, stdout: str, stderr: st
     code, lines = audit.verdict(stdout, stderr)
     assert code == 0 and why in "\n".join(lines)
     assert "NOT AUDITED" in lines[1] and len(lines[0]) >= 80
+
+
+def run_audit(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """The command, with this program in place of pip-audit."""
+    (tmp_path / "pip_audit.py").write_text(program)
+    command = [sys.executable, str(ROOT / ".ci" / "audit.py")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_fails_for_a_known_vulnerability_and_names_it(tmp_path: Path) -> None:
+    """pip-audit ends with 1 then, but it does so for other reasons as well."""
+    done = run_audit(tmp_path, f"print({said(CLEAN, FLAWED)!r}); raise SystemExit(1)")
+    assert done.returncode == 1 and "audit: b 1: CVE-1, mended in 2" in done.stdout
+    assert "NOT AUDITED" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("raise ConnectionError('no route to the database')", "ConnectionError: no route to the database"),
+        (f"print({said(SKIPPED)!r})", "1 of 1 packages are not in its database: c"),
+        ("raise SystemExit(1)", "pip-audit said nothing"),
+    ],
+)
+def test_the_command_is_loud_where_nothing_could_be_known(tmp_path: Path, program: str, why: str) -> None:
+    done = run_audit(tmp_path, program)
+    bar, what, hint, same = done.stdout.splitlines()
+    assert done.returncode == 0 and bar == same == "!" * 100
+    assert what == f"audit: NOT AUDITED: {why}" or what.startswith(f"audit: NOT AUDITED: {why} ...")
+    assert "make audit" in hint
+
+
+def test_an_audit_that_does_not_end_is_none(
+    audit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pip_audit.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(audit, "TIMEOUT_S", 0.1)
+    assert audit.main() == 0
+    assert "NOT AUDITED: pip-audit did not end within 0.1 s" in capsys.readouterr().out
+
+
+def test_the_check_that_everybody_runs_has_the_audit_in_it() -> None:
+    rules = (ROOT / "Makefile").read_text()
+    check = rules.partition("\ncheck:")[2].partition("\n\n")[0]
+    audited = rules.partition("\naudit:")[2].partition("\n\n")[0]
+    assert re.search(r"^\t@\$\(MAKE\) .*\baudit$", check, re.MULTILINE)
+    assert re.search(r"^\t@\S+/python \.ci/audit\.py$", audited, re.MULTILINE), "its exit code is make's"

@@ -2,11 +2,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvkeep.cli.keygen import make as make_keys
 from kvkeep.cli.status import facts, time_since
+from kvkeep.client.cache import connect
+from kvkeep.client.options import ClientOptions
 from kvkeep.server.snapshot import RestartShown
 from kvkeep.testing.process import ServerProcess
 
@@ -19,6 +26,32 @@ def test_status_for_people_and_for_programs(kvkeep: Run, server: ServerProcess) 
     assert said["address"] == server.address and said["http_address"] == server.http
     text = kvkeep("status", env={"KVKEEP_HTTP": server.http}).stdout
     assert server.address in text and f"pid {server.pid}" in text and "64MiB" in text
+    assert said["security"] == {"curve": False, "admin_token": False}
+    assert "engines need no key, the admin API no token" in text
+    assert "cold: no server before it has left anything" in text
+
+
+def test_a_server_with_keys_says_so_and_how_it_started(kvkeep: Run, tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", ["engine"], "", True)
+    flags = [word for name, value in keys["server"].items() for word in ("--" + name.replace("_", "-"), value)]
+    (client,) = keys["clients"]
+    options = ClientOptions(curve_key=client["curve_key"], server_key=client["server_key"])
+    block = {"block_tokens": 1, "block_shape": (512,), "dtype": "uint64", "required": True, "wait_ms": 10_000}
+    with ServerProcess("--pool-size", "1MiB", *flags) as server:
+        with connect(server.address, model="m", revision="1", options=options, **block) as cache:
+            assert cache.put([1, 2, 3], np.ones((3, 512), "uint64")) == 3
+        server.stop(signal.SIGKILL)
+        server.start()
+        words = ["status", "--http", server.http, "--token-file", keys["server"]["admin_token"]]
+        said = json.loads(kvkeep(*words, "--json").stdout)
+        assert said["security"] == {"curve": True, "admin_token": True}
+        assert said["restart"]["warm"] and said["restart"]["adopted_blocks"] == 3
+        text = kvkeep(*words).stdout
+        assert "engines need a key (CURVE), the admin API needs a token" in text and "warm: 3 blocks adopted in" in text
+        server.stop(signal.SIGTERM)
+        server.start("--fresh")
+        words[2] = server.http
+        assert "cold: --fresh was given" in kvkeep(*words).stdout
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -47,7 +80,8 @@ def status(**changes: Any) -> dict[str, Any]:
         "writes": 0,
         "tenants": 2,
         "auth_failures": {"unknown_key": 3, "mechanism": 1},
-        "restart": dataclasses.asdict(RestartShown()),
+        "restart": dataclasses.asdict(RestartShown(why_cold="--fresh was given")),
+        "security": {"curve": True, "admin_token": False},
     } | changes
 
 
@@ -62,13 +96,15 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["bad blocks"] == "3"
     assert lines["turned away"] == "1 mechanism, 3 unknown_key"
     assert "internal errors" not in lines
+    assert lines["security"] == "engines need a key (CURVE), the admin API no token"
 
 
 def test_facts_of_a_server_that_took_over() -> None:
-    assert not {"adopted", "held"} & dict(facts(status())).keys()
-    restart = RestartShown(2000, 1 << 20, 0.25, 3, old_sessions=1, held_by_old_sessions=4)
+    lines = dict(facts(status()))
+    assert "held" not in lines and lines["start"] == "cold: --fresh was given"
+    restart = RestartShown(2000, 1 << 20, 0.25, 3, old_sessions=1, held_by_old_sessions=4, warm=True)
     lines = dict(facts(status(restart=dataclasses.asdict(restart))))
-    assert lines["adopted"] == "2,000 blocks in 0.25 s, 3 dropped; 0 looked through"
+    assert lines["start"] == "warm: 2,000 blocks adopted in 0.25 s, 3 dropped; 0 looked through"
     assert lines["held"] == "4 blocks for 1 process of the server before"
 
 

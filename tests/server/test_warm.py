@@ -58,6 +58,7 @@ def test_blocks_are_adopted(pools: Callable[..., Pool], caplog: pytest.LogCaptur
     second = pools(2)
     store, start = open_store(second, Limits(), 0)
     assert (start.adoption.blocks, start.adoption.dropped, start.adoption.held) == (2, 1, 0) and start.seconds > 0
+    assert start.why_cold == ""
     assert "adopted 2 blocks, 8KiB, in" in caplog.text and "dropped 1 that could not be proven" in caplog.text
     assert hit(store) == 2
     check_integrity(store)
@@ -70,6 +71,19 @@ def test_a_fresh_pool_is_empty(pools: Callable[..., Pool]) -> None:
     second = pools(2, fresh=True)
     store, start = open_store(second, Limits(), 0)
     assert start.adoption.blocks == 0 and hit(store) == 0 and not second.not_adopted
+    assert start.why_cold == "--fresh was given"
+
+
+def test_why_a_server_starts_empty(pools: Callable[..., Pool], tmp_path: Path) -> None:
+    first = pools(1)
+    assert open_store(first, Limits(), 0)[1].why_cold == "no server before it has left anything"
+    first.fill_next()
+    first.close(keep=True)
+    (first.directory / "index-header").unlink()
+    assert open_store(pools(2), Limits(), 0)[1].why_cold == "its index has no header"
+    other = Pool(tmp_path, "other", 4 * SLAB, SLAB, 3, keep=False)
+    assert open_store(other, Limits(), 0)[1].why_cold == "keep_pool is off"
+    other.close()
 
 
 @pytest.mark.parametrize("fault", ["contradiction", "raises"])
@@ -89,6 +103,7 @@ def test_when_it_cannot_be_adopted_other_memory_is_used(
     before = (second.directory / "segment-00000").stat().st_ino
     store, start = open_store(second, Limits(), 0)
     assert start.adoption.blocks == 0 and "the server starts empty" in caplog.text
+    assert start.why_cold.startswith("processes of the old" if fault == "contradiction" else "adopting what was left")
     store.add_slabs(*second.fill_next())
     assert (second.directory / "segment-00000").stat().st_ino != before, "whose memory the old is, nobody knows"
     assert hit(store) == 0 and second.old_sessions() == 0

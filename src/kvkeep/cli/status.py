@@ -41,6 +41,20 @@ def time_since(seconds: float) -> str:
     return " ".join(f"{count}{unit}" for count, unit in parts[:2] if count) or "0s"
 
 
+def security(said: dict[str, bool]) -> str:
+    """Who has to prove who they are, of those who can reach the server."""
+    engines = "engines need a key (CURVE)" if said["curve"] else "engines need no key"
+    return f"{engines}, the admin API {'needs a token' if said['admin_token'] else 'no token'}"
+
+
+def start(restart: dict[str, Any], scrubbed_blocks: int) -> str:
+    """Whether the server began with what another one had left, and what came of it."""
+    if not restart["warm"]:
+        return f"cold: {restart['why_cold']}"
+    took = f"in {restart['adoption_seconds']:g} s, {restart['dropped_at_adoption']:,} dropped"
+    return f"warm: {counted(restart['adopted_blocks'], 'block')} adopted {took}; {scrubbed_blocks:,} looked through"
+
+
 def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
     """What `GET /v1/status` said, in lines."""
     pool, counters, blocks = said["pool"], said["counters"], said["pool"]["blocks"]
@@ -56,6 +70,8 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("up", time_since(said["uptime_s"])),
         ("engines", said["address"]),
         ("http", said["http_address"]),
+        ("security", security(said["security"])),
+        ("start", start(said["restart"], counters["scrubbed_blocks"])),
         ("pool", held),
         ("blocks", ", ".join(f"{count:,} {state}" for state, count in blocks.items() if count) or "none"),
         ("evictions", f"{counters['evictions']:,}"),
@@ -65,10 +81,6 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("tenants", f"{said['tenants']:,}, {format_size(said['quotas']['promised_bytes'])} promised"),
     ]
     restart = said["restart"]
-    if restart["adopted_blocks"] or restart["dropped_at_adoption"]:
-        took = f"in {restart['adoption_seconds']:g} s, {restart['dropped_at_adoption']:,} dropped"
-        looked = f"{counters['scrubbed_blocks']:,} looked through"
-        lines.append(("adopted", f"{counted(restart['adopted_blocks'], 'block')} {took}; {looked}"))
     if restart["held_by_old_sessions"]:
         processes = "processes" if restart["old_sessions"] != 1 else "process"
         held = counted(restart["held_by_old_sessions"], "block")

@@ -47,6 +47,14 @@ _BLOCKS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their tur
 
 
 @dataclass(frozen=True)
+class SecurityShown:
+    """Who is asked to prove who they are: engines by CURVE keys, operators by the admin API's token."""
+
+    curve: bool
+    admin_token: bool
+
+
+@dataclass(frozen=True)
 class Status:
     """The server as `kvkeep status` shows it."""
 
@@ -71,6 +79,7 @@ class Status:
     refusals: dict[str, int]
     auth_failures: dict[str, int]
     restart: RestartShown
+    security: SecurityShown
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,9 @@ class Admin:
             refusals=now.counters.refusals,
             auth_failures=now.counters.auth_failures,
             restart=now.restart,
+            security=SecurityShown(
+                curve=daemon.settings.curve_key is not None, admin_token=daemon.settings.admin_token is not None
+            ),
         )
 
     def tenants(self, limit: int) -> TenantList:

@@ -64,7 +64,8 @@ class QuotasShown:
 
 @dataclass(frozen=True)
 class RestartShown:
-    """What was taken over from the server before, and what its processes, as long as they live, still hold."""
+    """What was taken over from the server before, and what its processes, as long as they live, still hold. A server
+    that did not start warm says why: `why_cold`."""
 
     adopted_blocks: int = 0
     adopted_bytes: int = 0
@@ -72,6 +73,8 @@ class RestartShown:
     dropped_at_adoption: int = 0
     old_sessions: int = 0
     held_by_old_sessions: int = 0
+    warm: bool = False
+    why_cold: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,8 @@ def _restart(daemon: Daemon) -> RestartShown:
         dropped_at_adoption=adoption.dropped,
         old_sessions=daemon.pool.old_sessions(),
         held_by_old_sessions=len(held.leases) if held else 0,
+        warm=not daemon.warm_start.why_cold,
+        why_cold=daemon.warm_start.why_cold,
     )
 
 

@@ -20,10 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What was adopted, and how long it took."""
+    """What was adopted, and how long it took; or why the server starts empty, `why_cold`."""
 
     adoption: Adoption = field(default_factory=Adoption)
     seconds: float = 0.0
+    why_cold: str = ""
 
 
 def open_store(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, WarmStart]:
@@ -35,32 +36,32 @@ def open_store(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, WarmStar
             pool.directory,
             pool.not_adopted,
         )
+    why_cold = pool.why_empty
     if pool.is_left:
         started = time.perf_counter()
         adopted = _adopt(pool, limits, now_ms)
-        if adopted is not None:
+        if not isinstance(adopted, str):
             store, adoption = adopted
             warm = WarmStart(adoption, time.perf_counter() - started)
             _tell(pool, warm)
             return store, warm
+        why_cold = adopted
         pool.start_over()
-    return Store(pool.pool_bytes, pool.slab_bytes, limits, columns=pool.columns), WarmStart()
+    return Store(pool.pool_bytes, pool.slab_bytes, limits, columns=pool.columns), WarmStart(why_cold=why_cold)
 
 
-def _adopt(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, Adoption] | None:
+def _adopt(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, Adoption] | str:
+    """Or why it cannot be adopted."""
     try:
         store = Store(pool.pool_bytes, pool.slab_bytes, limits, columns=pool.columns)
         adoption = adopt(store, pool.filled_bytes // pool.slab_bytes, pool.old_sessions() > 0, now_ms)
     except Exception:  # guard: whatever lies there, a server that starts empty is better than none
         log.exception("what is left in %s cannot be adopted, the server starts empty", pool.directory)
-        return None
+        return "adopting what was left failed inside; the log has the traceback"
     if adoption.contradiction:
-        log.warning(
-            "what is left in %s is not adopted, the server starts empty: "
-            "processes of the old server live, and its index does not say which memory is theirs",
-            pool.directory,
-        )
-        return None
+        why = "processes of the old server live, and its index does not say which memory is theirs"
+        log.warning("what is left in %s is not adopted, the server starts empty: %s", pool.directory, why)
+        return why
     return store, adoption
 
 

@@ -58,8 +58,8 @@ class Pool:
     """Owns the pool's directory from construction to `close`. Segments become usable one by one by `fill_next`.
 
     With `keep` its index lies beside it, and what an earlier server left is kept where it can be adopted: then
-    `is_left` says so, and that many bytes are filled. Otherwise, or with `fresh`, all is removed; `not_adopted` says
-    why, if there was something to adopt.
+    `is_left` says so, and that many bytes are filled. Otherwise, or with `fresh`, all is removed; `why_empty` says why,
+    and `not_adopted` the same if there was something to adopt.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Pool:
         self.columns: Columns = PlainColumns()
         self.is_left = False
         self.not_adopted = ""
+        self.why_empty = "keep_pool is off" if not keep else "--fresh was given" if fresh else ""
         self._keep = keep
         self._epoch = epoch
         self._old_sessions: OldSessions | None = None
@@ -202,6 +203,7 @@ class Pool:
         """Takes segments and columns as they are, if they are an index and its pool. From then on no process of the
         old server can map them any more."""
         if not any(name.startswith("segment-") for name in os.listdir(self.directory)):
+            self.why_empty = "no server before it has left anything"
             return
         try:
             why = why_not_adopt(self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes)
@@ -218,7 +220,7 @@ class Pool:
                 self.is_left = True
         except (OSError, PoolError) as error:
             why = f"it cannot be read: {error}"
-        self.not_adopted = why
+        self.not_adopted = self.why_empty = why
 
     def _find_session_locks(self, columns: FileColumns) -> str:
         """Why they do not tell who may still be at work in the pool; empty if they do."""
