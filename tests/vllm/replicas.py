@@ -66,7 +66,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # tiny models: threads that share a busy core make them slower
-    "PYTHONHASHSEED": "random",
     "PYTHONWARNINGS": "ignore",  # vLLM's own are not ours to judge
 }
 
@@ -338,7 +337,8 @@ class Replica:
 
 def clean_environment() -> dict[str, str]:
     """The caller's own settings are not meant for these engines."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("KVKEEP_", "VLLM_", "LMCACHE_"))}
+    others = ("KVKEEP_", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")  # with the last, keys would be made in another way
+    return {name: value for name, value in os.environ.items() if not name.startswith(others)}
 
 
 # -- the server's side
