@@ -13,6 +13,7 @@ import torch
 
 from kvkeep.cli import engine_fuzz
 from kvkeep.cli.main import main
+from kvkeep.testing.engine_fuzz import Fuzz, Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +77,26 @@ def test_a_violation_is_told_with_the_way_to_replay_it(
     said = capsys.readouterr()
     assert json.loads(said.out)["violations"] == [{"seed": 4, "violation": "seed 4: wrong"}]
     assert "kvkeep engine-fuzz --model oracle --seed 4" in said.err
+
+
+def test_what_is_raised_in_a_run_is_a_finding_and_the_other_seeds_still_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Fuzz.run
+
+    def run(self: Fuzz) -> Outcome:
+        if self.seed == 4:
+            raise KeyError("nothing")
+        return right(self)
+
+    monkeypatch.setattr(Fuzz, "run", run)
+    with pytest.raises(SystemExit) as ended:
+        engine_fuzz.engine_fuzz(seeds="4:6", jobs=1, json=True)
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    outcome = json.loads(said.out)
+    [violation] = outcome["violations"]
+    assert outcome["violation_count"] == 1 and outcome["runs"] == 2 and outcome["requests"] > 0
+    assert violation["seed"] == 4 and "seed 4, model oracle: KeyError: 'nothing'" in violation["violation"]
+    assert "in run" in violation["violation"], "where it was raised"
+    assert "--model oracle --seed 4" in said.err

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 
+from kvkeep.client.transport import ZmqTransport
 from kvkeep.errors import SettingsError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.adopt import adopt
@@ -16,7 +17,7 @@ from kvkeep.testing.fuzz_service import Held
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
-from kvkeep.wire.auth import read_public
+from kvkeep.wire.auth import new_pair, read_public
 
 SLAB = 4 * 4096
 POOL = 4 * SLAB
@@ -32,10 +33,13 @@ def peer_of(server: SimulatedServer) -> Peer:
     return Peer(lambda frames: server.service.handle(frames, 0))
 
 
-@pytest.mark.parametrize("text", ["~nobody-of-this-name/server.pub", "a\0b", "\ud800"])
-def test_a_server_key_that_can_be_no_path_is_a_setting_that_is_wrong(text: str) -> None:
+@pytest.mark.parametrize("text", ["~nobody-of-this-name/server.pub", "a\0b", "\ud800", "~\0", "~\ud800/server.pub"])
+def test_a_key_that_can_be_no_path_is_a_setting_that_is_wrong(text: str) -> None:
     with pytest.raises(SettingsError) as refused:
         read_public(text)
+    assert refused.value.hint
+    with pytest.raises(SettingsError) as refused:
+        ZmqTransport("tcp://127.0.0.1:1", text, new_pair()[0])
     assert refused.value.hint
 
 

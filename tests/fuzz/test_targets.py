@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.testing.fuzz import TARGETS
+from kvkeep.testing.fuzz_flood import FLOODS
 
 CORPUS = Path(__file__).with_name("corpus")
 INPUTS = {"wire": 4_000, "service": 600, "index": 1_000, "config": 4_000, "http": 600}
@@ -25,6 +26,8 @@ def test_some_inputs_find_nothing(target: str) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
-    assert list(said) == ["target", "inputs", "messages", "crashes", "hangs", "leaks", "edges", "seconds"]
+    numbers = ["inputs", "messages", "malformed_frames", "crashes", "hangs", "leaks", "edges", "seconds"]
+    assert list(said) == ["target", *numbers]
+    assert (said["malformed_frames"] > 100) == (target in FLOODS) and said["malformed_frames"] < said["messages"], said
     assert said["inputs"] >= INPUTS[target] and said["edges"] > 100, said
     assert (said["target"], said["crashes"], said["hangs"], said["leaks"]) == (target, 0, 0, 0)

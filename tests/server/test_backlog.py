@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.errors import RequestError
-from kvkeep.server.backlog import MARK_BYTES, Backlog
+from kvkeep.server.backlog import _CONNECTIONS_REMEMBERED, MARK_BYTES, Backlog
 
 LARGE = MARK_BYTES
 
@@ -97,6 +97,26 @@ def test_connections_that_came_and_went_are_forgotten() -> None:
     for number in range(100_000):
         backlog.wants_mark(number.to_bytes(5, "big"), 1)
     assert len(backlog._unmarked) < 5_000
+
+
+def test_however_many_connections_there_are_little_of_each_is_not_counted() -> None:
+    """Nothing ever leaves; the connections take turns, so that each is forgotten again and again."""
+    net = Network(total_bytes=1 << 60)
+    connections, rounds, nbytes = 3 * _CONNECTIONS_REMEMBERED, 8, MARK_BYTES // 4
+    for _ in range(rounds):
+        for number in range(connections):
+            net.send(number.to_bytes(5, "big"), number, "k", nbytes)
+    assert connections * (rounds * nbytes - MARK_BYTES) < net.backlog.waiting_bytes()
+    assert len(net.backlog._unmarked) <= _CONNECTIONS_REMEMBERED
+
+
+def test_what_waits_is_told_without_what_has_left() -> None:
+    net = Network()
+    first = net.send(b"a", 1, "k")
+    net.send(b"b", 2, "k")
+    assert net.backlog.waiting_bytes() == 2 * LARGE
+    net.left.add(first)
+    assert net.backlog.waiting_bytes() == LARGE
 
 
 @pytest.mark.parametrize("limits", [{}, {"session_bytes": 1 << 40}])

@@ -422,7 +422,7 @@ def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
         handled.append(1)
 
     monkeypatch.setattr(daemon.service, "handle", slow)
-    assert daemon._socket.poll(PATIENCE_MS)
+    assert daemon._listener.socket.poll(PATIENCE_MS)
     time.sleep(0.1)  # for all of them to come
     daemon._answer_all()
     assert 1 <= len(handled) <= 3

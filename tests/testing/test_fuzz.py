@@ -10,30 +10,30 @@ import pytest
 from kvkeep.errors import SettingsError
 from kvkeep.testing import fuzz as fuzzing
 from kvkeep.testing.fuzz import TARGETS, FuzzResult, child, fuzz, load, read_corpus, total
-from kvkeep.testing.fuzz_bytes import Leak
+from kvkeep.testing.fuzz_bytes import Leak, Ran
 
 BAD = """
 import time
-from kvkeep.testing.fuzz_bytes import Leak
+from kvkeep.testing.fuzz_bytes import Leak, Ran
 
 def crash(data):
     if data[:1] == b"k":
         if data[1:2] == b"v":
             raise KeyError("planted")
-    return 1
+    return Ran(1)
 
 def leak(data):
     if len(data) > 3:
         raise Leak("planted")
-    return 1
+    return Ran(1)
 
 def hang(data):
     if len(data) > 2:
         time.sleep(60)
-    return 1
+    return Ran(1)
 
 def quiet(data):
-    return 2
+    return Ran(2, 1)
 
 def gone(data):
     import os
@@ -60,6 +60,7 @@ def test_a_quiet_target_is_counted_and_ends_after_its_inputs() -> None:
     result = fuzz("quiet", 600, inputs=500)
     assert result.is_clean and not result.findings
     assert 500 <= result.inputs <= 510 and result.messages == 2 * result.inputs and result.edges > 0
+    assert result.malformed_frames == result.inputs
 
 
 @pytest.mark.parametrize("target", ["http", "config"])
@@ -84,13 +85,13 @@ def test_coverage_leads_to_a_crash_and_its_input_is_kept() -> None:
 def test_a_leak_is_no_crash() -> None:
     result = fuzz("leak", 600, inputs=3_000)
     assert result.leaks > 0 and (result.crashes, result.hangs) == (0, 0)
-    assert len(result.findings) <= fuzzing._MOST_FINDINGS
+    assert len(result.findings) <= fuzzing.MOST_FINDINGS
 
 
 @pytest.mark.usefixtures("bad")
 def test_a_hang_is_ended_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzzing, "HANG_AFTER_S", 1)
-    monkeypatch.setattr(fuzzing, "_MOST_FINDINGS", 1)
+    monkeypatch.setattr(fuzzing, "MOST_FINDINGS", 1)
     result = fuzz("hang", 600, inputs=100_000)
     assert (result.hangs, result.crashes, result.leaks) == (1, 0, 0)
     assert result.findings[0]["kind"] == "timeout"
@@ -98,7 +99,7 @@ def test_a_hang_is_ended_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("bad")
 def test_a_process_that_ends_by_itself_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzzing, "_MOST_FINDINGS", 1)
+    monkeypatch.setattr(fuzzing, "MOST_FINDINGS", 1)
     result = fuzz("gone", 600)
     assert result.crashes == 1 and result.findings[0]["kind"] == "process"
 
@@ -135,15 +136,15 @@ def test_without_atheris_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_takes_bytes_and_counts(target: str) -> None:
-    assert load(target)(b"") in (0, 1, 3)
+    assert load(target)(b"").messages in (0, 1, 3)
 
 
 def test_counts_are_in_the_file_whatever_becomes_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = tmp_path / "counts"
     counts.write_bytes(bytes(fuzzing._COUNTS.size))
-    outcomes = iter([5, Leak("x"), ValueError("y"), 2])
+    outcomes = iter([Ran(5, 4), Leak("x"), ValueError("y"), Ran(2)])
 
-    def run(data: bytes) -> int:
+    def run(data: bytes) -> Ran:
         outcome = next(outcomes)
         if isinstance(outcome, Exception):
             raise outcome
@@ -158,12 +159,13 @@ def test_counts_are_in_the_file_whatever_becomes_of_an_input(tmp_path: Path, mon
         else:
             with pytest.raises(error):
                 one(b"")
-    assert fuzzing._COUNTS.unpack(counts.read_bytes()) == (4, 7, 1)
+    assert fuzzing._COUNTS.unpack(counts.read_bytes()) == (4, 7, 4, 1)
 
 
 def test_totals_add_up() -> None:
-    one, other = FuzzResult("wire", 10, 20, edges=3, seconds=1.5), FuzzResult("http", 1, 2, crashes=1, edges=4)
-    sums = {"inputs": 11, "messages": 22, "crashes": 1, "hangs": 0, "leaks": 0, "edges": 7, "seconds": 1.5}
+    one, other = FuzzResult("wire", 10, 20, 15, edges=3, seconds=1.5), FuzzResult("http", 1, 2, crashes=1, edges=4)
+    sums: dict[str, float] = {"inputs": 11, "messages": 22, "malformed_frames": 15, "crashes": 1, "hangs": 0}
+    sums |= {"leaks": 0, "edges": 7, "seconds": 1.5}
     assert total([one, other]) == {"target": "all", **sums}
     assert total([one])["target"] == "wire"
     assert one.is_clean and not other.is_clean

@@ -19,7 +19,7 @@ from kvkeep.testing.fuzz_config import run_config
 
 def run_all(count: int = 3000, seed: int = 41) -> None:
     for data in random_inputs(seed, count):
-        assert run_config(data) == 1
+        assert run_config(data) == (1, 0)
 
 
 def test_it_is_quiet() -> None:

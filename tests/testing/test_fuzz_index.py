@@ -31,7 +31,7 @@ def test_it_is_quiet_in_memory_and_in_files() -> None:
     run_all()
     for first in (0, 255):
         for data in random_inputs(32, 100, longest=60):
-            assert run_index(bytes([first]) + data) == 1
+            assert run_index(bytes([first]) + data) == (1, 0)
 
 
 def test_one_input_does_not_change_what_the_next_one_finds() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvkeep.testing import fuzz_wire
 from kvkeep.testing.fuzz_bytes import Choices, random_inputs
 from kvkeep.testing.fuzz_wire import REQUESTS, Fields, damaged, pack, run_decoder, seal, spoiled
 from kvkeep.wire import frames as framing
@@ -14,12 +15,35 @@ from kvkeep.wire.frames import Header, decode_header, decode_request
 
 
 def run_all(count: int = 400) -> int:
-    return sum(run_decoder(data) for data in random_inputs(11, count))
+    return sum(run_decoder(data).messages for data in random_inputs(11, count))
 
 
 def test_it_is_quiet_and_counts_messages() -> None:
-    assert run_decoder(b"") == 0
+    assert run_decoder(b"") == (0, 0)
     assert run_all() > 1000
+
+
+@pytest.mark.parametrize(
+    ("message", "is_malformed"),
+    [
+        (seal(Header(1, 2), pack({"type": "Ping"}), []), False),
+        (seal(Header(1, 2), pack({"type": "Done", "count": 1}), []), False),  # a reply
+        (seal(Header(1, 2, version=9), b"nonsense", []), False),  # of another version: who knows
+        (seal(Header(1, 2), pack({"type": "Pong"}), []), True),
+        (seal(Header(1, 2), pack({"type": "Ping", "unknown": 1}), []), True),
+        (seal(Header(1, 2), pack({"type": "Release", "leases": "x"}), []), True),
+        (seal(Header(1, 2), b"", []), True),
+        (seal(Header(1, 2), pack({"type": "Ping"}), [])[:1], True),
+        ([b"KVKP", b"x"], True),
+        ([], True),
+    ],
+)
+def test_what_neither_side_can_read_is_malformed(
+    message: list[bytes], is_malformed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz_wire, "_MOST_MESSAGES", 1)
+    monkeypatch.setattr(fuzz_wire, "seal", lambda header, body, payload: message)
+    assert run_decoder(bytes(30)) == (1, is_malformed)
 
 
 def test_right_messages_are_among_what_it_makes() -> None:

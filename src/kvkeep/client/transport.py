@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvkeep.errors import SettingsError
-from kvkeep.wire.auth import read_pair, read_public
+from kvkeep.wire.auth import at_home, read_pair, read_public
 
 _KNOCK_AGAIN_S = 1.0
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -50,7 +49,7 @@ class ZmqTransport:
     def __init__(self, address: str, curve_key: str | None = None, server_key: str | None = None) -> None:
         keys = None
         if curve_key is not None and server_key is not None:
-            keys = (*read_pair(Path(curve_key).expanduser()), read_public(server_key))
+            keys = (*read_pair(at_home(curve_key)), read_public(server_key))
         self._address = address
         self._turned_away = 0  # since the last handshake that succeeded
         self._knock_at: float | None = None

@@ -38,6 +38,7 @@ ZAP_DOMAIN: Final = b"kvkeep"
 PUBLIC_KEY: Final = ".pub"
 LOG_INTERVAL_S: Final = 60.0
 _EVENTS_A_TURN = 256
+_PARTS_BETWEEN_LOOKS = 1 << 16  # some 50 ms of reading
 _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # those of keys are counted by ZAP
 )
@@ -162,6 +163,8 @@ class Gate:
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._secret = b""
+        self._guarded = 0
         self.callers: dict[str, Caller] = {}
         if curve_key is not None:
             assert authorized_keys is not None
@@ -179,26 +182,39 @@ class Gate:
         """Makes the socket ask for keys. Before it is bound: there is no moment at which anybody gets in without."""
         if self._curve_key is None:
             return
-        _, secret = read_pair(self._curve_key)
-        self._zap = self._context.socket(zmq.ROUTER)
-        self._zap.bind(ZAP_ENDPOINT)
+        if self._zap is None:
+            self._secret = read_pair(self._curve_key)[1].encode()
+            self._zap = self._context.socket(zmq.ROUTER)
+            self._zap.bind(ZAP_ENDPOINT)
         router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
+        router.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         self._router = router
-        router.monitor("inproc://kvkeep.handshakes", _FAILURES)
+        self._guarded += 1
+        endpoint = f"inproc://kvkeep.handshakes.{self._guarded}"  # a name of its own: the last one may not be free yet
+        router.monitor(endpoint, _FAILURES)
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # with a limit, ZMQ's own thread would wait for us at it
-        self._monitor.connect("inproc://kvkeep.handshakes")
+        self._monitor.connect(endpoint)
 
-    def receive(self, router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], Caller | None]:
+    def leave(self) -> None:
+        """Before the guarded socket is closed and another is guarded in its place."""
+        if self._router is not None and self._monitor is not None:
+            self._router.disable_monitor()
+            self._monitor.close(linger=0)
+            self._router = self._monitor = None
+
+    def receive(
+        self, router: zmq.Socket[bytes], look: Callable[[], None] = lambda: None
+    ) -> tuple[bytes, list[bytes], Caller | None]:
         """The next message: whose connection it came by, its frames, who sent it. None for a message that no key came
-        with, which is answered by nothing. zmq.Again if there is none."""
+        with, which is answered by nothing. zmq.Again if there is none. `look` is called now and then within a message
+        of very many parts; what it raises ends the message."""
         if self._zap is None:
-            peer, *frames = router.recv_multipart(zmq.NOBLOCK)
+            peer, *frames = _parts(router, look)
             return peer, frames, ANYONE
         first = router.recv(zmq.NOBLOCK, copy=False)
-        frames = router.recv_multipart(zmq.NOBLOCK)  # the rest is there: ZMQ delivers messages whole
+        frames = _parts(router, look)  # the rest is there: ZMQ delivers messages whole
         return first.bytes, frames, self._caller(first)
 
     def _caller(self, frame: zmq.Frame) -> Caller | None:
@@ -287,6 +303,16 @@ class Gate:
             count = self._unsaid.pop(reason)
             log.warning("a peer%s was turned away (%s); %d since this was last said", where, reason, count)
             self._said_at[reason] = now
+
+
+def _parts(router: zmq.Socket[bytes], look: Callable[[], None]) -> list[bytes]:
+    """One message, or the rest of one. To read a million parts takes a second, in which others come in."""
+    parts = [router.recv(zmq.NOBLOCK)]
+    while router.getsockopt(zmq.RCVMORE):
+        parts.append(router.recv(zmq.NOBLOCK))
+        if len(parts) % _PARTS_BETWEEN_LOOKS == 0:
+            look()
+    return parts
 
 
 def _refuse_start(problem: str) -> None:

@@ -21,7 +21,7 @@ SESSION_BYTES: Final = 64 * MIB  # a client of ours waits for one reply of 8 MiB
 CLIENT_BYTES: Final = 512 * MIB
 TOTAL_BYTES: Final = 1024 * MIB
 MARK_BYTES: Final = 64 * KIB  # to mark a reply costs some 40 µs: small ones are marked together
-_CONNECTIONS_REMEMBERED = 4096  # with unmarked replies: what is forgotten is less than MARK_BYTES of each
+_CONNECTIONS_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,27 @@ class Backlog:
         self._most = (session_bytes, client_bytes)
         self._total_bytes = total_bytes
         self._marked: dict[bytes, deque[_Marked]] = {}
-        self._unmarked: dict[bytes, int] = {}
+        self._unmarked: dict[bytes, int] = {}  # of connections that were sent something since all were last forgotten
+        self._has_forgotten = False
         self._held: dict[object, int] = {}
         self.nbytes = 0
 
     def wants_mark(self, peer: bytes, nbytes: int) -> bool:
-        """Notes a reply to that connection. True if it is to be marked, and `add` called when it was sent."""
-        self._unmarked[peer] = self._unmarked.get(peer, 0) + nbytes
-        if self._unmarked[peer] >= MARK_BYTES:
-            return True
-        if len(self._unmarked) > _CONNECTIONS_REMEMBERED:
-            self._unmarked.clear()
-        return False
+        """Notes a reply to that connection. True if it is to be marked, and `add` called when it was sent. Less than
+        MARK_BYTES of a connection are ever unmarked, however many there are: one that may have been forgotten is taken
+        to have as much, so that its next reply is marked, and stands for those before it."""
+        if peer not in self._unmarked:
+            if len(self._unmarked) >= _CONNECTIONS_REMEMBERED:
+                self._unmarked.clear()
+                self._has_forgotten = True
+            self._unmarked[peer] = MARK_BYTES if self._has_forgotten else 0
+        self._unmarked[peer] += nbytes
+        return self._unmarked[peer] >= MARK_BYTES
 
     def add(self, peer: bytes, session: object, client: object, has_left: Callable[[], bool]) -> None:
         """A marked reply was sent. It counts, with the unmarked ones before it, until `has_left`."""
-        one = _Marked(has_left, self._unmarked.pop(peer, 0), (("session", session), ("client", client)))
+        one = _Marked(has_left, self._unmarked.get(peer, 0), (("session", session), ("client", client)))
+        self._unmarked[peer] = 0
         self._marked.setdefault(peer, deque()).append(one)
         self.nbytes += one.nbytes
         for owner in one.owners:
@@ -74,6 +79,11 @@ class Backlog:
                 field="replies",
                 hint="read replies before asking for more; if the client does, the network is too slow for it",
             )
+
+    def waiting_bytes(self) -> int:
+        """Of marked replies, and of those before them, that have not left."""
+        self._forget_what_left()
+        return self.nbytes
 
     def _is_over(self, owners: tuple[object, ...]) -> bool:
         held = [self._held.get(owner, 0) for owner in owners]

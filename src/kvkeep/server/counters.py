@@ -34,6 +34,7 @@ class Counters:
     abandoned_stores: int = 0
     bad_blocks: int = 0
     bad_frames: int = 0
+    connection_resets: int = 0
     repeated_requests: int = 0
     internal_errors: int = 0
     sessions_opened: int = 0

@@ -7,10 +7,8 @@ answers from its first moment on; a third runs HTTP. Both hand their work to the
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import logging
-import os
 import queue
 import resource
 import secrets
@@ -24,10 +22,12 @@ from typing import Any, TypeVar
 
 import zmq
 
-from kvkeep.errors import PoolError, SettingsError
+from kvkeep.errors import PoolError
 from kvkeep.server.auth import Caller, Gate
 from kvkeep.server.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
 from kvkeep.server.limits import ClientLimits
+from kvkeep.server.listeners import Listener
+from kvkeep.server.own_memory import INCOMING_BYTES, OwnMemory
 from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.server.service import Service
@@ -46,11 +46,7 @@ T = TypeVar("T")
 
 _LAST_WORDS_MS = 200  # for replies that are on their way when the server ends
 _MESSAGES_A_TURN, _TURN_S = 256, 0.02  # whichever comes first: then the loop looks at its other duties
-# What a connection can make us keep. Out: a burst of small replies is let through; beyond it they are lost, and bytes
-# are limited by backlog.py. In: a sender waits after 64 messages.
-_REPLIES_WAITING, _REQUESTS_WAITING = 256, 64
-_HANDSHAKE_MS = 2_000  # a connection that does not speak ZMQ by then is closed
-_FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an error; a huge one ends the connection
+_MEMORY_CHECK_S = 0.1
 
 
 class Daemon:
@@ -63,12 +59,12 @@ class Daemon:
         self.ready = threading.Event()
         self.degraded = ""  # why the pool is smaller than asked for, if it is
         self.lost = False  # whether the pool's lock was removed under us: from then on there are no hits
-        self.last_turn = time.monotonic()
+        self.last_turn = self._memory_due = time.monotonic()
         self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
         self._stopping = self._is_over = False
+        self._broken_off = 0  # bytes that had come in when a message was broken off
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
-        self._socket_file: Path | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
         _allow_many_files()
@@ -92,8 +88,11 @@ class Daemon:
                 # The first segment is there before anyone can connect: who stores at once finds room.
                 self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
-            self._socket, self.address = self._bind()
+            self._listener = Listener(self._context, self._gate, settings.address, settings.max_frame_size)
+            self.address = self._listener.address
             self._waker, self._wake = self._make_waker()
+            self._poller = self._make_poller()
+            self._memory = OwnMemory(len(self.store.blocks.table))
         except BaseException:  # guard: whatever it is, nothing of a server that does not start may stay behind
             self.close(keep=self.pool.is_left)  # but what was there before
             raise
@@ -156,14 +155,12 @@ class Daemon:
             self._scrubber.stop()
         if self._filler is not None:
             self._filler.join()  # or it would put its next segment into a directory that is being removed
-        if self._socket_file is not None:
-            with contextlib.suppress(OSError):  # now, while it is ours: nobody takes over a socket that listens
-                self._socket_file.unlink()
-            self._socket_file = None
+        if hasattr(self, "_listener"):
+            self._listener.remove_file()
         if hasattr(self, "_gate"):
             self._gate.close()
-        if hasattr(self, "_socket"):
-            self._socket.close(linger=_LAST_WORDS_MS)
+        if hasattr(self, "_listener"):
+            self._listener.socket.close(linger=_LAST_WORDS_MS)
         self._context.destroy(linger=_LAST_WORDS_MS)
         if hasattr(self, "_wake"):
             self._wake.close()
@@ -190,12 +187,12 @@ class Daemon:
         """Waits for something to do, does it, and every now and then looks for dead sessions."""
         now = time.monotonic()
         due = self.last_turn + self.settings.session_check_interval
-        timeout_ms = max(0, int(min(timeout_s, due - now) * 1000) + 1)
+        timeout_ms = max(0, int(min(timeout_s, due - now, self._memory_due - now) * 1000) + 1)
         self.busy_since = None
         events = self._poller.poll(timeout_ms)
         self.busy_since = time.monotonic()
         for ready, _ in events:
-            if ready is self._socket:
+            if ready is self._listener.socket:
                 self._answer_all()
             elif ready in self._gate.sockets:
                 self._gate.serve(ready)
@@ -203,12 +200,41 @@ class Daemon:
                 self._waker.recv(4096)
         while not self._duties.empty():
             self._duties.get()()
+        if time.monotonic() >= self._memory_due:
+            self._look_after_memory()
+            self._memory_due = time.monotonic() + _MEMORY_CHECK_S
         if time.monotonic() >= due:
             if self._gate.reload():
                 self.service.bar(self._gate.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
             self._look_after_lock()
             self.last_turn = time.monotonic()
+
+    def _look_after_memory(self) -> None:
+        """One message of endless parts would take all memory there is, and ZMQ neither limits it nor says whose it is.
+        So all connections are closed; clients connect again by themselves, and what they had asked is a miss."""
+        incoming, self._broken_off = self._broken_off or self._incoming_bytes(), 0
+        if incoming <= INCOMING_BYTES:
+            return
+        log.error(
+            "%s of messages have come in that are not whole, or that nobody has read; all connections are closed, and "
+            "may be made again",
+            format_size(incoming),
+        )
+        self.service.counters.connection_resets += 1
+        self._listener.reopen(lambda: self._memory.settle(len(self.store.blocks.table)))
+        self._poller = self._make_poller()
+
+    def _look_while_reading(self) -> None:
+        """Breaks a message off in the middle if there is no memory for more. The socket must then be closed, at the end
+        of this turn: what has been read of the message is free by then."""
+        incoming = self._incoming_bytes()
+        if incoming > INCOMING_BYTES:
+            self._broken_off, self._memory_due = incoming, 0.0
+            raise zmq.Again
+
+    def _incoming_bytes(self) -> int:
+        return self._memory.incoming_bytes(len(self.store.blocks.table), self.service.backlog.waiting_bytes)
 
     def _look_after_lock(self) -> None:
         """Without its lock file the server is dead to its clients, and the pool deserted: it stops admitting."""
@@ -233,10 +259,10 @@ class Daemon:
     def _answer_all(self) -> None:
         until = time.monotonic() + _TURN_S
         for _ in range(_MESSAGES_A_TURN):
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or self._broken_off:  # what is left of a message could pass for one
                 return
             try:
-                peer, frames, caller = self._gate.receive(self._socket)
+                peer, frames, caller = self._gate.receive(self._listener.socket, self._look_while_reading)
             except zmq.Again:
                 return
             if caller is None:
@@ -251,13 +277,13 @@ class Daemon:
     def _send(self, peer: bytes, reply: list[Any], caller: Caller) -> None:
         backlog = self.service.backlog
         if not backlog.wants_mark(peer, sum(map(len, reply))):
-            self._socket.send_multipart([peer, *reply], zmq.NOBLOCK)
+            self._listener.socket.send_multipart([peer, *reply], zmq.NOBLOCK)
             return
         # ZMQ tells when it lets go of a frame that it did not copy; the last one goes last. Whether it lets go because
         # the frame was written or because the connection is gone, it is no longer in memory.
         last = zmq.Frame(reply[-1], track=True, copy=False, copy_threshold=0)
         tracker, session = last.tracker, decode_header(reply).session
-        self._socket.send_multipart([peer, *reply[:-1], last], zmq.NOBLOCK)
+        self._listener.socket.send_multipart([peer, *reply[:-1], last], zmq.NOBLOCK)
         backlog.add(peer, session, caller.key or session, lambda: tracker.done)
 
     def _fill_pool(self) -> None:
@@ -310,58 +336,16 @@ class Daemon:
             self.pool.old_sessions,
         )
 
-    def _bind(self) -> tuple[zmq.Socket[bytes], str]:
-        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, self.settings.max_frame_size + _FRAME_SLACK_BYTES)
-        router.setsockopt(zmq.SNDHWM, _REPLIES_WAITING)
-        router.setsockopt(zmq.RCVHWM, _REQUESTS_WAITING)
-        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        router.setsockopt(zmq.IPV6, 1 if "[" in self.settings.address else 0)
-        self._gate.guard(router)
-        address = self.settings.address
-        path = _socket_path(address)
-        if path is not None:
-            _check_free(path, address)
-        before = os.umask(0o177)  # an ipc socket is the owner's from its first moment on
-        try:
-            router.bind(address.replace("//localhost:", "//127.0.0.1:"))
-        except zmq.ZMQError as error:
-            raise SettingsError(f"cannot listen on {address}: {error.strerror}", _remedy(error.errno, path)) from error
-        finally:
-            os.umask(before)
-        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        if path is not None:
-            self._socket_file = path
-        return router, endpoint.rstrip(b"\0").decode()
-
     def _make_waker(self) -> tuple[socket.socket, socket.socket]:
         waker, wake = socket.socketpair()
         wake.setblocking(False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(waker, zmq.POLLIN)
-        for socket_of_gate in self._gate.sockets:
-            self._poller.register(socket_of_gate, zmq.POLLIN)
         return waker, wake
 
-
-def _socket_path(address: str) -> Path | None:
-    """The file of an ipc:// address. None for tcp, and for a name that begins with @: those have no file."""
-    scheme, _, rest = address.partition("://")
-    return Path(rest) if scheme == "ipc" and not rest.startswith("@") else None
-
-
-def _remedy(number: int | None, path: Path | None) -> str:
-    """What to do about an address on which nobody could listen."""
-    if number == errno.EADDRINUSE:
-        return "if another server runs there, give this one a --name, an --address and an --http-address of its own"
-    if path is not None and not path.parent.is_dir():
-        return f"the directory {path.parent} does not exist: make it, or choose another --address"
-    if path is not None:
-        return f"see that {path.parent} can be written, or choose another --address"
-    return "choose another --address"
+    def _make_poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        for each in (self._listener.socket, self._waker, *self._gate.sockets):
+            poller.register(each, zmq.POLLIN)
+        return poller
 
 
 def _allow_many_files() -> None:
@@ -379,19 +363,3 @@ def _warn_of_disk(shm_dir: Path) -> None:
             shm_dir,
             kind,
         )
-
-
-def _check_free(path: Path, address: str) -> None:
-    """Raises if the path is in use. (ZMQ would silently take over another server's socket, and delete a file.)"""
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise SettingsError(
-            f"cannot listen on {address}: there is a file that is no socket", "choose another --address"
-        )
-    with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(str(path)) == 0:
-            raise SettingsError(
-                f"another server listens on {address}",
-                "stop it, or give this one a --name, an --address and an --http-address of its own",
-            )

@@ -32,6 +32,7 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
     "abandoned_stores": ("kvkeep_abandoned_stores", "Stores that were begun and given up."),
     "bad_blocks": ("kvkeep_bad_blocks", "Blocks that did not match their checksum and were dropped."),
     "bad_frames": ("kvkeep_bad_frames", "Messages without a kvkeep header, or damaged on their way."),
+    "connection_resets": ("kvkeep_connection_resets", "Times that all connections were closed to free memory."),
     "repeated_requests": ("kvkeep_repeated_requests", "Requests that arrived twice and were carried out once."),
     "internal_errors": ("kvkeep_internal_errors", "Requests that failed inside the server; each is in the log."),
     "sessions_opened": ("kvkeep_sessions_opened", "Sessions that said Hello."),

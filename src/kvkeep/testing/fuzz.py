@@ -21,13 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import SettingsError
-from kvkeep.testing.fuzz_bytes import Leak, memory_directory
+from kvkeep.testing.fuzz_bytes import Leak, Ran, memory_directory
 
 # Name -> module and function.
 TARGETS = {
@@ -40,8 +40,8 @@ TARGETS = {
 HANG_AFTER_S = 30
 MOST_MEMORY_MIB = 2048
 LONGEST_INPUT_BYTES = 1024
-_MOST_FINDINGS = 20  # of one run: whatever is wrong by then is wrong often
-_COUNTS = struct.Struct("<QQQ")  # inputs, messages, leaks
+MOST_FINDINGS = 20  # of one run: whatever is wrong by then is wrong often
+_COUNTS = struct.Struct("<QQQQ")  # inputs, messages, malformed frames, leaks
 _EDGES = re.compile(r"\bcov: (\d+)")
 _START_S = 120  # what a process may take over its time, to start and to end
 
@@ -58,11 +58,12 @@ atheris.Fuzz()
 
 @dataclass
 class FuzzResult:
-    """What came of one target. `messages` counts frames, requests or files: an input may have many."""
+    """What came of one target. Messages and malformed frames are those of `Ran`."""
 
     target: str
     inputs: int = 0
     messages: int = 0
+    malformed_frames: int = 0
     crashes: int = 0
     hangs: int = 0
     leaks: int = 0
@@ -75,12 +76,13 @@ class FuzzResult:
         return not (self.crashes or self.hangs or self.leaks)
 
 
-def load(target: str) -> Callable[[bytes], int]:
-    """The target's function: takes an input, raises if anything is wrong, returns how many messages it made of it."""
-    if target not in TARGETS:
-        raise SettingsError(f"--target is {target!r}", f"there are {', '.join(TARGETS)}, and all")
-    module, name = TARGETS[target]
-    function: Callable[[bytes], int] = getattr(importlib.import_module(module), name)
+def load(target: str, among: Mapping[str, tuple[str, str]] | None = None) -> Callable[[bytes], Ran]:
+    """The target's function: takes an input, raises if anything is wrong."""
+    targets = TARGETS if among is None else among
+    if target not in targets:
+        raise SettingsError(f"--target is {target!r}", f"there are {', '.join(targets)}, and all")
+    module, name = targets[target]
+    function: Callable[[bytes], Ran] = getattr(importlib.import_module(module), name)
     return function
 
 
@@ -104,7 +106,7 @@ def fuzz(
     result, started = FuzzResult(target), time.monotonic()
     with memory_directory() as name:
         run = _Run(result, Path(name), corpus, keep)
-        while len(result.findings) < _MOST_FINDINGS:
+        while len(result.findings) < MOST_FINDINGS:
             left_s = seconds - (time.monotonic() - started)
             if left_s <= 0 or (inputs and result.inputs >= inputs):
                 break
@@ -163,9 +165,10 @@ class _Run:
 
     def _count(self, code: int, said: str) -> None:
         result = self._result
-        inputs, messages, leaks = _COUNTS.unpack(self._counts.read_bytes())
+        inputs, messages, malformed, leaks = _COUNTS.unpack(self._counts.read_bytes())
         result.inputs += inputs
         result.messages += messages
+        result.malformed_frames += malformed
         result.leaks += leaks
         result.edges = max([result.edges, *(int(number) for number in _EDGES.findall(said))])
         found = sorted(self._found.iterdir())
@@ -178,19 +181,19 @@ class _Run:
             else:
                 result.crashes += not leaks
             if kind != "slow":
-                self._note(kind, path.read_bytes(), said)
+                result.findings.append(finding(kind, path.read_bytes(), said))
             path.unlink()
         if code and not found:  # no input is to blame: the process itself could not start, or could not end
             result.crashes += code != -1
             result.hangs += code == -1
-            self._note("process", b"", said)
+            result.findings.append(finding("process", b"", said))
 
-    def _note(self, kind: str, data: bytes, said: str) -> None:
-        text = said.partition("Uncaught Python exception")[2] or said
-        lines = [line for line in text.splitlines() if line.strip() and not re.match(r"#\d+|MS:|INFO|WARNING", line)]
-        self._result.findings.append(
-            {"kind": kind, "input": base64.b64encode(data).decode(), "said": "\n".join(lines[:40])}
-        )
+
+def finding(kind: str, data: bytes, said: str) -> dict[str, str]:
+    """What is told of an input that found something: the input as a line of a corpus, and what its process said."""
+    text = said.partition("Uncaught Python exception")[2] or said
+    lines = [line for line in text.splitlines() if line.strip() and not re.match(r"#\d+|MS:|INFO|WARNING", line)]
+    return {"kind": kind, "input": base64.b64encode(data).decode(), "said": "\n".join(lines[:40])}
 
 
 def child(target: str, counts: str) -> Callable[[bytes], None]:
@@ -201,14 +204,16 @@ def child(target: str, counts: str) -> Callable[[bytes], None]:
     run = load(target)
     with open(counts, "r+b") as file:
         memory = mmap.mmap(file.fileno(), _COUNTS.size)
-    numbers = [0, 0, 0]
+    numbers = [0, 0, 0, 0]
 
     def run_one(data: bytes) -> None:
         numbers[0] += 1
         try:
-            numbers[1] += run(data)
+            ran = run(data)
+            numbers[1] += ran.messages
+            numbers[2] += ran.malformed_frames
         except Leak:
-            numbers[2] += 1
+            numbers[3] += 1
             raise
         finally:
             _COUNTS.pack_into(memory, 0, *numbers)
@@ -218,6 +223,6 @@ def child(target: str, counts: str) -> Callable[[bytes], None]:
 
 def total(results: Sequence[FuzzResult]) -> dict[str, Any]:
     """All targets as one, in the words of one."""
-    names = ("inputs", "messages", "crashes", "hangs", "leaks", "edges", "seconds")
+    names = ("inputs", "messages", "malformed_frames", "crashes", "hangs", "leaks", "edges", "seconds")
     target = results[0].target if len(results) == 1 else "all"
     return {"target": target, **{name: round(sum(getattr(each, name) for each in results), 1) for name in names}}

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -64,6 +64,15 @@ def memory_directory() -> tempfile.TemporaryDirectory[str]:
 
 class Leak(AssertionError):
     """Something was kept that nobody can give back."""
+
+
+class Ran(NamedTuple):
+    """What an input came to. An input may have many messages: frames, requests or files. Of these `malformed_frames`
+    were refused by the decoder: no header or CRC of ours, a frame missing or too long, a body that is no message. What
+    counts is the refusal, not what the input meant; a message of another protocol version is not malformed."""
+
+    messages: int
+    malformed_frames: int = 0
 
 
 class Choices:

@@ -15,7 +15,7 @@ from kvkeep.errors import SettingsError
 from kvkeep.server.auth import read_authorized, read_line
 from kvkeep.server.quotas import QuotaFile
 from kvkeep.server.settings import TABLE, Settings
-from kvkeep.testing.fuzz_bytes import TEXTS, Choices, memory_directory
+from kvkeep.testing.fuzz_bytes import TEXTS, Choices, Ran, memory_directory
 from kvkeep.units import format_duration, format_size, parse_duration, parse_size
 from kvkeep.wire.address import parse_address, split_host
 from kvkeep.wire.auth import read_pair, read_public, read_token
@@ -51,11 +51,11 @@ def _scratch() -> Path:
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []  # until the process ends
 
 
-def run_config(data: bytes) -> int:
-    """One reader and something to read: a value, or an error that is made for it. Returns 1."""
+def run_config(data: bytes) -> Ran:
+    """One reader and something to read: a value, or an error that is made for it."""
     choices = Choices(data)
     choices.pick(_READERS)(choices)
-    return 1
+    return Ran(1)
 
 
 def _settings(choices: Choices) -> None:

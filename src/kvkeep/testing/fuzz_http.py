@@ -18,7 +18,7 @@ from kvkeep.server.admin import Admin
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.http import make_app
 from kvkeep.server.settings import Settings
-from kvkeep.testing.fuzz_bytes import Choices, Leak, memory_directory
+from kvkeep.testing.fuzz_bytes import Choices, Leak, Ran, memory_directory
 
 _MOST_REQUESTS = 6
 _MOST_TENANTS = 64
@@ -114,8 +114,8 @@ def shared_app() -> App:
     return App()
 
 
-def run_http(data: bytes) -> int:
-    """Some requests, one after the other. Returns how many."""
+def run_http(data: bytes) -> Ran:
+    """Some requests, one after the other."""
     choices, app, requests = Choices(data), shared_app(), 0
     while choices.left and requests < _MOST_REQUESTS:
         requests += 1
@@ -123,7 +123,7 @@ def run_http(data: bytes) -> int:
     tenants = len(app.daemon.store.tenants)
     if tenants > _MOST_TENANTS:
         raise Leak(f"{tenants} tenants, {_MOST_TENANTS} are allowed")
-    return requests
+    return Ran(requests)
 
 
 def _request(choices: Choices, app: App) -> None:

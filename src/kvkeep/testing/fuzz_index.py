@@ -16,7 +16,7 @@ from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import READY
-from kvkeep.testing.fuzz_bytes import Choices, Leak, memory_directory
+from kvkeep.testing.fuzz_bytes import Choices, Leak, Ran, memory_directory
 from kvkeep.testing.peer import chain
 from kvkeep.tiers.index_files import PREFIX, FileColumns, sizes_left, why_not_adopt, write_header
 
@@ -77,8 +77,8 @@ def blocks_of(store: Store) -> list[Block]:
     ]
 
 
-def run_index(data: bytes) -> int:
-    """Damages what was left, in memory or in files, and adopts it: whatever is adopted was true. Returns 1."""
+def run_index(data: bytes) -> Ran:
+    """Damages what was left, in memory or in files, and adopts it: whatever is adopted was true."""
     choices = Choices(data)
     columns, true_blocks = left_behind()
     left = LeftColumns(columns)
@@ -90,7 +90,7 @@ def run_index(data: bytes) -> int:
     else:
         store = Store(_POOL_BYTES, _SLAB_BYTES, _LIMITS, columns=left)
         check(store, adopt(store, _SLABS, old_sessions, 20), true_blocks)
-    return 1
+    return Ran(1)
 
 
 def check(store: Store, adoption: Adoption, true_blocks: frozenset[Block]) -> None:

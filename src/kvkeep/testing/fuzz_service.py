@@ -9,10 +9,11 @@ from typing import Any
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.auth import ANYONE, Caller
+from kvkeep.server.counters import Counters
 from kvkeep.server.sessions import ServerSession
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
-from kvkeep.testing.fuzz_bytes import Choices, Leak
+from kvkeep.testing.fuzz_bytes import Choices, Leak, Ran
 from kvkeep.testing.fuzz_wire import FRAME_BYTES, PLANES, REQUESTS, SHARD_BYTES, Fields, damaged, pack, seal, spoiled
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.server import SimulatedServer
@@ -22,7 +23,8 @@ from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 LIMITS = Limits(
     blocks_per_request=32, leases_per_session=8, writing_blocks_per_session=24, sessions=6, layouts=6, tenants=16
 )
-MOST_MESSAGES = 40  # of an input
+MOST_MESSAGES, MOST_MESSAGES_OF_A_FLOOD = 40, 1_000  # of an input
+_MALFORMED = ("bad_frame", "frame_too_large", "bad_message")  # refusals of the decoder; of what has no header: silence
 _SLAB_BYTES, _POOL_BYTES = 4 * 4096, 24 * 4096
 _NETWORK_TIMEOUT_MS = 10_000
 _NUMBERS_REMEMBERED = 4096  # of a session: see kvkeep.server.sessions
@@ -52,13 +54,16 @@ class Held:
 
 
 class Siege:
-    """One server, one good client, and everything else that an input says."""
+    """One server, one good client, and everything else that an input says. In a flood half the messages are spoiled
+    and half of all are damaged; otherwise few are, so that the others go deep."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, *, flood: bool = False) -> None:
+        self._most_messages = MOST_MESSAGES_OF_A_FLOOD if flood else MOST_MESSAGES
+        self._wrong_from = 128 if flood else 240  # of a byte
         self.choices = Choices(data)
         self.fields = Fields(self.choices)
         self.now_ms = 1000
-        self.messages = 0
+        self.messages = self.malformed_frames = 0
         self.tokens: list[tuple[int, Caller]] = [(0, ANYONE)]
         self.half_stored: list[tuple[int, m.CompleteStore]] = []
         self.locks: list[Held] = []
@@ -66,10 +71,9 @@ class Siege:
         self.good = self._good()
         self._hello(ANYONE)
 
-    def run(self) -> int:
-        """Every message is answered as it should be; then everybody leaves, and nothing stays. Returns how many
-        messages there were."""
-        while self.choices.left and self.messages < MOST_MESSAGES:
+    def run(self) -> Ran:
+        """Every message is answered as it should be; then everybody leaves, and nothing stays."""
+        while self.choices.left and self.messages < self._most_messages:
             what = self.choices.byte()
             if what < 200:
                 self._attack(_KINDS[what % len(_KINDS)])
@@ -88,7 +92,7 @@ class Siege:
             self._check_limits()
         self._check_good()
         self._check_nothing_stays()
-        return self.messages
+        return Ran(self.messages, self.malformed_frames)
 
     def _serve(self, before: SimulatedServer | None) -> SimulatedServer:
         held = before is not None and any(lock.alive for lock in self.locks)
@@ -117,7 +121,9 @@ class Siege:
 
     def _say(self, frames: list[bytes], caller: Caller) -> m.Reply | None:
         self.messages += 1
+        before = _malformed(self.server.service.counters)
         reply = self.server.service.handle(frames, self.now_ms, caller)
+        self.malformed_frames += _malformed(self.server.service.counters) - before
         if reply is None:
             return None
         answer = decode_reply(decode_header(reply), [bytes(frame) for frame in reply])
@@ -144,9 +150,9 @@ class Siege:
         number = self.fields.earlier() & (1 << 64) - 1 if choices.seldom() else self._next_number()
         header = Header(token, number)
         payload = [bytes(choices.pick((64, 64, 63, 0)))] * (choices.byte() % 4) if kind is m.Put else []
-        body = spoiled(choices, message) if choices.seldom() else pack(message)
+        body = spoiled(choices, message) if choices.byte() >= self._wrong_from else pack(message)
         frames = seal(header, body, payload)
-        if choices.seldom():
+        if choices.byte() >= self._wrong_from:
             frames = damaged(choices, frames)
         answer = self._say(frames, choices.pick(_CALLERS) if choices.seldom() else caller)
         self.fields.used.append(number)
@@ -243,6 +249,16 @@ def _good_blocks() -> list[bytes]:
     return [f"good/{at}".encode().ljust(SHARD_BYTES) for at in range(2)]
 
 
-def run_service(data: bytes) -> int:
+def _malformed(counters: Counters) -> int:
+    """How many messages the service could not read, by its own count."""
+    return counters.bad_frames + sum(counters.refusals.get(code, 0) for code in _MALFORMED)
+
+
+def run_service(data: bytes) -> Ran:
     """One siege."""
     return Siege(data).run()
+
+
+def flood_service(data: bytes) -> Ran:
+    """One siege, mostly of what cannot be read."""
+    return Siege(data, flood=True).run()

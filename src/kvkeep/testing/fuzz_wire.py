@@ -8,7 +8,7 @@ import msgspec
 
 from kvkeep.errors import ProtocolError, RequestError
 from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.fuzz_bytes import Choices
+from kvkeep.testing.fuzz_bytes import Choices, Ran
 from kvkeep.testing.peer import chain
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, decode_request, encode
@@ -157,10 +157,9 @@ def damaged(choices: Choices, frames: list[bytes]) -> list[bytes]:
             return seal(decode_header(frames), frames[1] + bytes(FRAME_BYTES), frames[2:])
 
 
-def run_decoder(data: bytes) -> int:
-    """Requests and replies from one input: each is read or refused, and what is read is what was meant. Returns how
-    many messages there were."""
-    choices, messages = Choices(data), 0
+def run_decoder(data: bytes) -> Ran:
+    """Requests and replies from one input: each is read or refused, and what is read is what was meant."""
+    choices, messages, malformed = Choices(data), 0, 0
     fields = Fields(choices)
     while choices.left and messages < _MOST_MESSAGES:
         messages += 1
@@ -170,16 +169,18 @@ def run_decoder(data: bytes) -> int:
         frames = seal(Header(choices.below(1 << 64), messages), body, [])
         if choices.byte() >= 192:
             frames = damaged(choices, frames)
-        _decode(frames)
-    return messages
+        malformed += not _decode(frames)
+    return Ran(messages, malformed)
 
 
-def _decode(frames: list[bytes]) -> None:
-    """Whatever it is: a message that says the same when it is sent again, or one of our own errors."""
+def _decode(frames: list[bytes]) -> bool:
+    """Whatever it is: a message that says the same when it is sent again, or one of our own errors. False if neither
+    server nor client could read it: then it is malformed, unless it is of another version."""
     try:
         header = decode_header(frames)
     except ProtocolError:
-        return
+        return False
+    is_read = header.version != m.PROTOCOL_VERSION
     for read in (lambda given: decode_request(header, given, FRAME_BYTES), lambda given: decode_reply(header, given)):
         try:
             message: m.Message = read(frames)
@@ -190,3 +191,5 @@ def _decode(frames: list[bytes]) -> None:
         except ProtocolError:
             continue
         assert read(encode(header, message)) == message, "what was read is not what would be sent"
+        is_read = True
+    return is_read

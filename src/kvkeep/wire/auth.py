@@ -72,14 +72,19 @@ def read_pair(path: Path) -> tuple[str, str]:
     return zmq.curve_public(lines[0].encode()).decode(), lines[0]
 
 
+def at_home(text: str) -> Path:
+    """The path, with ~ as the home directory it stands for. SettingsError if there is none."""
+    try:
+        return Path(text).expanduser()
+    except (RuntimeError, ValueError):  # a ~ without a home, or with what can be nobody's name
+        raise SettingsError(f"{text!r} names no home directory that is known here", "write the whole path") from None
+
+
 def read_public(text: str) -> str:
     """The public key that `text` is, or that is in the file it names. What begins with / ~ or . is always a path."""
     if is_key(text) and text[0] not in "/~.":
         return text
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError:  # a ~ without a home
-        raise SettingsError(f"{text} names no home directory that is known here", "write the whole path") from None
+    path = at_home(text)
     text = read_text(path)
     lines = key_lines(text)
     if len(lines) != 1 or not is_key(lines[0].split()[0]):
