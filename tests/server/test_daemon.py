@@ -573,3 +573,15 @@ def test_nobody_waits_for_a_loop_that_has_ended(make: Callable[..., Daemon]) -> 
     running.thread.join(10)
     assert running.daemon.run_in_loop(lambda: "never").cancelled()
     running.daemon.close()
+
+
+def test_what_fails_and_nobody_waits_for_is_counted_and_logged(
+    make: Callable[..., Daemon], caplog: pytest.LogCaptureFixture
+) -> None:
+    running = Running(make())
+    running.daemon.do_in_loop(lambda: 1 // 0)
+    assert running.in_loop(lambda: running.daemon.service.counters.internal_errors) == 1
+    running.stop()
+    running.daemon.do_in_loop(lambda: 1 // 0)  # nobody is left to do it
+    [said] = [record for record in caplog.records if "the loop had to do" in record.getMessage()]
+    assert said.exc_info is not None and said.exc_info[0] is ZeroDivisionError

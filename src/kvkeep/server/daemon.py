@@ -147,6 +147,16 @@ class Daemon:
             future.cancel()  # if nobody has carried it out, nobody will
         return future
 
+    def do_in_loop(self, duty: Callable[[], object]) -> None:
+        """The same for what nobody waits for: a fault is counted and logged."""
+
+        def look(future: Future[object]) -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                self.service.counters.internal_errors += 1
+                log.error("something that the loop had to do failed", exc_info=error)
+
+        self.run_in_loop(duty).add_done_callback(look)
+
     def close(self, *, keep: bool = False) -> None:
         """Closes sockets and removes the pool; or, with `keep`, leaves it to the next server if there is something in
         it."""
@@ -237,7 +247,7 @@ class Daemon:
         return self._memory.incoming_bytes(len(self.store.blocks.table), self.service.backlog.waiting_bytes)
 
     def _look_after_lock(self) -> None:
-        """Without its lock file the server is dead to its clients, and the pool deserted: it stops admitting."""
+        """Without its lock file the server is dead to whoever comes, and the pool deserted: it stops admitting."""
         if not self.lost and self.pool.is_unlocked():
             self.lost = self.service.draining = True
             log.error(
@@ -292,12 +302,12 @@ class Daemon:
                 first, count = self.pool.fill_next()
                 if not count:
                     break
-                self.run_in_loop(lambda first=first, count=count: self.store.add_slabs(first, count))  # type: ignore[misc]
+                self.do_in_loop(lambda first=first, count=count: self.store.add_slabs(first, count))  # type: ignore[misc]
             except (PoolError, OSError) as error:
                 self.degraded = str(error)
                 log.error("%s", error)
                 break
-        self.run_in_loop(self.ready.set)
+        self.do_in_loop(self.ready.set)
 
     # -- construction
 

@@ -129,7 +129,7 @@ def make_app(
 
 
 def _count_bad_token(daemon: Daemon) -> None:
-    daemon.run_in_loop(lambda: daemon.service.counters.fail_auth("admin_token"))
+    daemon.do_in_loop(lambda: daemon.service.counters.fail_auth("admin_token"))
 
 
 def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:

@@ -148,8 +148,8 @@ class Pool:
         return self._ownership.has_lock_file()
 
     def is_unlocked(self) -> bool:
-        """Whether the directory is ours and our lock file in it is gone: clients take the server for dead, and what it
-        has for deserted."""
+        """Whether the directory is ours and our lock file in it is gone: who comes now takes the server for dead, and
+        what it has for deserted."""
         return self._ownership.has_directory() and not self._ownership.has_lock_file()
 
     def fill_next(self) -> tuple[int, int]:
