@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts
+from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts, gives
 from kvkeep.wire import messages as m
 
 
@@ -35,15 +35,30 @@ def test_the_breaker_opens_in_silence_and_counts_openings() -> None:
     assert breaker.is_open and breaker.opened == 2
 
 
-def test_calls_are_taken_once() -> None:
+def test_calls_are_there_until_they_are_removed() -> None:
     calls, some = Calls(), [Call(number, 100 * number) for number in (1, 2, 3, 4)]
     for call in some:
         calls.add(call)
-    assert calls.take(2) is some[1] and calls.take(2) is None
-    assert calls.count_overdue(99) == 0 and calls.count_overdue(300) == 2
-    assert calls.take_overdue(99) == [] and calls.take_overdue(300) == [some[0], some[2]]
-    assert calls.take_all(but=some[3]) == [] and calls.take_all(but=some[0]) == [some[3]]
-    assert calls.take_all() == [] and calls.take_overdue(1000) == []
+    assert calls.get(2) is some[1] and calls.overdue(99) == [] and calls.overdue(300) == some[:3]
+    calls.remove(some[1])
+    calls.remove(some[1])
+    assert calls.get(2) is None and calls.overdue(300) == [some[0], some[2]]
+    assert calls.all(but=some[3]) == [some[0], some[2]]
+    calls.clear()
+    assert calls.all() == calls.overdue(1000) == []
+
+
+def test_bulk_counts_while_it_has_time() -> None:
+    calls = Calls()
+    calls.add(Call(1, 100))
+    assert not calls.awaits_bulk(50)
+    calls.add(Call(2, 100, bulk=True))
+    assert calls.awaits_bulk(99) and not calls.awaits_bulk(100)
+
+
+def test_what_is_given() -> None:
+    assert gives(m.Lookup("t", 1, b"")) == "lease" and gives(m.Ping()) == ""
+    assert gives(m.PrepareStore("t", 1, 0, b"", b"")) == "write"
 
 
 def test_failures_are_counted_by_reason() -> None:
@@ -71,8 +86,8 @@ class Sender:
 
 def test_debts_are_paid_together_and_once_when_confirmed() -> None:
     debts, send = Debts(), Sender()
-    for number, gives in enumerate(["lease", "write", "", "lease"]):
-        debts.add(Call(number, 0, gives))
+    for number, given in enumerate(["lease", "write", "", "lease"]):
+        debts.add(Call(number, 0, given))
     debts.pay(0, send)
     assert send.messages == [m.Release([0, 3]), m.AbandonStore([1])]
     for _, call in send.sent:

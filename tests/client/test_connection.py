@@ -298,6 +298,32 @@ def test_one_slow_answer_among_others_opens_nothing(sim: Any) -> None:
     assert slow.failure == "deadline" and not connection.breaker.is_open and not other.done
 
 
+def test_on_a_slow_link_nothing_is_silent_while_blocks_are_on_their_way(sim: Any) -> None:
+    """What is sent after them waits for them, and so does every answer."""
+    connection = sim.connected(ping_interval_ms=60_000)
+    sim.lose_everything()
+    fetch = connection.call(m.Fetch(99, 0, 0, 1), 5_000)
+    assert connection.wait(look_up(connection, deadline_ms=200)) is None
+    assert not connection.breaker.is_open and not fetch.done
+    connection.wait(fetch)
+    assert fetch.failure == "deadline" and connection.breaker.is_open, "its own deadline passed in silence"
+
+
+def test_a_call_ends_whatever_goes_wrong_with_its_reply(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = sim.connected()
+
+    def fail(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr("kvkeep.client.connection.decode_reply", fail)
+    call = look_up(connection)
+    connection.wait(call)
+    assert call.failure == "session_lost"
+    sim.run(1_000)
+    assert connection.up and isinstance(connection.wait(look_up(connection)), m.Found)
+
+
 def test_what_is_on_its_way_ends_with_the_first_call_that_meets_silence(sim: Any) -> None:
     """A store has a deadline of seconds: nobody waits that long for a server that says nothing."""
     connection = sim.connected(ping_interval_ms=60_000)
@@ -452,12 +478,31 @@ def test_an_outage_is_told_once_with_the_address_and_the_remedy(sim: Any, caplog
     assert warnings(caplog)[1:] == ["kvkeep: connected to tcp://cache:5555"]
 
 
+def test_a_moments_silence_is_counted_and_not_told(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+    connection = sim.connected(ping_interval_ms=1_000)
+    sim.lose_everything()
+    connection.wait(look_up(connection))
+    assert connection.breaker.opened == 1
+    sim.network.faults = Faults()
+    sim.run(1_500)
+    assert connection.answering and warnings(caplog) == []
+
+
+def test_what_was_refused_once_is_not_the_reason_of_an_outage(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+    connection = sim.connected()
+    assert connection.wait(connection.call(m.Fetch(99, 0, 0, 1), 200)) is None
+    assert connection.refusal
+    sim.network.serve(None)
+    sim.run(30_000)
+    assert "does not answer" in warnings(caplog)[0] and connection.refusal not in warnings(caplog)[0]
+
+
 def test_an_outage_in_the_middle_is_told_once_too(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
     connection = sim.connected()
     for outage in range(1, 3):
         sim.network.serve(None)
         sim.run(30_000)
-        told = ["no server at tcp://cache:5555" in text for text in warnings(caplog)]
+        told = ["the server at tcp://cache:5555 does not answer" in text for text in warnings(caplog)]
         assert told == [True, False] * (outage - 1) + [True]
         sim.network.serve(sim.recorder)
         sim.run(2_000)

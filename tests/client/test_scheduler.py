@@ -92,6 +92,35 @@ def test_what_was_found_in_a_session_that_is_lost_is_asked_anew(sim: Any) -> Non
     assert leases(sim) == 1 and sim.recorder.count(m.Lookup) == 2
 
 
+def test_who_waits_for_its_turn_when_an_outage_ends_is_asked_for_once_more(sim: Any) -> None:
+    store(sim, 3)
+    scheduler = adapter(sim, ping_interval_ms=100)
+    sim.network.serve(None)
+    scheduler.lookup("r", None, keys(3))
+    sim.run(2_000)
+    miss = scheduler.lookup("r", None, keys(3))
+    assert miss is not None and miss.failure and scheduler.lookup("r", None, keys(3)) is miss
+    sim.network.serve(sim.recorder)
+    sim.run(2_000)
+    assert scheduler.lookup("r", None, keys(3)) is None
+    sim.run(20)
+    found = scheduler.lookup("r", None, keys(3))
+    assert found is not None and (found.blocks, found.failure) == (3, "")
+
+
+def test_a_server_that_is_slow_and_not_away_is_asked_no_third_time(sim: Any, passing: object) -> None:
+    """Or a request would wait for it for ever."""
+    scheduler = adapter(sim, lookup_deadline_ms=100)
+    sim.recorder.instead = lambda header, request: None if isinstance(request, m.Lookup) else passing
+    answers = []
+    for _ in range(50):
+        answers.append(scheduler.lookup("r", None, keys(3)))
+        assert isinstance(scheduler.connection.wait(scheduler.connection.call(m.Ping(), 100)), m.Done)
+        sim.run(20)
+    assert sim.recorder.count(m.Lookup) == 2
+    assert answers[-1] is not None and answers[-1].failure == "deadline"
+
+
 def test_grown_keys_another_skip_or_another_salt_are_asked_anew(sim: Any) -> None:
     store(sim, 4)
     scheduler = adapter(sim)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvkeep.wire.messages import MAX_LIST_ITEMS, AbandonStore, Done, Found, Message, Prepared, Release, Reply
+from kvkeep.wire.messages import (
+    MAX_LIST_ITEMS,
+    AbandonStore,
+    Done,
+    Found,
+    Lookup,
+    Message,
+    Prepared,
+    PrepareStore,
+    Release,
+    Reply,
+)
 
 _SAY_AGAIN_MS = 1_000
 
@@ -20,6 +31,7 @@ class Call:
     session: int = 0  # the session it was sent in, and the server process that its slots belong to
     epoch: int = 0
     words: int = 0  # how many the server had said when it was sent
+    bulk: bool = False  # it carries blocks, or asks for them: on a slow link nothing else comes through meanwhile
     reply: Reply | None = None
     payload: Sequence[bytes] = ()
     failure: str = ""
@@ -27,6 +39,11 @@ class Call:
     @property
     def done(self) -> bool:
         return self.reply is not None or bool(self.failure)
+
+
+def gives(message: Message) -> str:
+    """What the answer to a message gives, for `Call.gives`."""
+    return "lease" if isinstance(message, Lookup) else "write" if isinstance(message, PrepareStore) else ""
 
 
 @dataclass
@@ -44,14 +61,14 @@ class Breaker:
         self.heard, self.is_open = True, False
 
     def expire(self, call: Call) -> None:
-        """The call's deadline has passed."""
+        """The call's deadline has passed, and nothing was under way that would explain it."""
         if not self.is_open and call.words == self.words:
             self.is_open = True
             self.opened += 1
 
 
 class Calls:
-    """Those on their way, by number."""
+    """Those on their way, by number. Each is here until it has ended: whatever goes wrong before, somebody ends it."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
@@ -59,23 +76,24 @@ class Calls:
     def add(self, call: Call) -> None:
         self._calls[call.number] = call
 
-    def take(self, number: int) -> Call | None:
-        return self._calls.pop(number, None)
+    def get(self, number: int) -> Call | None:
+        return self._calls.get(number)
 
-    def count_overdue(self, now_ms: int) -> int:
-        return sum(call.deadline_ms <= now_ms for call in self._calls.values())
+    def remove(self, call: Call) -> None:
+        self._calls.pop(call.number, None)
 
-    def take_overdue(self, now_ms: int) -> list[Call]:
-        overdue = [call for call in self._calls.values() if call.deadline_ms <= now_ms]
-        for call in overdue:
-            del self._calls[call.number]
-        return overdue
+    def clear(self) -> None:
+        self._calls.clear()
 
-    def take_all(self, but: Call | None = None) -> list[Call]:
-        """All, but perhaps for one."""
-        taken = [call for call in self._calls.values() if call is not but]
-        self._calls = {but.number: but} if but is not None and but.number in self._calls else {}
-        return taken
+    def all(self, but: Call | None = None) -> list[Call]:
+        return [call for call in self._calls.values() if call is not but]
+
+    def overdue(self, now_ms: int) -> list[Call]:
+        return [call for call in self._calls.values() if call.deadline_ms <= now_ms]
+
+    def awaits_bulk(self, now_ms: int) -> bool:
+        """Whether one that may take all of the link has time left."""
+        return any(call.bulk and call.deadline_ms > now_ms for call in self._calls.values())
 
 
 class Debts:

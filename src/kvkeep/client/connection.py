@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts
+from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts, gives
 from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.outage import Outage
+from kvkeep.client.outage import SILENT, Outage
 from kvkeep.client.replies import is_sound_layout, is_sound_welcome
 from kvkeep.client.threads import Threads, monotonic_ms
 from kvkeep.client.transport import Transport, ZmqTransport
@@ -58,23 +58,19 @@ class Connection:
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
         self.refusal = ""  # why the server would not have us, in its words
-        self._pid = os.getpid()
         self._transport = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
-        self._clock = clock
+        self._pid, self._clock = os.getpid(), clock
         self._lock = Turns(threads)
         self._calls = Calls()
         self._next_number = 1
         self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
-        self._attempts = 0
-        self._next_attempt_ms = 0
-        self._next_ping_ms = 0
+        self._attempts = self._next_attempt_ms = self._next_ping_ms = 0
         self._debts = Debts()
         self._fence: Fence | None = None
         self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
         self._outage = Outage(options.address)
-        self._closing = False
-        self._closed = False
+        self._closing = self._closed = False
 
     def __del__(self) -> None:
         # Dropped without `close`: with the lock and the socket gone, the server takes back what the session held.
@@ -101,10 +97,8 @@ class Connection:
 
     @property
     def verify(self) -> bool:
-        if self.options.verify is not None:
-            return self.options.verify
-        welcome = self.welcome
-        return welcome.verify if welcome else True
+        given, welcome = self.options.verify, self.welcome
+        return given if given is not None else welcome.verify if welcome else True
 
     @property
     def segments(self) -> Segments | None:
@@ -144,8 +138,9 @@ class Connection:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._calls.take(call.number) is not None:
+            if self._calls.get(call.number) is call:
                 call.failure = "given_up"
+                self._calls.remove(call)
             self._owe(call)
 
     def poll(self) -> None:
@@ -218,19 +213,17 @@ class Connection:
     # -- messages
 
     def _send(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
-        call = self._post(message, deadline_ms, payload)
-        if call.failure:
+        if (call := self._post(message, deadline_ms, payload)).failure:
             self.counters.fail(call.failure)
-        if call.failure == "unreachable":
-            self._tell_outage()
         return call
 
     def _post(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
-        gives = "lease" if isinstance(message, m.Lookup) else "write" if isinstance(message, m.PrepareStore) else ""
-        session, epoch = (self.welcome.session, self.welcome.epoch) if self.welcome else (0, 0)
-        call = Call(self._next_number, self._clock() + deadline_ms, gives, session, epoch, self.breaker.words)
+        call = Call(self._next_number, self._clock() + deadline_ms, gives(message), words=self.breaker.words)
+        call.bulk = bool(payload) or isinstance(message, m.Fetch)
+        if self.welcome is not None:
+            call.session, call.epoch = self.welcome.session, self.welcome.epoch
         self._next_number += 1
-        frames = encode(Header(session, call.number), message, payload)
+        frames = encode(Header(call.session, call.number), message, payload)
         limit = self.welcome.limits.frame_bytes if self.welcome else len(frames[1])
         if len(frames[1]) > limit:
             call.failure = "frame_too_large"
@@ -259,7 +252,7 @@ class Connection:
                 self.refusal = str(error)
                 self.counters.fail("protocol")
                 continue
-            call = self._calls.take(header.number)
+            call = self._calls.get(header.number)
             if call is None:
                 self.counters.late_replies += 1
                 self.breaker.hear()
@@ -268,7 +261,7 @@ class Connection:
                 reply = decode_reply(header, frames)
             except ProtocolError as error:
                 self.refusal = str(error)
-                self._end([call], "protocol")
+                self._end(call, "protocol")
                 continue
             self._answered(call, reply, frames[2:])
 
@@ -276,10 +269,12 @@ class Connection:
         """The connection is gone, and with it whatever was on its way. The session may live on: only the server can
         tell, so its lock and its memory stay ours until it does."""
         self.breaker.heard = False
-        self._end(self._calls.take_all(), "unreachable")
+        for call in self._calls.all():
+            self._end(call, "unreachable")
         self._tell_outage()
 
     def _answered(self, call: Call, reply: m.Reply, payload: Sequence[bytes]) -> None:
+        self._calls.remove(call)
         self.counters.answered += 1
         self.breaker.hear()
         if self._outage.told and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
@@ -296,23 +291,27 @@ class Connection:
             self._go_down()
 
     def _expire(self, now_ms: int) -> None:
-        for call in (overdue := self._calls.take_overdue(now_ms)):
-            self.breaker.expire(call)
-        self._end(overdue, "deadline")
+        overdue, explained = self._calls.overdue(now_ms), self._calls.awaits_bulk(now_ms)
+        for call in overdue:
+            if not explained:
+                self.breaker.expire(call)
+            self._end(call, "deadline")
         if self.up and overdue and self.breaker.is_open:
-            # What else is on its way would wait as long for nothing, and keep blocks meanwhile. Pings go on.
-            self._end(self._calls.take_all(but=self._ping), "breaker_open")
-            self._tell_outage()
+            # What else is on its way would wait as long for nothing. Pings go on.
+            for call in self._calls.all(but=self._ping):
+                self._end(call, "breaker_open")
+            if self._ping in overdue:  # a moment's silence is counted; one of seconds is told
+                self._tell_outage()
 
-    def _end(self, calls: Sequence[Call], failure: str) -> None:
-        for call in calls:
-            call.failure = failure
-            self.counters.fail(failure)
-            self._owe(call)
+    def _end(self, call: Call, failure: str) -> None:
+        call.failure = failure
+        self._calls.remove(call)
+        self.counters.fail(failure)
+        self._owe(call)
 
     def _tell_outage(self) -> None:
-        if self.up:
-            self._outage.begin("it does not answer" if self.breaker.heard else "its connection is gone", self.refusal)
+        if self.up:  # so the server has refused us nothing
+            self._outage.begin(SILENT if self.breaker.heard else "its connection is gone", "")
 
     def _owe(self, call: Call) -> None:
         if self.up and self.welcome is not None and call.session == self.welcome.session:
@@ -390,8 +389,9 @@ class Connection:
 
     def _go_down(self) -> None:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""
-        for call in self._calls.take_all():
+        for call in self._calls.all():
             call.failure = "session_lost"
+        self._calls.clear()
         self._debts.clear()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None

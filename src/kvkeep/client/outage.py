@@ -9,11 +9,15 @@ from typing import ClassVar
 
 log = logging.getLogger(__name__)
 
+SILENT = "it has fallen silent"  # though there is a session
+
 
 def trouble(address: str, why: str, refusal: str) -> tuple[str, str]:
     """What is wrong with the server, and the remedy. `refusal` is what it said itself, if it did."""
     if refusal:
         return f"the server at {address} will not have us: {refusal}", ""
+    if why == SILENT:
+        return f"the server at {address} does not answer", "it hangs, or its host is overloaded"
     return f"no server at {address}: {why}", "start one with `kvkeep serve`"
 
 

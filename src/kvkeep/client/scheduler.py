@@ -27,6 +27,8 @@ from kvkeep.wire import messages as m
 
 log = logging.getLogger(__name__)
 
+_OUTAGE = ("deadline", "breaker_open", "unreachable", "not_connected", "session_lost")
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -46,6 +48,7 @@ class _Asked:
     keys: bytes
     skip: int
     call: Call
+    again: bool = False  # for the second time, after an outage
     answer: Answer | None = None
 
 
@@ -64,13 +67,15 @@ class SchedulerAdapter:
     def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
         """Asks once; None until the answer is there, then the same answer every time. A fault is an empty answer.
 
-        With other keys than before (the request was preempted and has grown), and when what was found belongs to a
-        server that is gone, it asks anew.
+        With other keys than before (the request was preempted and has grown), when what was found belongs to a server
+        or session that is gone, and when an outage is over that kept it from finding anything, it asks anew.
         """
         asked = self._asked.get(request)
         if asked is None or asked.answer is None:
             self.connection.poll()  # otherwise there is nothing to wait for, and a Keeper polls anyway
+        again = False
         if asked is not None and ((asked.keys, asked.skip, asked.salt) != (keys, skip, salt) or self._is_stale(asked)):
+            again = bool(asked.call.failure)
             self.release(request)
             asked = None
         if asked is None:
@@ -84,7 +89,7 @@ class SchedulerAdapter:
                 self.connection.counters.fail("bad_request")
                 log.warning("kvkeep: a request is served without the cache: %s", error)
                 call = Call(0, 0, failure="bad_request")
-            asked = self._asked[request] = _Asked(salt, keys, skip, call)
+            asked = self._asked[request] = _Asked(salt, keys, skip, call, again)
         if asked.answer is None and asked.call.done:
             asked.answer = self._read(asked)
         return asked.answer
@@ -115,10 +120,14 @@ class SchedulerAdapter:
 
     def _is_stale(self, asked: _Asked) -> bool:
         """Slots of a server that is gone, or that we are not connected to: no worker could read them. Or of a session
-        that is: its leases are gone with it, and the slots may be anybody's."""
+        that is: its leases are gone with it, and the slots may be anybody's. Or no answer at all, and the outage is
+        over while the request still waits for its turn; once, so that it never waits for a server that is slow."""
         call, welcome = asked.call, self.connection.welcome
+        if call.failure:
+            told = asked.answer is not None
+            return told and call.failure in _OUTAGE and not asked.again and self.connection.answering
         current = self.connection.epoch == call.epoch and welcome is not None and welcome.session == call.session
-        return call.done and not call.failure and not current
+        return call.done and not current
 
     def _read(self, asked: _Asked) -> Answer:
         hit = read_found(asked.call.reply, asked.keys, asked.skip, self._shards)

@@ -124,7 +124,7 @@ class Checks:
         now_ms = process.now_ms()
         jumped = process.simulation.now_us - process.jumped_us < _OVERDUE_MS * 1000
         for connection in client.connections:
-            overdue = connection._calls.count_overdue(now_ms - _OVERDUE_MS)
+            overdue = len(connection._calls.overdue(now_ms - _OVERDUE_MS))
             if overdue and not jumped:
                 text = f"{client.process.name} waits for {overdue} replies long after their deadlines"
                 raise Violation("broken_rules", text)

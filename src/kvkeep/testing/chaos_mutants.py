@@ -102,8 +102,8 @@ class _Guesses(Calls):
     def __init__(self, calls: Calls) -> None:
         self._calls = calls._calls
 
-    def take(self, number: int) -> Call | None:
-        return super().take(number) or super().take(next(iter(self._calls), 0))
+    def get(self, number: int) -> Call | None:
+        return super().get(number) or next(iter(self._calls.values()), None)
 
 
 def _accept_stale_answer() -> list[Patch]:
