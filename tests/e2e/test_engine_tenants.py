@@ -21,7 +21,7 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.llm import Prompt
 from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
-from kvkeep.engine.scheduler import Step, StepOutput
+from kvkeep.engine.step import Step, StepOutput
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess

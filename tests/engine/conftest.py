@@ -26,7 +26,7 @@ from kvkeep.engine.models.model import Rank
 from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
-from kvkeep.engine.scheduler import Step, StepOutput
+from kvkeep.engine.step import Step, StepOutput
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.parallel import ParallelStrategy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvkeep.engine.request import Status
-from kvkeep.engine.scheduler import StepOutput
+from kvkeep.engine.step import StepOutput
 
 Rigs = Callable[..., Any]
 

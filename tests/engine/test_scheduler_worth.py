@@ -10,7 +10,7 @@ import pytest
 
 from kvkeep.connector.worth import SKIPS_BEFORE_TRIAL, Worth
 from kvkeep.engine.request import Request
-from kvkeep.engine.scheduler import Step, StepOutput
+from kvkeep.engine.step import Step, StepOutput
 from kvkeep.testing.engine_fuzz import Fuzz
 
 BLOCK_TOKENS = 4

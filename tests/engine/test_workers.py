@@ -16,7 +16,7 @@ from kvkeep.engine.models.model import Rank, Segment
 from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
-from kvkeep.engine.scheduler import Step
+from kvkeep.engine.step import Step
 from kvkeep.engine.workers import NO_TOKEN, Workers
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.parallel import ParallelStrategy

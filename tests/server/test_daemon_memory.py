@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -12,17 +13,20 @@ from typing import Any
 import pytest
 import zmq
 
+from kvkeep.cli.remote import ask
 from kvkeep.server import daemon as daemon_module
 from kvkeep.server import own_memory
-from kvkeep.server.own_memory import own_bytes
+from kvkeep.server.own_memory import Statm
 from kvkeep.store.integrity import check_integrity
 from kvkeep.testing.peer import Peer, chain
+from kvkeep.testing.process import ServerProcess
 from kvkeep.units import MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
 
 LIMIT = 96 * MIB
 BLOCKS = [bytes([at + 1]) * 512 for at in range(4)]
+own_bytes = Statm().own_bytes
 PATIENCE_S = 60  # ends a test that has failed
 
 
@@ -33,16 +37,21 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_memory, "_SETTLED_BYTES", LIMIT // 4)
 
 
+def greet(address: str) -> socket.socket:
+    """A raw connection that has said all of its handshake, and waits for no answer."""
+    host, port = address.removeprefix("tcp://").split(":")
+    wire = socket.create_connection((host, int(port)), PATIENCE_S)
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    wire.sendall(greeting + bytes([4, len(ready)]) + ready)
+    return wire
+
+
 class Flood:
     """A raw connection that sends parts and, if it has an end, a last one; again and again until it is cut."""
 
     def __init__(self, address: str, part_bytes: int, parts: int | None = None) -> None:
-        host, port = address.removeprefix("tcp://").split(":")
-        self._wire = socket.create_connection((host, int(port)))
-        self._wire.settimeout(PATIENCE_S)
-        self._wire.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-        ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-        self._wire.sendall(bytes([4, len(ready)]) + ready)
+        self._wire = greet(address)
         greeting_and_ready = 64 + 2
         while greeting_and_ready > 0:  # what comes before that is no part of a message
             greeting_and_ready -= len(self._wire.recv(greeting_and_ready))
@@ -156,7 +165,7 @@ def test_it_happens_again_and_again_and_the_limit_stays_the_same(
             highest = max(highest, own_bytes())
         wait_for(lambda number=number: resets(running) == number)  # type: ignore[misc]
         running.in_loop(lambda: None)  # it is open again
-    assert running.daemon._memory._quiet_bytes == own, "a client cannot make its limit wider"
+    assert running.daemon._memory._quiet_bytes <= own, "a client cannot make its limit wider"
     assert highest - own > LIMIT // 2
     check_served(running, peer, layout)
 
@@ -203,7 +212,6 @@ def test_what_is_left_of_a_message_that_was_broken_off_is_no_message(
 def test_memory_that_is_explained_closes_nothing(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     running = start(loop=False)
     daemon = running.daemon
-    monkeypatch.setattr(own_memory, "_SETTLE_S", 0.05)
     daemon._memory._quiet_bytes -= 2 * LIMIT
     monkeypatch.setattr(daemon.service.backlog, "waiting_bytes", lambda: 2 * LIMIT)
     daemon._look_after_memory()
@@ -211,3 +219,83 @@ def test_memory_that_is_explained_closes_nothing(start: Callable[..., Any], monk
     monkeypatch.setattr(daemon.service.backlog, "waiting_bytes", lambda: 0)
     daemon._look_after_memory()
     assert resets(running) == 1
+
+
+def test_a_look_that_fails_ends_nothing_and_is_said_once(
+    start: Callable[..., Any],
+    connect: Callable[[str], Peer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = start()
+    counters = running.daemon.service.counters
+
+    def fail() -> int:
+        raise OSError("no measure")
+
+    running.in_loop(lambda: monkeypatch.setattr(running.daemon._memory, "_measure", fail))
+    wait_for(lambda: counters.internal_errors >= 3)
+    peer = connect(running.daemon.address).attach()
+    layout = stored(peer)
+    monkeypatch.setattr("kvkeep.server.auth._PARTS_BETWEEN_LOOKS", 2)
+    assert peer.load(layout, chain("a", 4)) == BLOCKS
+    assert [record.message for record in caplog.records if "no measure" in str(record.exc_info)] == [
+        "the server could not look after its memory; it will try again and again"
+    ]
+    assert resets(running) == 0
+
+
+def test_a_socket_that_could_not_be_opened_again_is_opened_later(
+    start: Callable[..., Any], connect: Callable[[str], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start()
+    daemon = running.daemon
+    peer = connect(daemon.address).attach()
+    layout = stored(peer)
+    reopened, open_socket = threading.Event(), daemon._listener._open
+
+    def cannot() -> zmq.Socket[bytes]:
+        if not reopened.is_set():
+            raise PermissionError("not now")
+        return open_socket()  # type: ignore[no-any-return]
+
+    def begin() -> None:
+        monkeypatch.setattr(daemon._listener, "_open", cannot)
+        daemon._memory._quiet_bytes -= 2 * LIMIT
+
+    running.in_loop(begin)
+    wait_for(lambda: daemon.service.counters.internal_errors >= 3)
+    assert daemon._listener.socket.closed and running.ask("/v1/status")[0] == 200, "all else goes on"
+    reopened.set()
+    assert peer.load(layout, chain("a", 4)) == BLOCKS
+    assert resets(running) == 1
+
+
+class PoorServer(ServerProcess):
+    """One that may have so many descriptors, and no more."""
+
+    DESCRIPTORS = 120
+
+    def command(self) -> list[str]:
+        return ["sh", "-c", f'ulimit -n {self.DESCRIPTORS}; exec "$0" "$@"', *super().command()]
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+
+def test_who_takes_all_descriptors_does_not_end_the_server(connect: Callable[[str], Peer]) -> None:
+    """Nobody need prove anything for a connection. Those who are connected are served, and others afterwards."""
+    with PoorServer("--pool-size", "64MiB") as server:
+        peer = connect(server.address).attach()
+        layout = stored(peer)
+        idle = [greet(server.address) for _ in range(PoorServer.DESCRIPTORS + 20)]
+        wait_for(lambda: server.descriptors() == PoorServer.DESCRIPTORS)
+        for _ in range(10):
+            time.sleep(daemon_module._MEMORY_CHECK_S)  # a look or more
+            assert peer.load(layout, chain("a", 4)) == BLOCKS
+        assert server.descriptors() == PoorServer.DESCRIPTORS, "all that while none was left"
+        for each in idle:
+            each.close()
+        another = connect(server.address).attach()
+        assert another.load(another.open_layout(512), chain("a", 4)) == BLOCKS
+        assert ask(server.http, "/v1/status")["counters"]["internal_errors"] == 0

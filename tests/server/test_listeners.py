@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +37,11 @@ class Net:
         self._listeners.append(Listener(self.context, gate, address, MIB))
         return self._listeners[-1]
 
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close(0)
+        self.context.destroy(linger=0)
+
     def call(self, address: str) -> zmq.Socket[bytes]:
         self._callers.append(self.context.socket(zmq.DEALER))
         self._callers[-1].setsockopt(zmq.IPV6, "[" in address)
@@ -44,7 +53,7 @@ class Net:
 def net() -> Iterator[Net]:
     made = Net()
     yield made
-    made.context.destroy(linger=0)
+    made.close()
 
 
 def hears(listener: Listener, dealer: zmq.Socket[bytes], word: bytes) -> bool:
@@ -110,6 +119,133 @@ def test_nobody_can_take_the_port_meanwhile_and_who_connects_then_is_served(net:
     assert hears(listener, clients[0], b"hello")
 
 
+def keyed_gate(
+    net: Net,
+    directory: Path,
+    secret: str = new_pair()[1],
+    client: str = new_pair()[0],
+    counters: Counters | None = None,
+) -> Gate:
+    """One that lets in a client by the name c."""
+    (directory / "server.key").write_text(secret)
+    (directory / "server.key").chmod(0o600)
+    (directory / "authorized").write_text(f"{client} c\n")
+    counted = counters or Counters()
+    return Gate(net.context, directory / "server.key", directory / "authorized", lambda: counted)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """None is left while this lasts, but the ones that become free in it."""
+    taken = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc://{}/s", "ipc://@{}"])
+def test_it_needs_no_more_descriptors_than_it_has(net: Net, tmp_path: Path, address: str, with_keys: bool) -> None:
+    gate = keyed_gate(net, tmp_path) if with_keys else None
+    listener = net.listen(address.format(tmp_path if "@" not in address else tmp_path.name), gate)
+    with no_descriptors():
+        for _ in range(3):
+            first = listener.socket
+            listener.reopen(lambda: None)
+            assert first.closed and not listener.socket.closed
+    if gate is None:
+        assert hears(listener, net.call(listener.address), b"word")
+
+
+@pytest.fixture
+def allow() -> Iterator[Callable[[bool], None]]:
+    """Whether new descriptors are to be had, whatever becomes free."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def set_limit(any_left: bool) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft if any_left else 3, hard))
+
+    yield set_limit
+    set_limit(True)
+
+
+def test_it_waits_a_moment_for_descriptors(net: Net, allow: Callable[[bool], None]) -> None:
+    """ZMQ closes what it has one after the other, in threads of its own."""
+    listener = net.listen("tcp://127.0.0.1:0")
+    soon = threading.Timer(0.1, allow, [True])
+
+    def meanwhile() -> None:
+        allow(False)
+        soon.start()
+
+    listener.reopen(meanwhile)
+    soon.join()
+    assert hears(listener, net.call(listener.address), b"word")
+
+
+def test_it_is_opened_later_where_there_are_none_now(net: Net, allow: Callable[[bool], None]) -> None:
+    listener = net.listen("tcp://127.0.0.1:0")
+    client = net.call(listener.address)
+    assert hears(listener, client, b"one")
+    for _ in range(2):
+        with pytest.raises((OSError, zmq.ZMQError), match="Too many open files"):
+            listener.reopen(lambda: allow(False))
+        assert listener.socket.closed
+    allow(True)
+    listener.reopen(lambda: None)
+    assert hears(listener, client, b"two")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_another_that_listens_at_the_same_port_of_another_host_address_is_left_alone(net: Net, host: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as other:
+        other.bind((host, 0))
+        other.listen()
+        listener = net.listen(f"tcp://127.0.0.1:{other.getsockname()[1]}")
+        listener.reopen(lambda: None)
+        assert hears(listener, net.call(listener.address), b"word")
+        with socket.create_connection(other.getsockname()[:2]):
+            other.settimeout(PATIENCE_MS / 1000)
+            other.accept()[0].close()
+
+
+def test_all_addresses_of_the_host(net: Net) -> None:
+    listener = net.listen("tcp://*:0")
+    port = listener.address.rpartition(":")[2]
+    assert listener.address == f"tcp://0.0.0.0:{port}"
+    assert hears(listener, net.call(f"tcp://127.0.0.3:{port}"), b"four")
+    both = net.listen("tcp://[::]:0")
+    assert hears(both, net.call(f"tcp://127.0.0.1:{both.address.rpartition(':')[2]}"), b"and six")
+
+
+def test_a_dead_servers_socket_is_taken_over(net: Net, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/s")
+    listener = net.listen(f"ipc://{tmp_path}/s")
+    assert hears(listener, net.call(listener.address), b"word")
+
+
+def test_the_port_is_free_when_it_is_closed(net: Net) -> None:
+    listener = net.listen("tcp://127.0.0.1:0")
+    listener.reopen(lambda: None)
+    listener.close(0)
+    for _ in range(PATIENCE_MS // 10):  # ZMQ closes its own in a thread of its own
+        try:
+            net.listen(listener.address)
+            return
+        except SettingsError:
+            time.sleep(0.01)
+    raise AssertionError("somebody still listens there")
+
+
 def test_it_keeps_no_files_open(net: Net) -> None:
     listener = net.listen("tcp://127.0.0.1:0")
     client = net.call(listener.address)
@@ -125,11 +261,8 @@ def test_keys_are_asked_for_as_before(net: Net, tmp_path: Path) -> None:
     """The second socket lets in who the first let in, and nobody else, though the key's file has gone meanwhile."""
     public, secret = new_pair()
     server_public, server_secret = new_pair()
-    (tmp_path / "server.key").write_text(server_secret)
-    (tmp_path / "server.key").chmod(0o600)
-    (tmp_path / "authorized").write_text(f"{public} c\n")
     counters = Counters()
-    gate = Gate(net.context, tmp_path / "server.key", tmp_path / "authorized", lambda: counters)
+    gate = keyed_gate(net, tmp_path, server_secret, public, counters)
     listener = net.listen("tcp://127.0.0.1:0", gate)
     (tmp_path / "server.key").unlink()
     listener.reopen(lambda: None)

@@ -84,6 +84,12 @@ class SchedulerSide:
     def jobs(self) -> Sequence[Job]:
         return list(self._jobs.values())
 
+    @property
+    def handed_out(self) -> Sequence[Job]:
+        """Those that do not wait for the next step: one has taken them to the workers, or was to."""
+        waiting = self._loads.keys() | self._stores.keys() | self._stores_after.keys()
+        return [job for number, job in self._jobs.items() if number not in waiting]
+
     # -- a request's way
 
     def arrive(

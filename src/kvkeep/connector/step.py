@@ -74,18 +74,23 @@ class LookupSide(Protocol):
     def close(self) -> None: ...
 
 
-class TransferSide(Protocol):
-    """What a worker asks of a cache: `kvkeep.client.worker.WorkerAdapter`, or a simulation of it."""
+class JobSide(Protocol):
+    """The part of a worker's side that takes jobs. Where a call raises an Exception, the job has not begun."""
 
-    def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None: ...
     def withdraw(self, block_ids: Sequence[int] | None) -> None: ...
     def store(self, job: Hashable, request: StoreRequest) -> None: ...
     def load(self, job: Hashable, request: LoadRequest) -> None: ...
+
+
+class TransferSide(JobSide, Protocol):
+    """What a worker asks of a cache: `kvkeep.client.worker.WorkerAdapter`, or a simulation of it."""
+
+    def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None: ...
     def poll(self) -> Finished: ...
     def close(self) -> None: ...
 
 
-def begin(step: StepMetadata, cache: TransferSide) -> None:
+def begin(step: StepMetadata, cache: JobSide) -> None:
     """Begins a step on one worker, before anything is written: what stores have not read by now is saved from being
     overwritten, and only then loads begin."""
     save(step, cache)
@@ -93,7 +98,7 @@ def begin(step: StepMetadata, cache: TransferSide) -> None:
         cache.load(number, load)
 
 
-def save(step: StepMetadata, cache: TransferSide) -> None:
+def save(step: StepMetadata, cache: JobSide) -> None:
     """The first half of it, where an engine itself writes between the two. What is stored was computed before."""
     for number, store in step.stores.items():
         cache.store(number, store)
@@ -101,7 +106,7 @@ def save(step: StepMetadata, cache: TransferSide) -> None:
         cache.withdraw(step.withdrawn)
 
 
-def finish(step: StepMetadata, cache: TransferSide) -> None:
+def finish(step: StepMetadata, cache: JobSide) -> None:
     """Begins what a step left to its end: its blocks are computed now."""
     for number, store in step.stores_after.items():
         cache.store(number, store)

@@ -111,6 +111,13 @@ class BlockPool:
         """Empties the prefix cache; holders are not disturbed."""
         self.forget(list(self._key_of))
 
+    def start_over(self, held: Iterable[int]) -> None:
+        """From now on only these are held, one entry for each hold, and nothing is found. What was given stays so."""
+        self._block_of, self._key_of = {}, {}
+        self._refs = [0] * self.num_blocks
+        self._free = OrderedDict.fromkeys(range(1, self.num_blocks))
+        self.share(held)
+
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raises AssertionError unless the holders are exactly these, one entry for each hold."""
         expected = Counter(held)

@@ -17,6 +17,7 @@ from kvkeep.engine.models.model import Model
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.step import Step
 from kvkeep.engine.workers import Workers
 from kvkeep.errors import RequestError
 from kvkeep.kv.keys import KeyChain, root_key
@@ -41,6 +42,7 @@ class Engine:
             backend.connect()
         self.scheduler = Scheduler(self.config, connector)
         self.waits = False  # whether the last step computed nothing: everybody waits for a lookup or a load
+        self._is_torn = False  # a step has failed, and what follows from that was not done to the end
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
 
@@ -94,19 +96,34 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Runs one step. Returns the requests that have ended."""
-        step = self.scheduler.schedule()
+        if self._is_torn:
+            self._mend(None)
+        running: Step | None = None  # while workers are at it
         try:
+            step = running = self.scheduler.schedule()
             output = self.workers.run(step)
+            running = None
+            self.scheduler.update_from_output(step, output)
+            self.workers.forget_reports()
         except BaseException:  # guard: whatever it is (no memory, Ctrl-C), what the step was to compute is not there
-            self.scheduler.undo(step)
+            self._is_torn = True
+            self._mend(running)
             raise
-        self.scheduler.update_from_output(step, output)
         self.waits = not step.segments
-        finished = self.scheduler.take_finished()
-        for request in finished:
+        for request in self.scheduler.finished:
             if self._requests.get(request.id) is request:  # its id may be somebody else's after an abort
                 del self._requests[request.id]
-        return finished
+        return self.scheduler.take_finished()
+
+    def _mend(self, running: Step | None) -> None:
+        """A step has failed: on the workers, or, with None, while it was made or its outcome was taken in."""
+        if running is not None:
+            self.scheduler.undo(running)
+        else:
+            self.scheduler.start_over(self._requests.values())
+        if self.scheduler.connector is not None:
+            self.workers.give_up(self.scheduler.connector.handed_out)
+        self._is_torn = False
 
     def pause(self) -> None:
         """For whoever runs steps in a loop: lets others work while every request waits for the cache."""

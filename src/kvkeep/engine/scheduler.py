@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from kvkeep.client.worker import Finished
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.engine.blocks import BlockPool
@@ -28,24 +26,7 @@ from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Segment
 from kvkeep.engine.recovery import Affected, Rebuilding, spread, truncate
 from kvkeep.engine.request import Request, Status
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the workers do next. `segments` may be empty: jobs go out all the same."""
-
-    segments: Sequence[Segment]
-    requests: Sequence[Request]  # whose segments these are, in the same order
-    num_scheduled_tokens: Mapping[str, int]
-    metadata: StepMetadata = field(default_factory=StepMetadata)
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What came of a step: a token for each segment, and one report of finished jobs from each worker."""
-
-    tokens: Sequence[int]
-    reports: Sequence[Finished] = ()
+from kvkeep.engine.step import Step, StepOutput
 
 
 class Scheduler:
@@ -60,7 +41,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._rebuilding = Rebuilding()
         self._next_number = 0
-        self._finished: list[Request] = []
+        self._given: set[int] = set()  # blocks that workers have yet to hear of: steps may write into them
+        self.finished: list[Request] = []  # that nobody has taken yet
 
     # -- requests come and go
 
@@ -95,7 +77,7 @@ class Scheduler:
 
     def take_finished(self) -> list[Request]:
         """The requests that have ended since this was last asked."""
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         return finished
 
     # -- a step begins
@@ -116,8 +98,8 @@ class Scheduler:
             request.num_computed_tokens += count
         metadata = StepMetadata()
         if self.connector is not None:
-            given = self.pool.take_given()
-            metadata = self.connector.build_step(given, tokens=sum(plan.values()), requests=len(plan))
+            self._given |= self.pool.take_given()
+            metadata = self.connector.build_step(self._given, tokens=sum(plan.values()), requests=len(plan))
         return Step(segments, list(plan), {each.id: count for each, count in plan.items()}, metadata)
 
     def _go_on(self, plan: dict[Request, int], budget: int) -> tuple[int, bool]:
@@ -217,6 +199,7 @@ class Scheduler:
     def update_from_output(self, step: Step, output: StepOutput) -> None:
         """Takes in what the workers did: first what failed, then what was computed."""
         void: set[Request] = set()
+        self._given = set()
         if self.connector is not None:
             completed = self.connector.complete(output.reports)
             self.connector.end_step()
@@ -242,6 +225,27 @@ class Scheduler:
         for request in self.unfinished:
             if request in step.requests or not unfilled.isdisjoint(request.block_ids):
                 self.preempt(request)
+
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """Something failed while requests and blocks changed hands, nobody knows where. These requests wait again, with
+        nothing; only loads hold blocks, and nobody finds any. Who had its last token ends."""
+        loads = [job for job in self.connector.jobs if job.is_load] if self.connector is not None else []
+        if self.connector is not None:
+            self.connector.drop_step()
+        self.pool.start_over(block for job in loads for block in job.block_ids)
+        self.waiting, self.loading, self.running, self._rebuilding = [], [], [], Rebuilding()
+        for request in requests:
+            if request in self.finished:
+                continue
+            request.metrics.preemptions += bool(request.block_ids)
+            request.block_ids, request.num_computed_tokens, request.remembered_blocks = [], 0, 0
+            request.load = request.load if request.load in loads else None
+            request.chain.extend(request.tokens[request.chain.num_tokens :])
+            self._extend_keys(request)
+            self._enqueue(request)
+            reason = request.finish_reason or (request.stop_reason() if request.output_tokens else "")
+            if reason:
+                self._finish(request, reason)
 
     def _recover(self, step: Step, invalid_block_ids: set[int]) -> set[Request]:
         """Applies the rules for failed loads. Returns the requests whose outcome of this step is void."""
@@ -298,14 +302,17 @@ class Scheduler:
         if request.num_computed_tokens == request.num_tokens:  # else its prompt is not computed to the end yet
             if request.metrics.first_token_s is None:
                 request.metrics.first_token_s = time.monotonic()
-            keys = request.append(token)
-            if self.connector is not None and keys:
-                self.connector.extend(request.id, keys)
+            request.append(token)
+            self._extend_keys(request)
             reason = request.stop_reason()
         is_prompt = request.num_computed_tokens <= request.prompt_tokens  # somebody else may have the same
         self._store(request, at_once=is_prompt or bool(reason))
         if reason:
             self._finish(request, reason)
+
+    def _extend_keys(self, request: Request) -> None:
+        if self.connector is not None:
+            self.connector.extend(request.id, request.chain.keys(self.connector.known_blocks(request.id)))
 
     def _store(self, request: Request, *, at_once: bool) -> None:
         """What is proven to be computed goes to the external cache. Nobody holds the blocks for that: who gets one of
@@ -364,14 +371,14 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str) -> None:
         """The one way out, whatever the state. A load under way keeps its own hold on its blocks."""
+        request.finish_reason = reason
         self._drop_blocks(request)
         self._leave_queue(request)
         request.status = Status.FINISHED
-        request.finish_reason = reason
         request.metrics.finished_s = time.monotonic()
         if self.connector is not None:
             request.reply_params = self.connector.end(request.id, request.kv_transfer_params)
-        self._finished.append(request)
+        self.finished.append(request)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if requests, blocks and jobs contradict each other. Between steps only."""

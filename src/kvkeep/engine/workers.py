@@ -8,23 +8,71 @@ the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
+from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished
-from kvkeep.connector.step import StepMetadata, TransferSide, begin
+from kvkeep.connector.step import Job, StepMetadata, TransferSide, begin
 from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Model, Rank
 from kvkeep.engine.models.sampling import sample
 from kvkeep.engine.recovery import spread
-from kvkeep.engine.scheduler import Step, StepOutput
+from kvkeep.engine.step import Step, StepOutput
 from kvkeep.errors import SettingsError
 from kvkeep.kv.shape import BlockShape
 
 NO_TOKEN = -1
 _SYNC_LOAD_POLL_S = 0.0001
+
+
+class _Side:
+    """One rank's side of the cache: the jobs that it is at, and what it said that nobody has taken in yet."""
+
+    def __init__(self, rank: int, cache: TransferSide) -> None:
+        self._cache = cache
+        self._under_way: set[Hashable] = set()
+        self.report = Finished(rank)
+
+    def withdraw(self, block_ids: Sequence[int] | None) -> None:
+        self._cache.withdraw(block_ids)
+
+    def store(self, job: Hashable, request: StoreRequest) -> None:
+        self._begin(job, lambda: self._cache.store(job, request))
+
+    def load(self, job: Hashable, request: LoadRequest) -> None:
+        self._begin(job, lambda: self._cache.load(job, request))
+
+    def _begin(self, job: Hashable, begin_job: Callable[[], None]) -> None:
+        self._under_way.add(job)
+        try:
+            begin_job()
+        except Exception:  # guard: an interrupt may come when it has begun, and blocks that are read or written then
+            self._under_way.discard(job)  # must not be anybody else's; other errors come before that
+            raise
+
+    def poll(self) -> None:
+        finished, report = self._cache.poll(), self.report
+        report.stored.update(finished.stored)
+        report.incomplete.extend(finished.incomplete)
+        report.loaded.extend(finished.loaded)
+        for job, block_ids in finished.failed.items():
+            report.failed.setdefault(job, []).extend(block_ids)
+        self._under_way.difference_update(finished.stored, finished.loaded)
+
+    def give_up(self, job: Job) -> None:
+        """Reports a job as undone that has not begun here."""
+        report, number = self.report, job.number
+        if number in self._under_way or number in (*report.loaded, *report.stored) or report.rank in job.reports:
+            return
+        if job.is_load:
+            report.failed[number] = list(job.block_ids)
+            report.loaded.append(number)
+        else:
+            report.incomplete.append(number)
+            report.stored[number] = 0
 
 
 class Workers:
@@ -49,26 +97,35 @@ class Workers:
         self.shape = BlockShape(
             model.identity(strategies[0], config.block_tokens), tuple(shard_bytes[r] for r in sorted(shard_bytes))
         )
-        self._reports: list[Finished] = []
         self._caches: list[TransferSide] = []
         if backend is not None:
             self._caches = [backend.transfer_side(self.shape, rank.strategy) for rank in self.ranks]
             for cache, rank in zip(self._caches, self.ranks, strict=True):
                 cache.register_kv_caches(rank.kv)
-            self._reports = self._no_reports()
+        self._sides = [_Side(rank, cache) for rank, cache in enumerate(self._caches)]
 
     def run(self, step: Step) -> StepOutput:
         """Begins the step's jobs, computes its segments, and reports the jobs that have ended by now."""
-        for cache in self._caches:
-            begin(step.metadata, cache)
+        for side in self._sides:
+            begin(step.metadata, side)
         if self._config.sync_loads:
             self._wait_for_loads(step.metadata)
-        bad = {block for report in self._reports for block_ids in report.failed.values() for block in block_ids}
+        bad = {block for side in self._sides for block_ids in side.report.failed.values() for block in block_ids}
         tokens = self._compute(step, bad)
         self._poll()
-        # Taken only now: a worker says it once, and the reports of a step that fails belong to the next one.
-        reports, self._reports = self._reports, self._no_reports()
-        return StepOutput(tokens, reports)
+        return StepOutput(tokens, [side.report for side in self._sides])
+
+    def forget_reports(self) -> None:
+        """The reports of the last step were taken in. A worker says it once: until then they belong to the next one."""
+        for side in self._sides:
+            side.report = Finished(side.report.rank)
+
+    def give_up(self, jobs: Iterable[Job]) -> None:
+        """A step has failed, and perhaps before all of these were begun on every rank. Those that were not end with the
+        next step, as failed loads and incomplete stores."""
+        for job in jobs:
+            for side in self._sides:
+                side.give_up(job)
 
     def _compute(self, step: Step, bad_blocks: set[int]) -> list[int]:
         """A token for each segment. One that stands on blocks which failed to load just now is not computed: the
@@ -88,24 +145,16 @@ class Workers:
             tokens[at] = sample(row, step.requests[at].sampling, segment.start + segment.count)
         return tokens
 
-    def _no_reports(self) -> list[Finished]:
-        return [Finished(rank) for rank in range(len(self._caches))]
-
     def close(self) -> None:
         for cache in self._caches:
             cache.close()
 
     def _wait_for_loads(self, metadata: StepMetadata) -> None:
         """Workers report every load, sooner or later: each has its deadlines."""
-        while any(not metadata.loads.keys() <= set(report.loaded) for report in self._reports):
+        while any(not metadata.loads.keys() <= set(side.report.loaded) for side in self._sides):
             self._poll()
             time.sleep(_SYNC_LOAD_POLL_S)
 
     def _poll(self) -> None:
-        for cache, report in zip(self._caches, self._reports, strict=True):
-            finished = cache.poll()
-            report.stored.update(finished.stored)
-            report.incomplete.extend(finished.incomplete)
-            report.loaded.extend(finished.loaded)
-            for job, block_ids in finished.failed.items():
-                report.failed.setdefault(job, []).extend(block_ids)
+        for side in self._sides:
+            side.poll()

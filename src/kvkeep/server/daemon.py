@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import zmq
 
 from kvkeep.errors import PoolError
-from kvkeep.server.auth import Caller, Gate
+from kvkeep.server.auth import LOG_INTERVAL_S, Caller, Gate
 from kvkeep.server.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
 from kvkeep.server.limits import ClientLimits
 from kvkeep.server.listeners import Listener
-from kvkeep.server.own_memory import INCOMING_BYTES, OwnMemory
+from kvkeep.server.own_memory import INCOMING_BYTES, OwnMemory, Statm
 from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.server.service import Service
@@ -62,7 +62,8 @@ class Daemon:
         self.last_turn = self._memory_due = time.monotonic()
         self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
         self._stopping = self._is_over = False
-        self._broken_off = 0  # bytes that had come in when a message was broken off
+        self._too_much = 0  # bytes that have come in, from when they are too many until the socket is open again
+        self._fault_said_at = float("-inf")
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -92,7 +93,8 @@ class Daemon:
             self.address = self._listener.address
             self._waker, self._wake = self._make_waker()
             self._poller = self._make_poller()
-            self._memory = OwnMemory(len(self.store.blocks.table))
+            self._statm = Statm()
+            self._memory = OwnMemory(self._statm.own_bytes, len(self.store.blocks.table))
         except BaseException:  # guard: whatever it is, nothing of a server that does not start may stay behind
             self.close(keep=self.pool.is_left)  # but what was there before
             raise
@@ -170,11 +172,13 @@ class Daemon:
         if hasattr(self, "_gate"):
             self._gate.close()
         if hasattr(self, "_listener"):
-            self._listener.socket.close(linger=_LAST_WORDS_MS)
+            self._listener.close(_LAST_WORDS_MS)
         self._context.destroy(linger=_LAST_WORDS_MS)
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()
+        if hasattr(self, "_statm"):
+            self._statm.close()
         keep = keep and self.pool.is_kept and (not hasattr(self, "store") or len(self.store.blocks.table) > 0)
         if keep and hasattr(self, "service"):
             self.service.sessions.leave_all()
@@ -223,25 +227,45 @@ class Daemon:
     def _look_after_memory(self) -> None:
         """One message of endless parts would take all memory there is, and ZMQ neither limits it nor says whose it is.
         So all connections are closed; clients connect again by themselves, and what they had asked is a miss."""
-        incoming, self._broken_off = self._broken_off or self._incoming_bytes(), 0
-        if incoming <= INCOMING_BYTES:
-            return
-        log.error(
-            "%s of messages have come in that are not whole, or that nobody has read; all connections are closed, and "
-            "may be made again",
-            format_size(incoming),
-        )
-        self.service.counters.connection_resets += 1
-        self._listener.reopen(lambda: self._memory.settle(len(self.store.blocks.table)))
-        self._poller = self._make_poller()
+        with self._faults_noted():
+            incoming = self._too_much or self._incoming_bytes()
+            if incoming > INCOMING_BYTES:
+                self._close_connections(incoming)
+
+    def _close_connections(self, incoming: int) -> None:
+        if not self._listener.socket.closed:  # else it could not be opened again last time
+            self.service.counters.connection_resets += 1
+            log.error(
+                "%s of messages have come in that are not whole, or that nobody has read; all connections are closed, "
+                "and may be made again",
+                format_size(incoming),
+            )
+        self._too_much = incoming
+        try:
+            self._listener.reopen(lambda: self._memory.settle(len(self.store.blocks.table)))
+            self._too_much = 0
+        finally:
+            self._poller = self._make_poller()
 
     def _look_while_reading(self) -> None:
         """Breaks a message off in the middle if there is no memory for more. The socket must then be closed, at the end
         of this turn: what has been read of the message is free by then."""
-        incoming = self._incoming_bytes()
+        incoming = 0
+        with self._faults_noted():
+            incoming = self._incoming_bytes()
         if incoming > INCOMING_BYTES:
-            self._broken_off, self._memory_due = incoming, 0.0
+            self._too_much, self._memory_due = incoming, 0.0
             raise zmq.Again
+
+    @contextlib.contextmanager
+    def _faults_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # guard: a server that cannot look after its memory serves on, and looks again
+            self.service.counters.internal_errors += 1
+            if time.monotonic() - self._fault_said_at >= LOG_INTERVAL_S:
+                self._fault_said_at = time.monotonic()
+                log.exception("the server could not look after its memory; it will try again and again")
 
     def _incoming_bytes(self) -> int:
         return self._memory.incoming_bytes(len(self.store.blocks.table), self.service.backlog.waiting_bytes)
@@ -269,7 +293,7 @@ class Daemon:
     def _answer_all(self) -> None:
         until = time.monotonic() + _TURN_S
         for _ in range(_MESSAGES_A_TURN):
-            if time.monotonic() >= until or self._broken_off:  # what is left of a message could pass for one
+            if time.monotonic() >= until or self._too_much:  # what is left of a message could pass for one
                 return
             try:
                 peer, frames, caller = self._gate.receive(self._listener.socket, self._look_while_reading)
@@ -353,7 +377,8 @@ class Daemon:
 
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
-        for each in (self._listener.socket, self._waker, *self._gate.sockets):
+        engines = [] if self._listener.socket.closed else [self._listener.socket]
+        for each in (*engines, self._waker, *self._gate.sockets):
             poller.register(each, zmq.POLLIN)
         return poller
 

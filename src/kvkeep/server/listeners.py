@@ -1,7 +1,7 @@
 """The socket that engines connect to: opened, and opened again when what has come in by it must go.
 
-Nobody else can take the port in between: the kernel's listening socket stays open under its second name, and who
-connects meanwhile waits there.
+Nobody else can take the port in between: the kernel's listening socket is ours, ZMQ has a second descriptor of it, and
+who connects meanwhile waits there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvkeep.wire.address import split_host
 _REPLIES_WAITING, _REQUESTS_WAITING = 256, 64
 _HANDSHAKE_MS = 2_000  # a connection that does not speak ZMQ by then is closed
 _FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an error; a huge one ends the connection
-_CLOSE_S, _CLOSE_STEP_S = 5.0, 0.001
+_CONNECTS_WAITING = 100
+_CLOSE_S, _OPEN_S, _STEP_S = 5.0, 1.0, 0.001
 
 
 class Listener:
@@ -41,22 +42,40 @@ class Listener:
         self.address = address
         if self.path is not None:
             _check_free(self.path, address)
-        self.socket = self._open(None)
+        self._listening = _listen(address, self.path)
+        self._lent = -1  # ZMQ's descriptor of it
+        try:
+            self.socket = self._open()
+        except BaseException:  # guard: whatever it is, nobody may find somebody listening who will never answer
+            self._listening.close()
+            raise
         endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
 
     def reopen(self, meanwhile: Callable[[], None]) -> None:
         """Closes all connections, with every message that has come in by them, read or half read, and every reply that
-        has not left. Runs `meanwhile` before anybody can connect again. `socket` is another one afterwards."""
-        old, kept = _second_name(self.address)
+        has not left. Runs `meanwhile` before anybody can connect again. `socket` is another one afterwards. OSError or
+        ZMQError if there are no descriptors for it: `socket` is closed then, and this may be tried again."""
         self._gate.leave()
         self.socket.close(linger=0)
         until = time.monotonic() + _CLOSE_S
-        while _is_same(old, kept) and time.monotonic() < until:
-            time.sleep(_CLOSE_STEP_S)  # ZMQ closes in a thread of its own, and would take connections until it has
+        while _is_same(self._lent, self._listening.fileno()) and time.monotonic() < until:
+            time.sleep(_STEP_S)  # ZMQ closes in a thread of its own, and would take connections until it has
         meanwhile()
-        self.socket = self._open(kept)
+        until = time.monotonic() + _OPEN_S
+        while self.socket.closed:
+            try:
+                self.socket = self._open()
+            except (OSError, zmq.ZMQError) as error:  # those of the connections become free one after the other
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() >= until:
+                    raise
+                time.sleep(_STEP_S)
+
+    def close(self, linger_ms: int) -> None:
+        """Nobody listens any more; replies that are on their way have that long."""
+        self.socket.close(linger=linger_ms)
+        self._listening.close()
 
     def remove_file(self) -> None:
         """While it is ours: nobody takes over a socket that listens."""
@@ -65,52 +84,52 @@ class Listener:
                 self.path.unlink()
             self.path = None
 
-    def _open(self, listening: int | None) -> zmq.Socket[bytes]:
+    def _open(self) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, self._most_frame_bytes + _FRAME_SLACK_BYTES)
-        router.setsockopt(zmq.SNDHWM, _REPLIES_WAITING)
-        router.setsockopt(zmq.RCVHWM, _REQUESTS_WAITING)
-        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        router.setsockopt(zmq.IPV6, 1 if "[" in self.address else 0)
-        if listening is not None:
-            router.setsockopt(zmq.USE_FD, listening)  # ZMQ's own from here on
-        self._gate.guard(router)
-        before = os.umask(0o177)  # an ipc socket is the owner's from its first moment on
         try:
-            router.bind(self.address.replace("//localhost:", "//127.0.0.1:"))
-        except zmq.ZMQError as error:
+            router.setsockopt(zmq.LINGER, 0)
+            router.setsockopt(zmq.MAXMSGSIZE, self._most_frame_bytes + _FRAME_SLACK_BYTES)
+            router.setsockopt(zmq.SNDHWM, _REPLIES_WAITING)
+            router.setsockopt(zmq.RCVHWM, _REQUESTS_WAITING)
+            router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+            self._gate.guard(router)
+            self._lent = os.dup(self._listening.fileno())
+            router.setsockopt(zmq.USE_FD, self._lent)  # ZMQ's own from here on: it closes it
+            router.bind(self.address)  # of which ZMQ uses the scheme, as it has the socket
+        except BaseException:  # guard: whatever it is, half a socket must not stay behind
+            self._gate.leave()
             router.close(linger=0)
-            raise SettingsError(
-                f"cannot listen on {self.address}: {error.strerror}", _remedy(error.errno, self.path)
-            ) from error
-        finally:
-            os.umask(before)
+            raise
         return router
 
 
-def _second_name(address: str) -> tuple[int, int]:
-    """The descriptor of the socket of this process that listens at an address, and another one for the same; ZMQ does
-    not tell its own."""
+def _listen(address: str, path: Path | None) -> socket.socket:
+    """The kernel's socket. ZMQ would make it, too, but not tell its descriptor."""
     _, _, where = address.partition("://")
-    name: object = split_host(where)[1] if address.startswith("tcp://") else where
-    name = b"\0" + where[1:].encode() if where.startswith("@") else name
-    for number in map(int, os.listdir("/proc/self/fd")):
-        try:
-            second = os.dup(number)
-        except OSError:  # the directory itself, or closed meanwhile
-            continue
-        try:
-            one = socket.socket(fileno=second)
-        except OSError:  # no socket
-            os.close(second)
-            continue
-        with one:
-            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-            is_listening = (is_tcp or one.family == socket.AF_UNIX) and _is_listening(one)
-            if is_listening and (one.getsockname()[1] if is_tcp else one.getsockname()) == name:
-                return number, one.detach()
-    raise AssertionError(f"nobody listens at {address}, which is ours")
+    is_tcp = address.startswith("tcp://")
+    family = socket.AF_UNIX if not is_tcp else socket.AF_INET6 if "[" in where else socket.AF_INET
+    listening = socket.socket(family)
+    before = os.umask(0o177)  # an ipc socket is the owner's from its first moment on
+    try:
+        if is_tcp:
+            host, port = split_host(where)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listening.bind(({"localhost": "127.0.0.1", "*": ""}.get(host, host), port))
+        elif path is not None:
+            path.unlink(missing_ok=True)  # a dead server's
+            listening.bind(str(path))
+        else:
+            listening.bind("\0" + where[1:])
+        listening.listen(_CONNECTS_WAITING)
+        listening.setblocking(False)  # ZMQ's thread must not wait for who knocked and went away
+    except OSError as error:
+        listening.close()
+        raise SettingsError(f"cannot listen on {address}: {error.strerror}", _remedy(error.errno, path)) from error
+    finally:
+        os.umask(before)
+    return listening
 
 
 def _is_same(one: int, other: int) -> bool:
@@ -119,10 +138,6 @@ def _is_same(one: int, other: int) -> bool:
         return os.path.sameopenfile(one, other)
     except OSError:
         return False
-
-
-def _is_listening(one: socket.socket) -> bool:
-    return one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
 
 
 def _socket_path(address: str) -> Path | None:
