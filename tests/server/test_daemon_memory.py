@@ -22,12 +22,13 @@ from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import MIB
 from kvkeep.wire import messages as m
-from kvkeep.wire.frames import Header, encode
+from kvkeep.wire.frames import Header, decode_header, encode
 
 LIMIT = 96 * MIB
 BLOCKS = [bytes([at + 1]) * 512 for at in range(4)]
 own_bytes = Statm().own_bytes
 PATIENCE_S = 60  # ends a test that has failed
+ASK_AGAIN_S = 5
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +106,13 @@ def connect() -> Iterator[Callable[[str], Peer]]:
         wire.connect(address)
 
         def exchange(frames: list[bytes]) -> list[bytes] | None:
-            wire.send_multipart(frames)
-            return wire.recv_multipart() if wire.poll(PATIENCE_S * 1000) else None
+            for _ in range(PATIENCE_S // ASK_AGAIN_S):
+                wire.send_multipart(frames)
+                while wire.poll(ASK_AGAIN_S * 1000):
+                    reply = wire.recv_multipart()
+                    if decode_header(reply).number == decode_header(frames).number:  # else it was late
+                        return reply
+            return None
 
         return Peer(exchange)
 

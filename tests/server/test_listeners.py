@@ -78,7 +78,7 @@ def hears(listener: Listener, dealer: zmq.Socket[bytes], word: bytes) -> bool:
     "address", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0", "ipc://{}/s", "ipc://@{}"]
 )
 def test_it_is_opened_again_where_it_was(net: Net, tmp_path: Path, address: str) -> None:
-    listener = net.listen(address.format(tmp_path if "@" not in address else tmp_path.name))
+    listener = net.listen(address.format(tmp_path if "@" not in address else f"{tmp_path.name}-{os.getpid()}"))
     where, first = listener.address, listener.socket
     client = net.call(where)
     assert hears(listener, client, b"one")
@@ -155,7 +155,7 @@ def no_descriptors() -> Iterator[None]:
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc://{}/s", "ipc://@{}"])
 def test_it_needs_no_more_descriptors_than_it_has(net: Net, tmp_path: Path, address: str, with_keys: bool) -> None:
     gate = keyed_gate(net, tmp_path) if with_keys else None
-    listener = net.listen(address.format(tmp_path if "@" not in address else tmp_path.name), gate)
+    listener = net.listen(address.format(tmp_path if "@" not in address else f"{tmp_path.name}-{os.getpid()}"), gate)
     with no_descriptors():
         for _ in range(3):
             first = listener.socket

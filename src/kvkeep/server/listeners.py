@@ -26,6 +26,7 @@ _REPLIES_WAITING, _REQUESTS_WAITING = 256, 64
 _HANDSHAKE_MS = 2_000  # a connection that does not speak ZMQ by then is closed
 _FRAME_SLACK_BYTES = 1 << 20  # a frame a little too long is answered with an error; a huge one ends the connection
 _CONNECTS_WAITING = 100
+_LAST_WORDS_MS = 200  # not 0: ZMQ 4.3.5 aborts if a peer goes while a message to it is half sent and thrown away
 _CLOSE_S, _OPEN_S, _STEP_S = 5.0, 1.0, 0.001
 
 
@@ -58,7 +59,7 @@ class Listener:
         has not left. Runs `meanwhile` before anybody can connect again. `socket` is another one afterwards. OSError or
         ZMQError if there are no descriptors for it: `socket` is closed then, and this may be tried again."""
         self._gate.leave()
-        self.socket.close(linger=0)
+        self.socket.close(linger=_LAST_WORDS_MS)
         until = time.monotonic() + _CLOSE_S
         while _is_same(self._lent, self._listening.fileno()) and time.monotonic() < until:
             time.sleep(_STEP_S)  # ZMQ closes in a thread of its own, and would take connections until it has
