@@ -9,7 +9,7 @@ import torch
 
 from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.worker import Finished
-from kvkeep.connector.step import StepMetadata
+from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Rank, Segment
@@ -197,6 +197,51 @@ def test_a_report_outlives_a_step_that_failed(sync: bool) -> None:
     output = workers.run(step_of(workers))
     expected = [Finished(rank, loaded=[1], failed={1: [9]}, stored={5: 1}) for rank in range(2)]
     assert list(output.reports) == expected
+    assert list(workers.run(step_of(workers)).reports) == expected, "nobody has said that they were taken in"
+    workers.forget_reports()
+    assert list(workers.run(step_of(workers)).reports) == [Finished(0), Finished(1)]
+
+
+def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
+    workers, caches = make(tensor_parallel_size=2)
+    jobs = [Job(1, "r", 0, [3, 4], True), Job(2, "r", 0, [5], False), Job(3, "r", 0, [6], True, reports={0})]
+    caches[0].polls = [Finished(loaded=[3])]
+    workers.run(step_of(workers, metadata=StepMetadata({3: LOAD})))
+    workers.forget_reports()
+
+    def no_memory(job: Hashable, request: LoadRequest) -> None:
+        raise MemoryError
+
+    caches[1].load = no_memory  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
+    for _ in range(2):  # the second time there is no more to give up
+        workers.give_up(jobs)
+    lost = Finished(1, loaded=[1], failed={1: [3, 4]})
+    assert list(workers.run(step_of(workers)).reports) == [Finished(0), lost], "rank 1 is at jobs 2 and 3"
+    workers.give_up([Job(9, "r", 0, [7], False)])  # a step was lost before any rank had it
+    assert [each.incomplete for each in workers.run(step_of(workers)).reports] == [[9], [9]]
+
+
+def test_an_interrupted_call_counts_as_begun() -> None:
+    """Nobody knows whether it was: what it may write into must not be anybody else's."""
+    workers, caches = make()
+
+    def interrupted(job: Hashable, request: LoadRequest) -> None:
+        raise KeyboardInterrupt
+
+    caches[0].load = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(step_of(workers, metadata=StepMetadata({1: LOAD})))
+    workers.give_up([Job(1, "r", 0, [3], True)])
+    assert list(workers.run(step_of(workers)).reports) == [Finished(0)]
+
+
+def test_nothing_is_kept_of_jobs_that_have_ended() -> None:
+    workers, caches = make()
+    caches[0].polls = [Finished(loaded=[1], stored={2: 1})]
+    workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
+    assert not workers._sides[0]._under_way
 
 
 def test_close_closes_every_side() -> None:

@@ -239,9 +239,7 @@ class Scheduler:
                 continue
             request.metrics.preemptions += bool(request.block_ids)
             request.block_ids, request.num_computed_tokens, request.remembered_blocks = [], 0, 0
-            request.load = request.load if request.load in loads else None
             request.chain.extend(request.tokens[request.chain.num_tokens :])
-            self._extend_keys(request)
             self._enqueue(request)
             reason = request.finish_reason or (request.stop_reason() if request.output_tokens else "")
             if reason:
@@ -303,16 +301,13 @@ class Scheduler:
             if request.metrics.first_token_s is None:
                 request.metrics.first_token_s = time.monotonic()
             request.append(token)
-            self._extend_keys(request)
+            if self.connector is not None:  # all that it lacks: the last step may have broken off here
+                self.connector.extend(request.id, request.chain.keys(self.connector.known_blocks(request.id)))
             reason = request.stop_reason()
         is_prompt = request.num_computed_tokens <= request.prompt_tokens  # somebody else may have the same
         self._store(request, at_once=is_prompt or bool(reason))
         if reason:
             self._finish(request, reason)
-
-    def _extend_keys(self, request: Request) -> None:
-        if self.connector is not None:
-            self.connector.extend(request.id, request.chain.keys(self.connector.known_blocks(request.id)))
 
     def _store(self, request: Request, *, at_once: bool) -> None:
         """What is proven to be computed goes to the external cache. Nobody holds the blocks for that: who gets one of
