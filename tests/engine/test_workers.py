@@ -122,10 +122,11 @@ def test_uneven_layers_give_each_shard_its_own_size() -> None:
 def test_jobs_begin_on_every_rank_and_every_rank_reports_for_itself() -> None:
     workers, caches = make(tensor_parallel_size=2)
     caches[0].polls = [Finished(stored={2: 1})]
-    caches[1].polls = [Finished(loaded=[1], failed={1: [3]})]
+    caches[1].polls = [Finished(loaded=[1], failed={1: [3]}, seconds={1: 0.5})]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
     assert [cache.begun for cache in caches] == [[("store", 2), ("load", 1)]] * 2
     assert list(output.reports) == [Finished(0, stored={2: 1}), Finished(1, loaded=[1], failed={1: [3]})]
+    assert output.reports[1].seconds == {1: 0.5}, "which makes no report another one"
     assert output.tokens == []
 
 

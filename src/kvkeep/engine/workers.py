@@ -58,6 +58,7 @@ class _Side:
         report.stored.update(finished.stored)
         report.incomplete.extend(finished.incomplete)
         report.loaded.extend(finished.loaded)
+        report.seconds.update(finished.seconds)
         for job, block_ids in finished.failed.items():
             report.failed.setdefault(job, []).extend(block_ids)
         self._under_way.difference_update(finished.stored, finished.loaded)
