@@ -132,7 +132,8 @@ class Server(ServerProcess):
     """A server that does not outlive the tests."""
 
     def command(self) -> Sequence[str]:
-        return [sys.executable, str(HERE / "driver.py"), "run", *super().command()]
+        # vLLM tells its own process to load parts of torch into each child.
+        return ["env", "-u", "LD_PRELOAD", sys.executable, str(HERE / "driver.py"), "run", *super().command()]
 
 
 def cannot_run(model: str, *, cached: bool, **options: Any) -> str:
