@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
-import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,45 +10,22 @@ import pytest
 import kvkeep
 from kvkeep.client.options import ClientOptions
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.relay import Relay
 
 BYTES_A_SECOND = 4 << 20
 BLOCK = (1 << 20,)
 
 
-def _pass(source: socket.socket, to: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            time.sleep(len(data) / BYTES_A_SECOND)
-            to.sendall(data)
-        to.shutdown(socket.SHUT_WR)
-
-
-@contextlib.contextmanager
-def slow_link(address: str) -> Iterator[str]:
-    """Another address of a server, behind so many bytes a second in each direction."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with contextlib.ExitStack() as ends:
-        listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    near = ends.enter_context(listener.accept()[0])
-                    far = ends.enter_context(socket.create_connection((host, int(port))))
-                    for pair in ((near, far), (far, near)):
-                        threading.Thread(target=_pass, args=pair, daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-
-
 @pytest.mark.parametrize("looks", [False, True], ids=["alone", "with lookups beside"])
 def test_blocks_cross_a_slow_link_however_long_that_takes(looks: bool) -> None:
     tokens, blocks = list(range(8)), np.random.default_rng(7).integers(0, 255, (8, *BLOCK), dtype=np.uint8)
-    with ServerProcess("--pool-size", "64MiB", "--slab-size", "2MiB") as server, slow_link(server.address) as address:
+    with (
+        ServerProcess("--pool-size", "64MiB", "--slab-size", "2MiB") as server,
+        Relay(server.address, BYTES_A_SECOND) as link,
+    ):
         # Both are much shorter than the message of 8 MiB is on its way.
         options = ClientOptions(
-            address, shared_memory=False, lookup_deadline_ms=300, ping_interval_ms=300, store_deadline_ms=60_000
+            link.address, shared_memory=False, lookup_deadline_ms=300, ping_interval_ms=300, store_deadline_ms=60_000
         )
         with kvkeep.connect(
             model="slow",

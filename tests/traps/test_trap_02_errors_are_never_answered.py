@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from engines import KEY, counting, engine, forget_local, oracle, prompt, serve, 
 from patience import patient_client, patient_engine
 
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.settings import Settings
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.strange import daemon_in_thread
 from kvkeep.wire import messages as m
 
 TOKENS = list(range(40))
@@ -24,15 +23,8 @@ TOKENS = list(range(40))
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A real daemon, in this process so that its store can be broken."""
-    flags = ("--pool-size", "1MiB", "--slab-size", "64KiB", "--address", "tcp://127.0.0.1:0", "--shutdown-grace", "0s")
-    made = Daemon(Settings.load(None, {}, [*flags, "--shm-dir", str(tmp_path), "--state-dir", str(tmp_path / "state")]))
-    thread = threading.Thread(target=made.run)
-    thread.start()
-    assert made.ready.wait(60)
-    yield made
-    made.stop()
-    thread.join()
-    made.close()
+    with daemon_in_thread(tmp_path, "--pool-size", "1MiB", "--slab-size", "64KiB") as made:
+        yield made
 
 
 def test_a_fault_inside_the_server_is_answered(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

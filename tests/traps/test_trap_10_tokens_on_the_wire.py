@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
-from collections.abc import Iterator
-
 from engines import KEY, Since, counting, eventually, forget_local, oracle, prompt, serve, without_cache
 from patience import patient_engine
 
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.testing.process import ServerProcess
-
-
-class Wire:
-    """What engines send to a server, byte by byte: they connect to `address`, and all is passed on."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        host, _, port = server.address.removeprefix("tcp://").rpartition(":")
-        self._to = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.sent = bytearray()
-        self._ends: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._to)
-                self._ends += [near, far]
-                threading.Thread(target=self._pass, args=(near, far, self.sent), daemon=True).start()
-                threading.Thread(target=self._pass, args=(far, near, bytearray()), daemon=True).start()
-
-    def _pass(self, source: socket.socket, to: socket.socket, record: bytearray) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                record += data
-                to.sendall(data)
-            to.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-
-@contextlib.contextmanager
-def wire_of(server: ServerProcess) -> Iterator[Wire]:
-    wire = Wire(server)
-    try:
-        yield wire
-    finally:
-        wire.close()
+from kvkeep.testing.relay import Relay
 
 
 def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps: int) -> tuple[int, bytes]:
     """What one request says to the server that finds all its blocks there and then computes `steps` tokens."""
     model, tokens = oracle(), [at * 31 % 97 for at in range(block_tokens * blocks + 1)]
     never = {"kvkeep.ping_interval_ms": 86_400_000}
-    with wire_of(server) as wire:
+    with Relay(server.address) as wire:
         options = {"block_tokens": block_tokens, "num_blocks": 4 * blocks + 64, "max_num_batched_tokens": 4096}
         with patient_engine(wire.address, model, never, **options) as llm:
             serve(llm, [tokens], max_tokens=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ import zmq
 from engines import KEY, counting, engine, eventually, oracle, prompt, serve, without_cache
 
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.strange import server_of_version
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 
@@ -39,23 +39,8 @@ def test_a_client_of_another_version_is_told_which_one_is_spoken_here(server: Se
 @pytest.fixture
 def future_server() -> Iterator[str]:
     """A server that speaks the next version, and answers everything in it."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router, ending = context.socket(zmq.ROUTER), threading.Event()
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-
-    def answer() -> None:
-        while not ending.is_set():
-            if router.poll(20):
-                peer, *frames = router.recv_multipart()
-                header = decode_header(frames)
-                router.send_multipart([peer, *encode(Header(0, header.number, version=OTHER), m.Done())])
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    yield f"tcp://127.0.0.1:{port}"
-    ending.set()
-    thread.join()
-    context.destroy(linger=0)
+    with server_of_version(OTHER) as address:
+        yield address
 
 
 def test_an_engine_with_a_server_of_another_version_says_so_and_serves(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 from replicas import Replica, at_rest, counting, eventually, prompt, request, tokens_of
 
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.settings import Settings
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.strange import daemon_in_thread
 
 TEN_MINUTES = {"kvkeep.lookup_deadline_ms": 600_000, "kvkeep.store_deadline_ms": 600_000}  # no test waits so long
 
@@ -20,15 +19,8 @@ TEN_MINUTES = {"kvkeep.lookup_deadline_ms": 600_000, "kvkeep.store_deadline_ms":
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A real daemon, in this process so that its store can be broken."""
-    flags = ("--pool-size", "4MiB", "--slab-size", "1MiB", "--address", "tcp://127.0.0.1:0", "--shutdown-grace", "0s")
-    made = Daemon(Settings.load(None, {}, [*flags, "--shm-dir", str(tmp_path), "--state-dir", str(tmp_path / "state")]))
-    thread = threading.Thread(target=made.run)
-    thread.start()
-    assert made.ready.wait(60)
-    yield made
-    made.stop()
-    thread.join()
-    made.close()
+    with daemon_in_thread(tmp_path, "--pool-size", "4MiB", "--slab-size", "1MiB") as made:
+        yield made
 
 
 def test_a_fault_inside_the_server_is_answered(

@@ -23,9 +23,9 @@ from replicas import (
     status,
     tokens_of,
 )
-from wires import Wire, wire_to
 
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.relay import Relay
 
 EXTRA = {**BRISK, "kvkeep.lookup_deadline_ms": 1_000, "kvkeep.shared_memory": False}
 FEW = {"num_gpu_blocks_override": 24, "max_model_len": 512}
@@ -38,13 +38,13 @@ def paused() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def wire(paused: ServerProcess) -> Iterator[Wire]:
-    with wire_to(paused) as passing:
+def wire(paused: ServerProcess) -> Iterator[Relay]:
+    with Relay(paused.address) as passing:
         yield passing
 
 
 @pytest.fixture(scope="module")
-def engine(one: Replica, wire: Wire, paused: ServerProcess) -> Iterator[Replica]:
+def engine(one: Replica, wire: Relay, paused: ServerProcess) -> Iterator[Replica]:
     one.use("llama", wire.address, extra=EXTRA, **FEW).wait_for(paused)
     yield one
     one.close_engine()
@@ -86,7 +86,7 @@ def test_a_load_that_the_server_hears_of_too_late_is_not_carried_out(
 
 
 def test_blocks_that_come_too_late_are_not_written_where_others_are_now(
-    plain: Replica, engine: Replica, wire: Wire, paused: ServerProcess, first: list[int]
+    plain: Replica, engine: Replica, wire: Relay, paused: ServerProcess, first: list[int]
 ) -> None:
     late = engine.call("late_replies")
     wire.hold_blocks()

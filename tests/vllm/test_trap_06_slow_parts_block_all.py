@@ -17,9 +17,9 @@ from replicas import (
     status,
     tokens_of,
 )
-from wires import wire_to
 
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.relay import Relay
 
 STUCK = 8
 BY_SOCKET = {"kvkeep.shared_memory": False}
@@ -30,7 +30,7 @@ CONNECTED = "vllm:kvkeep_connected"
 def test_eight_stuck_loads_block_nobody(plain: Replica, one: Replica, two: Replica, server: ServerProcess) -> None:
     known, new = [prompt(100) for _ in range(STUCK)], [prompt(100) for _ in range(2)]
     expected = tokens_of(plain.use("llama").serve([request(tokens) for tokens in [*known, *new]]))
-    with wire_to(server) as wire:
+    with Relay(server.address) as wire:
         other = two.use("llama", server)
         other.serve([request(tokens) for tokens in known])
         engine = one.use("llama", wire.address, extra={**BY_SOCKET, **WAITS})

@@ -6,29 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 from replicas import Replica, Since, at_rest, counting, eventually, prompt, request, tokens_of
-from wires import Wire, wire_to
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.relay import Relay
 
 NEVER = {"kvkeep.ping_interval_ms": 86_400_000}
 
 
 @pytest.fixture(scope="module")
-def wire(server: ServerProcess) -> Iterator[Wire]:
-    with wire_to(server) as passing:
+def wire(server: ServerProcess) -> Iterator[Relay]:
+    with Relay(server.address) as passing:
         yield passing
 
 
 @pytest.fixture(scope="module")
-def engine(one: Replica, wire: Wire, server: ServerProcess) -> Iterator[Replica]:
+def engine(one: Replica, wire: Relay, server: ServerProcess) -> Iterator[Replica]:
     engine = one.use("llama", wire.address, extra=NEVER)
     one.wait_for(server)
     yield engine
     engine.close_engine()
 
 
-def bytes_of_a_hit(engine: Replica, wire: Wire, server: ServerProcess, blocks: int, steps: int) -> int:
+def bytes_of_a_hit(engine: Replica, wire: Relay, server: ServerProcess, blocks: int, steps: int) -> int:
     """How much one request says to the server that finds all its blocks there and then computes `steps` tokens."""
     tokens = prompt(32 * blocks + 1)
     engine.serve([request(tokens, max_tokens=1)])
@@ -42,7 +42,7 @@ def bytes_of_a_hit(engine: Replica, wire: Wire, server: ServerProcess, blocks: i
 
 
 def test_what_is_sent_grows_by_a_key_for_a_block_and_not_with_steps(
-    engine: Replica, wire: Wire, server: ServerProcess
+    engine: Replica, wire: Relay, server: ServerProcess
 ) -> None:
     few, many = (bytes_of_a_hit(engine, wire, server, blocks, steps=1) for blocks in (20, 40))
     assert 20 * KEY_BYTES <= many - few < 20 * KEY_BYTES + 200, "640 tokens would be 640 bytes at the very least"

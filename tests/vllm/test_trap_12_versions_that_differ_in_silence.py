@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
-import zmq
 from replicas import Replica, counting, eventually, prompt, request, tokens_of, transfer
 
+from kvkeep.testing.strange import server_of_version
 from kvkeep.wire import messages as m
-from kvkeep.wire.frames import Header, decode_header, encode
 
 OTHER = m.PROTOCOL_VERSION + 1
 
@@ -18,23 +16,8 @@ OTHER = m.PROTOCOL_VERSION + 1
 @pytest.fixture
 def future_server() -> Iterator[str]:
     """A server that speaks the next version, and answers everything in it."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router, ending = context.socket(zmq.ROUTER), threading.Event()
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-
-    def answer() -> None:
-        while not ending.is_set():
-            if router.poll(20):
-                peer, *frames = router.recv_multipart()
-                header = decode_header(frames)
-                router.send_multipart([peer, *encode(Header(0, header.number, version=OTHER), m.Done())])
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    yield f"tcp://127.0.0.1:{port}"
-    ending.set()
-    thread.join()
-    context.destroy(linger=0)
+    with server_of_version(OTHER) as address:
+        yield address
 
 
 def test_an_engine_with_a_server_of_another_version_says_so_and_serves(
