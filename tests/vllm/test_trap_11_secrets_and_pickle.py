@@ -19,11 +19,11 @@ from replicas import (
     transfer,
     usage,
 )
-from wires import wire_to
 
 from kvkeep.cli.keygen import make
 from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.relay import Relay
 
 SALT = "correct-horse-battery-staple"
 
@@ -51,7 +51,7 @@ def test_an_engine_without_a_key_gets_nothing_and_serves(plain: Replica, one: Re
 
 
 def test_no_place_has_a_salt(one: Replica, server: ServerProcess) -> None:
-    with wire_to(server) as wire:
+    with Relay(server.address) as wire:
         engine = one.use("llama", wire.address)
         one.wait_for(server)
         tokens = prompt(100)
