@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import kvkeep.kv.keys
 from kvkeep.errors import RequestError
+from kvkeep.kv import native
 from kvkeep.kv.identity import ModelIdentity
-from kvkeep.kv.keys import KEY_BYTES, KeyChain, keys_from_engine_hashes, root_key
+from kvkeep.kv.keys import KEY_BYTES, NATIVE_FROM_BLOCKS, KeyChain, keys_from_engine_hashes, root_key
 
 IDENTITY = ModelIdentity(
     model="org/model-8b",
@@ -153,6 +154,22 @@ def test_bad_inputs_of_the_root_are_refused_by_name(field: str, value: Any) -> N
     with pytest.raises(RequestError, match=field) as caught:
         root_key(IDENTITY, **arguments)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize(
+    "block", [1, 2, 16, 27, 28, 29, 32, 60, 61, 256, 1024]
+)  # 28 tokens fill what is hashed at once
+def test_both_roads_follow_the_definition(monkeypatch: pytest.MonkeyPatch, block: int, is_native: bool) -> None:
+    if is_native and not native.available:
+        pytest.skip("the C kernel was not built")
+    monkeypatch.setattr(native, "available", is_native)
+    rng = np.random.default_rng(block)
+    for blocks in (1, NATIVE_FROM_BLOCKS - 1, NATIVE_FROM_BLOCKS, 40):
+        tokens = rng.integers(0, 2**32, blocks * block + block // 2).tolist()
+        assert chain_of(tokens, block=block).keys() == reference_keys(tokens, {}, block)
+        extras = {blocks // 2: b"image"}
+        assert chain_of(tokens, extras, block=block).keys() == reference_keys(tokens, extras, block)
 
 
 @given(tokens_lists, extras_maps, st.integers(1, 9))
@@ -334,6 +351,8 @@ def test_engine_hashes_are_bound_to_the_root_one_by_one() -> None:
     parts = {row[i : i + KEY_BYTES] for row in (keys, other) for i in range(0, len(row), KEY_BYTES)}
     assert len(parts) == 10
     assert keys_from_engine_hashes(ROOT, []) == b""
+    longer = [hashes[0], hashes[1] + b"more", *hashes[2:]]
+    assert keys_from_engine_hashes(ROOT, longer) == keys, "of each the first bytes count, however long it is"
 
 
 def test_engine_hashes_that_are_too_short_or_no_bytes_are_refused() -> None:

@@ -19,7 +19,6 @@ server, a network or a request's params did. The rules:
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +30,7 @@ from kvkeep.client.sources import NO_BLOCK
 from kvkeep.client.worker import Finished
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
+from kvkeep.connector.readers import Readers
 from kvkeep.connector.step import Job, LookupSide, StepMetadata
 from kvkeep.connector.tracker import Tracker
 from kvkeep.connector.worth import Worth
@@ -67,7 +67,7 @@ class SchedulerSide:
         self._jobs: dict[int, Job] = {}
         self._owners: dict[int, Tracker] = {}  # of jobs
         self._loading: dict[int, frozenset[bytes]] = {}  # job -> keys of blocks that are on their way here
-        self._sources: Counter[int] = Counter()  # engine blocks that stores under way read
+        self._readers = Readers()
         self._next_job = self._next_tracker = 0
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
@@ -255,9 +255,9 @@ class SchedulerSide:
         blocks that the step may write into, where an engine gives blocks to others before they are stored. The step
         computes so many `tokens` of so many `requests`."""
         self.worth.begin_step(tokens, requests)
-        withdrawn = sorted(written_blocks & self._sources.keys()) if written_blocks else []
+        withdrawn = self._readers.among(written_blocks) if written_blocks else []
         for number in self._stores_after:  # from now on they are under way
-            self._sources.update(self._jobs[number].block_ids)
+            self._readers.add(number, self._jobs[number].block_ids)
         whose = {number: self._jobs[number].request_id for number in self._loads}
         metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, whose)
         self._loads, self._stores, self._stores_after = {}, {}, {}
@@ -342,7 +342,7 @@ class SchedulerSide:
         self._owners[job.number] = tracker
         tracker.jobs += 1
         if not is_load and not after_step:
-            self._sources.update(block_ids)
+            self._readers.add(job.number, block_ids)
         if is_load:
             tracker.loads += 1
             keys = tracker.keys_of(first_block, first_block + blocks)
@@ -354,10 +354,7 @@ class SchedulerSide:
         tracker = self._owners.pop(job.number)
         tracker.jobs -= 1
         if not job.is_load:
-            for block in job.block_ids:
-                self._sources[block] -= 1
-                if not self._sources[block]:
-                    del self._sources[block]
+            self._readers.remove(job.number)
         if job.is_load:
             tracker.loads -= 1
             self.worth.end_load(job.number, good=not job.failed, took_s=job.took_s)

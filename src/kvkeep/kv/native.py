@@ -1,6 +1,7 @@
-"""The C kernel for moving and checking bytes, where it was built; callers ask `available` and have a numpy road too.
+"""The C kernel, where it was built: it moves and checks bytes, and makes chains of keys. Callers ask `available` and have
+another road too.
 
-KVKEEP_NATIVE=0 leaves it out, which is how the numpy road is tested. The library is loaded with ctypes, so a call lets
+KVKEEP_NATIVE=0 leaves it out, which is how the other road is tested. The library is loaded with ctypes, so a call lets
 go of the GIL: two threads that copy do run at the same time.
 """
 
@@ -34,6 +35,8 @@ def _load() -> ctypes.CDLL | None:
     library.kvkeep_move.restype = None
     library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
     library.kvkeep_checksum.restype = None
+    library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, ctypes.c_char_p]
+    library.kvkeep_chain.restype = None
     library.kvkeep_drive.argtypes, library.kvkeep_drive.restype = [_pointer, _pointer, _int64, _pointer], ctypes.c_int
     return library
 
@@ -95,6 +98,15 @@ def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
     sums = np.empty(len(addresses), dtype=np.uint64)
     _library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data)
     return sums
+
+
+def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:
+    """The keys, joined, of blocks of `width` bytes each, of which the first follows the key `parent` (keys.py)."""
+    assert _library is not None
+    count = len(blocks) // width
+    keys = ctypes.create_string_buffer(count * key_bytes)
+    _library.kvkeep_chain(parent, blocks, width, count, keys)
+    return keys.raw
 
 
 def drive(entries: ctypes.Array[ctypes.c_void_p], commands: int, count: int) -> tuple[int, int]:

@@ -109,7 +109,7 @@ class OwnKeys:
             raise TokensChanged("the tokens of a request's first blocks have changed")
         if stop == start:
             return b""
-        new = list(tokens[start:stop])
+        new = tokens[start:stop]  # a list of its own
         blocks = range(known, stop // self._block_tokens if self._has_extras() else min(1, stop))
         self._chain.extend(new, {block: extra for block in blocks if (extra := self._extra(block))})
         self._last = new[-self._block_tokens :]
