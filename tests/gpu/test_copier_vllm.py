@@ -1,4 +1,5 @@
-"""Real vLLM on a GPU: what comes back from the server is what went there, byte for byte, and faults are computed."""
+"""Real vLLM on a GPU: what comes back from the server is what went there, byte for byte, and faults are computed; with
+CUDA graphs, with several engines on the GPU, and when one of them is killed in the middle of its copies."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeep.bench.vllm_lanes import Lane
 from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_setup import Stored, arguments, environment, given_model, kvkeep_arguments, own_model
+from kvkeep.cli.remote import ask
+from kvkeep.errors import KVKeepError
 from kvkeep.testing.process import ServerProcess
 
 if not torch.cuda.is_available():
@@ -28,10 +35,10 @@ COUNT = "num_kvkeep_extra_cached_tokens"
 
 
 class World:
-    def __init__(self, server: ServerProcess, engine: EngineProcess, watched: Path) -> None:
+    def __init__(self, server: ServerProcess, engine: EngineProcess, watched: Path, seed: int = 3) -> None:
         self.server, self.engine, self.watched = server, engine, watched
         self.stored = Stored(server.http)
-        self._prompts = np.random.default_rng(3)
+        self._prompts = np.random.default_rng(seed)
 
     def prompt(self) -> list[int]:
         return self._prompts.integers(0, 4096, TOKENS).tolist()
@@ -51,24 +58,49 @@ class World:
         found: dict[str, int] = json.loads(self.watched.read_text()) if self.watched.exists() else {}
         return found
 
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = ask(self.server.http, "/v1/status")
+        return status
+
     def segments(self) -> list[Path]:
         return sorted(Path("/dev/shm").glob(f"kvkeep-{self.server.name}/segment-*"))
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder, watched = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("watched") / "found.json"
-    own_model(folder, "cpu")  # the small one, with real weights
-    model = given_model(str(folder), "cuda")
-    around = environment(model, TOKENS) | {"KVKEEP_WATCHED": str(watched)}
-    around["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [around.get("PYTHONPATH")])])
-    with ServerProcess("--pool-size", "1GiB") as server:
-        config = kvkeep_arguments(server.address)
+class Maker:
+    """Makes engines that speak to the server and watch what they load."""
+
+    def __init__(self, folder: Path, server: ServerProcess) -> None:
+        own_model(folder, "cpu")  # the small one, with real weights
+        self._model = given_model(str(folder), "cuda")
+        self._server = server
+
+    def engine(self, watched: Path, stops_at: str = "", **more: Any) -> EngineProcess:
+        around = environment(self._model, TOKENS) | {"KVKEEP_WATCHED": str(watched), "KVKEEP_STOPS_AT": stops_at}
+        around["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [around.get("PYTHONPATH")])])
+        config = kvkeep_arguments(self._server.address)
         config["kv_transfer_config"]["kv_connector_module_path"] = "watching"
         config["kv_transfer_config"]["kv_connector_extra_config"]["kvkeep.load_when"] = "always"
-        made = arguments(model, TOKENS, 4, config)
-        with EngineProcess("kvkeep", made, around, COUNT) as engine:
-            yield World(server, engine, watched)
+        return EngineProcess("kvkeep", arguments(self._model, TOKENS, 4, config) | more, around, COUNT)
+
+
+@pytest.fixture(scope="module")
+def maker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Maker]:
+    with ServerProcess("--pool-size", "1GiB") as server:
+        yield Maker(tmp_path_factory.mktemp("model"), server)
+
+
+@pytest.fixture(scope="module")
+def world(maker: Maker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    watched = tmp_path_factory.mktemp("watched") / "found.json"
+    with maker.engine(watched) as engine:
+        yield World(maker._server, engine, watched)
+
+
+def eventually(is_so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 30
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.01)
+    return is_so()
 
 
 def test_every_byte_that_comes_back_is_what_went_there(world: World) -> None:
@@ -108,3 +140,58 @@ def test_a_server_that_is_killed_and_comes_back(world: World) -> None:
     else:
         raise AssertionError("nothing is cached again")
     assert world.found["wrong"] == 0
+
+
+@pytest.mark.parametrize(("at", "held"), [("store", "writes"), ("load", "leases")])
+def test_an_engine_that_is_killed_in_the_middle_of_its_copies(
+    world: World, maker: Maker, tmp_path: Path, at: str, held: str
+) -> None:
+    """What it was storing is either whole or not there, and what it held is free for the other engine."""
+    known, new = world.prompt(), world.prompt()
+    world.cold(known)
+    victim = maker.engine(tmp_path / "found.json", at).__enter__()
+    try:
+        prompts = [new, known] if at == "store" else [known, new]
+        lane = Lane(prompts, [1, 1], at_a_time=1)
+        asked = threading.Thread(target=_ask_in_vain, args=(victim, lane))
+        asked.start()
+        assert eventually((tmp_path / "found.json").exists) and world.status()[held], "copies are under way"
+        os.killpg(victim._process.popen.pid, signal.SIGKILL)
+        asked.join()
+    finally:
+        victim._process.end()
+    assert eventually(lambda: not (world.status()["writes"] or world.status()["leases"])), "nothing stays held"
+    found = [world.again(prompt).tokens for prompt in prompts]
+    ask(world.server.http, "/v1/blocks?confirm=everything", "DELETE")
+    computed = [world.again(prompt) for prompt in prompts]
+    assert [answer.cached_tokens for answer in computed] == [0, 0]
+    assert [answer.tokens for answer in computed] == found
+    assert world.found["wrong"] == 0
+    world.stored = Stored(world.server.http, world.stored.count())
+
+
+def _ask_in_vain(engine: EngineProcess, lane: Lane) -> None:
+    with suppress(KVKeepError):  # it is killed meanwhile
+        engine.load([lane], 60.0)
+
+
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+
+
+def test_with_cuda_graphs_while_another_engine_stores_and_loads(world: World, maker: Maker, tmp_path: Path) -> None:
+    """Graphs are captured while our threads work, and replayed over blocks that were loaded."""
+    prompts = [world.prompt() for _ in range(4)]
+    expected = [world.cold(prompt) for prompt in prompts]
+    watched = tmp_path / "found.json"
+    with maker.engine(watched, **GRAPHS) as engine:
+        other = World(world.server, engine, watched, seed=4)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            answer = engine.ask(prompt, 8)
+            assert answer.cached_tokens == TOKENS and answer.tokens == tokens, "stored by the engine without graphs"
+            assert other.again(prompt).tokens == tokens
+        mine = other.prompt()
+        tokens = engine.ask(mine, 8).tokens
+        world.stored.blocks = world.stored.count()
+        assert eventually(lambda: world.again(mine).cached_tokens == TOKENS), "stored by the engine with graphs"
+        assert world.again(mine).tokens == tokens
+        assert other.found["wrong"] == 0

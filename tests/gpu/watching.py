@@ -1,16 +1,22 @@
 """A connector for tests: kvkeep's own, which also remembers the bytes of every block that it stores, and compares those
-that it loads with them. What it found is in the file that KVKEEP_WATCHED names: blocks compared, and wrong ones."""
+that it loads with them. What it found is in the file that KVKEEP_WATCHED names: blocks compared, and wrong ones.
+
+With KVKEEP_STOPS_AT=store or load, a thread of it stays for ever where the first such copies have begun and nobody has
+waited for them, and the file KVKEEP_WATCHED says so: the moment to be killed."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable
+import time
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvkeep.client.loading import Loading
+from kvkeep.client.piece_store import PieceStore
 from kvkeep.client.requests import Stored, StoreRequest
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.keys import KEY_BYTES
@@ -19,6 +25,7 @@ from kvkeep.vllm.connector import KVKeepConnector as Connector
 _begun: dict[Hashable, StoreRequest] = {}
 _known: dict[bytes, list[torch.Tensor]] = {}
 _found = {"compared": 0, "wrong": 0}
+_begun_copies: list[Any] = []
 _store, _end_store, _end_loads = WorkerAdapter.store, WorkerAdapter._end_store, WorkerAdapter._end_loads
 
 
@@ -54,6 +61,22 @@ def end_loads(worker: WorkerAdapter, loads: Any, loaded: Any) -> None:
     Path(os.environ["KVKEEP_WATCHED"]).write_text(json.dumps(_found))
     _end_loads(worker, loads, loaded)
 
+
+def then_stop(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def begin_and_stop(*args: Any, **named: Any) -> Any:
+        _begun_copies.append(begin(*args, **named))  # or its memory would be free again
+        Path(os.environ["KVKEEP_WATCHED"]).write_text(json.dumps({"stopped": True}))
+        while True:
+            time.sleep(60)
+
+    return begin_and_stop
+
+
+match os.environ.get("KVKEEP_STOPS_AT"):
+    case "store":
+        PieceStore._into_slots = then_stop(PieceStore._into_slots)  # type: ignore[method-assign]
+    case "load":
+        Loading.begin = then_stop(Loading.begin)  # type: ignore[method-assign]
 
 WorkerAdapter.store = store  # type: ignore[method-assign, assignment]
 WorkerAdapter._end_store = end_store  # type: ignore[method-assign, assignment]
