@@ -7,6 +7,7 @@ The reasons for the tree and its import order are in docs/decisions/0001-tree-an
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import re
 import sys
@@ -65,6 +66,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "kvkeep.store.plans": "plain data",
     "kvkeep.engine.models.decoder": "tests of attention, gqa and mla run it against transformers' models",
 }
+ELSEWHERE = {"vllm"}  # has an environment of its own
 TESTS_OF_THE_WHOLE = {
     "tests/test_tidy.py",
     "tests/test_docs.py",
@@ -325,6 +327,22 @@ def mirrored_tests(sources: Sequence[Source]) -> Iterator[str]:
             yield source.says(1, f"{len(source.lines)} lines and no tests/{source.folder}/test_{source.stem}.py")
 
 
+def lost_imports(sources: Sequence[Source]) -> Iterator[str]:
+    """What a test imports is there: of some tests that would be told only where vLLM is installed."""
+    modules = {source.module for source in sources if source.in_src}
+    packages = {module.rpartition(".")[0] for module in modules} | {"kvkeep"}
+    beside = {source.stem for source in sources if not source.in_src}
+    for source in sources:
+        for entry in [] if source.in_src else imports(source):
+            module = entry.candidates[0]
+            if entry.top == "kvkeep":
+                found = module in modules | packages
+            else:
+                found = entry.top in ELSEWHERE | beside or importlib.util.find_spec(entry.top) is not None
+            if not found and not entry.lazy:
+                yield source.says(entry.line, f"there is no {module}")
+
+
 def script_entry_points(pyproject: str) -> set[str]:
     scripts: dict[str, str] = tomllib.loads(pyproject).get("project", {}).get("scripts", {})
     return {target.partition(":")[0] for target in scripts.values()}
@@ -361,6 +379,10 @@ def test_no_module_is_dead() -> None:
 
 def test_tests_mirror_the_source() -> None:
     assert list(mirrored_tests(repository())) == []
+
+
+def test_imports_of_tests_are_there() -> None:
+    assert list(lost_imports(repository())) == []
 
 
 def test_documents_and_build_files_name_no_machine_path() -> None:
@@ -470,4 +492,14 @@ def test_missing_and_stray_tests_are_found() -> None:
     assert list(mirrored_tests([long, other, short, aspect, stray, chaos])) == [
         "tests/kv/test_stray.py:1: tests no module: src/kvkeep/kv/stray.py is not there",
         "src/kvkeep/kv/long.py:1: 61 lines and no tests/kv/test_long.py",
+    ]
+
+
+def test_imports_that_are_nowhere_are_found() -> None:
+    used = Source("src/kvkeep/kv/used.py", "")
+    beside = Source("tests/vllm/replicas.py", "import os, numpy, vllm.v1\nfrom kvkeep.kv import used\nimport kvkeep")
+    test = Source("tests/vllm/test_a.py", "from replicas import A\nfrom wires import B\nfrom kvkeep.kv.gone import C")
+    assert list(lost_imports([used, beside, test])) == [
+        "tests/vllm/test_a.py:2: there is no wires",
+        "tests/vllm/test_a.py:3: there is no kvkeep.kv.gone",
     ]
