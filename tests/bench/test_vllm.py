@@ -14,10 +14,13 @@ import pytest
 
 from kvkeep.bench import vllm, vllm_session
 from kvkeep.bench.vllm import Bench, Plan
+from kvkeep.bench.vllm_run import EngineProcess
+from kvkeep.bench.vllm_session import Turns
 from kvkeep.bench.vllm_setup import Connector, ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
 
 ROW = ["connector", "prompt_tokens", "cold_ms", "local_hit_ms", "external_hit_ms", "cached_tokens", "same_tokens"]
+ROW += ["samples_ms"]
 MODEL = ServedModel("nowhere", "a stub", "cpu", vocab_size=1000, kv_token_bytes=1024)
 Run = Callable[..., dict[str, Any]]
 
@@ -64,6 +67,7 @@ def run(
 
     monkeypatch.setattr(vllm, "connector", connector)
     monkeypatch.setattr(vllm, "own_model", lambda folder, device: MODEL)
+    monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)  # stubs do not spin
     return vllm.run
 
 
@@ -137,6 +141,8 @@ def test_rows_have_these_names_and_all_is_measured(run: Run, settled: list[int])
     for row in result["rows"]:
         assert row["cold_ms"] > row["local_hit_ms"] > 0
         assert (row["external_hit_ms"] is None) == (row["connector"] == "none")
+        counts = {case: len(samples) for case, samples in row["samples_ms"].items()}
+        assert counts == {"cold": 2, "local": 2, "external": 0 if row["connector"] == "none" else 2}
     assert result["repeats"] == 2 and result["interleaved"] is True and result["targets"] == vllm.TARGETS
     # Both engines, a round to warm up and two that count.
     assert settled == [100] * 6 + [200] * 6
@@ -153,6 +159,31 @@ def test_engines_take_turns_in_changing_order(run: Run, monkeypatch: pytest.Monk
     names = ["none", "kvkeep"]
     warm_up = [(name, at) for at in ("cold", "local", "external") for name in names]
     assert order == warm_up + [(name, at) for at in ("cold", "local", "external") for name in reversed(names)]
+
+
+def test_an_engine_works_in_its_own_turn_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    now: list[Any] = []
+    worked: list[tuple[str, str]] = []
+    turn = Turns.turn
+
+    @contextmanager
+    def watched(self: Turns, engine: str) -> Iterator[None]:
+        with turn(self, engine):
+            now.append(engine)
+            yield
+            now.pop()
+
+    monkeypatch.setattr(Turns, "turn", watched)
+    for name in ("__enter__", "ask", "drop_local_cache"):
+        method: Any = getattr(EngineProcess, name)
+
+        def working(self: EngineProcess, *asked: Any, method: Any = method) -> Any:
+            worked.append((self.name, now[-1]))
+            return method(self, *asked)
+
+        monkeypatch.setattr(EngineProcess, name, working)
+    run(device="cpu", prompt_tokens="100", repeats=1)
+    assert {name for name, _ in worked} == {"none", "kvkeep"} and all(name == whose for name, whose in worked)
 
 
 def test_other_tokens_are_seen(run: Run, behaviour: dict[str, str]) -> None:
@@ -224,6 +255,9 @@ def test_ratios_are_medians_of_the_repeats() -> None:
     }
     assert result["ratios"] == [expected]
     assert result["rows"][1]["cold_ms"] == 204.0 and result["rows"][1]["cached_tokens"] == 1952
+    done.samples["kvkeep", 2000].ms["external"] = [10.04, 51.06, 200.0]
+    samples = done.result()["rows"][1]["samples_ms"]
+    assert samples == {"cold": [110.0, 204.0, 400.0], "local": [30.0] * 3, "external": [10.0, 51.1, 200.0]}
 
 
 def test_the_table_says_all_and_whether_targets_are_met() -> None:

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from kvkeep.bench import vllm_load, vllm_session
-from kvkeep.bench.vllm_load import Bench, Plan, Station
+from kvkeep.bench.vllm_load import Bench
+from kvkeep.bench.vllm_memory import FreeMemory
 from kvkeep.bench.vllm_run import EngineProcess
-from kvkeep.bench.vllm_session import Choice
+from kvkeep.bench.vllm_session import SILENT_AFTER_S, Choice, Turns
 from kvkeep.bench.vllm_setup import Connector, ServedModel
+from kvkeep.bench.vllm_stations import Plan, Station
 from kvkeep.bench.vllm_traffic import SIZES, Traffic
-from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.errors import KVKeepError
+from kvkeep.units import GIB
 
 MODEL = ServedModel("nowhere", "a stub", "cpu", vocab_size=1000, kv_token_bytes=1024)
 DECODE = ("decode_loads", "decode_stores")
@@ -70,34 +73,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: set[str], be
 
     monkeypatch.setattr(vllm_load, "connector", connector)
     monkeypatch.setattr(vllm_load, "own_model", lambda folder, device: MODEL)
+    monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)  # stubs do not spin
     monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], every_s=0.2))
     return vllm_load.run
-
-
-# -- options
-
-
-def plan(device: str = "cpu", connectors: str = "auto", scenarios: str = "mixed,fresh,decode") -> Plan:
-    return Plan.make(device, connectors, scenarios, 1, 1)
-
-
-def test_on_a_cpu_all_engines_live_together(installed: set[str]) -> None:
-    none, under_load = Station("none", ("mixed", "fresh", *DECODE)), Station("kvkeep", ("mixed", "fresh"))
-    assert plan().groups == [[none, under_load, Station("kvkeep", DECODE, prefix_cache=False)]]
-
-
-def test_on_a_gpu_peers_decode_only_if_named(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_session, "find_device", lambda device: "cuda")
-    stations = [[(each.connector, each.decodes) for each in group] for group in plan().groups]
-    assert stations == [[("none", False)], [("kvkeep", False)], [("kvkeep", True)], [("native", False)]]
-    named = plan(connectors="native", scenarios="decode").groups
-    assert named == [[Station("none", DECODE)], [Station("native", DECODE, prefix_cache=False)]]
-
-
-@pytest.mark.parametrize("scenarios", ["", "mixed,load", "decode_loads"])
-def test_a_wrong_scenario_is_named(installed: set[str], scenarios: str) -> None:
-    with pytest.raises(SettingsError, match=r'--scenarios ".*": expected some of mixed, fresh, decode'):
-        plan(scenarios=scenarios)
 
 
 # -- the run
@@ -118,14 +96,17 @@ def test_all_is_measured_with_as_few_engines_as_possible(run: Run, made: list[tu
         assert len({tuple(rows[name, scenario][key] for key in same) for name in names}) == 1, "the same work"
     assert rows["none", "fresh"]["cached_share"] is None and rows["none", "decode_loads"]["samples"] > 10
     assert [(each["connector"], each["scenario"]) for each in result["ratios"]] == [("kvkeep", s) for s in scenarios]
-    assert set(result["ratios"][0]) == {"connector", "scenario", "output_ratio", "total_ratio", "ttft_mean_ratio"}
-    assert set(result["ratios"][2]) == {"connector", "scenario", "itl_p50_ratio", "itl_p99_ratio", "ttft_mean_ratio"}
+    for ratios in result["ratios"]:
+        own = {"itl_p50", "itl_p99"} if ratios["scenario"] in DECODE else {"output", "total"}
+        names_of_ratios = {f"{name}_ratio{s}" for name in own | {"ttft_mean"} for s in ("", "s")}
+        assert set(ratios) == {"connector", "scenario"} | names_of_ratios
     assert [(name, each["enable_prefix_caching"]) for name, each in made] == [
         ("none", True),
         ("kvkeep", True),
         ("kvkeep", False),
     ]
     assert {each["num_gpu_blocks_override"] for _, each in made} == {result["engine_blocks"]} == {96}
+    assert result["interleaved"] is True and result["prefixes"] == 8
     assert vllm_load.table(result).count("target ") == 4
 
 
@@ -152,6 +133,78 @@ def test_prefixes_are_stored_first_and_then_dropped(run: Run, monkeypatch: pytes
     monkeypatch.setattr(EngineProcess, "drop_local_cache", lambda self: (calls.append("drop"), drop(self))[1])
     run(device="cpu", seconds=1, scenarios="mixed,decode", connectors="none")
     assert calls == ["load", "drop", "load", "load", "load", "load"], "those of decode stay where they are"
+
+
+def test_an_engine_works_in_its_own_turn_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    now: list[Any] = []
+    worked: list[tuple[str, str]] = []
+    turn = Turns.turn
+
+    @contextmanager
+    def watched(self: Turns, station: Station) -> Iterator[None]:
+        with turn(self, station):
+            now.append(station)
+            yield
+            now.pop()
+
+    monkeypatch.setattr(Turns, "turn", watched)
+    for name in ("__enter__", "ask", "load", "drop_local_cache"):
+        method: Any = getattr(EngineProcess, name)
+
+        def working(self: EngineProcess, *asked: Any, method: Any = method, **more: Any) -> Any:
+            worked.append((self.name, now[-1].connector))
+            return method(self, *asked, **more)
+
+        monkeypatch.setattr(EngineProcess, name, working)
+    run(device="cpu", seconds=1, scenarios="fresh", repeats=2)
+    assert {name for name, _ in worked} == {"none", "kvkeep"} and all(name == whose for name, whose in worked)
+    assert len(worked) == 2 * (1 + 1 + 2 * 3), "a start, what is stored first; then drop, wake and load in each repeat"
+
+
+@pytest.fixture
+def on_a_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Everything is a CPU's, but for what is said about it."""
+    monkeypatch.setattr(vllm_session, "find_device", lambda device: "cuda")
+    monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", SILENT_AFTER_S)
+    monkeypatch.setattr(vllm_load, "gpu_name", lambda: "Some GPU")
+    monkeypatch.setattr(vllm_load, "own_model", lambda folder, device: replace(MODEL, device="cuda"))
+    monkeypatch.setitem(SIZES, "cuda", SIZES["cpu"])
+    monkeypatch.setattr(FreeMemory, "find", lambda: FreeMemory(12 * GIB, 8 * GIB, 8 * GIB))
+    return run
+
+
+def test_on_a_gpu_engines_take_turns_if_asked_to(
+    on_a_gpu: Run,
+    made: list[tuple[str, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waits, on = [], Turns.on
+    monkeypatch.setattr(Turns, "on", lambda device: (waits.append(on(device).silent_after_s), on(device))[1])
+    asked = {"device": "auto", "seconds": 1, "scenarios": "fresh", "repeats": 2, "connectors": "kvkeep"}
+    result = on_a_gpu(**asked, interleave=True)
+    assert result["interleaved"] is True and result["gpu"] == "Some GPU"
+    turns = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines() if line.startswith("fresh, ")]
+    assert turns == ["none", "kvkeep", "kvkeep", "none"]
+    blocks = {each["num_gpu_blocks_override"] for _, each in made}
+    assert blocks == {result["engine_blocks"]} == {3072 // 16}, "as many as one alone has"
+    assert [each["gpu_memory_utilization"] for _, each in made] == [0.425] * 2
+    made.clear()
+    result = on_a_gpu(**asked)
+    assert result["interleaved"] is False and [each["gpu_memory_utilization"] for _, each in made] == [0.85] * 2
+    turns = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines() if line.startswith("fresh, ")]
+    assert turns == ["none", "none", "kvkeep", "kvkeep"]
+    assert waits == [0.0] * 3, "there are cores enough for engines that spin"
+
+
+def test_engines_that_share_a_gpu_have_fewer_blocks(
+    on_a_gpu: Run, made: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv_bytes = 2048 * MODEL.kv_token_bytes
+    each = int(3.5 * GIB) + kv_bytes
+    monkeypatch.setattr(FreeMemory, "find", lambda: FreeMemory(int(2 * each / 0.97) + 2, 8 * GIB, 8 * GIB))
+    result = on_a_gpu(device="auto", seconds=1, scenarios="fresh", connectors="kvkeep", interleave=True)
+    assert {made["num_gpu_blocks_override"] for _, made in made} == {result["engine_blocks"]} == {2048 // 16}
 
 
 @pytest.mark.parametrize("wrong", ["no server", "no start", "dies"])
@@ -186,7 +239,7 @@ def decode(p99: float | None) -> dict[str, Any]:
 
 def bench(rates: tuple[float, float], itl: tuple[float | None, float | None], repeats: int = 1) -> Bench:
     choice = Choice("cpu", ("none", "kvkeep"), False, {"native": "needs a GPU\nand more"})
-    done = Bench(Plan(choice, ("fresh", "decode_loads"), 15, repeats), Traffic(SIZES["cpu"], MODEL), "0.0.stub")
+    done = Bench(Plan(choice, ("fresh", "decode_loads"), 15, repeats, True), Traffic(SIZES["cpu"], MODEL), "0.0.stub")
     for name, rate, p99 in zip(choice.connectors, rates, itl, strict=True):
         done.said[name, "fresh"] = [load(rate, {"0": "a", "1": "b"})]
         done.said[name, "decode_loads"] = [decode(p99)]
@@ -207,7 +260,12 @@ def test_the_table_says_all_and_whether_targets_are_met() -> None:
 
 def test_what_was_not_seen_is_no_target_met() -> None:
     result = bench((100.0, 98.0), (20.0, None)).result()
-    assert result["ratios"][1]["itl_p99_ratio"] is None and "target MISSED: decode_loads" in vllm_load.table(result)
+    ratios = result["ratios"][1]
+    assert (
+        ratios["itl_p99_ratio"] is None
+        and ratios["itl_p99_ratios"] == [None]
+        and "target MISSED: decode_loads" in vllm_load.table(result)
+    )
 
 
 def test_ratios_and_rows_are_medians_and_failures_add_up() -> None:
@@ -218,6 +276,7 @@ def test_ratios_and_rows_are_medians_and_failures_add_up() -> None:
     assert len(result["rows"]) == 2, "what was not repeated as often is left out"
     assert result["rows"][1]["output_tokens_per_s"] == 204.0 and result["rows"][1]["failed"] == 3
     assert result["rows"][1]["same_answers"] == 0.5 and result["ratios"][0]["output_ratio"] == 1.02
+    assert result["ratios"][0]["output_ratios"] == [1.1, 1.02, 1.0], "one for each repeat, in its order"
 
 
 def test_a_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

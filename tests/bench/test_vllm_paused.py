@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from kvkeep.bench import vllm_paused
+from kvkeep.bench import vllm_paused, vllm_session
 from kvkeep.bench.vllm_run import Answer
+from kvkeep.bench.vllm_session import Turns
 from kvkeep.errors import Unavailable
 
 STREAM = [[at] * 4 for at in range(400)]
@@ -54,6 +56,7 @@ class Engine:
 def measure(monkeypatch: pytest.MonkeyPatch, none: Engine, kvkeep: Engine, seconds: int = 15) -> tuple[Any, Server]:
     monkeypatch.setattr(vllm_paused.Stored, "count", lambda self: 7)
     monkeypatch.setattr(vllm_paused, "_PAUSES_AFTER_S", 0.01)
+    monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)  # these engines do not spin
     server = Server()
     engines: Any = {"none": none, "kvkeep": kvkeep}
     return vllm_paused._measure(server, engines, STREAM, seconds, 8), server  # type: ignore[arg-type]
@@ -66,6 +69,28 @@ def test_the_server_is_paused_once_and_goes_on_at_the_end(monkeypatch: pytest.Mo
     assert result["requests"] == {"none": 60, "kvkeep": 57} and result["compared_requests"] == 57
     assert result["same_tokens"] and result["cached_tokens_after"] == 4
     assert "target met" in vllm_paused.table(result)
+
+
+def test_an_engine_serves_when_the_other_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    none, kvkeep = Engine(20), Engine(20)
+    now: list[object] = []
+    turn, serve = Turns.turn, Engine.serve
+
+    @contextmanager
+    def watched(self: Turns, engine: str) -> Iterator[None]:
+        with turn(self, engine):
+            now.append({"none": none, "kvkeep": kvkeep}[engine])
+            yield
+            now.append(None)
+
+    def served(self: Engine, *asked: Any) -> dict[str, Any]:
+        assert now[-1] is self
+        return serve(self, *asked)
+
+    monkeypatch.setattr(Turns, "turn", watched)
+    monkeypatch.setattr(Engine, "serve", served)
+    measure(monkeypatch, none, kvkeep)
+    assert len(now) == 2 * 2 * (1 + 3), "a window to warm up, three that count"
 
 
 def test_a_wrong_token_under_load_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

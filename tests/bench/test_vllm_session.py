@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.bench import vllm_session
-from kvkeep.bench.vllm_session import Choice, cell, draw, median, median_ratio, verdict
+from kvkeep.bench.vllm_session import SILENT_AFTER_S, Choice, Turns, cell, draw, median, median_ratio, rounded, verdict
 from kvkeep.errors import SettingsError
 
 
@@ -71,6 +71,50 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert there == {"some_folder": False, "some_package": True, "nothing_at_all": False}
 
 
+class Clock:
+    """Time passes when somebody sleeps, or says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(round(seconds, 3))
+
+
+def test_a_turn_begins_when_all_others_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(vllm_session, "time", clock)
+    turns = Turns(1.2)
+    for engine, work_s in (("a", 5.0), ("a", 1.0), ("b", 0.5), ("c", 0.1), ("b", 3.0)):
+        with turns.turn(engine):
+            clock.now += work_s
+    assert clock.slept == [0, 0, 1.2, 1.2, 1.2], "an engine need not wait for itself"
+    clock.now += 0.7
+    with turns.turn("a"):
+        pass
+    assert clock.slept[-1] == 0.5, "what has passed already is not waited for again"
+
+
+def test_an_engine_that_fails_has_had_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(vllm_session, "time", clock)
+    turns = Turns(1.2)
+    with pytest.raises(ValueError, match="wrong"), turns.turn("a"):
+        raise ValueError("wrong")
+    with turns.turn("b"):
+        pass
+    assert clock.slept == [0, 1.2]
+
+
+def test_only_on_a_cpu_must_others_be_silent() -> None:
+    assert Turns.on("cpu").silent_after_s == SILENT_AFTER_S > 1 and Turns.on("cuda").silent_after_s == 0
+
+
 def test_numbers_are_drawn_in_columns() -> None:
     assert draw([["a", "bc"], ["def", "g"]]) == ["  a  bc", "def   g"]
     assert [cell(value) for value in (None, 1234, 1234.567)] == ["-", "1,234", "1,234.57"]
@@ -78,5 +122,6 @@ def test_numbers_are_drawn_in_columns() -> None:
 
 
 def test_ratios_are_medians_of_the_repeats() -> None:
+    assert rounded([1.06, None, 2], 1) == [1.1, None, 2]
     assert median([], 2) is None and median([3.0, 1.0, 2.004], 2) == 2.0
     assert median_ratio([110.0, 204.0, 400.0], [100.0, 200.0, 400.0]) == 1.02

@@ -47,6 +47,8 @@ def test_the_small_model_is_a_whole_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert not info["missing_keys"] and not info["unexpected_keys"]
     first, second = (loaded(torch.tensor([[at, 5, 6, 7]])).logits[0, -1] for at in (1, 2))
     assert not torch.allclose(first, second), "a token changes what comes after"
+    weights = sum(each.numel() for name, each in loaded.named_parameters() if "norm" not in name)
+    assert made.weight_bytes == 4 * weights
     assert made.kv_token_bytes == 2 * 2 * 2 * 8 * 4 and made.block_tokens == 32 and not made.dummy
     assert made.description == "small Llama, random weights, 2 layers, hidden size 32, 0.25 KiB of KV a token, float32"
 
@@ -57,12 +59,16 @@ def test_on_a_gpu_only_the_geometry_is_made(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == LLAMA_8B
     assert made.dummy and made.kv_token_bytes == 128 << 10 and made.block_tokens == 16
     assert "dummy weights" in made.description
+    assert 2 * 8.0e9 < made.weight_bytes < 2 * 8.1e9
 
 
 def test_a_given_model_is_read(tmp_path: Path) -> None:
     inner = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": inner}))
+    for name, size in (("a-of-2.safetensors", 100), ("b-of-2.safetensors", 23), ("tokenizer.json", 7)):
+        (tmp_path / name).write_bytes(bytes(size))
     made = given_model(str(tmp_path), "cuda")
+    assert made.weight_bytes == 123
     assert made.vocab_size == 64 and made.kv_token_bytes == 2 * 2 * 8 * 4 * 2 and not made.dummy
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvkeep.bench.vllm_setup import BLOCK_TOKENS, ServedModel
@@ -31,11 +33,22 @@ def test_prompts_are_as_long_as_they_should_be(device: str) -> None:
 def test_a_prefix_comes_back_when_the_engine_has_lost_it_and_its_pool_has_not(device: str) -> None:
     sizes, traffic = SIZES[device], of(device)
     between = sum(len(prompt) for prompt in traffic.requests("mixed", 0, 2 * sizes.prefixes).prompts)
-    assert between > 1.5 * sizes.engine_tokens
+    assert between > 1.5 * sizes.engine_tokens and sizes.lost_after_tokens == int(between / 1.5)
     assert traffic.pool_bytes > (between + sizes.at_a_time * sizes.answer_tokens[1]) * 1024
     # An engine without a connector keeps the large ones while others decode, for a while at least.
     decoding = sizes.decoders * (sizes.decoder_tokens + min(sizes.decoder_answer_tokens, 2000))
-    assert decoding + (sizes.large_prefixes + 1) * sizes.large_tokens < sizes.engine_tokens
+    kept = decoding + (sizes.large_prefixes + 1) * sizes.large_tokens
+    assert sizes.least_engine_tokens(False) == sizes.most_tokens <= sizes.least_engine_tokens(True) <= kept
+    assert kept < sizes.engine_tokens
+
+
+def test_with_fewer_prefixes_all_lengths_still_come() -> None:
+    numbers = [*SIZES["cuda"].fewer_prefixes()]
+    assert numbers == [16, 14, 13, 12, 11, 9, 8, 7, 6, 4, 3, 2]
+    for prefixes in numbers:
+        fewer = replace(CPU, sizes=replace(CPU.sizes, prefixes=prefixes))
+        lengths = [len(prompt) for prompt in fewer.requests("mixed", 0, 2 * prefixes).prompts[::2]]
+        assert sorted(lengths) == sorted(fewer.sizes.lengths())
 
 
 def test_half_of_mixed_begins_with_what_was_stored() -> None:

@@ -95,3 +95,13 @@ def ranks(models: Path) -> Iterator[Replica]:
 def _nothing_is_left(server: ServerProcess) -> Iterator[None]:
     yield
     assert at_rest(server), "a lease or a write outlived its request"
+
+
+@pytest.fixture(params=["one process", "two processes", "ahead"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The ways in which vLLM runs the two sides of a connector."""
+    from engine_parts import Engine
+
+    monkeypatch.setattr(Engine, "apart", request.param == "two processes")
+    monkeypatch.setattr(Engine, "ahead", request.param == "ahead")
+    return str(request.param)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -252,7 +253,10 @@ class _Guessing:
 
 
 class Engine:
-    """vLLM's scheduler with our connector on both sides, and a server in simulated time."""
+    """vLLM's scheduler with our connector on both sides, and a server in simulated time. The worker is `apart` if the
+    scheduler is in another process; a scheduler that is `ahead` reads a step's results after the next has run."""
+
+    apart = ahead = False
 
     def __init__(
         self,
@@ -289,6 +293,7 @@ class Engine:
         assert isinstance(connector, KVKeepConnector)
         self.connector = connector
         self.free = self.free_blocks
+        self._unread: list[tuple[Any, ModelRunnerOutput]] = []  # steps whose results the scheduler has not read
         self._start()
 
     def _start(self) -> None:
@@ -301,6 +306,7 @@ class Engine:
             self.rank.register_kv_caches(self.kv)
         handshake = self.rank.get_handshake_metadata()
         assert handshake is not None and handshake.shape is not None, handshake
+        handshake = replace(handshake, name="") if self.apart else handshake
         with mock.patch.object(
             kvkeep.vllm.scheduler, "SchedulerAdapter", lambda shape, options: self.cache.lookup_side(shape)
         ):
@@ -340,12 +346,17 @@ class Engine:
             kv_connector_output=self._results(scheduled),
         )
         self.rank.clear_connector_metadata()
+        self._unread.append((scheduled, output))
+        while len(self._unread) > (self.ahead and self.scheduler.has_requests()):
+            self._read(*self._unread.pop(0))
+        return scheduled
+
+    def _read(self, scheduled: Any, output: ModelRunnerOutput) -> None:
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in outputs.outputs:
                 self.answers[each.request_id] += each.new_token_ids
                 if each.finish_reason is not None:
                     self.params[each.request_id] = each.kv_transfer_params
-        return scheduled
 
     def run(self, *requests: Request, most: int = 200) -> Engine:
         """Serves until nothing is left to do, stores among it."""

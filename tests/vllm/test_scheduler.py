@@ -16,8 +16,10 @@ from engine_parts import Engine, answer_to, cache_config, full, request, vllm_co
 from kvkeep.client.options import ClientOptions
 from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.keys import TokensChanged
-from kvkeep.vllm.messages import Handshake, Reports
+from kvkeep.vllm.messages import Handshake
 from kvkeep.vllm.scheduler import RequestSide
+
+pytestmark = pytest.mark.usefixtures("way")
 
 PROMPT = list(range(100, 123))
 COUNT = {"num_kvkeep_extra_cached_tokens": None}
@@ -53,7 +55,7 @@ def check_it_does_nothing(side: RequestSide) -> None:
     side.allocated(asked, [[1, 2, 3]], 0)
     step = side.build_step(NOTHING)
     assert not (step.step.loads or step.step.stores or step.step.stores_after or step.step.withdrawn or step.lost)
-    side.complete(Reports())
+    side.complete([])
     assert side.end(asked) == {"num_kvkeep_extra_cached_tokens": 0}
     assert side.reset() is True
     assert side.stats() is None
@@ -132,14 +134,13 @@ def test_a_load_whose_event_cannot_be_noted_is_told_once(engine: Engine, monkeyp
     engine.worker.withdraw = lambda block_ids: None  # type: ignore[method-assign]
     engine.add(request(PROMPT, "b"))
     told: list[str] = []
-    results = engine._results
+    update = engine.connector.update_connector_output
 
-    def spy(scheduled: Any) -> Any:
-        output = results(scheduled)
-        told.extend(output.finished_recving or ())
-        return output
+    def spy(output: Any) -> None:
+        update(output)
+        told.extend(output.finished_recving or ())  # what vLLM reads
 
-    monkeypatch.setattr(engine, "_results", spy)
+    monkeypatch.setattr(engine.connector, "update_connector_output", spy)
     for _ in range(20):
         engine.step()
     assert told == ["b"]

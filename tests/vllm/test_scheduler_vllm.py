@@ -19,6 +19,8 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm import scheduler
 
+pytestmark = pytest.mark.usefixtures("way")
+
 PROMPT = list(range(100, 123))  # five blocks and three tokens
 OTHER = list(range(500, 523))
 COUNT = {"num_kvkeep_extra_cached_tokens": None}
@@ -244,8 +246,9 @@ def test_exactly_the_blocks_that_a_step_may_write_into_are_taken_back_from_store
     stored = {block for what, store in engine.worker.began if what == "store" for block in store.block_ids.tolist()}
     assert len(stored) == 5 and engine.free_blocks == engine.free, "over, and its store is not"
     engine.add(request(OTHER[: 2 * BLOCK + 1], "b", max_tokens=1))
-    engine.step(delivers=False)
-    scheduled = engine.step()
+    scheduled = engine.step(delivers=False)
+    if not scheduled.scheduled_new_reqs:  # it waits for an answer
+        scheduled = engine.step()
     given = set(scheduled.scheduled_new_reqs[0].block_ids[0])
     assert len(given) == 3 and given <= stored
     assert scheduled.kv_connector_metadata.step.withdrawn == sorted(given)
@@ -369,10 +372,57 @@ def test_aborted_while_it_runs(make: Callable[..., Engine]) -> None:
 def test_the_name_of_an_aborted_request_may_be_used_again_at_once(make: Callable[..., Engine]) -> None:
     engine = filled(make)
     engine.add(request(PROMPT, "b"))
+    assert engine.connector._requests is not None
+    engine.connector._requests._is_idle = False  # nobody waits for an answer
     engine.step(delivers=False)
     engine.abort("b")
     engine.run(request(OTHER, "b"))
     assert engine.answers["b"] == answer_to(OTHER)
+
+
+def test_a_scheduler_in_the_same_process_hears_of_a_load_a_step_sooner(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "ahead", True)
+    steps = {}
+    for apart in (False, True):
+        monkeypatch.setattr(Engine, "apart", apart)
+        engine = filled(make)
+        engine.add(request(PROMPT, "b", params=COUNT))
+        engine.worker.holds = True
+        while not engine.worker.loads:
+            engine.step()
+        engine.worker.holds = False  # it ends while the next step is under way
+        steps[apart] = 0
+        while not engine.answers["b"]:
+            engine.step()
+            steps[apart] += 1
+        engine.run()
+        assert (engine.answers["b"], counted(engine, "b")) == (answer_to(PROMPT), 5 * BLOCK)
+    assert steps[False] == steps[True] - 1
+
+
+def test_results_that_cannot_be_taken_in_keep_no_request_waiting(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = filled(make)
+    engine.add(request(PROMPT, "b"))
+    while not engine.worker.loads:
+        engine.step()
+    complete, requests = engine.side.complete, engine.connector._requests
+    assert requests is not None
+
+    def fail(reports: Any) -> Any:
+        complete(reports)
+        raise RuntimeError("as the test says")
+
+    monkeypatch.setattr(engine.side, "complete", fail)
+    while not engine.answers["b"]:
+        engine.step()
+    monkeypatch.undo()
+    engine.run()
+    assert engine.answers["b"] == answer_to(PROMPT)
+    requests.faults = 0  # counted, and seen by the test
 
 
 # --- stores -----------------------------------------------------------------------------------------------------
@@ -399,7 +449,7 @@ def test_a_prompt_is_stored_as_it_is_computed(make: Callable[..., Engine]) -> No
 
 def test_generated_blocks_are_stored_several_together(make: Callable[..., Engine]) -> None:
     engine = make()
-    engine.run(request(PROMPT, "a", max_tokens=60), most=100)
+    engine.run(request(PROMPT, "a", max_tokens=60))
     sizes = [asked.blocks for what, asked in engine.worker.began if what == "store"]
     assert sum(sizes) == (23 + 59) // BLOCK
     assert len(sizes) <= 4, sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,8 +23,8 @@ from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.step import StepMetadata
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.vllm.messages import Step
-from kvkeep.vllm.worker import WorkerSide
+from kvkeep.vllm.messages import Reports, Step
+from kvkeep.vllm.worker import WorkerSide, find_here
 
 WHOLE = Pieces([CacheGroup("full", 4)])
 SEVERAL = Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8)])
@@ -239,6 +240,84 @@ def test_reports_and_stats_are_what_has_ended_since() -> None:
     reports = worker.take_reports()
     assert reports is not None and len(reports.finished) == 1 and reports.finished[0].rank == 3
     assert worker.take_reports() is None and worker.stats() is None
+
+
+# --- a scheduler in the same process ----------------------------------------------------------------------------
+
+
+def test_what_went_well_is_handed_over_once_and_not_with_a_steps_results() -> None:
+    worker, adapter = side()
+    worker.join()
+    loading(worker, a=1, b=2)
+    adapter.finished = Finished(3, {4: 2}, [], [1])
+    worker.collect()
+    assert worker.take_received() == (set(), set()), "it waits for whoever asks"
+    assert worker.hand_over() == ({"a"}, [Finished(3, {4: 2}, [], [1])])
+    assert worker.hand_over() == (set(), [])
+    worker.collect()
+    assert worker.take_received() == (set(), set()) and worker.stats() is None
+    adapter.finished = Finished(3, loaded=[2])
+    assert worker.hand_over() == ({"b"}, [Finished(3, loaded=[2])])
+
+
+@pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
+def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: Pieces) -> None:
+    worker, adapter = side(pieces)
+    worker.join()
+    loading(worker, a=1, b=2)
+    adapter.finished = Finished(3, {4: 2}, [], [1, 2], {2: [2]})
+    assert worker.hand_over() == (set(), [])
+    worker.collect()
+    stats = worker.stats()
+    assert stats is not None and stats.data == {"failed_blocks": 1, "stored_blocks": 2, "connected": 1}
+    whole = pieces is WHOLE
+    assert worker.take_received() == ({"a", "b"}, set() if whole else {"b"})
+    assert worker.take_invalid() == ({2} if whole else set())
+    reports = worker.take_reports()
+    assert reports is not None and reports.finished == [Finished(3, {4: 2}, [], [1, 2], {2: [2]})]
+    assert worker.hand_over() == (set(), [])
+
+
+def test_results_are_never_empty_for_a_scheduler_that_is_to_ask() -> None:
+    worker, _ = side()
+    assert worker.take_reports() is None
+    worker.join()
+    assert worker.take_reports() == Reports([])
+
+
+def test_a_worker_is_found_by_its_name_in_its_own_process_as_long_as_it_lives() -> None:
+    worker = registered(full())
+    assert worker.handshake is not None
+    name = worker.handshake.name
+    assert find_here(name) is worker and find_here("") is None
+    assert registered(full()).handshake.name != name  # type: ignore[union-attr]
+    del worker
+    gc.collect()
+    assert find_here(name) is None
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_engine_waits_for_a_load_only_if_it_has_had_nothing_to_compute_for_two_steps(joined: bool) -> None:
+    worker, adapter = side()
+    if joined:
+        worker.join()
+    ask = worker.hand_over if joined else worker.collect
+    waits = []
+    for idle in (True, False, True, True):  # before the first there was none that is known of
+        if not waits:
+            worker.begin(Step(StepMetadata({1: load(5)}, requests={1: "a"}), idle=idle))
+        else:
+            worker.begin(Step(idle=idle))
+        ask()
+        waits.append(any(what == "wait" for what, _ in adapter.calls))
+        adapter.calls.clear()
+    assert waits == [False, False, False, True], "the tokens of the last step go out first"
+    adapter.finished = Finished(3, loaded=[1])
+    ask()
+    adapter.calls.clear()
+    worker.begin(Step(idle=True))
+    ask()
+    assert not adapter.calls, "nothing is being loaded"
 
 
 # --- start-up ---------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ Every repeat takes a prompt that nobody has sent before, of random tokens, and a
 
 Before the next one is asked, what is still being stored has arrived. The floor of cold is the engine without a
 connector; that of an external hit is a local one, and a copy of the KV. Noise of the machine must meet all engines
-alike, so on a CPU all of them live at the same time and take turns, in changing order, one at work while others idle;
-ratios are medians of the repeats' ratios. On a GPU, whose memory one engine fills, they come one after the other unless
-they are asked to take turns.
+alike, so on a CPU all of them live at the same time and take turns, in changing order, one at work while others are
+silent; ratios are medians of the repeats' ratios. On a GPU, whose memory one engine fills, they come one after the
+other unless they are asked to take turns.
 
 A round before the measured ones warms up and compares eight tokens, cold, local and external, with those of the engine
 without a connector: `same_tokens`.
@@ -32,10 +32,12 @@ from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
+    Turns,
     draw,
     gpu_name,
     median,
     median_ratio,
+    rounded,
     say,
     signals_end_the_block,
     verdict,
@@ -160,19 +162,20 @@ class Bench:
 
     def measure(self, names: Sequence[str]) -> None:
         """Connectors whose engines live at the same time."""
+        turns = Turns.on(self.plan.device)
         with ExitStack() as stack:
             subjects: list[Subject] = []
             for name in names:
-                with self._forgiving(name):
+                with self._forgiving(name), turns.turn(name):
                     say(f"starting vLLM, connector: {name}")
                     subjects.append(stack.enter_context(self._subject(name, len(names))))
                     self.vllm = subjects[-1].engine.vllm
             for length in self.plan.prompt_tokens:
                 for turn in range(self.plan.repeats + 1):
                     subjects = [each for each in subjects if each.engine.name not in self.plan.left_out]
-                    self._round(subjects, length, turn)
+                    self._round(subjects, length, turn, turns)
 
-    def _round(self, subjects: Sequence[Subject], length: int, turn: int) -> None:
+    def _round(self, subjects: Sequence[Subject], length: int, turn: int, turns: Turns) -> None:
         """Turn 0 warms up and compares tokens, all others are measured."""
         rng = np.random.default_rng([length, turn])
         prompt: list[int] = rng.integers(0, self.model.vocab_size, length).tolist()
@@ -181,7 +184,7 @@ class Bench:
         for case in _CASES:
             for subject in order:
                 if subject.engine.name not in self.plan.left_out:
-                    with self._forgiving(subject.engine.name):
+                    with self._forgiving(subject.engine.name), turns.turn(subject.engine.name):
                         self._case(subject, case, prompt, turn)
         if turn:
             took = {each.engine.name: self._samples(each, length).ms for each in subjects}
@@ -262,6 +265,7 @@ class Bench:
             **{f"{case}{'_hit' * (case != 'cold')}_ms": median(samples.ms[case], 2) for case in _CASES},
             "cached_tokens": min(samples.cached_tokens, default=0),
             "same_tokens": len(samples.tokens) == len(_CASES) and all(each == wanted for each in samples.tokens),
+            "samples_ms": {case: rounded(samples.ms[case], 1) for case in _CASES},
         }
 
     def _ratios(self, name: str, length: int) -> dict[str, Any]:

@@ -12,12 +12,13 @@ What is loaded while others decode must cost no computing, and must be loaded ev
 connector finds those prompts in its own prefix cache, and that of the others is off: they have an engine of their own
 for decode.
 
-On a CPU all engines live at the same time and take turns; on a GPU they come one after the other.
+On a CPU all engines live at the same time and take turns, in changing order, one at work while others are silent. On a
+GPU they come one after the other, unless they are asked to take turns: then each gets as much of the GPU as fits.
+Ratios are those of the same repeat.
 """
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,15 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.bench.figures import with_unit
+from kvkeep.bench.vllm_memory import FreeMemory, fitted, pool_bytes
 from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
+    Turns,
     cell,
     draw,
     gpu_name,
     median,
-    median_ratio,
+    rounded,
     say,
     signals_end_the_block,
     verdict,
@@ -47,11 +50,10 @@ from kvkeep.bench.vllm_setup import (
     given_model,
     own_model,
 )
+from kvkeep.bench.vllm_stations import DECODE, Plan, Station
 from kvkeep.bench.vllm_traffic import SIZES, Traffic
-from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.errors import KVKeepError
 
-SCENARIOS = {"mixed": ("mixed",), "fresh": ("fresh",), "decode": ("decode_loads", "decode_stores")}
-DECODE = SCENARIOS["decode"]
 # Of kvkeep, at least and at most.
 TARGETS = {"fresh_ratio": 0.98, "mixed_ratio": 1.0, "itl_p99_ratio": 1.1}
 
@@ -64,59 +66,12 @@ OPTIONS = {
     "scenarios": "Of mixed, fresh and decode, with commas between.",
     "seconds": "About how long each scenario takes without a connector.",
     "repeats": "How often each scenario is measured.",
+    "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
 }
 
 _BEGINS_IN = 1 / 3  # of the time
 _GIVES_UP_AFTER = 4  # times the time
 _WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
-
-
-# -- what is to be measured
-
-
-@dataclass(frozen=True)
-class Station:
-    """An engine with a connector, and what is measured with it."""
-
-    connector: str
-    scenarios: tuple[str, ...]
-    prefix_cache: bool = True
-
-    @property
-    def decodes(self) -> bool:
-        return self.scenarios[0] in DECODE
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The options, checked."""
-
-    choice: Choice
-    scenarios: tuple[str, ...]
-    seconds: int
-    repeats: int
-
-    @classmethod
-    def make(cls, device: str, connectors: str, scenarios: str, seconds: int, repeats: int) -> Plan:
-        names = scenarios.split(",")
-        for name in names:
-            if name not in SCENARIOS:
-                raise SettingsError(f'--scenarios "{name}": expected some of {", ".join(SCENARIOS)}')
-        chosen = tuple(each for name, parts in SCENARIOS.items() if name in names for each in parts)
-        return cls(Choice.make(device, connectors), chosen, seconds, repeats)
-
-    @property
-    def groups(self) -> list[list[Station]]:
-        """Stations whose engines live at the same time."""
-        stations = [Station("none", self.scenarios)]
-        for name in self.choice.connectors:
-            under_load = tuple(each for each in self.scenarios if each not in DECODE)
-            decode = tuple(each for each in self.scenarios if each in DECODE)
-            if name != "none" and under_load:
-                stations.append(Station(name, under_load))
-            if name != "none" and decode and (self.choice.named or name not in PEERS):
-                stations.append(Station(name, decode, prefix_cache=False))
-        return [stations] if self.choice.device == "cpu" else [[each] for each in stations]
 
 
 # -- the run
@@ -129,13 +84,17 @@ def run(
     scenarios: str = "mixed,fresh,decode",
     seconds: int = 15,
     repeats: int = 1,
+    interleave: bool = False,
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
-    plan = Plan.make(device, connectors, scenarios, seconds, repeats)
+    plan = Plan.make(Choice.make(device, connectors), scenarios, seconds, repeats, interleave)
     device = plan.choice.device
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), device) if model == "auto" else given_model(model, device)
-        bench = Bench(plan, Traffic(SIZES[device], served))
+        traffic = Traffic(SIZES[device], served)
+        if plan.interleave and device == "cuda":
+            traffic = fitted(traffic, plan.stations, FreeMemory.find())
+        bench = Bench(plan, traffic)
         with bench.importing():
             for group in plan.groups:
                 bench.measure(group)
@@ -167,7 +126,7 @@ class Bench:
     def importing(self) -> Iterator[None]:
         """All processes import vLLM together, before anything is measured: that is half of an engine's start."""
         try:
-            for station in itertools.chain(*self.plan.groups):
+            for station in self.plan.stations:
                 self.spares[station] = ImportingProcess(self._environment)
             yield
         finally:
@@ -180,19 +139,20 @@ class Bench:
 
     def measure(self, stations: Sequence[Station]) -> None:
         """Stations whose engines live at the same time."""
+        turns = Turns.on(self.plan.choice.device)
         with ExitStack() as stack:
             subjects: list[Subject] = []
             for station in stations:
-                with self._forgiving(station, station.scenarios[0]):
+                with self._forgiving(station, station.scenarios[0]), turns.turn(station):
                     say(f"starting vLLM, connector: {station.connector}, for {', '.join(station.scenarios)}")
-                    subjects.append(stack.enter_context(self._subject(station)))
+                    subjects.append(stack.enter_context(self._subject(station, len(stations))))
                     self.vllm = subjects[-1].engine.vllm
             for scenario in self.plan.scenarios:
                 asked = [each for each in subjects if scenario in each.station.scenarios]
                 for turn in range(self.plan.repeats):
                     first = turn % max(len(asked), 1)
                     for subject in [*asked[first:], *asked[:first]]:
-                        with self._forgiving(subject.station, scenario):
+                        with self._forgiving(subject.station, scenario), turns.turn(subject.station):
                             self._measure(subject, scenario, turn)
 
     def _measure(self, subject: Subject, scenario: str, turn: int) -> None:
@@ -273,11 +233,10 @@ class Bench:
             say(f"connector {station.connector} is left out of {scenario}: {error.message}")
 
     @contextmanager
-    def _subject(self, station: Station) -> Iterator[Subject]:
+    def _subject(self, station: Station, engines: int) -> Iterator[Subject]:
         traffic, model = self.traffic, self.traffic.model
-        pool_bytes = traffic.decode_pool_bytes if station.decodes else traffic.pool_bytes
-        with connector(station.connector, pool_bytes, model.block_tokens) as way:
-            made = arguments(model, traffic.sizes.most_tokens, 1, way.arguments)
+        with connector(station.connector, pool_bytes(traffic, station), model.block_tokens) as way:
+            made = arguments(model, traffic.sizes.most_tokens, engines, way.arguments)
             made["num_gpu_blocks_override"] = traffic.sizes.engine_tokens // model.block_tokens
             made["max_num_batched_tokens"] = traffic.sizes.batch_tokens
             made["enable_prefix_caching"] = station.prefix_cache
@@ -306,7 +265,9 @@ class Bench:
             "vllm": self.vllm,
             "seconds": self.plan.seconds,
             "repeats": self.plan.repeats,
+            "interleaved": self.plan.interleave,
             "at_a_time": sizes.at_a_time,
+            "prefixes": sizes.prefixes,
             "engine_blocks": sizes.engine_tokens // model.block_tokens,
             "decoders": sizes.decoders,
             "rows": [self._row(*each) for each in measured],
@@ -332,18 +293,24 @@ class Bench:
         return alike / max(len(both), 1)
 
     def _ratios(self, name: str, scenario: str) -> dict[str, Any]:
-        """Against none, in the same repeat."""
+        """Against none, in the same repeat: medians, and what they are the medians of."""
         if scenario in DECODE:
             kinds = {"itl_p50_ratio": "itl_p50_ms", "itl_p99_ratio": "itl_p99_ms"}
         else:
             kinds = {"output_ratio": "output_tokens_per_s", "total_ratio": "total_tokens_per_s"}
         kinds |= {"ttft_mean_ratio": "ttft_mean_ms"}
         repeats = list(zip(self.said[name, scenario], self.said["none", scenario], strict=True))
-        ratios = {}
-        for ratio, key in kinds.items():
-            known = [(mine[key], none[key]) for mine, none in repeats if mine[key] and none[key]]
-            ratios[ratio] = median_ratio(*zip(*known, strict=True)) if known else None
-        return {"connector": name, "scenario": scenario, **ratios}
+        every = {
+            ratio: [mine[key] / none[key] if mine[key] and none[key] else None for mine, none in repeats]
+            for ratio, key in kinds.items()
+        }
+        medians = {ratio: median([each for each in own if each is not None], 3) for ratio, own in every.items()}
+        return {
+            "connector": name,
+            "scenario": scenario,
+            **medians,
+            **{f"{ratio}s": rounded(own, 3) for ratio, own in every.items()},
+        }
 
 
 def _told(figures: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@
     kvkeep              pause ↓ load │      │ load │      │ load │                   │ answers, and a hit
                               └ in the middle of the first window
 
-Both engines serve the same stream of requests, in windows that take turns, so that noise of the machine meets both: a
-few conversations that begin alike, always several under way. Of requests that both finished, the tokens are compared.
+Both engines serve the same stream of requests, in windows that take turns, so that noise of the machine meets both,
+one at work while the other is silent: a few conversations that begin alike, always several under way. Of requests that
+both finished, the tokens are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench.vllm_run import EngineProcess
-from kvkeep.bench.vllm_session import Choice, say, signals_end_the_block
+from kvkeep.bench.vllm_session import Choice, Turns, say, signals_end_the_block
 from kvkeep.bench.vllm_setup import ServedModel, Stored, arguments, environment, kvkeep_arguments, own_model
 from kvkeep.errors import Unavailable
 from kvkeep.testing.process import ServerProcess
@@ -73,13 +74,16 @@ def _measure(
 ) -> dict[str, Any]:
     totals = {name: {"tokens": 0, "seconds": 0.0, "failed": 0} for name in engines}
     answers: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
-    for engine in engines.values():  # warm, and for kvkeep with stores under way
-        engine.serve(stream[:requests], requests, _WINDOW_S, _ANSWER_TOKENS)
+    turns = Turns.on("cpu")
+    for name, engine in engines.items():  # warm, and for kvkeep with stores under way
+        with turns.turn(name):
+            engine.serve(stream[:requests], requests, _WINDOW_S, _ANSWER_TOKENS)
     began, paused = dict.fromkeys(engines, requests), False
     while totals["kvkeep"]["seconds"] < seconds:
         for name, engine in engines.items():
             rest = stream[began[name] :]
-            with _pause(server, _PAUSES_AFTER_S) if name == "kvkeep" and not paused else nullcontext():
+            pause = _pause(server, _PAUSES_AFTER_S) if name == "kvkeep" and not paused else nullcontext()
+            with turns.turn(name), pause:
                 served = engine.serve(rest, requests, _WINDOW_S, _ANSWER_TOKENS)
             paused = paused or name == "kvkeep"
             for at, tokens in served["answers"].items():

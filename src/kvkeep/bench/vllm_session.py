@@ -7,14 +7,19 @@ import signal
 import statistics
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvkeep.errors import SettingsError
 
 CONNECTORS = ("none", "kvkeep", "lmcache", "native")
 PEERS = ("lmcache", "native")
+
+# vLLM's processes spin for one second after their last message before they sleep (SpinCondition's busy_loop_s). With
+# few cores that second would be taken from the engine whose turn is next. A little more: they notice it a little late.
+SILENT_AFTER_S = 1.2
 
 # -- what can be measured
 
@@ -106,6 +111,29 @@ def signals_end_the_block() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@dataclass
+class Turns:
+    """Of engines that live at the same time one is at work. Its turn begins when all others have been silent for
+    `silent_after_s`; two turns of the same engine may follow each other at once."""
+
+    silent_after_s: float
+    _ended: dict[Hashable, float] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, device: str) -> Turns:
+        """Hosts of GPUs have cores to spare for engines that spin."""
+        return cls(SILENT_AFTER_S if device == "cpu" else 0.0)
+
+    @contextmanager
+    def turn(self, engine: Hashable) -> Iterator[None]:
+        others = [ended for name, ended in self._ended.items() if name != engine]
+        time.sleep(max(0.0, max(others, default=0.0) + self.silent_after_s - time.monotonic()))
+        try:
+            yield
+        finally:
+            self._ended[engine] = time.monotonic()
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -115,6 +143,10 @@ def say(text: str) -> None:
 
 def median(values: Sequence[float], digits: int) -> float | None:
     return round(statistics.median(values), digits) if values else None
+
+
+def rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if value is None else round(value, digits) for value in values]
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float | None:

@@ -4,6 +4,7 @@ with the server that it speaks to. vLLM itself is not imported here."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -75,6 +76,7 @@ class ServedModel:
     vocab_size: int
     kv_token_bytes: int
     dummy: bool = False
+    weight_bytes: int = 0
 
     @property
     def block_tokens(self) -> int:
@@ -89,37 +91,39 @@ def own_model(folder: Path, device: str) -> ServedModel:
     if device == "cpu":
         _save_weights(folder, config)
     kind = "small Llama, random weights" if device == "cpu" else "Llama 8B geometry, dummy weights"
-    return _served(str(folder), kind, config, device, dummy=device != "cpu")
+    weight_bytes = sum(map(math.prod, _shapes(config).values())) * (4 if device == "cpu" else 2)
+    return _served(str(folder), kind, config, device, weight_bytes, dummy=device != "cpu")
 
 
 def given_model(path: str, device: str) -> ServedModel:
     """A checkpoint on this machine."""
     try:
         config = json.loads((Path(path) / "config.json").read_text())
-        return _served(path, path, config.get("text_config", config), device, dummy=False)
+        weight_bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+        return _served(path, path, config.get("text_config", config), device, weight_bytes, dummy=False)
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f'--model "{path}": no checkpoint: {error}', "name a folder with a config.json") from None
     except (KeyError, TypeError) as error:
         raise SettingsError(f'--model "{path}": its config.json cannot be used: {error!r}') from None
 
 
-def _served(path: str, kind: str, config: Mapping[str, Any], device: str, *, dummy: bool) -> ServedModel:
+def _served(
+    path: str, kind: str, config: Mapping[str, Any], device: str, weight_bytes: int, *, dummy: bool
+) -> ServedModel:
     layers, hidden_size, heads = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     head_bytes = (config.get("head_dim") or hidden_size // heads) * (4 if device == "cpu" else 2)
     kv_token_bytes = 2 * layers * (config.get("num_key_value_heads") or heads) * head_bytes
     said = f"{kind}, {layers} layers, hidden size {hidden_size}, {kv_token_bytes / 1024:g} KiB of KV a token, "
-    return ServedModel(path, said + _dtype(device), device, config["vocab_size"], kv_token_bytes, dummy)
+    vocab_size = config["vocab_size"]
+    return ServedModel(path, said + _dtype(device), device, vocab_size, kv_token_bytes, dummy, weight_bytes)
 
 
 def _dtype(device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"  # not every CPU has the instructions for the latter
 
 
-def _save_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Random, and large enough that another token before changes the ones after it."""
-    import torch
-    from safetensors.torch import save_file
-
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a Llama's matrices, all but the norms."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q_size, kv_size = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
@@ -129,14 +133,23 @@ def _save_weights(folder: Path, config: Mapping[str, Any]) -> None:
         shapes |= {f"{attention}.{name}_proj": (kv_size, hidden) for name in "kv"}
         shapes |= {f"{mlp}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
         shapes |= {f"{mlp}.down_proj": (hidden, inner)}
+    return shapes
+
+
+def _save_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Random, and large enough that another token before changes the ones after it."""
+    import torch
+    from safetensors.torch import save_file
+
     norms = ["model.norm"] + [
         f"model.layers.{layer}.{name}_layernorm"
         for layer in range(config["num_hidden_layers"])
         for name in ("input", "post_attention")
     ]
     random = torch.Generator().manual_seed(0)
-    weights = {f"{name}.weight": torch.randn(*shape, generator=random) * 0.1 for name, shape in shapes.items()}
-    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    shapes = _shapes(config).items()
+    weights = {f"{name}.weight": torch.randn(*shape, generator=random) * 0.1 for name, shape in shapes}
+    weights |= {f"{name}.weight": torch.ones(config["hidden_size"]) for name in norms}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -11,6 +11,7 @@ for, so that its own cache has lost the prefix by then.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,9 @@ from kvkeep.units import MIB
 _GRAIN_TOKENS = 32  # prefixes end with a block, on a CPU and on a GPU
 _WARM_ANSWER_TOKENS = 8  # together with the prompt's last token less than a block
 _POOL_SPARE = 1.5  # for peers that evict before their memory is full
+_LOST_SPARE = 1.5  # what comes between a prefix and its return, as a multiple of what the engine holds
+_STRIDE = 5  # from one request's length to that of the next with a prefix
+_DECODED_TOKENS = 1024  # of an answer, in some 20 s
 _PROMPTS, _PREFIXES, _LARGE_PREFIXES, _DECODERS, _LARGE = range(5)  # kinds of random numbers
 
 
@@ -60,6 +64,22 @@ class Sizes:
         """Of a prompt with its answer."""
         longest = self.longest_tokens + self.answer_tokens[1]
         return max(longest, self.decoder_tokens + self.decoder_answer_tokens)
+
+    @property
+    def lost_after_tokens(self) -> int:
+        """An engine that holds no more than this has lost a prefix when it comes back."""
+        return int(2 * sum(self.lengths()) / _LOST_SPARE)
+
+    def least_engine_tokens(self, decodes: bool) -> int:
+        """An engine must hold one request; if it decodes, those that do, and the large prefixes in its own cache."""
+        if not decodes:
+            return self.most_tokens
+        decoding = self.decoders * (self.decoder_tokens + min(self.decoder_answer_tokens, _DECODED_TOKENS))
+        return max(self.most_tokens, decoding + (self.large_prefixes + 1) * self.large_tokens)
+
+    def fewer_prefixes(self) -> Iterator[int]:
+        """From so many down, those with which all lengths come in turns."""
+        return (prefixes for prefixes in range(self.prefixes, 1, -1) if prefixes % _STRIDE)
 
     def lengths(self) -> list[int]:
         """Of one prompt for each prefix: as many between 4,000 and 8,000 as between 8,000 and 16,000."""
@@ -147,7 +167,7 @@ class Traffic:
     def _length(self, at: int) -> int:
         """Pairs of a reused and a fresh prompt are as long as each other; neighbouring pairs are not."""
         lengths = self.sizes.lengths()
-        return lengths[at // 2 * 5 % len(lengths)]
+        return lengths[at // 2 * _STRIDE % len(lengths)]
 
     def _prefix(self, at: int) -> list[int]:
         length = self._length(2 * at) - self.sizes.own_tokens

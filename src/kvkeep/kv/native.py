@@ -1,5 +1,5 @@
-"""The C kernel, where it was built: it moves and checks bytes, and makes chains of keys. Callers ask `available` and have
-another road too.
+"""The C kernel, where it was built: it moves and checks bytes, and makes chains of keys. Callers ask `available`, and
+have another road too.
 
 KVKEEP_NATIVE=0 leaves it out, which is how the other road is tested. The library is loaded with ctypes, so a call lets
 go of the GIL: two threads that copy do run at the same time.

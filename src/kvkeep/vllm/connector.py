@@ -135,8 +135,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._requests is not None
         reports = connector_output.kv_connector_worker_meta
-        if isinstance(reports, Reports):
-            self._requests.complete(reports)
+        arrived = self._requests.complete(reports.finished if isinstance(reports, Reports) else [])
+        if arrived:  # vLLM reads this next
+            connector_output.finished_recving = {*(connector_output.finished_recving or ()), *arrived}
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(

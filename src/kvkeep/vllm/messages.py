@@ -17,10 +17,12 @@ from kvkeep.kv.shape import BlockShape
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached."""
+    """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached. `name`
+    is the worker's own, by which whoever is in its process finds it."""
 
     shape: BlockShape | None
     refusal: str = ""
+    name: str = field(default="", compare=False)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import NO_BLOCK
+from kvkeep.client.worker import Finished
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
@@ -30,8 +31,9 @@ from kvkeep.vllm import versions
 from kvkeep.vllm.events import CacheEvents
 from kvkeep.vllm.groups import pieces_of
 from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, root_of
-from kvkeep.vllm.messages import Handshake, Reports, Step
-from kvkeep.vllm.stats import KVKeepStats
+from kvkeep.vllm.messages import Handshake, Step
+from kvkeep.vllm.stats import KVKeepStats, counts_of
+from kvkeep.vllm.worker import WorkerSide, find_here
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class RequestSide:
         self._options = options
         self._worth = Worth(load_when)
         self._side: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None  # the only one, if it is in this process
         self._known: dict[str, _Known] = {}
         self._written: set[int] = set()
         self._all_withdrawn = False
@@ -104,6 +107,9 @@ class RequestSide:
         )
         world_size = self._vllm_config.parallel_config.world_size
         self._side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
+        self._worker = find_here(handshakes[0].name) if world_size == 1 else None
+        if self._worker is not None:
+            self._worker.join()
 
     # -- a request's way
 
@@ -218,12 +224,21 @@ class RequestSide:
         self._written, self._lost, self._all_withdrawn = set(), {}, False
         return step
 
-    def complete(self, reports: Reports) -> None:
+    def complete(self, reports: Sequence[Finished]) -> set[str]:
+        """A step has ended, and this came with its results. Requests whose loads have ended besides, all of them well:
+        vLLM has not been told."""
         if self._side is None:
-            return
-        completed = self._side.complete(reports.finished)
-        self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
-        self.events.completed(completed)
+            return set()
+        arrived, more = self._worker.hand_over() if self._worker is not None else (set(), [])
+        try:
+            self._counts.update(counts_of(more))
+            completed = self._side.complete([*reports, *more])
+            self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
+            self.events.completed(completed)
+        except Exception:  # guard: vLLM waits for what has arrived, and nobody would tell it again
+            log.exception("kvkeep: the results of a step could not be taken in")
+            self.faults += 1
+        return arrived
 
     def _store(self, known: _Known, computed_tokens: int, *, after_step: bool) -> None:
         """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
@@ -271,10 +286,11 @@ class RequestSide:
             self._counts["skipped_loads"] += self._side.skipped_loads
             self._counts["skipped_tokens"] += self._side.skipped_tokens
             self._side.skipped_loads = self._side.skipped_tokens = 0
-        if not self._counts:
+        counts, self._counts = +self._counts, Counter()
+        if not counts:
             return None
-        counts, self._counts = self._counts, Counter()
-        return KVKeepStats.of(**counts, connected=int(self._adapter.connection.answering), **self._worth.figures())
+        answering = self._adapter.connection.answering and (self._worker is None or self._worker.is_answered)
+        return KVKeepStats.of(**counts, connected=int(answering), **self._worth.figures())
 
     def close(self) -> None:
         if self._side is not None:

@@ -10,12 +10,14 @@ Counters say what came to pass since the last report, so they are added; one tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvkeep.client.worker import Finished
 
 COUNTERS = {
     "hit_tokens": "Tokens that the server had beyond the local prefix cache, where a load of them was planned.",
@@ -124,6 +126,16 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
 
 def _metric(name: str) -> str:
     return f"vllm:kvkeep_{name}"
+
+
+def counts_of(reports: Sequence[Finished]) -> dict[str, int]:
+    """What workers' reports say, in numbers."""
+    return {
+        "failed_blocks": sum(len(ids) for report in reports for ids in report.failed.values()),
+        "stored_blocks": sum(sum(report.stored.values()) for report in reports),
+        "incomplete_stores": sum(len(report.incomplete) for report in reports),
+        "withdrawn_blocks": sum(report.withdrawn for report in reports),
+    }
 
 
 def _counts(data: object) -> dict[str, int]:

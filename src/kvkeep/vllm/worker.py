@@ -6,11 +6,17 @@
     collect    what has ended meanwhile; `received`, `failed` and `invalid` are what vLLM asks for then
 
 A failed load is told by its blocks, where vLLM can take a prefix of a load as it is, and otherwise by its request.
+
+What a step's results tell, vLLM reads a step later where it schedules ahead. A scheduler that is in the same process
+need not wait for that: it asks this side itself (`hand_over`) for all that has ended by then, but for loads that
+failed, which vLLM must hear of in its own words.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,12 +29,19 @@ from kvkeep.errors import KVKeepError
 from kvkeep.vllm.groups import locate, pieces_of
 from kvkeep.vllm.identity import parts_of_all_ranks, shape_of, strategy_of
 from kvkeep.vllm.messages import Handshake, Reports, Step
-from kvkeep.vllm.stats import KVKeepStats
+from kvkeep.vllm.stats import KVKeepStats, counts_of
 
 log = logging.getLogger(__name__)
 
-# vLLM polls an engine that has nothing to compute once a millisecond or two, and hears of a load two polls later.
+# vLLM polls an engine that has nothing to compute once a millisecond or two.
 _IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
+
+_here: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()  # by name
+
+
+def find_here(name: str) -> WorkerSide | None:
+    """The worker's side of that name, if it is in this process."""
+    return _here.get(name)
 
 
 class WorkerSide:
@@ -42,9 +55,10 @@ class WorkerSide:
         self._pieces: Pieces | None = None
         self._loading: dict[Any, str] = {}  # jobs under way, and whose they are
         self._reports: list[Finished] = []
+        self._is_joined = False  # with a scheduler's side in this process
         self._saved: Step | None = None  # the step whose blocks are saved
         self._unfinished: Step | None = None  # the step that is being computed
-        self._is_idle = False  # the step computes nothing
+        self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
         self._rank = 0
         self.faults = 0
         self.handshake: Handshake | None = None
@@ -77,7 +91,12 @@ class WorkerSide:
             self.handshake = Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
             return
         self._pieces, self._adapter, self._rank = pieces, adapter, strategy.rank
-        self.handshake = Handshake(shape)
+        self.handshake = Handshake(shape, name=uuid.uuid4().hex)
+        _here[self.handshake.name] = self
+
+    def join(self) -> None:
+        """From now on `hand_over` is called after every step."""
+        self._is_joined = True
 
     def save(self, step: Step) -> None:
         """Before vLLM writes anything: blocks that stores still have to read are saved. Once for each step."""
@@ -104,7 +123,7 @@ class WorkerSide:
             return
         self.save(step)
         self._unfinished = step
-        self._is_idle = step.idle
+        self._was_idle, self._is_idle = self._is_idle, step.idle
         for job, load in step.step.loads.items():
             request_id = step.step.requests[job]
             try:
@@ -135,12 +154,30 @@ class WorkerSide:
         self._reports.append(Finished(self._rank, dict.fromkeys(stores, 0), list(stores)))
 
     def collect(self) -> None:
-        """Takes in what has ended. Each load is told once."""
+        """Takes in what has ended, for the step's results. Each load is told once."""
+        if self._adapter is not None and not self._is_joined:
+            self._wait_if_idle()
+            self._take_in(self._adapter.poll())
+
+    def hand_over(self) -> tuple[set[str], list[Finished]]:
+        """What has ended, for a scheduler in this process: requests whose loads did, and the reports. Where a load
+        failed it comes with the next step's results instead."""
         if self._adapter is None:
-            return
-        if self._is_idle and self._loading:
-            self._adapter.wait_for_load(_IDLE_WAIT_S)
+            return set(), []
+        self._wait_if_idle()
         finished = self._adapter.poll()
+        if finished.failed:
+            self._take_in(finished)
+            return set(), []
+        received = {self._loading.pop(job) for job in finished.loaded if job in self._loading}
+        return received, [] if finished == Finished(finished.rank) else [finished]
+
+    def _wait_if_idle(self) -> None:
+        """Not right after a step that computed something: its tokens may still be on their way out."""
+        if self._is_idle and self._was_idle and self._loading and self._adapter is not None:
+            self._adapter.wait_for_load(_IDLE_WAIT_S)
+
+    def _take_in(self, finished: Finished) -> None:
         for job, block_ids in finished.failed.items():
             if job in self._loading:
                 self._tell_failed(self._loading[job], block_ids)
@@ -159,21 +196,20 @@ class WorkerSide:
         return invalid
 
     def take_reports(self) -> Reports | None:
+        """Also with nothing to say, if `hand_over` is to be called: for empty results vLLM asks no connector."""
         reports, self._reports = self._reports, []
-        return Reports(reports) if reports else None
+        return Reports(reports) if reports or self._is_joined else None
 
     def stats(self) -> KVKeepStats | None:
         """What the reports that wait say, in numbers. Before `take_reports`."""
         if self._adapter is None or not self._reports:
             return None
-        failed = sum(len(ids) for report in self._reports for ids in report.failed.values())
-        return KVKeepStats.of(
-            failed_blocks=failed,
-            stored_blocks=sum(sum(report.stored.values()) for report in self._reports),
-            incomplete_stores=sum(len(report.incomplete) for report in self._reports),
-            withdrawn_blocks=sum(report.withdrawn for report in self._reports),
-            connected=int(self._adapter.connection.answering),
-        )
+        return KVKeepStats.of(**counts_of(self._reports), connected=int(self.is_answered))
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its connection to the server is up."""
+        return self._adapter is not None and self._adapter.connection.answering
 
     def close(self) -> None:
         if self._adapter is not None:
