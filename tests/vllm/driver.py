@@ -106,14 +106,20 @@ def _clean_up() -> None:
 
 
 class Engine:
-    """One vLLM engine, and all requests that it was given."""
+    """One vLLM engine, and all requests that it was given. With `schedules_ahead` it reads a step's results after the
+    next one has run, as on a GPU."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        ahead = options.pop("schedules_ahead", False)
         self.llm = LLM(**options)
         self.engine = self.llm.llm_engine
         self.core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]
+        if ahead:
+            self.core.batch_queue_size = 2
+            self.core.batch_queue = deque(maxlen=self.core.batch_queue_size)
+            self.core.step_fn = self.core.step_with_batch_queue
         self.outputs: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.count = 0

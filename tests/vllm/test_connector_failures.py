@@ -33,6 +33,8 @@ CASES = [
     ("gemma3", "recompute"),  # several groups: a load fails as a whole
     ("gemma3", "fail"),
     ("lfm2", "recompute"),
+    ("llama", "recompute", "ahead"),  # results of a step are read a step later
+    ("gemma3", "recompute", "ahead"),
 ]
 BY_SOCKET = {"kvkeep.shared_memory": False}  # then a server that is gone has taken its blocks along
 
@@ -45,30 +47,32 @@ def fragile() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
-def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+def case(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Of module scope, so that the tests of one case come together and its engines start once."""
-    chosen: tuple[str, str] = request.param
+    chosen: tuple[str, ...] = request.param
     return chosen
 
 
 @pytest.fixture(scope="module")
-def policy(case: tuple[str, str]) -> str:
+def policy(case: tuple[str, ...]) -> str:
     return case[1]
 
 
 @pytest.fixture
-def bare(case: tuple[str, str], plain: Replica) -> Replica:
+def bare(case: tuple[str, ...], plain: Replica) -> Replica:
     return plain.use(case[0])
 
 
 @pytest.fixture
-def engine(case: tuple[str, str], one: Replica, fragile: ServerProcess) -> Replica:
-    return one.use(case[0], fragile, extra={"kvkeep.load_failure_policy": case[1], **BRISK})
+def engine(case: tuple[str, ...], one: Replica, fragile: ServerProcess) -> Replica:
+    ahead = {"schedules_ahead": True} if "ahead" in case else {}
+    return one.use(case[0], fragile, extra={"kvkeep.load_failure_policy": case[1], **BRISK}, **ahead)
 
 
 @pytest.fixture
-def remote(case: tuple[str, str], two: Replica, fragile: ServerProcess) -> Replica:
-    return two.use(case[0], fragile, extra={"kvkeep.load_failure_policy": case[1], **BRISK, **BY_SOCKET})
+def remote(case: tuple[str, ...], two: Replica, fragile: ServerProcess) -> Replica:
+    ahead = {"schedules_ahead": True} if "ahead" in case else {}
+    return two.use(case[0], fragile, extra={"kvkeep.load_failure_policy": case[1], **BRISK, **BY_SOCKET}, **ahead)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,7 +103,7 @@ def judge(answer: Answer, expected: list[int], policy: str) -> None:
 
 @pytest.mark.parametrize("bad", [0, 3])
 def test_a_damaged_block(
-    bare: Replica, engine: Replica, fragile: ServerProcess, case: tuple[str, str], policy: str, bad: int
+    bare: Replica, engine: Replica, fragile: ServerProcess, case: tuple[str, ...], policy: str, bad: int
 ) -> None:
     tokens, other = prompt(300), prompt(300)
     [expected, fine] = tokens_of(bare.serve([request(tokens), request(other)]))
@@ -120,7 +124,7 @@ def test_a_damaged_block(
 
 
 def test_all_blocks_damaged_and_many_that_want_them(
-    bare: Replica, engine: Replica, fragile: ServerProcess, case: tuple[str, str], policy: str
+    bare: Replica, engine: Replica, fragile: ServerProcess, case: tuple[str, ...], policy: str
 ) -> None:
     tokens = prompt(160)
     asked = [counting([*tokens, number, 3]) for number in range(5)]

@@ -116,3 +116,25 @@ def test_an_engine_without_a_prefix_cache_of_its_own(plain: Replica, one: Replic
     assert (cold.extra, warm.extra) == (0, 160)
     assert cold.tokens == warm.tokens
     assert [warm.tokens] == tokens_of(plain.use("llama").serve([request(tokens)]))
+
+
+def test_an_engine_that_schedules_ahead(plain: Replica, one: Replica, two: Replica, server: ServerProcess) -> None:
+    """It hears of a load before it reads the results of the step in which that ended."""
+    known, new = [prompt(100 + 32 * number) for number in range(6)], [prompt(100) for _ in range(6)]
+    prompts = [tokens for pair in zip(known, new, strict=True) for tokens in pair]
+    expected = tokens_of(plain.use("llama").serve([request(tokens, max_tokens=12) for tokens in prompts]))
+    two.use("llama", server).serve([request(tokens) for tokens in known])
+    engine = one.use("llama", server, schedules_ahead=True)
+    alone = engine.serve([counting(known[0], max_tokens=12)])  # it has nothing else to do
+    assert tokens_of(alone) == expected[:1] and alone[0].extra == 96
+    together = engine.fresh().serve([counting(tokens, max_tokens=12) for tokens in prompts], together=True)
+    assert tokens_of(together) == expected
+    assert [answer.extra for answer in together[::2]] == [96 + 32 * number for number in range(6)]
+    names = engine.fresh().submit([counting(tokens, max_tokens=12) for tokens in prompts])
+    engine.step(2)
+    engine.abort(names[::3])
+    left = [number for number in range(len(prompts)) if number % 3]
+    answers = engine.run([names[number] for number in left])
+    assert tokens_of(answers) == [expected[number] for number in left]
+    engine.settle()
+    engine.close_engine()
