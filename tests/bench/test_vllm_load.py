@@ -247,15 +247,15 @@ def bench(rates: tuple[float, float], itl: tuple[float | None, float | None], re
 
 
 def test_the_table_says_all_and_whether_targets_are_met() -> None:
-    shown = vllm_load.table(bench((100.0, 98.0), (20.0, 22.0)).result())
+    shown = vllm_load.table(bench((100.0, 98.0), (20.0, 21.0)).result())
     assert "left out: native: needs a GPU" in shown and "and more" not in shown
     lines = [" ".join(line.split()) for line in shown.splitlines() if line.startswith("   kvkeep")]
     assert lines == [
         "kvkeep fresh 40 98 tokens/s 0.98× 980 tokens/s 5 ms 9 ms 50% 0 requests 100%",
-        "kvkeep decode_loads 4 100 10 ms 1× 22 ms 1.1× - 0 requests 0%",
+        "kvkeep decode_loads 4 100 10 ms 1× 21 ms 1.05× - 0 requests 0%",
     ]
     assert shown.count("target met") == 2 and "MISSED" not in shown
-    assert vllm_load.table(bench((100.0, 97.9), (20.0, 22.1)).result()).count("target MISSED") == 2
+    assert vllm_load.table(bench((100.0, 97.9), (20.0, 21.1)).result()).count("target MISSED") == 2
 
 
 def test_what_was_not_seen_is_no_target_met() -> None:
