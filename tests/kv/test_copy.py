@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes.util
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,3 +230,14 @@ def test_the_environment_turns_the_kernel_off() -> None:
     environment = {**os.environ, "KVKEEP_NATIVE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", str(0x2D015B9CD6A825E8)]
+
+
+def test_a_kernel_of_another_version_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one that an earlier version of the sources has left in the tree."""
+    another = ctypes.util.find_library("c")
+    monkeypatch.delenv("KVKEEP_NATIVE", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=another))
+    assert native._load() is None
+    assert "cannot be loaded" in caplog.text

@@ -398,8 +398,7 @@ class Engine:
         # By now the scheduler counts this step's tokens as computed.
         first = held.num_computed_tokens - tokens
         guessed = scheduled.scheduled_spec_decode_tokens.get(name, [])
-        all_tokens = [*held.all_token_ids, *guessed]
-        values = prefixes(all_tokens)
+        values = prefixes([*self._tokens(held), *guessed])
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         for group, table in zip(self.kv_cache_config.kv_cache_groups, tables, strict=True):
             reach = getattr(group.kv_cache_spec, "sliding_window", None) or len(values)
@@ -408,7 +407,14 @@ class Engine:
                 for place in range(first, first + tokens):
                     assert table[place // BLOCK], "the null block is nobody's"
                     self.kv[layer][table[place // BLOCK], place % BLOCK] = values[place]
-        if first + tokens < held.num_tokens:
+        return self._sample(held, guessed)
+
+    def _tokens(self, held: Request) -> list[int]:
+        """Those that the model knows of, at least as many as are computed."""
+        return list(held.all_token_ids)
+
+    def _sample(self, held: Request, guessed: list[int]) -> list[int]:
+        if held.num_computed_tokens < held.num_tokens:
             return []
         sampled = [next_token(held.all_token_ids)]
         for guess in guessed:

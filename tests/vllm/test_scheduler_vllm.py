@@ -425,6 +425,26 @@ def test_results_that_cannot_be_taken_in_keep_no_request_waiting(
     requests.faults = 0  # counted, and seen by the test
 
 
+@needs_named_failures
+def test_two_loads_that_fail_together_where_there_is_no_room_for_both(make: Callable[..., Engine]) -> None:
+    """The first needs more blocks than it gave back, the second holds them, and vLLM looks at the first alone."""
+    engine = make(full(), window(), num_blocks=24)
+    prompts = {"a": list(range(100, 133)), "b": list(range(300, 333))}  # eight blocks and a token each
+    for tokens in prompts.values():
+        engine.run(request(tokens, max_tokens=1))
+    engine.forget()
+    engine.worker.holds = True
+    engine.worker.failing = lambda load: list(range(load.blocks))
+    engine.add(*(request(tokens, name) for name, tokens in prompts.items()))
+    while len(engine.worker.loads) < 2:
+        engine.step()
+    engine.worker.holds = False
+    engine.run(most=100)
+    assert {name: engine.answers[name] for name in prompts} == {
+        name: answer_to(tokens) for name, tokens in prompts.items()
+    }
+
+
 # --- stores -----------------------------------------------------------------------------------------------------
 
 

@@ -281,8 +281,9 @@ def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: Piec
 def test_results_are_never_empty_for_a_scheduler_that_is_to_ask() -> None:
     worker, _ = side()
     assert worker.take_reports() is None
-    worker.join()
+    assert worker.join()
     assert worker.take_reports() == Reports([])
+    assert not worker.join(), "whoever comes second has another worker, and was given this one's handshake"
 
 
 def test_a_worker_is_found_by_its_name_in_its_own_process_as_long_as_it_lives() -> None:
@@ -294,6 +295,17 @@ def test_a_worker_is_found_by_its_name_in_its_own_process_as_long_as_it_lives() 
     del worker
     gc.collect()
     assert find_here(name) is None
+
+
+def test_a_rank_that_others_wait_for_waits_for_nobody() -> None:
+    for size in (1, 2):
+        worker = registered(full(), engines=size)
+        adapter: Any = worker._adapter
+        loading(worker, a=1)
+        for _ in range(2):
+            worker.begin(Step(idle=True))
+        worker.collect()
+        assert ("wait" in [what for what, _ in adapter.calls]) == (size == 1)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -323,8 +335,9 @@ def test_an_engine_waits_for_a_load_only_if_it_has_had_nothing_to_compute_for_tw
 # --- start-up ---------------------------------------------------------------------------------------------------
 
 
-def registered(*specs: Any, kv: Any = None, **model: Any) -> WorkerSide:
+def registered(*specs: Any, kv: Any = None, engines: int = 1, **model: Any) -> WorkerSide:
     config = vllm_config(**model)
+    config.parallel_config.data_parallel_size = engines
     cache = cache_config(*specs, num_blocks=6)
     worker = WorkerSide(config, cache, ClientOptions())
     layers = {name: torch.zeros(6, 4) for group in cache.kv_cache_groups for name in group.layer_names}

@@ -27,17 +27,18 @@ def _load() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(spec.origin)
-    except OSError as error:
+        library.kvkeep_use.argtypes, library.kvkeep_use.restype = [ctypes.c_int], ctypes.c_int
+        library.kvkeep_move.argtypes = [_int64, *[_pointer] * 2, _int64, *[_pointer] * 4, ctypes.c_int]
+        library.kvkeep_move.restype = None
+        library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
+        library.kvkeep_checksum.restype = None
+        library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, ctypes.c_char_p]
+        library.kvkeep_chain.restype = None
+        library.kvkeep_drive.argtypes = [_pointer, _pointer, _int64, _pointer]
+        library.kvkeep_drive.restype = ctypes.c_int
+    except (OSError, AttributeError) as error:  # for another system, or of another version
         _log.warning("the C kernel was built but cannot be loaded, copies run at numpy's speed: %s", error)
         return None
-    library.kvkeep_use.argtypes, library.kvkeep_use.restype = [ctypes.c_int], ctypes.c_int
-    library.kvkeep_move.argtypes = [_int64, *[_pointer] * 2, _int64, *[_pointer] * 4, ctypes.c_int]
-    library.kvkeep_move.restype = None
-    library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
-    library.kvkeep_checksum.restype = None
-    library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, ctypes.c_char_p]
-    library.kvkeep_chain.restype = None
-    library.kvkeep_drive.argtypes, library.kvkeep_drive.restype = [_pointer, _pointer, _int64, _pointer], ctypes.c_int
     return library
 
 

@@ -33,7 +33,7 @@ from kvkeep.vllm.groups import pieces_of
 from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, root_of
 from kvkeep.vllm.messages import Handshake, Step
 from kvkeep.vllm.stats import KVKeepStats, counts_of
-from kvkeep.vllm.worker import WorkerSide, find_here
+from kvkeep.vllm.worker import WorkerSide, find_here, may_wait
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class _Known:
     request: Any
     keys: RequestKeys
     local_tokens: int = 0  # what the prefix cache had when it was last asked
+    failed: bool = False  # a load of it did
     next_store: int = 0  # with so many tokens computed there may be something to store; most steps end here
 
 
@@ -67,6 +68,8 @@ class RequestSide:
         self._written: set[int] = set()
         self._all_withdrawn = False
         self._is_idle = True  # the last step computed nothing
+        self._may_wait = True
+        self._others_first = False  # before requests whose loads failed
         self._lost: dict[str, list[int]] = {}
         self._generation = b""
         self._counts: Counter[str] = Counter()
@@ -107,9 +110,9 @@ class RequestSide:
         )
         world_size = self._vllm_config.parallel_config.world_size
         self._side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
-        self._worker = find_here(handshakes[0].name) if world_size == 1 else None
-        if self._worker is not None:
-            self._worker.join()
+        worker = find_here(handshakes[0].name) if world_size == 1 else None
+        self._worker = worker if worker is not None and worker.join() else None
+        self._may_wait = may_wait(self._vllm_config)
 
     # -- a request's way
 
@@ -130,10 +133,12 @@ class RequestSide:
         if self._side is None or known is None or not self._grow(known):
             return 0
         known.local_tokens = local_tokens
+        if known.failed and self._others_first:
+            return None
         tokens = request.num_tokens if self._pieces.whole else request.num_tokens - 1
         blocks = local_tokens // self._pieces.block_tokens
         found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
-        if found is None and self._is_idle:
+        if found is None and self._is_idle and self._may_wait:
             self._is_idle = False  # once a step
             self._side.wait(request.request_id, _IDLE_WAIT_MS)
             found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
@@ -220,6 +225,10 @@ class RequestSide:
         work = scheduled.num_scheduled_tokens
         jobs = self._side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
         self._is_idle = not scheduled.total_num_scheduled_tokens
+        # vLLM looks no further than the first request for which it has no room. One whose load failed may need more
+        # blocks than it gave back, and those behind it, whose loads have ended too, hold them: where nothing else is
+        # computed they go first in every other step.
+        self._others_first = self._is_idle and not self._others_first
         step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle)
         self._written, self._lost, self._all_withdrawn = set(), {}, False
         return step
@@ -234,6 +243,9 @@ class RequestSide:
             self._counts.update(counts_of(more))
             completed = self._side.complete([*reports, *more])
             self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
+            for job in completed.loads:
+                if job.failed and job.request_id in self._known:
+                    self._known[job.request_id].failed = True
             self.events.completed(completed)
         except Exception:  # guard: vLLM waits for what has arrived, and nobody would tell it again
             log.exception("kvkeep: the results of a step could not be taken in")

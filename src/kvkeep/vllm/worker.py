@@ -39,6 +39,12 @@ _IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is 
 _here: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()  # by name
 
 
+def may_wait(vllm_config: Any) -> bool:
+    """Whether an engine that has nothing to compute may wait a little for the cache. One of a data-parallel group has
+    others who wait for it in each of their steps."""
+    return bool(vllm_config.parallel_config.data_parallel_size == 1)
+
+
 def find_here(name: str) -> WorkerSide | None:
     """The worker's side of that name, if it is in this process."""
     return _here.get(name)
@@ -56,6 +62,7 @@ class WorkerSide:
         self._loading: dict[Any, str] = {}  # jobs under way, and whose they are
         self._reports: list[Finished] = []
         self._is_joined = False  # with a scheduler's side in this process
+        self._may_wait = True
         self._saved: Step | None = None  # the step whose blocks are saved
         self._unfinished: Step | None = None  # the step that is being computed
         self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
@@ -91,12 +98,15 @@ class WorkerSide:
             self.handshake = Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
             return
         self._pieces, self._adapter, self._rank = pieces, adapter, strategy.rank
+        self._may_wait = may_wait(self._vllm_config)
         self.handshake = Handshake(shape, name=uuid.uuid4().hex)
         _here[self.handshake.name] = self
 
-    def join(self) -> None:
-        """From now on `hand_over` is called after every step."""
-        self._is_joined = True
+    def join(self) -> bool:
+        """From now on `hand_over` is called after every step. False: somebody else has joined, and this worker is not
+        the caller's own: MultiConnector gives one handshake to all of its connectors."""
+        is_first, self._is_joined = not self._is_joined, True
+        return is_first
 
     def save(self, step: Step) -> None:
         """Before vLLM writes anything: blocks that stores still have to read are saved. Once for each step."""
@@ -174,7 +184,8 @@ class WorkerSide:
 
     def _wait_if_idle(self) -> None:
         """Not right after a step that computed something: its tokens may still be on their way out."""
-        if self._is_idle and self._was_idle and self._loading and self._adapter is not None:
+        is_idle = self._may_wait and self._is_idle and self._was_idle
+        if is_idle and self._loading and self._adapter is not None:
             self._adapter.wait_for_load(_IDLE_WAIT_S)
 
     def _take_in(self, finished: Finished) -> None:

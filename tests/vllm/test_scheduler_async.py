@@ -1,0 +1,136 @@
+"""vLLM's scheduler of GPUs, which schedules a step before it knows the last one's tokens: random lives, in which every
+byte of KV that a step reads is checked, every load is told once, and nothing stays behind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+
+import engine_parts
+from engine_parts import Engine, answer_to, full, needs_named_failures, request, window
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import Request
+
+from kvkeep.testing.cache import SimulatedCache
+
+SEEDS = range(30)
+STEPS = 120
+MODELS = [
+    pytest.param((full(),), id="full"),
+    pytest.param((full(), window()), id="full and window", marks=needs_named_failures),
+]
+BAD_BLOCKS = [lambda load: [], lambda load: list(range(load.blocks)), lambda load: [load.blocks - 1]]
+
+
+class AsyncEngine(Engine):
+    """Its worker knows the tokens that it has sampled itself; the scheduler hears of them a step later."""
+
+    ahead = True
+
+    def __init__(self, cache: SimulatedCache, *specs: Any, **options: Any) -> None:
+        def asynchronous(config: Any) -> None:
+            config.scheduler_config.async_scheduling = True
+
+        super().__init__(cache, *specs, change=asynchronous, **options)
+        self.told: Counter[str] = Counter()
+        update = self.connector.update_connector_output
+
+        def spy(output: Any) -> None:
+            update(output)
+            self.told.update(output.finished_recving or ())  # what vLLM reads next
+
+        self.connector.update_connector_output = spy  # type: ignore[method-assign]
+
+    def _tokens(self, held: Request) -> list[int]:
+        prompt = list(held.prompt_token_ids or ())
+        return [*prompt, *answer_to(prompt, held.max_tokens + 4)]
+
+    def _sample(self, held: Request, guessed: list[int]) -> list[int]:
+        return [] if held.is_prefill_chunk else [self._tokens(held)[held.num_computed_tokens]]
+
+
+@pytest.fixture(autouse=True)
+def _asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_parts, "Scheduler", AsyncScheduler)
+
+
+class Life:
+    """An engine, and what happens to it."""
+
+    def __init__(self, seed: int, specs: tuple[Any, ...]) -> None:
+        self.chance = random.Random(seed)
+        self.seed = seed
+        room = {"num_blocks": self.chance.choice([24, 40, 64]), "budget": self.chance.choice([16, 64])}
+        self.engine = AsyncEngine(SimulatedCache(seed), *specs, **room)
+        self.asked: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self._stems = [self._some_tokens(self.chance.choice([8, 16, 24])) for _ in range(3)]
+
+    def _some_tokens(self, count: int) -> list[int]:
+        return [self.chance.randrange(900) for _ in range(count)]
+
+    def live(self) -> None:
+        for number in range(STEPS):
+            self._something(number)
+            self.engine.step(delivers=self.chance.random() < 0.8)
+        self.engine.worker.holds = False
+        self.engine.worker.failing = BAD_BLOCKS[0]
+        self.engine.run(most=600)
+
+    def _something(self, number: int) -> None:
+        engine, chance = self.engine, self.chance
+        alive = [name for name, each in engine.scheduler.requests.items() if not each.is_finished()]
+        roll = chance.random()
+        if roll < 0.25:
+            tokens = [*chance.choice(self._stems), *self._some_tokens(chance.randrange(1, 12))]
+            each = request(tokens, f"s{self.seed}n{number}", max_tokens=chance.choice([1, 2, 6, 12]))
+            self.asked[each.request_id] = each
+            engine.add(each)
+        elif roll < 0.32 and alive:
+            self.aborted.add(name := chance.choice(alive))
+            engine.abort(name)
+        elif roll < 0.40:
+            engine.worker.holds = not engine.worker.holds
+        elif roll < 0.46:
+            engine.worker.failing = chance.choice(BAD_BLOCKS)
+        elif roll < 0.50:
+            with suppress(RuntimeError):  # vLLM's own, where something is being loaded
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif roll < 0.54:
+            engine.scheduler.reset_prefix_cache()
+        elif roll < 0.55:
+            engine.connector.reset_cache()
+
+    def check(self) -> None:
+        for name, each in self.asked.items():
+            right, got = answer_to(each.prompt_token_ids or (), each.max_tokens), self.engine.answers[name]
+            assert got == (right[: len(got)] if name in self.aborted else right), name
+        self.engine.settle()
+        self.engine.check_nothing_left()
+        worker = self.engine.rank._worker
+        assert worker is not None
+        assert not (worker._loading or worker._reports or worker.received or worker.invalid or worker.failed)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one process", "two processes"])
+@pytest.mark.parametrize("specs", MODELS)
+def test_whatever_comes_each_load_is_told_once(
+    specs: tuple[Any, ...], apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncEngine, "apart", apart)
+    loads = told = 0
+    for seed in SEEDS:
+        life = Life(seed, specs)
+        requests = life.engine.connector._requests
+        assert requests is not None and (requests._worker is None) == apart
+        life.live()
+        life.check()
+        loads += len(life.engine.worker.loads)
+        told += life.engine.told.total()
+    assert loads == told > 10
