@@ -43,7 +43,9 @@ class World:
     def prompt(self) -> list[int]:
         return self._prompts.integers(0, 4096, TOKENS).tolist()
 
-    def cold(self, prompt: list[int]) -> list[int]:
+    def cold(self, prompt: list[int], drop: bool = False) -> list[int]:
+        if drop:
+            self.engine.drop_local_cache()
         answer = self.engine.ask(prompt, 8)
         assert answer.cached_tokens == 0
         self.stored.wait(16, TOKENS)
@@ -155,19 +157,28 @@ def test_an_engine_that_is_killed_in_the_middle_of_its_copies(
         lane = Lane(prompts, [1, 1], at_a_time=1)
         asked = threading.Thread(target=_ask_in_vain, args=(victim, lane))
         asked.start()
-        assert eventually((tmp_path / "found.json").exists) and world.status()[held], "copies are under way"
+        assert eventually(lambda: _has_stopped(tmp_path / "found.json")) and world.status()[held], (
+            "copies are under way"
+        )
         os.killpg(victim._process.popen.pid, signal.SIGKILL)
         asked.join()
     finally:
         victim._process.end()
     assert eventually(lambda: not (world.status()["writes"] or world.status()["leases"])), "nothing stays held"
-    found = [world.again(prompt).tokens for prompt in prompts]
+    found = [world.again(prompt) for prompt in prompts]
+    assert all(answer.cached_tokens in (0, TOKENS) for answer in found)
     ask(world.server.http, "/v1/blocks?confirm=everything", "DELETE")
-    computed = [world.again(prompt) for prompt in prompts]
-    assert [answer.cached_tokens for answer in computed] == [0, 0]
-    assert [answer.tokens for answer in computed] == found
+    # Other kernels compute a prompt than the last token behind a loaded one: each is compared with its like.
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert eventually(lambda: not world.status()["writes"])
+        world.stored = Stored(world.server.http, world.stored.count())
+        computed = world.cold(prompt, drop=True)
+        assert answer.tokens == (world.again(prompt).tokens if answer.cached_tokens else computed)
     assert world.found["wrong"] == 0
-    world.stored = Stored(world.server.http, world.stored.count())
+
+
+def _has_stopped(watched: Path) -> bool:
+    return watched.exists() and "stopped" in watched.read_text()
 
 
 def _ask_in_vain(engine: EngineProcess, lane: Lane) -> None:
@@ -181,17 +192,17 @@ GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_m
 def test_with_cuda_graphs_while_another_engine_stores_and_loads(world: World, maker: Maker, tmp_path: Path) -> None:
     """Graphs are captured while our threads work, and replayed over blocks that were loaded."""
     prompts = [world.prompt() for _ in range(4)]
-    expected = [world.cold(prompt) for prompt in prompts]
+    for prompt in prompts:
+        world.cold(prompt)
+    expected = [world.again(prompt).tokens for prompt in prompts]
     watched = tmp_path / "found.json"
     with maker.engine(watched, **GRAPHS) as engine:
         other = World(world.server, engine, watched, seed=4)
         for prompt, tokens in zip(prompts, expected, strict=True):
             answer = engine.ask(prompt, 8)
             assert answer.cached_tokens == TOKENS and answer.tokens == tokens, "stored by the engine without graphs"
-            assert other.again(prompt).tokens == tokens
         mine = other.prompt()
-        tokens = engine.ask(mine, 8).tokens
-        world.stored.blocks = world.stored.count()
+        engine.ask(mine, 8)
         assert eventually(lambda: world.again(mine).cached_tokens == TOKENS), "stored by the engine with graphs"
-        assert world.again(mine).tokens == tokens
-        assert other.found["wrong"] == 0
+        assert other.again(mine).tokens == world.again(mine).tokens
+        assert other.found["compared"] >= TOKENS // 16 and other.found["wrong"] == 0

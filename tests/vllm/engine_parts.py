@@ -172,6 +172,9 @@ class StepWorker:
         self.connection = connection
         self.holds = False
         self.failing: Callable[[LoadRequest], list[int]] = lambda load: []  # of a load's blocks, by place
+        self.spoil: Callable[[list[int]], None] = lambda block_ids: (
+            None
+        )  # what failed holds anything but what it should
         self.began: list[tuple[str, Any]] = []
         self._jobs: list[tuple[Hashable, LoadRequest | StoreRequest]] = []
         self._sources: dict[Hashable, Sources] = {}
@@ -208,6 +211,7 @@ class StepWorker:
                 finished.loaded.append(job)
                 if failed := asked.ids_of(~loaded):
                     finished.failed[job] = failed
+                    self.spoil(failed)
             else:
                 stored = self._transfer.offer(asked, sources=self._sources.pop(job))
                 finished.stored[job] = stored.written
@@ -299,6 +303,7 @@ class Engine:
     def _start(self) -> None:
         def worker(shape: Any, strategy: Any, options: Any) -> StepWorker:
             self.worker = StepWorker(self.cache.lookup_side(shape).connection)
+            self.worker.spoil = self._spoil
             return self.worker
 
         with one_rank(), mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", worker):
@@ -389,6 +394,10 @@ class Engine:
         self.cache.check_nothing_held()
 
     # -- the model
+
+    def _spoil(self, block_ids: list[int]) -> None:
+        for layer in self.kv.values():
+            layer[block_ids] = -7
 
     def _work(self, scheduled: Any) -> list[tuple[str, int]]:
         return list(scheduled.num_scheduled_tokens.items())

@@ -79,6 +79,17 @@ def test_workers_that_refuse_are_said_once_and_served_without_a_cache(
     check_it_does_nothing(side)
 
 
+def test_a_worker_has_one_scheduler(engine: Engine) -> None:
+    """MultiConnector gives the first connector's handshake to all of its connectors."""
+    first, handshake = requests_of(engine), engine.rank.get_handshake_metadata()
+    second = RequestSide(engine.config, engine.kv_cache_config, ClientOptions(address="tcp://127.0.0.1:9"))
+    assert handshake is not None
+    second.shake_hands([handshake])
+    assert (first._worker is None) == engine.apart
+    assert second._worker is None or engine.apart
+    second.close()
+
+
 def test_one_rank_that_refuses_is_enough(engine: Engine) -> None:
     shape = engine.rank.get_handshake_metadata()
     assert shape is not None
