@@ -1,13 +1,16 @@
-"""What results of benchmarks have in common: no figure without a unit."""
+"""What benchmarks have in common: no figure without a unit, and engines that take turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from kvkeep.bench.figures import unit_of
+from kvkeep.bench.vllm_run import EngineProcess
+from kvkeep.bench.vllm_session import Turns
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +30,29 @@ def without_unit() -> Callable[[Mapping[str, Any]], list[str]]:
         return found
 
     return find
+
+
+@pytest.fixture
+def worked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Whenever an engine of vLLM does something: its name, and whose turn it is."""
+    now: list[Hashable] = []
+    seen: list[tuple[str, Any]] = []
+    turn = Turns.turn
+
+    @contextmanager
+    def watched(self: Turns, whose: Hashable) -> Iterator[None]:
+        with turn(self, whose):
+            now.append(whose)
+            yield
+            now.pop()
+
+    monkeypatch.setattr(Turns, "turn", watched)
+    for name in ("__enter__", "ask", "load", "drop_local_cache"):
+        method: Any = getattr(EngineProcess, name)
+
+        def working(self: EngineProcess, *asked: Any, method: Any = method, **more: Any) -> Any:
+            seen.append((self.name, now[-1]))
+            return method(self, *asked, **more)
+
+        monkeypatch.setattr(EngineProcess, name, working)
+    return seen

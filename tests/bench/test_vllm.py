@@ -14,8 +14,6 @@ import pytest
 
 from kvkeep.bench import vllm, vllm_session
 from kvkeep.bench.vllm import Bench, Plan
-from kvkeep.bench.vllm_run import EngineProcess
-from kvkeep.bench.vllm_session import Turns
 from kvkeep.bench.vllm_setup import Connector, ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
 
@@ -161,27 +159,7 @@ def test_engines_take_turns_in_changing_order(run: Run, monkeypatch: pytest.Monk
     assert order == warm_up + [(name, at) for at in ("cold", "local", "external") for name in reversed(names)]
 
 
-def test_an_engine_works_in_its_own_turn_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    now: list[Any] = []
-    worked: list[tuple[str, str]] = []
-    turn = Turns.turn
-
-    @contextmanager
-    def watched(self: Turns, engine: str) -> Iterator[None]:
-        with turn(self, engine):
-            now.append(engine)
-            yield
-            now.pop()
-
-    monkeypatch.setattr(Turns, "turn", watched)
-    for name in ("__enter__", "ask", "drop_local_cache"):
-        method: Any = getattr(EngineProcess, name)
-
-        def working(self: EngineProcess, *asked: Any, method: Any = method) -> Any:
-            worked.append((self.name, now[-1]))
-            return method(self, *asked)
-
-        monkeypatch.setattr(EngineProcess, name, working)
+def test_an_engine_works_in_its_own_turn_only(run: Run, worked: list[tuple[str, Any]]) -> None:
     run(device="cpu", prompt_tokens="100", repeats=1)
     assert {name for name, _ in worked} == {"none", "kvkeep"} and all(name == whose for name, whose in worked)
 
