@@ -39,9 +39,11 @@ class Dependency(NamedTuple):
 
 
 class Event:
+    """Who waits for one that was never recorded does not wait."""
+
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.done = False
+        self.done = True
 
 
 class Begin(NamedTuple):
@@ -90,6 +92,31 @@ def bytes_at(tensor: torch.Tensor) -> NDArray[np.int64]:
     with torch._C.DisableTorchFunctionSubclass():
         array: NDArray[np.int64] = tensor.numpy()
         return array
+
+
+class Collected:
+    """A batch: nothing of it is given to the device before it runs."""
+
+    def __init__(self, device: Lazy) -> None:
+        self._device = device
+        self._at_once = Immediate(device)
+        self._commands: list[Callable[[], Any]] = []
+
+    def mark(self, stream: Stream, *, urgent: bool = False) -> Event:
+        event = self._device.event(stream)
+        self._commands.append(partial(self._device.record, event))
+        return event
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def collect(*given: Any) -> None:
+            self._commands.append(partial(getattr(self._at_once, name), *given))
+
+        return collect
+
+    def run(self) -> None:
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
 
 
 class Lazy:
@@ -144,8 +171,8 @@ class Lazy:
     def stream(self) -> Stream:
         return self._stream(next(self._names))
 
-    def batch(self) -> Immediate:
-        return Immediate(self)
+    def batch(self) -> Collected:
+        return Collected(self)
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -161,9 +188,16 @@ class Lazy:
             self.step()
 
     def mark(self, stream: Stream | None = None, *, urgent: bool = False) -> Event:
-        event = Event(stream or self._current)
-        self.give(partial(setattr, event, "done", True), stream)
+        event = self.event(stream or self._current)
+        self.record(event)
         return event
+
+    def event(self, stream: Stream) -> Event:
+        return Event(stream)
+
+    def record(self, event: Event) -> None:
+        event.done = False
+        self.give(partial(setattr, event, "done", True), event.stream)
 
     def after(self, stream: Stream | None, event: Event) -> None:
         stream = stream or self._current
@@ -211,14 +245,16 @@ class Lazy:
         self._reach(host, (count - 1) * host_pitch + nbytes)
         self._copy(stream, (device, pitch), (host, host_pitch), nbytes, count)
 
+    def move(self, stream: Stream, to: int, start: int, words: int) -> None:
+        self.give(partial(ctypes.memmove, to, start, 8 * words), stream)
+
     def _reach(self, host: int, nbytes: int) -> None:
         areas = self._reachable
         assert any(low <= host and host + nbytes <= high for low, high in areas), "a copy beyond what is registered"
 
     def _copy(self, stream: Stream, to: tuple[int, int], start: tuple[int, int], nbytes: int, count: int) -> None:
         """Addresses and pitches."""
-        if stream.name.endswith("copies"):  # ids and sums go with kernels, and are given with a lock held
-            self.elsewhere()
+        self.elsewhere()
         for at in range(count):
             self.give(partial(ctypes.memmove, to[0] + at * to[1], start[0] + at * start[1], nbytes), stream)
 

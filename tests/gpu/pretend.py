@@ -24,8 +24,8 @@ class Immediate:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self.after, self.mark = device.after, device.mark
-        self.to_host, self.to_device = device.to_host, device.to_device
+        self.after, self.mark, self.wait = device.after, device.mark, device.wait
+        self.to_host, self.to_device, self.move = device.to_host, device.to_device, device.move
 
     def zero(self, stream: Any, words: torch.Tensor) -> None:
         with self._device.on(stream):
@@ -111,6 +111,9 @@ class Pretend:
         self, stream: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, count: int
     ) -> None:
         self._copy("to device", device, pitch, host, host_pitch, nbytes, count, host_at=host)
+
+    def move(self, stream: Any, to: int, start: int, words: int) -> None:
+        ctypes.memmove(to, start, 8 * words)
 
     def _copy(
         self, way: str, to: int, to_pitch: int, start: int, pitch: int, nbytes: int, count: int, host_at: int

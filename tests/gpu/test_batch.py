@@ -13,7 +13,7 @@ import torch
 from kvkeep.errors import DeviceError
 from kvkeep.gpu import batch as module
 from kvkeep.gpu.batch import Batch, entries
-from kvkeep.gpu.kernels import Made
+from kvkeep.gpu.kernels import Made, Mover
 from kvkeep.kv import native
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the C kernel was not built")
@@ -27,6 +27,7 @@ _SIGNATURES = {
     "cuMemcpy2DAsync_v2": (_pointer, _u64),
     "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _u64, _u64),
     "cuLaunchKernel": (_u64, *[_unsigned] * 7, _u64, _pointer, _pointer),
+    "cuEventSynchronize": (_u64,),
 }
 
 
@@ -57,6 +58,7 @@ class Device:
     def __init__(self, driver: Driver) -> None:
         self.entries = entries(driver)  # type: ignore[arg-type]
         self.made = 0
+        self.mover = SimpleNamespace(function=1 << 44, threads=128, shared_bytes=7, programs=Mover.programs)
 
     def event(self, *, urgent: bool = False) -> Any:
         self.made += 1
@@ -88,10 +90,12 @@ def world() -> World:
 def test_marks_and_orders(world: World) -> None:
     event = world.batch.mark(world.stream)
     world.batch.after(world.other, event)
+    world.batch.wait(event)
     assert world.batch.mark(world.stream, urgent=True).urgent and not event.urgent
     assert world.ran() == [
         ("cuEventRecord", 1001, world.stream.cuda_stream),
         ("cuStreamWaitEvent", 8, 1001, 0),
+        ("cuEventSynchronize", 1001),
         ("cuEventRecord", 1002, world.stream.cuda_stream),
     ]
     assert world.ran() == [], "once"
@@ -137,6 +141,15 @@ def test_a_kernel_is_launched_with_its_arguments(world: World, name: str, verify
     arguments = [ids[1:].data_ptr(), 111, 222, staging.data_ptr(), 333, last, 0, 0]
     assert world.ran() == [
         ("cuLaunchKernel", 1 << 45, 17, 3, 1, 256, 1, 1, 96, world.stream.cuda_stream, arguments, None)
+    ]
+
+
+def test_words_are_moved_by_a_kernel(world: World) -> None:
+    world.batch.move(world.stream, 5, 6, 0)
+    world.batch.move(world.stream, 1 << 50, 3 << 40, 2500)
+    arguments = [1 << 50, 3 << 40, 2500, 0, 0, 0, 0, 0]
+    assert world.ran() == [
+        ("cuLaunchKernel", 1 << 44, 3, 1, 1, 128, 1, 1, 7, world.stream.cuda_stream, arguments, None)
     ]
 
 

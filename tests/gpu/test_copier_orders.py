@@ -260,14 +260,14 @@ def test_every_block_arrives_as_it_was_in_whatever_order_the_device_works(first:
 def test_a_load_that_fails_writes_nothing_any_more(monkeypatch: pytest.MonkeyPatch, marks: int) -> None:
     """Though then no event can be had to wait for. The engine has its blocks back."""
     world = World(marks)
-    mark, left = world.device.mark, iter(range(marks))
+    event, left = world.device.event, iter(range(marks))
 
     def fail_later(*arguments: Any, **options: Any) -> Any:
         if next(left, None) is None:
             raise DeviceError("CUDA error: out of memory")
-        return mark(*arguments, **options)
+        return event(*arguments, **options)
 
-    monkeypatch.setattr(world.device, "mark", fail_later)
+    monkeypatch.setattr(world.device, "event", fail_later)
     world.device.elsewhere = lambda: None
     with pytest.raises(DeviceError, match="out of memory"):
         world.copier.scattering(0, np.arange(12), row_addresses(world.pool[0])[:12], None)
@@ -295,6 +295,7 @@ def test_no_dependency_can_be_left_out(what: str) -> None:
 
 def without_room(reading: Any) -> None:
     reading._bay = reading._line.next_bay()
+    reading._batch.run()
 
 
 def without_ready(copier: Any, piece: int, *, verify: bool, ready: Any) -> Any:

@@ -67,6 +67,20 @@ def test_copies_go_where_they_should(device: Cuda, host: Any, pitch: int, host_p
 
 
 @needs_cuda
+@pytest.mark.parametrize("words", [1, 1500, 4096])
+def test_words_are_moved_to_and_fro(device: Cuda, words: int) -> None:
+    here, there, back = device.host_memory(words), device.memory(words), device.host_memory(words)
+    here.random_()
+    stream, batch = device.stream(), device.batch()
+    batch.move(stream, there.data_ptr(), here.data_ptr(), words)
+    batch.move(stream, back.data_ptr(), there.data_ptr(), words)
+    over = batch.mark(stream)
+    batch.run()
+    device.wait(over)
+    assert torch.equal(back, here)
+
+
+@needs_cuda
 def test_what_cannot_be_registered_is_an_error_with_the_drivers_word(device: Cuda) -> None:
     with pytest.raises(DeviceError, match="CUDA_ERROR"):
         device.register(4096, 4096)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.errors import RequestError
-from kvkeep.gpu.kernels import Units
+from kvkeep.gpu.kernels import Units, move
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.runs import BlockRuns
 
@@ -133,3 +133,16 @@ def test_blocks_cut_too_small_are_refused() -> None:
     layers = engine([(70_001,), (70_000,)])
     with pytest.raises(RequestError, match="no greater common measure than 1 bytes"):
         Units.of(BlockRuns.of(layers), torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 3000])
+def test_words_are_moved_and_no_more(count: int) -> None:
+    here = torch.randint(-(2**63), 2**63 - 1, (count + 2,), dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    there, back = torch.full((count + 2,), -1, dtype=torch.int64, device=DEVICE), torch.full_like(here, -1)
+    back = back.pin_memory() if DEVICE == "cuda" else back
+    move(there[1:], here[1:-1])
+    move(back[1:], there[1:-1])
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(back[1:-1], here[1:-1])
+    assert back[0] == back[-1] == there[0] == there[-1] == -1

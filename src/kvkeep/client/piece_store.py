@@ -1,4 +1,4 @@
-"""The store of one piece of blocks, part by part: while one is copied the server is asked for the next one's slots, and
+"""The store of one piece of blocks, part by part: while one is copied the server is asked for the next ones' slots, and
 while that one is read the one before is still on its way."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _BYTES_A_PART = 256 << 20  # what one block that is lost, or one server that goes, costs at most
 _BYTES_OF_THE_FIRST = 32 << 20  # where nothing else is under way: the sooner the server answers
 _BLOCKS_A_PART = 1024
+_PARTS_ASKED_FOR = 2  # at a time: a server that is busy with others must not leave the bus idle
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class PieceStore:
         self._departed = False
         self._completions: list[tuple[Call, Call]] = []
         self._parts_left: Iterator[tuple[int, int]] = iter(())
-        self._ahead: tuple[tuple[int, int], Call] | None = None
+        self._ahead: deque[tuple[tuple[int, int], Call]] = deque()  # asked for, in order
         self._takes_all = False
 
     def begin(self, *, hurry: bool = True) -> None:
         """Asks the server for the first slots; in a hurry, for few at first."""
         self._parts_left = self._parts(hurry)
-        self._ahead = self._prepare(next(self._parts_left))
+        self._ask_ahead()
 
     def copy(self, before_the_last: Callable[[], None] = lambda: None) -> None:
         """Copies all that the server takes; some of it may still be on its way. `before_the_last` is called when
@@ -112,9 +113,9 @@ class PieceStore:
 
     def _copy_parts(self, before_the_last: Callable[[], None]) -> bool:
         """Whether the server takes all of it."""
-        complete, ahead = True, self._ahead
-        while ahead is not None:
-            part, call = ahead
+        complete = True
+        while self._ahead:
+            part, call = self._ahead.popleft()
             plan = read_plan(self._connection.wait(call), part[1] - part[0])
             complete &= plan is not None and not plan.refused
             if plan is None:
@@ -123,10 +124,10 @@ class PieceStore:
             self._sources.skip(self._piece, *part, positions)
             if plan.refused:
                 self._connection.counters.fail("orphan" if plan.orphan else "no_room")
-            # Ask for the next part's slots now: the server works while this part is copied.
-            following = next(self._parts_left, None) if not plan.refused else None
-            ahead = self._prepare(following) if following else None
-            if ahead is None:
+                self._ahead.clear()
+            else:
+                self._ask_ahead()  # the server works while this part is copied
+            if not self._ahead:
                 before_the_last()
             if not len(plan.positions):
                 self._begun.remove(call)
@@ -175,8 +176,11 @@ class PieceStore:
             yield start, min(start + size, count)
             start += size
 
-    def _prepare(self, part: tuple[int, int]) -> tuple[tuple[int, int], Call]:
-        start, stop = part
+    def _ask_ahead(self) -> None:
+        while len(self._ahead) < _PARTS_ASKED_FOR and (part := next(self._parts_left, None)):
+            self._ahead.append((part, self._prepare(*part)))
+
+    def _prepare(self, start: int, stop: int) -> Call:
         request, layout = self._request, self._connection.layout
         message = m.PrepareStore(
             tenant=request.tenant,
@@ -189,7 +193,7 @@ class PieceStore:
         )
         call = self._connection.call(message, self._deadline_ms)
         self._begun.append(call)
-        return part, call
+        return call
 
     def _write(self, call: Call, positions: NDArray[np.int64], plan: Plan) -> _Part | None:
         """Copies the blocks that the plan names. None: they could not be written."""

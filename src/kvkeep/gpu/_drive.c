@@ -8,7 +8,7 @@
 #define WORDS 14
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH };
+enum { RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT };
 
 /* CUDA_MEMCPY2D */
 struct copy2d {
@@ -24,6 +24,7 @@ struct copy2d {
 /* CU_MEMORYTYPE_* */
 enum { HOST = 1, DEVICE = 2 };
 
+typedef int (*one)(uint64_t);
 typedef int (*two)(uint64_t, uint64_t);
 typedef int (*after)(uint64_t, uint64_t, unsigned);
 typedef int (*copy)(uint64_t, uint64_t, uint64_t, uint64_t);
@@ -40,6 +41,7 @@ struct driver {
     copy_2d copy_2d;
     zero zero;
     launch launch;
+    one wait;
 };
 
 static int copy_rows(const struct driver *cuda, const uint64_t *w, int to_host) {
@@ -76,6 +78,7 @@ EXPORTED int kvkeep_drive(const struct driver *cuda, uint64_t *commands, int64_t
         case TO_DEVICE_2D: result = copy_rows(cuda, w, 0); break;
         case ZERO: result = cuda->zero(w[1], 0, w[2], w[3]); break;
         case LAUNCH: result = start(cuda, w); break;
+        case WAIT: result = cuda->wait(w[1]); break;
         }
         if (result) {
             *failed = at;

@@ -2,7 +2,7 @@
 
 Every single call to the driver would let go of the interpreter and have to wait for it again, while an engine's own
 thread is busy starting kernels: with several calls for each batch of blocks that is what limited transfers, and what an
-engine felt of them. Nothing here waits for the GPU.
+engine felt of them. Nothing here waits for the GPU unless it was told to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.gpu.kernels import Units
 
 WORDS = 14
-RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH = range(8)
+RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT = range(9)
 _FUNCTIONS = (
     "cuEventRecord",
     "cuStreamWaitEvent",
@@ -30,6 +30,7 @@ _FUNCTIONS = (
     "cuMemcpy2DAsync_v2",
     "cuMemsetD8Async",
     "cuLaunchKernel",
+    "cuEventSynchronize",
 )
 
 
@@ -59,6 +60,11 @@ class Batch:
         self._add(RECORD, event.handle, stream.cuda_stream)
         return event
 
+    def wait(self, event: Event) -> None:
+        """What follows is given to the driver when that point has come; `run` takes as long."""
+        self._kept.append(event)
+        self._add(WAIT, event.handle)
+
     def to_host(
         self, stream: Any, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int
     ) -> None:
@@ -75,6 +81,24 @@ class Batch:
             self._add(TO_DEVICE, device, host, nbytes * count, stream.cuda_stream)
         else:
             self._add(TO_DEVICE_2D, host, host_pitch, device, pitch, nbytes, count, stream.cuda_stream)
+
+    def move(self, stream: Any, to: int, start: int, words: int) -> None:
+        """A few words, by a kernel (`kernels.move`)."""
+        if not words:
+            return
+        mover = self._device.mover
+        self._add(
+            LAUNCH,
+            mover.function,
+            mover.programs(words),
+            1,
+            mover.threads,
+            mover.shared_bytes,
+            stream.cuda_stream,
+            to,
+            start,
+            words,
+        )
 
     def zero(self, stream: Any, words: torch.Tensor) -> None:
         self._add(ZERO, words.data_ptr(), words.nbytes, stream.cuda_stream)

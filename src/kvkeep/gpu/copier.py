@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
-from kvkeep.gpu.pinned import Pinned
+from kvkeep.gpu.pinned import Pinned, Run
 from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Ledger, Line, Saved
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.units import format_size
@@ -41,6 +41,7 @@ Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
+_BAYS_TOGETHER = 8  # of a load, in one call, and fewer at first: who comes back from one waits for the interpreter
 
 
 class GpuCopier:
@@ -87,6 +88,10 @@ class GpuCopier:
                     units.gather(ids, bay.memory, sums)
                     units.scatter(ids, bay.memory, sums)
             self._device.wait(self._device.mark())
+            batch = self._device.batch()
+            batch.move(self._out.kernels, bay.address, ids.data_ptr(), 1)
+            batch.run()
+            self._device.wait(self._device.mark(self._out.kernels))
         except Exception as error:  # guard: raised again; Triton and the C compiler that it calls have many words
             hint = "Triton needs a C compiler on this host, such as gcc"
             raise DeviceError(f"the kernels that move blocks cannot be made: {error}", hint) from error
@@ -145,40 +150,41 @@ class GpuCopier:
             ledger = line.take_ledger()
         count, at_a_time = len(block_ids), line.blocks_a_bay(units.pitch)
         ids, bay, before = None, None, None
-        for start in range(0, count, at_a_time):
-            some = slice(start, min(start + at_a_time, count))
+        for number, runs in enumerate(self._pinned.runs(addresses, units.nbytes, at_a_time)):
+            some = slice(number * at_a_time, min((number + 1) * at_a_time, count))
             bay, before = line.next_bay(), bay.busy if bay is not None else None
             if bay.busy is not None:
                 batch.after(line.copies, bay.busy)
-            self._to_bay(batch, line, bay, units, addresses[some])
+            for address, step, at, rows in runs or [self._bounced(batch, line, bay, units, addresses[some])]:
+                batch.to_device(
+                    line.copies, bay.address + at * units.pitch, units.pitch, address, step, units.nbytes, rows
+                )
+            bay.bounced = arrived = batch.mark(line.copies)
             if ids is None:  # while the first are on the bus
                 batch.run()
                 if verify:
                     ledger.begin(batch, line.kernels, count)
                 ids = ledger.ids(batch, line.kernels, block_ids)
-            batch.after(line.kernels, batch.mark(line.copies))
+            batch.after(line.kernels, arrived)
             batch.scatter(line.kernels, units, ids[some], bay.memory, ledger.sums[some] if verify else None)
             bay.busy = batch.mark(line.kernels)
-            batch.run()
+            if (number + 1) % _BAYS_TOGETHER == 0 or not number & (number + 1):
+                batch.run()
         if verify:
             ledger.send_sums(batch, line.kernels, count)
         done = batch.mark(line.kernels, urgent=True)
         batch.run()
         return Scattered(ledger, count, before, done)
 
-    def _to_bay(self, batch: Any, line: Line, bay: Bay, units: Units, addresses: Addresses) -> None:
-        runs = self._pinned.runs(addresses, units.nbytes)
-        if runs is None:
-            if bay.bounced is not None:
-                self._device.wait(bay.bounced)
-            bounce = line.bounce(bay)
-            for at, address in enumerate(addresses.tolist()):
-                ctypes.memmove(bounce + at * units.pitch, address, units.nbytes)
-            runs = [(bounce, units.pitch, 0, len(addresses))]
-        for address, step, at, count in runs:
-            to = bay.address + at * units.pitch
-            batch.to_device(line.copies, to, units.pitch, address, step, units.nbytes, count)
-        bay.bounced = batch.mark(line.copies)
+    def _bounced(self, batch: Any, line: Line, bay: Bay, units: Units, addresses: Addresses) -> Run:
+        """The same bytes where the bus can reach them."""
+        batch.run()
+        if bay.bounced is not None:
+            self._device.wait(bay.bounced)
+        bounce = line.bounce(bay)
+        for at, address in enumerate(addresses.tolist()):
+            ctypes.memmove(bounce + at * units.pitch, address, units.nbytes)
+        return bounce, units.pitch, 0, len(addresses)
 
     # -- host memory
 
@@ -282,7 +288,8 @@ class Reading:
         """Waits until a bay is free: what `gather` gives to the GPU then waits for nothing but the engine."""
         self._bay = self._line.next_bay()
         if self._bay.busy is not None:
-            self._device.wait(self._bay.busy)
+            self._batch.wait(self._bay.busy)
+        self._batch.run()
 
     def gather(self, block_ids: NDArray[np.int64], addresses: Addresses) -> None:
         """These blocks are read: the engine must not write into them before it has called `shield`."""
@@ -303,18 +310,17 @@ class Reading:
         self._gathered = (self._bay, addresses)
 
     def deliver(self) -> None:
-        """What was gathered goes into its slots."""
+        """What was gathered goes into its slots, at the latest when room is made for others, or at the end."""
         if self._gathered is None:
             return
         (bay, addresses), self._gathered = self._gathered, None
         device, batch, copies, units = self._device, self._batch, self._line.copies, self._units
-        runs = self._copier._pinned.runs(addresses, units.nbytes)
+        [runs] = self._copier._pinned.runs(addresses, units.nbytes, len(addresses))
         if runs is not None:
             for address, step, at, count in runs:
                 place = bay.address + at * units.pitch
                 batch.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
             bay.busy = batch.mark(copies)
-            batch.run()
             return
         bounce, nbytes = self._line.bounce(bay), len(addresses) * units.pitch
         batch.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
@@ -329,7 +335,6 @@ class Reading:
         self._saved.append(saved)
         self.make_room()
         assert self._bay is not None
-        self._batch.run()
         self._device.after(self._line.kernels, saved.ready)
         words = self._units.pitch // 8
         with self._device.on(self._line.kernels):

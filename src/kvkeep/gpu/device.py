@@ -8,6 +8,7 @@ looks like `Cuda`, which is how it is tested on machines without a GPU.
 from __future__ import annotations
 
 import ctypes
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from kvkeep.errors import DeviceError
 from kvkeep.gpu.batch import Batch, entries
+from kvkeep.gpu.kernels import Mover
 from kvkeep.kv import native
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
@@ -24,16 +26,17 @@ _BLOCKING, _NO_TIMING = 1, 2  # CU_EVENT_*
 
 
 class Event:
-    """A point in a stream's work."""
+    """A point in a stream's work. When nobody has it any more its handle is used again, also if that point has not come
+    yet: streams that wait for it are not held up by what it means later."""
 
-    __slots__ = ("_driver", "handle")
+    __slots__ = ("_unused", "handle")
 
-    def __init__(self, driver: ctypes.PyDLL, handle: int) -> None:
-        self._driver = driver
+    def __init__(self, handle: int, unused: list[int]) -> None:
         self.handle = handle
+        self._unused = unused
 
     def __del__(self) -> None:
-        self._driver.cuEventDestroy_v2(ctypes.c_void_p(self.handle))  # also if it is not over yet
+        self._unused.append(self.handle)
 
 
 class Cuda:
@@ -48,6 +51,7 @@ class Cuda:
         if not native.available:
             raise DeviceError("the C kernel was not built", "install a C compiler and reinstall kvkeep")
         self.entries = entries(self._driver)
+        self._unused_events: tuple[list[int], list[int]] = ([], [])  # of those who sleep, and of those who spin
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
 
@@ -97,10 +101,15 @@ class Cuda:
 
     def event(self, *, urgent: bool = False) -> Event:
         """Of nothing yet. Who waits for it sleeps, or spins if `urgent`."""
+        unused = self._unused_events[urgent]
+        try:
+            return Event(unused.pop(), unused)
+        except IndexError:
+            pass
         handle = ctypes.c_void_p()
         flags = _NO_TIMING if urgent else _NO_TIMING | _BLOCKING
         self._check("cuEventCreate", self._quickly.cuEventCreate(ctypes.byref(handle), ctypes.c_uint(flags)))
-        return Event(self._quickly, handle.value or 0)
+        return Event(handle.value or 0, unused)
 
     def mark(self, stream: Any = None, *, urgent: bool = False) -> Event:
         """A point in the work of this stream. None: of the engine's."""
@@ -125,6 +134,11 @@ class Cuda:
     def batch(self) -> Batch:
         """Copies, kernels and marks that begin together, and are not waited for."""
         return Batch(self)
+
+    @functools.cached_property
+    def mover(self) -> Mover:
+        """Compiled when it is first asked for."""
+        return Mover(self.torch_device)
 
     def name_of(self, result: int) -> str:
         name = ctypes.c_char_p()

@@ -30,6 +30,7 @@ _LANES = tl.constexpr(definition.ROW // 8)
 _GOLDEN = tl.constexpr(definition.GOLDEN)
 _TILE_ROWS = 8  # 32 KiB a program
 _GRID_LIMIT = 65_535  # of a grid's second dim
+_MOVED_WORDS = 1024  # a program
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -133,6 +134,34 @@ def _scatter(  # type: ignore[no-untyped-def]
         word = moved  # what filled up the last word in staging memory is no part of the block
     if verify:
         _add_up(word, keys, sums, tile_rows, rows)
+
+
+@triton.jit(do_not_specialize=["target", "source", "count"])  # type: ignore[untyped-decorator, unused-ignore]
+def _move(target, source, count, at_a_time: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * at_a_time + tl.arange(0, at_a_time)
+    tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+def move(target: torch.Tensor, source: torch.Tensor) -> Any:
+    """A few words, on the current stream; either may be host memory that the bus can reach. A copy would take one of
+    the GPU's copy engines, and what is under way there in the same direction pauses for 75 µs, however small it is."""
+    count = len(source)
+    return _move[(Mover.programs(count),)](target, source, count, at_a_time=_MOVED_WORDS, num_warps=4)
+
+
+class Mover:
+    """`move` as the driver knows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        words = torch.zeros(2, dtype=torch.int64, device=device)
+        made = move(words[:1], words[1:])
+        self.function: int = made.function
+        self.threads: int = 32 * made.metadata.num_warps
+        self.shared_bytes: int = made.metadata.shared
+
+    @staticmethod
+    def programs(words: int) -> int:
+        return -(-words // _MOVED_WORDS)
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ class Pinned:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranges: dict[int, int] = {}
-        self._sorted = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+        self._sorted: tuple[list[int], list[int]] = ([], [])  # where they begin and end
 
     def add(self, address: int, nbytes: int) -> None:
         with self._lock:
@@ -32,29 +34,33 @@ class Pinned:
 
     def _sort(self) -> None:
         ordered = sorted(self._ranges.items())
-        self._sorted = (
-            np.array([start for start, _ in ordered], np.uint64),
-            np.array([stop for _, stop in ordered], np.uint64),
-        )
+        self._sorted = [start for start, _ in ordered], [stop for _, stop in ordered]
 
-    def runs(self, addresses: NDArray[np.uint64], nbytes: int) -> list[Run] | None:
-        """Areas of `nbytes` as runs that one copy takes each: equally far apart, and registered together. None if not
-        all of them are registered."""
+    def runs(self, addresses: NDArray[np.uint64], nbytes: int, at_a_time: int) -> Iterator[list[Run] | None]:
+        """Areas of `nbytes`, so many at a time, as runs that one copy takes each: equally far apart, and registered
+        together. None for those of which not all are registered."""
+        # Lists, and only as far as they are asked for: somebody waits for the first, and they are few at a time.
+        for start in range(0, len(addresses), at_a_time):
+            yield self._runs(addresses[start : start + at_a_time].tolist(), nbytes)
+
+    def _runs(self, places: Sequence[int], nbytes: int) -> list[Run] | None:
         starts, stops = self._sorted
-        if not len(addresses) or not len(starts):
-            return None
-        part = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
-        if (part < 0).any() or (addresses + np.uint64(nbytes) > stops[part]).any():
-            return None
-        steps = np.diff(addresses.astype(np.int64))
-        steps[(np.diff(part) != 0) | (steps < nbytes)] = 0  # no copy goes across
         runs: list[Run] = []
-        at, listed, places = 0, steps.tolist(), addresses.tolist()
-        while at < len(places):
-            stop = at + 1
-            step = listed[at] if at < len(listed) else 0
-            while step and stop - 1 < len(listed) and listed[stop - 1] == step:
-                stop += 1
-            runs.append((places[at], step or nbytes, at, stop - at))
-            at = stop
+        low = high = 0  # the range that the last one is in
+        first = step = count = 0  # of the run that grows
+        for at, place in enumerate(places):
+            distance = place - places[at - 1]
+            if place < low or place + nbytes > high:
+                number = bisect_right(starts, place) - 1
+                if number < 0 or place + nbytes > stops[number]:
+                    return None
+                low, high, distance = starts[number], stops[number], 0  # no copy goes across
+            if count and distance >= nbytes and (count == 1 or distance == step):
+                step, count = distance, count + 1
+                continue
+            if count:
+                runs.append((places[first], step or nbytes, first, count))
+            first, step, count = at, 0, 1
+        if count:
+            runs.append((places[first], step or nbytes, first, count))
         return runs

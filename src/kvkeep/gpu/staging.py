@@ -37,7 +37,7 @@ class Ledger:
         self._ids_view = self._ids_here.numpy()
         self._ids_at, self._ids_here_at = self._ids.data_ptr(), self._ids_here.data_ptr()
         self._sums_here, self.sums = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
-        self._sums_here_at = self._sums_here.data_ptr()
+        self._sums_at, self._sums_here_at = self.sums.data_ptr(), self._sums_here.data_ptr()
 
     def begin(self, batch: Any, stream: Any, count: int) -> None:
         """So many sums will be taken."""
@@ -46,11 +46,11 @@ class Ledger:
     def ids(self, batch: Any, stream: Any, block_ids: NDArray[np.int64], at: int = 0) -> torch.Tensor:
         count = len(block_ids)
         self._ids_view[at : at + count] = block_ids
-        batch.to_device(stream, self._ids_at + 8 * at, 8 * count, self._ids_here_at + 8 * at, 8 * count, 8 * count, 1)
+        batch.move(stream, self._ids_at + 8 * at, self._ids_here_at + 8 * at, count)
         return self._ids[at : at + count]
 
     def send_sums(self, batch: Any, stream: Any, count: int) -> None:
-        batch.to_host(stream, self._sums_here_at, 8 * count, self.sums.data_ptr(), 8 * count, 8 * count, 1)
+        batch.move(stream, self._sums_here_at, self._sums_at, count)
 
     def sums_here(self, count: int) -> NDArray[np.uint64]:
         """When they have arrived."""
