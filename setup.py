@@ -9,7 +9,12 @@ setup(
     ext_modules=[
         Extension(
             "kvkeep.kv._native",
-            sources=["src/kvkeep/kv/_native.c", "src/kvkeep/kv/_keys.c", "src/kvkeep/gpu/_drive.c"],
+            sources=[
+                "src/kvkeep/kv/_native.c",
+                "src/kvkeep/kv/_keys.c",
+                "src/kvkeep/kv/_climb.c",
+                "src/kvkeep/gpu/_drive.c",
+            ],
             extra_compile_args=["-O3", "-g0", "-std=gnu11"],
             optional=True,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,14 @@ def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(worl
     assert lock.is_held(), "the server may not take a slot that is being read"
     assert [each.tolist() for each in loading.finish()] == [[True] * 4], "the bytes were there, and are verified"
     assert not lock.is_held() and world.fence._holders == 0
+
+
+def test_of_those_begun_together_each_has_its_own_blocks(world: World) -> None:
+    stale = replace(world.request(IDS), epoch=99)
+    good, bad = world.request(IDS), world.request([[1, 2, 3, 4], [5, 6, 7, 8]])
+    bad = replace(bad, checksums=bad.checksums ^ np.array([[0, 0], [0, 1], [0, 0], [0, 0]], dtype=np.uint64))
+    loaded = world.transfer.load_together([bad, stale, good])
+    assert [each.tolist() for each in loaded] == [[True, False, True, True], [False] * 4, [True] * 4]
 
 
 def test_several_can_be_under_way_and_end_in_any_order(world: World) -> None:

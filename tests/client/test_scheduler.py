@@ -66,7 +66,9 @@ def test_an_answer_stays_under_its_lease_until_it_is_released(sim: Any) -> None:
     scheduler.lookup("r", None, keys(3))
     sim.run(60_000, step_ms=100)
     assert leases(sim) == 1
+    sent = scheduler.connection.counters.sent
     scheduler.release("r")
+    assert scheduler.connection.counters.sent == sent + 1, "said at once, not when somebody polls"
     sim.run(20)
     assert leases(sim) == 0
     scheduler.release("r")

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvkeep.kv import native
+from kvkeep.store import tree
 from kvkeep.store.table import NO_ROW, READY, BlockTable
 from kvkeep.store.tree import (
     children,
@@ -58,6 +60,32 @@ def test_a_row_with_another_key_is_not_described() -> None:
     assert rows_of_chain(table, index, b"".join(keys), 0, 3).tolist() == rows.tolist()
     table.keys.put(rows[1:2], b"x" * 16)
     assert rows_of_chain(table, index, b"".join(keys), 0, 3).tolist() == rows[:1].tolist()
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_both_roads_up_a_chain_find_the_same_rows(monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
+    if is_native and not native.available:
+        pytest.skip("the C kernel is not built here")
+    monkeypatch.setattr(native, "available", is_native)
+    table, keys = BlockTable(), [f"{i}".encode().ljust(16, b".") for i in range(300)]
+    rows = np.random.default_rng(1).permutation(table.take(300))
+    table.keys.put(rows, b"".join(keys))
+    table.many.state[rows] = READY
+    link_chain(table, rows, NO_ROW)
+    index = dict(zip(keys, rows.tolist(), strict=True))
+    monkeypatch.setattr(tree, "_walk_down", lambda *_: pytest.fail("the way up was not taken for a chain"))
+    for skip, hit in ((0, 1), (0, 300), (1, 300), (299, 300), (17, 120)):
+        assert rows_of_chain(table, index, b"".join(keys), skip, hit).tolist() == rows[skip:hit].tolist()
+
+
+def test_a_parent_that_is_no_row_ends_the_way_up() -> None:
+    """Columns are files: whoever writes into them must not send the C kernel anywhere else."""
+    if not native.available:
+        pytest.skip("the C kernel is not built here")
+    for wrong in (NO_ROW, -(1 << 31), 5, (1 << 31) - 1):
+        parents = np.array([NO_ROW, 0, wrong, 2, 3], dtype=np.int32)
+        assert native.climb(parents, 4, 5).tolist() == [2, 3, 4]
+    assert native.climb(np.array([NO_ROW, 0, 1], dtype=np.int32), 2, 2).tolist() == [1, 2]
 
 
 def test_links_go_both_ways() -> None:

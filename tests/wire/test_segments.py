@@ -224,11 +224,14 @@ def test_a_segment_shorter_than_was_said_is_refused(segments: Segments, tmp_path
         segments.view(0, 16)
 
 
-def test_closing_unmaps(segments: Segments) -> None:
+def test_closing_unmaps(segments: Segments, tmp_path: Path) -> None:
     segments.view(0, 16)
     before = mapped_segments()
     segments.close()
     assert mapped_segments() == before - 1
+    segment_path(tmp_path, 0).unlink()
+    with pytest.raises(PoolError, match="cannot open"):
+        segments.addresses(offsets(0), 16)  # not where it was
 
 
 def test_a_view_that_is_still_held_outlives_closing(segments: Segments) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Loading:
         checksums = _joined([request.checksums for request in loads])
         try:
             for piece, block_ids in enumerate(table):
-                wanted = np.flatnonzero(block_ids != NO_BLOCK)
+                wanted = (block_ids != NO_BLOCK).nonzero()[0]
                 place = self._transfer.addresses(piece, slots[wanted], epoch)
                 addresses = self._pool.enter_context(place)
                 if addresses is None:  # the pool is gone
@@ -79,8 +80,8 @@ class Loading:
         self._under_way = []
 
     def _judge(self, results: list[tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]]) -> None:
-        ends = np.cumsum([self._requests[number].blocks for number in self._sound])
-        loaded = np.ones(int(ends[-1]), dtype=np.bool_)
+        ends = list(accumulate(self._requests[number].blocks for number in self._sound))
+        loaded = np.ones(ends[-1], dtype=np.bool_)
         for wanted, written, good in results:
             # Verified or not, what was never written cannot be loaded. It is no fault of the server either.
             loaded[wanted] &= good & written
@@ -90,8 +91,8 @@ class Loading:
                 for owner in np.unique(owners).tolist():
                     request = self._requests[self._sound[owner]]
                     self._transfer.report_bad(request, bad[owners == owner] - (ends[owner] - request.blocks))
-        for number, part in zip(self._sound, np.split(loaded, ends[:-1]), strict=True):
-            self.loaded[number][:] = part
+        for number, end in zip(self._sound, ends, strict=True):
+            self.loaded[number] = loaded[end - self._requests[number].blocks : end]
 
 
 def _joined(arrays: Sequence[NDArray[Any]], axis: int = 0) -> NDArray[Any]:

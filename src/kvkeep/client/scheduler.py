@@ -71,7 +71,7 @@ class SchedulerAdapter:
         or session that is gone, and when an outage is over that kept it from finding anything, it asks anew.
         """
         asked = self._asked.get(request)
-        if asked is None or asked.answer is None:
+        if asked is None or not asked.call.done:
             self.connection.poll()  # otherwise there is nothing to wait for, and a Keeper polls anyway
         again = False
         if asked is not None and ((asked.keys, asked.skip, asked.salt) != (keys, skip, salt) or self._is_stale(asked)):
@@ -105,7 +105,6 @@ class SchedulerAdapter:
         asked = self._asked.pop(request, None)
         if asked is not None:
             self.connection.give_up(asked.call)
-            self.connection.poll()
 
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
         """The request is over. With `finished`, the conversation too: its blocks may go early."""

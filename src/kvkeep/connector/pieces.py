@@ -109,12 +109,12 @@ class Pieces:
         blocks = min(skip + len(checksums), limit)
         if blocks <= local:
             return local
-        lacking = np.zeros((len(self), blocks), dtype=np.bool_)
-        lacks = (checksums[: blocks - skip] == ABSENT).reshape(blocks - skip, -1, len(self)).any(axis=1)
-        lacking[:, skip:] = lacks.T
-        lacking[:, :local] = False
-        if not lacking.any():
+        absent = checksums[: blocks - skip] == ABSENT
+        if not absent.any():
             return blocks
+        lacking = np.zeros((len(self), blocks), dtype=np.bool_)
+        lacking[:, skip:] = absent.reshape(blocks - skip, -1, len(self)).any(axis=1).T
+        lacking[:, :local] = False
         lengths = np.arange(local + 1, blocks + 1)
         good = np.ones(len(lengths), dtype=np.bool_)
         for row, place in zip(lacking, self._places, strict=True):

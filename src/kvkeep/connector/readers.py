@@ -33,9 +33,9 @@ class Readers:
             np.subtract.at(self._counts, ids, 1)
 
     def among(self, block_ids: Iterable[int]) -> list[int]:
-        """Those of them that somebody reads, in order."""
+        """Those of them that somebody reads, in order, each once."""
         if not self._blocks:
             return []
         ids = np.fromiter(block_ids, dtype=np.int64)
         ids = ids[(ids >= 0) & (ids < len(self._counts))]  # what is no block is read by nobody
-        return sorted(ids[self._counts[ids] > 0].tolist())
+        return np.unique(ids[self._counts[ids] > 0]).tolist()  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ server, a network or a request's params did. The rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 BlockIds = Sequence[int] | NDArray[np.int64]  # of one piece, or a row for each
 
-_KEY = np.dtype((np.void, KEY_BYTES))
 BLOCKS_TOGETHER = 8  # generated blocks that are stored in one go; nobody can ask for them before the answer is known
 
 
@@ -66,7 +65,7 @@ class SchedulerSide:
         self._trackers: dict[str, Tracker] = {}
         self._jobs: dict[int, Job] = {}
         self._owners: dict[int, Tracker] = {}  # of jobs
-        self._loading: dict[int, frozenset[bytes]] = {}  # job -> keys of blocks that are on their way here
+        self._loading: dict[int, Job] = {}  # those of the jobs that bring blocks here
         self._readers = Readers()
         self._next_job = self._next_tracker = 0
         self._loads: dict[int, LoadRequest] = {}
@@ -248,9 +247,7 @@ class SchedulerSide:
 
     # -- steps
 
-    def build_step(
-        self, written_blocks: set[int] | frozenset[int] = frozenset(), *, tokens: int = 0, requests: int = 0
-    ) -> StepMetadata:
+    def build_step(self, written_blocks: Collection[int] = (), *, tokens: int = 0, requests: int = 0) -> StepMetadata:
         """The jobs that were prepared since the last step. They go to every worker. `written_blocks` are the engine
         blocks that the step may write into, where an engine gives blocks to others before they are stored. The step
         computes so many `tokens` of so many `requests`."""
@@ -323,8 +320,10 @@ class SchedulerSide:
         return False
 
     def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
-        key = tracker.key(block)
-        return any(key in keys for keys in self._loading.values())
+        key = tracker.key(block)  # it stands for all tokens up to its end: no other place has it
+        return any(
+            block in job.places and self._owners[number].key(block) == key for number, job in self._loading.items()
+        )
 
     def _new_job(
         self,
@@ -345,8 +344,7 @@ class SchedulerSide:
             self._readers.add(job.number, block_ids)
         if is_load:
             tracker.loads += 1
-            keys = tracker.keys_of(first_block, first_block + blocks)
-            self._loading[job.number] = frozenset(np.frombuffer(keys, dtype=_KEY).tolist())
+            self._loading[job.number] = job
         return job
 
     def _end_job(self, job: Job) -> None:

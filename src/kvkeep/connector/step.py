@@ -52,6 +52,11 @@ class Job:
     def __post_init__(self) -> None:
         self.blocks = self.blocks or len(self.block_ids)
 
+    @property
+    def places(self) -> range:
+        """Which of the request's blocks it loads or stores."""
+        return range(self.first_block, self.first_block + self.blocks)
+
     def good_blocks(self) -> int:
         """How many leading blocks every rank has loaded. Those after a bad one do not count: they are computed
         again."""

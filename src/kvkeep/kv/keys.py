@@ -19,7 +19,8 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -67,21 +68,26 @@ def root_key(identity: ModelIdentity, salt: str | None, *, lora: str = "", extra
         if not isinstance(given, wanted):
             problem = f"{field} must be {wanted.__name__}, not {type(given).__name__}"
             raise RequestError(f"bad_{field}", problem, field=field)
-    state = _ROOT.copy()
-    for name, value in _root_fields(identity, salt, lora, extra):
-        label = name.encode()
-        state.update(len(label).to_bytes(4, "little") + label)
-        state.update(len(value).to_bytes(8, "little") + value)
+    state = _hashed(identity).copy()
+    state.update(_field("salt", salt.encode("utf-8", "surrogatepass")))
+    state.update(_field("lora", lora.encode("utf-8", "surrogatepass")))
+    state.update(_field("extra", extra))
     return state.digest()
 
 
-def _root_fields(identity: ModelIdentity, salt: str, lora: str, extra: bytes) -> Iterator[tuple[str, bytes]]:
+@lru_cache(maxsize=16)
+def _hashed(identity: ModelIdentity) -> blake2b:
+    """A root as far as the identity decides it: an engine has one, and many requests."""
+    state = _ROOT.copy()
     # Read from the struct itself, so that a field added to the identity cannot be forgotten here.
     for field in identity.__struct_fields__:
-        yield f"identity.{field}", str(getattr(identity, field)).encode()
-    yield "salt", salt.encode("utf-8", "surrogatepass")
-    yield "lora", lora.encode("utf-8", "surrogatepass")
-    yield "extra", extra
+        state.update(_field(f"identity.{field}", str(getattr(identity, field)).encode()))
+    return state
+
+
+def _field(name: str, value: bytes) -> bytes:
+    label = name.encode()
+    return len(label).to_bytes(4, "little") + label + len(value).to_bytes(8, "little") + value
 
 
 class KeyChain:
@@ -105,7 +111,7 @@ class KeyChain:
         self._block_tokens = block_tokens
         self._last = root
         self._keys = bytearray()
-        self._tail = bytearray()
+        self._tail = b""
         self._extras: dict[int, bytes] = {}
 
     def __len__(self) -> int:
@@ -130,13 +136,12 @@ class KeyChain:
         raw = _little_endian(tokens)
         if extras:
             self._extras.update(self._checked_extras(extras))
-        self._tail += raw
+        raw = self._tail + raw
         width = self._block_tokens * TOKEN_BYTES
-        full = len(self._tail) // width * width
+        full = len(raw) // width * width
+        self._tail = raw[full:]
         if full:
-            filled = bytes(self._tail[:full])
-            del self._tail[:full]
-            self._append_blocks(filled, width)
+            self._append_blocks(raw[:full], width)
 
     def keys(self, start: int = 0, stop: int | None = None) -> bytes:
         """The keys of blocks start..stop-1 (to the end by default), 16 bytes each, joined."""
@@ -273,7 +278,7 @@ def _holds_bool(items: Sequence[int], words: array[int]) -> bool:
     if len(items) <= SHORT_TOKENS:
         return bool in map(type, items)
     # Only zeros and ones can be bools, and few tokens are either: looking at those alone costs little.
-    suspects = np.flatnonzero(np.frombuffer(words, dtype=np.uintc) <= 1)
+    suspects = (np.frombuffer(words, dtype=np.uintc) <= 1).nonzero()[0]
     return any(type(items[i]) is bool for i in suspects.tolist())
 
 

@@ -1,5 +1,5 @@
-"""The C kernel, where it was built: it moves and checks bytes, and makes chains of keys. Callers ask `available`, and
-have another road too.
+"""The C kernel, where it was built: it moves and checks bytes, makes chains of keys and follows chains of blocks.
+Callers ask `available`, and have another road too.
 
 KVKEEP_NATIVE=0 leaves it out, which is how the other road is tested. The library is loaded with ctypes, so a call lets
 go of the GIL: two threads that copy do run at the same time.
@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,9 @@ def _load() -> ctypes.CDLL | None:
         library.kvkeep_move.restype = None
         library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
         library.kvkeep_checksum.restype = None
-        library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, ctypes.c_char_p]
+        library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, _pointer]
         library.kvkeep_chain.restype = None
+        library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = [_pointer, *[_int64] * 3, _pointer], _int64
         library.kvkeep_drive.argtypes = [_pointer, _pointer, _int64, _pointer]
         library.kvkeep_drive.restype = ctypes.c_int
     except (OSError, AttributeError) as error:  # for another system, or of another version
@@ -105,9 +107,23 @@ def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:
     """The keys, joined, of blocks of `width` bytes each, of which the first follows the key `parent` (keys.py)."""
     assert _library is not None
     count = len(blocks) // width
-    keys = ctypes.create_string_buffer(count * key_bytes)
-    _library.kvkeep_chain(parent, blocks, width, count, keys)
-    return keys.raw
+    keys = bytearray(count * key_bytes)
+    _library.kvkeep_chain(parent, blocks, width, count, _at(keys))
+    return bytes(keys)
+
+
+def climb(parents: NDArray[np.int32], row: int, count: int) -> NDArray[np.int64]:
+    """The way up to `row`, which is its last: at most `count` rows, of which each is the parent of the next."""
+    assert _library is not None
+    rows = np.empty(count, dtype=np.int64)
+    found = _library.kvkeep_climb(_at(parents), len(parents), row, count, _at(rows))
+    return rows[count - found :]
+
+
+def _at(buffer: Any) -> Any:
+    """Where it begins: for short calls, quicker than numpy's way to say it, and than an array of ctypes, which makes a
+    type for each size."""
+    return ctypes.byref(ctypes.c_char.from_buffer(buffer))
 
 
 def drive(entries: ctypes.Array[ctypes.c_void_p], commands: int, count: int) -> tuple[int, int]:

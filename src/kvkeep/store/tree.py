@@ -11,6 +11,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.kv import native
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store.table import NO_ROW, READY, BlockTable
 
@@ -56,18 +57,24 @@ def rows_of_chain(table: BlockTable, index: dict[bytes, int], keys: bytes, skip:
     Whatever a client sends, no row comes back that is not the child of the one before it. For a chain the way leads
     from its last row to its first: parents are one small column, the index of keys a large one, full of cache misses.
     """
-    parent, row = table.parent, index[keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES]]
-    upwards: list[int] = []
-    while row != NO_ROW and len(upwards) < hit - skip:
-        upwards.append(row)
-        row = parent[row]
-    rows = np.array(upwards[::-1], dtype=np.int64)
+    rows = _way_up(table, index[keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES]], hit - skip)
+    parent = table.parent[rows[0]]
     above = keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES] if skip else b""
-    if (table.keys[row] if row != NO_ROW else b"") == above and table.keys.hold(
+    if (table.keys[parent] if parent != NO_ROW else b"") == above and table.keys.hold(
         rows, keys[skip * KEY_BYTES : hit * KEY_BYTES]
     ):
         return rows
     return _walk_down(table, index, keys, skip, hit)
+
+
+def _way_up(table: BlockTable, row: int, count: int) -> NDArray[np.int64]:
+    """At most `count` rows, of which each is the parent of the next and the last is `row`."""
+    if native.available:
+        return native.climb(table.many.parent, row, count)
+    parent, upwards = table.parent, [row]
+    while len(upwards) < count and (row := parent[row]) != NO_ROW:
+        upwards.append(row)
+    return np.array(upwards[::-1], dtype=np.int64)
 
 
 def _walk_down(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class RequestSide:
         self._side: SchedulerSide | None = None
         self._worker: WorkerSide | None = None  # the only one, if it is in this process
         self._known: dict[str, _Known] = {}
-        self._written: set[int] = set()
+        self._written: list[int] = []  # blocks that the next step may write into, some of them more than once
         self._all_withdrawn = False
         self._is_idle = True  # the last step computed nothing
         self._may_wait = True
@@ -155,7 +156,7 @@ class RequestSide:
             self.tables.allocated(request.request_id, tables)
             computed = request.num_computed_tokens or (known.local_tokens if known else 0)
             for table, group in zip(tables, self._pieces.groups, strict=True):
-                self._written.update(table[computed // group.block_tokens :])
+                self._written += table[computed // group.block_tokens :]
             if loaded_tokens:
                 assert known is not None
                 self._prepare_load(known, tables, loaded_tokens)
@@ -209,11 +210,10 @@ class RequestSide:
         for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if more is not None and request_id not in cached.resumed_req_ids:
                 self.tables.grown(request_id, more)
-                self._written.update(*more)
+                self._written += chain(*more)
         # States that vLLM copies for itself go into blocks that no table shows.
-        self._written.update(copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
-        self._written.update(scheduled.new_block_ids_to_zero or ())
-        self._written.discard(_NULL_BLOCK)
+        self._written += (copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
+        self._written += scheduled.new_block_ids_to_zero or ()
         try:
             for request_id, count in scheduled.num_scheduled_tokens.items():
                 known = self._known.get(request_id)
@@ -230,7 +230,7 @@ class RequestSide:
         # computed they go first in every other step.
         self._others_first = self._is_idle and not self._others_first
         step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle)
-        self._written, self._lost, self._all_withdrawn = set(), {}, False
+        self._written, self._lost, self._all_withdrawn = [], {}, False
         return step
 
     def complete(self, reports: Sequence[Finished]) -> set[str]:

@@ -58,7 +58,7 @@ class Segments:
         count = -(-pool_bytes // segment_bytes)
         self._maps: list[mmap.mmap | None] = [None] * count
         self._arrays: list[NDArray[np.uint8] | None] = [None] * count
-        self._bases = np.zeros(count, dtype=np.uint64)
+        self._bases = np.zeros(count, dtype=np.uint64)  # 0: not mapped
         self._populated = 0
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
@@ -72,12 +72,14 @@ class Segments:
         inside = (offsets >= 0) & (offsets <= self._pool_bytes - nbytes) & (within <= self._segment_bytes - nbytes)
         if nbytes < 1 or not inside.all():
             raise PoolError(f"offset {int(offsets[np.argmin(inside)])} with {nbytes} bytes is not in the pool")
-        for number in np.unique(numbers).tolist():
-            if self._arrays[number] is None:
+        bases = self._bases[numbers]
+        if not bases.all():
+            for number in np.unique(numbers[bases == 0]).tolist():
                 with self._mapping:  # two mappings of one segment, and the first would go under somebody's hands
-                    if self._arrays[number] is None:
+                    if not self._bases[number]:
                         self._map(number)
-        return self._bases[numbers] + within.astype(np.uint64)
+            bases = self._bases[numbers]
+        return bases + within.view(np.uint64)
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """The bytes of one area, for reading and writing."""
@@ -129,6 +131,7 @@ class Segments:
             for address in self._pinned:
                 self._unpin(address)
         self._pinned = []
+        self._bases[:] = 0
         self._arrays = [None] * len(self._arrays)
         for number, mapped in enumerate(self._maps):
             if mapped is not None:
@@ -157,5 +160,5 @@ class Segments:
             os.close(descriptor)
         array = np.frombuffer(mapped, dtype=np.uint8)
         self._maps[number] = mapped
-        self._bases[number] = array.ctypes.data
-        self._arrays[number] = array  # last: this is what others look at
+        self._arrays[number] = array
+        self._bases[number] = array.ctypes.data  # last: this is what others look at
