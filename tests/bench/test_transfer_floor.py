@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.bench.transfer_floor import DIRECTIONS, Gpu, PlainCopy, check_device
+from kvkeep.bench.transfer_floor import DIRECTIONS, Gpu, PlainCopy, check_device, load_gbps
 from kvkeep.errors import SettingsError
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -80,3 +80,11 @@ def test_a_gpu_copies() -> None:
     floor._device["store"].fill_(7)
     assert all(floor.seconds(way, 1 << 20) > 0 for way in DIRECTIONS)
     assert floor._host["store"].eq(7).all()
+
+
+def test_the_rate_is_that_of_the_middle_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([0.5, 9.0, 0.1, 0.2, 0.4])
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(PlainCopy, "seconds", lambda self, way, nbytes: (asked.append((way, nbytes)), next(took))[1])
+    assert load_gbps(HostGpu(), 4_000_000) == pytest.approx(0.01)
+    assert asked == [("load", 4_000_000)] * 5

@@ -141,7 +141,7 @@ def test_rows_have_these_names_and_all_is_measured(run: Run, settled: list[int])
         assert (row["external_hit_ms"] is None) == (row["connector"] == "none")
         counts = {case: len(samples) for case, samples in row["samples_ms"].items()}
         assert counts == {"cold": 2, "local": 2, "external": 0 if row["connector"] == "none" else 2}
-    assert result["repeats"] == 2 and result["interleaved"] is True and result["targets"] == vllm.TARGETS
+    assert result["repeats"] == 2 and result["interleaved"] is True and result["targets"] == vllm.TARGETS["cpu"]
     # Both engines, a round to warm up and two that count.
     assert settled == [100] * 6 + [200] * 6
     assert [each["connector"] for each in result["ratios"]] == ["kvkeep"] * 2
@@ -248,10 +248,34 @@ def test_the_table_says_all_and_whether_targets_are_met() -> None:
     assert missed.count("target MISSED") == 3 and "target met" not in missed
 
 
-def test_on_a_gpu_there_are_no_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], dict[str, Any]]:
+    """The result with a bus of 0.1024 GB/s, which takes 20 ms for 2,000 tokens of 1 KiB: the floor is 50 ms."""
     monkeypatch.setattr(vllm, "gpu_name", lambda: "Some GPU")
-    done = bench(100.0, 105.0, 35.0)
-    done.plan = Plan("cuda", (2000,), ("none", "kvkeep"), 1, False, False, {})
-    result = done.result()
-    assert result["gpu"] == "Some GPU" and result["device"] == "cuda" and result["targets"] == {}
-    assert "target" not in vllm.table(result)
+
+    def make(kvkeep_ms: float, external_ms: float) -> dict[str, Any]:
+        done = bench(100.0, kvkeep_ms, external_ms)
+        done.plan = Plan("cuda", (2000,), ("none", "kvkeep", "native"), 1, False, False, {})
+        ms = {"cold": [101.0], "local": [31.0], "external": [60.5]}
+        done.samples["native", 2000] = vllm.Samples(ms, [2000], [[1, 2]] * 3)
+        return done.result(0.1024)
+
+    return make
+
+
+def test_on_a_gpu_a_hit_is_compared_with_its_floor_and_with_peers(on_a_gpu: Any) -> None:
+    result = on_a_gpu(102.0, 60.0)
+    assert (result["gpu"], result["device"], result["floor_gbps"]) == ("Some GPU", "cuda", 0.1)
+    assert [(each["floor_ms"], each["floor_ratio"]) for each in result["ratios"]] == [(50.0, 1.2), (50.0, 1.21)]
+    shown = vllm.table(result)
+    assert shown.count("target met") == 4 and "MISSED" not in shown
+    assert "60 ms, less than the 60.5 of native is wanted" in shown and "1.2×" in shown
+    missed = vllm.table(on_a_gpu(102.1, 60.5))
+    assert missed.count("target MISSED") == 3 and missed.count("target met") == 1
+
+
+def test_a_long_prompt_has_to_come_nearer_to_its_floor(on_a_gpu: Any) -> None:
+    result = on_a_gpu(100.0, 54.5)
+    for row in (*result["rows"], *result["ratios"]):
+        row["prompt_tokens"] = 8000
+    assert "takes 1.09 times its floor, at most 1.08 is wanted" in vllm.table(result)

@@ -30,7 +30,7 @@ OPTIONS = {
     "device": "cpu, or cuda (cuda:1, ...) for an engine whose KV is on a GPU.",
     "block_bytes": "Sizes of a block to measure on a CPU, with commas between.",
     "geometries": f"Models to measure on a GPU: of {', '.join(transfer_cuda.GEOMETRIES)}, with commas between.",
-    "total_bytes": "How much is moved in a transfer; 0 is 512MiB, and on a GPU 4GiB.",
+    "total_bytes": "How much is moved in a transfer; 0 is 512MiB, and on a GPU 8GiB.",
     "rounds": "How often each case is measured; 0 is 15 times, and on a GPU 7.",
 }
 
@@ -55,7 +55,7 @@ def run(
             raise SettingsError(
                 "--block-bytes is for a CPU", "on a GPU a model says how large blocks are: --geometries"
             )
-        return transfer_cuda.run(device, geometries, total_bytes or 4096 * MIB, rounds or 7)
+        return transfer_cuda.run(device, geometries, total_bytes or 8192 * MIB, rounds or 7)
     if geometries != _GEOMETRIES:
         raise SettingsError("--geometries is for a GPU", "add --device cuda, or use --block-bytes")
     return _on_cpu(block_bytes, total_bytes or 512 * MIB, rounds or 15)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib
 import re
+import statistics
 import time
 from contextlib import AbstractContextManager
 from typing import Any
 
 from kvkeep.errors import SettingsError
+from kvkeep.units import GIB
 
 ONE_WAY = ("store", "load")  # to the host, and to the device
 DIRECTIONS = (*ONE_WAY, "both")
+_TRIALS = 5
 
 
 class Gpu:
@@ -75,3 +78,9 @@ class PlainCopy:
                 to.copy_(source, non_blocking=True)
         self._gpu.synchronize()
         return time.perf_counter() - started
+
+
+def load_gbps(gpu: Gpu, nbytes: int = GIB) -> float:
+    """How fast one such copy to the device is."""
+    floor = PlainCopy(gpu, nbytes)
+    return nbytes / statistics.median(floor.seconds("load", nbytes) for _ in range(_TRIALS)) / 1e9

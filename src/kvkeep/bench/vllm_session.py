@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvkeep.bench.transfer_floor import Gpu, load_gbps
 from kvkeep.errors import SettingsError
 
 CONNECTORS = ("none", "kvkeep", "lmcache", "native")
@@ -70,9 +71,12 @@ def find_device(device: str) -> str:
 
 def gpu_name() -> str:
     """To be asked when engines are gone: it takes memory of the GPU."""
-    import torch
+    return Gpu("cuda").name
 
-    return str(torch.cuda.get_device_name())
+
+def bus_gbps() -> float:
+    """Likewise: how fast a plain copy to the GPU is."""
+    return load_gbps(Gpu("cuda"))
 
 
 def _missing(device: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
+_RESTS = 4  # times as long as a registration took, during which an engine could start no kernel
 _BAYS_TOGETHER = 8  # of a load, in one call, and fewer at first: who comes back from one waits for the interpreter
 
 
@@ -55,6 +57,7 @@ class GpuCopier:
         self._pinned = Pinned()
         self._last_read: Any = None
         self._warned = False
+        self._rests_until_s = 0.0
         self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
         self._try_out()
 
@@ -189,7 +192,10 @@ class GpuCopier:
     # -- host memory
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lets the bus reach this part of the pool. False if that cannot be had; it is usable all the same."""
+        """Lets the bus reach this part of the pool, not too soon after the last one. False if that cannot be had; it is
+        usable all the same."""
+        time.sleep(max(0.0, self._rests_until_s - time.monotonic()))
+        began_s = time.monotonic()
         try:
             self._device.register(address, nbytes)
         except DeviceError as error:
@@ -197,6 +203,9 @@ class GpuCopier:
                 log.warning("kvkeep: host memory cannot be registered with CUDA, transfers are slower: %s", error)
             self._warned = True
             return False
+        finally:
+            ended_s = time.monotonic()
+            self._rests_until_s = ended_s + _RESTS * (ended_s - began_s)
         self._pinned.add(address, nbytes)
         return True
 
