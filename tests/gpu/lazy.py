@@ -212,6 +212,9 @@ class Lazy:
             assert self.step(), "nothing may run, so this would never end"
         self._hurry(event)
 
+    def is_over(self, event: Event) -> bool:
+        return event.done or self.forgets == ("host", event.stream.name)
+
     def drain(self, stream: Stream) -> None:
         while stream.work:
             assert self.step(), "nothing may run, so this would never end"

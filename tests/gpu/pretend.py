@@ -53,6 +53,7 @@ class Pretend:
         self.marks: list[Any] = []
         self.marks_left = 1 << 30  # then there is none to be had
         self.drained: list[Any] = []
+        self.unfinished: list[Any] = []  # marks that have not come yet
         self.threads = 0
 
     def enter(self) -> None:
@@ -98,6 +99,10 @@ class Pretend:
 
     def wait(self, event: Any) -> None:
         assert event in self.marks
+        self.unfinished = [mark for mark in self.unfinished if mark is not event]
+
+    def is_over(self, event: Any) -> bool:
+        return event not in self.unfinished
 
     def drain(self, stream: Any) -> None:
         self.drained.append(stream)

@@ -242,6 +242,19 @@ class TestOrder:
         engine.copier.shield()
         assert engine.device.waits[-1] == (None, last)  # type: ignore[union-attr]
 
+    @pytest.mark.parametrize("unfinished", [True, False])
+    def test_a_store_lets_the_step_that_is_under_way_send_its_tokens(
+        self, monkeypatch: pytest.MonkeyPatch, unfinished: bool
+    ) -> None:
+        engine = Engine()
+        device, ready, slept = engine.device, engine.copier.mark(), list[tuple[float, bool]]()
+        assert device is not None
+        device.unfinished = [ready] * unfinished
+        sleep = lambda seconds: slept.append((seconds, device.is_over(ready)))  # noqa: E731
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+        engine.copier.reading(0, verify=True, ready=ready).close()
+        assert slept == [(0.002, True)] * unfinished
+
     @pytest.mark.parametrize("registrable", [True, False])
     def test_a_registration_rests_four_times_as_long_as_the_last_one_took(
         self, monkeypatch: pytest.MonkeyPatch, registrable: bool

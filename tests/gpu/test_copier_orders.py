@@ -46,6 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little staging memory, so that all of it is used again and again; and no Triton, which would take minutes."""
     monkeypatch.setattr(module, "Units", Units)
     monkeypatch.setattr(module, "_SMALLEST_STAGING", 0)
+    monkeypatch.setattr(module, "_TOKENS_S", 0)
     for each in (module, staging):
         monkeypatch.setattr(each, "MOST_BLOCKS", MOST_BLOCKS)
 

@@ -67,6 +67,21 @@ def test_copies_go_where_they_should(device: Cuda, host: Any, pitch: int, host_p
 
 
 @needs_cuda
+def test_an_event_is_over_when_its_point_has_come_and_its_handle_is_used_again(device: Cuda) -> None:
+    stream = device.stream()
+    with device.on(stream):
+        torch.cuda._sleep(1 << 30)  # some half a second
+    event = device.mark(stream)
+    assert not device.is_over(event)
+    device.wait(event)
+    assert device.is_over(event)
+    handle = event.handle
+    del event
+    assert device.event(urgent=True).handle != handle, "that one would sleep"
+    assert device.event().handle == handle and device.event().handle == handle
+
+
+@needs_cuda
 @pytest.mark.parametrize("words", [1, 1500, 4096])
 def test_words_are_moved_to_and_fro(device: Cuda, words: int) -> None:
     here, there, back = device.host_memory(words), device.memory(words), device.host_memory(words)

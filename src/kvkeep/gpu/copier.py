@@ -42,6 +42,7 @@ Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
+_TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
 _RESTS = 4  # times as long as a registration took, during which an engine could start no kernel
 _BAYS_TOGETHER = 8  # of a load, in one call, and fewer at first: who comes back from one waits for the interpreter
 
@@ -122,7 +123,11 @@ class GpuCopier:
         self._device.enter()
 
     def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading:
-        """Reads blocks for a store, after that mark."""
+        """Reads blocks for a store, after that mark. If a step is under way it ends first: its tokens go to the host by
+        the same copy engine, behind whatever is there."""
+        if ready is not None and not self._device.is_over(ready):
+            self._device.wait(ready)
+            time.sleep(_TOKENS_S)
         return Reading(self, piece, verify, ready)
 
     def scattering(

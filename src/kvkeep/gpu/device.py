@@ -21,7 +21,7 @@ from kvkeep.kv import native
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_ALREADY_REGISTERED = 712
+_ALREADY_REGISTERED, _NOT_READY = 712, 600
 _BLOCKING, _NO_TIMING = 1, 2  # CU_EVENT_*
 
 
@@ -126,6 +126,9 @@ class Cuda:
     def wait(self, event: Event) -> None:
         """Waits here, in this thread, without the interpreter."""
         self._check("cuEventSynchronize", self._driver.cuEventSynchronize(ctypes.c_void_p(event.handle)))
+
+    def is_over(self, event: Event) -> bool:
+        return bool(self._quickly.cuEventQuery(ctypes.c_void_p(event.handle)) != _NOT_READY)
 
     def drain(self, stream: Any) -> None:
         """Waits here for all that was given to this stream, and makes nothing for it."""
