@@ -143,6 +143,35 @@ def test_hints_travel_with_every_part(sim: Any, monkeypatch: pytest.MonkeyPatch)
 # -- faults
 
 
+def test_slots_go_back_when_asking_for_the_next_part_fails(simulation: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts_of(monkeypatch, 2 * NBYTES)
+    sim = simulation(shared_memory=True)
+    connection = sim.connected()
+    moving, call, left = transfer(connection, memory()), connection.call, iter([True])
+
+    def fails_later(message: m.Message, *rest: Any) -> Any:
+        if isinstance(message, m.PrepareStore) and not next(left, False):
+            raise MemoryError
+        return call(message, *rest)
+
+    monkeypatch.setattr(connection, "call", fails_later)
+    store = moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)])))
+    with pytest.raises(MemoryError):
+        store.begin()
+    sim.run(100)
+    assert prepared_by(sim) and sim.held()[0][1] == 0
+
+
+def test_the_end_is_told_though_slots_cannot_be_given_back(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moving = transfer(sim.connected(), memory())
+    store = moving.storing(storing([0, 1]), moving.sources(storing([0, 1])))
+    store.begin()
+    monkeypatch.setattr(moving.connection, "give_up", lambda call: [][0])
+    with pytest.raises(IndexError):
+        store.end_copy()
+    assert store._stores[0]._next_copied() is None, "nobody waits for ever"
+
+
 @pytest.mark.parametrize("lost", [m.PrepareStore, m.Put, m.CompleteStore])
 def test_a_store_that_gets_no_answer_gives_its_slots_back(simulation: Make, passing: object, lost: type) -> None:
     sim = simulation()

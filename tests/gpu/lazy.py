@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from tests.gpu.pretend import Immediate
 
+from kvkeep.errors import DeviceError
 from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.runs import BlockRuns
@@ -116,6 +117,8 @@ class Collected:
     def run(self) -> None:
         commands, self._commands = self._commands, []
         for command in commands:
+            if self._device.fails():
+                raise DeviceError("work for the GPU failed")
             command()
 
 
@@ -126,6 +129,7 @@ class Lazy:
         self.torch_device = torch.device("cpu")
         self.forgets = forgets
         self.elsewhere: Callable[[], None] = lambda: None
+        self.fails: Callable[[], bool] = lambda: False  # asked before each command of a batch
         self._random = random.Random(seed)
         self._as_late_as_possible = self._random.random() < 0.5
         self._most_at_once = self._random.choice([0, 0, 1, 4])  # operations that run when one is given

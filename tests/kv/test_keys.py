@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from array import array
+from enum import Enum
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -370,3 +371,15 @@ def test_the_bench_measures_every_candidate() -> None:
     assert {"blake2b-128", "sha256, cut to 128", "KeyChain, from a list"} <= set(report["us_per_block"])
     assert {"blake3-128", "xxh3-128"} <= {*report["us_per_block"], *report["left_out"]}
     assert all(cost > 0 for cost in report["us_per_block"].values())
+
+
+def test_what_equals_another_identity_has_its_root_whoever_asks_first() -> None:
+    class Kind(str, Enum):  # noqa: UP042  (a StrEnum would print as its value)
+        BF16 = "bfloat16"
+
+    for number, order in enumerate([(Kind.BF16, "bfloat16"), ("bfloat16", Kind.BF16)]):
+        identities = [msgspec.structs.replace(IDENTITY, model=f"m{number}", kv_dtype=each) for each in order]
+        assert identities[0] == identities[1]
+        assert len({root_key(each, None) for each in identities}) == 1
+        plain = msgspec.structs.replace(IDENTITY, model=f"m{number}", kv_dtype="bfloat16", revision="other")
+        assert root_key(plain, None) != root_key(identities[0], None)

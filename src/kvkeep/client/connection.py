@@ -124,8 +124,10 @@ class Connection:
         if os.getpid() != self._pid:
             return Call(0, 0, failure="forked")
         with self._lock:
-            if not self.up or self.breaker.is_open:
-                return self._failed("breaker_open" if self.up else "not_connected")
+            if not self.up:
+                return self._failed("not_connected")
+            if self.breaker.is_open:
+                return self._failed("breaker_open")
             if isinstance(message, m.Lookup | m.PrepareStore) and self.layout and message.layout != self.layout.layout:
                 return self._failed("session_lost")  # made for a server before this one
             return self._send(message, deadline_ms, payload)
@@ -140,8 +142,6 @@ class Connection:
                 call.failure = "given_up"
                 self._calls.remove(call)
             self._owe(call)
-            if self.up and not self._closing:
-                self._debts.pay(self._clock(), self._send)
 
     def poll(self) -> None:
         """Takes in what has arrived, ends what is overdue, keeps the session alive."""

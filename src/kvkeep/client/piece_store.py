@@ -62,7 +62,11 @@ class PieceStore:
     def begin(self, *, hurry: bool = True) -> None:
         """Asks the server for the first slots; in a hurry, for few at first."""
         self._parts_left = self._parts(hurry)
-        self._ask_ahead()
+        try:
+            self._ask_ahead()
+        except BaseException:  # guard: raised again; what was asked for before it goes back
+            self.end_copy()
+            raise
 
     def copy(self, before_the_last: Callable[[], None] = lambda: None) -> None:
         """Copies all that the server takes; some of it may still be on its way. `before_the_last` is called when
@@ -75,10 +79,12 @@ class PieceStore:
 
     def end_copy(self) -> None:
         """Nothing more is copied."""
-        for call in self._begun:
-            self._connection.give_up(call)
-        self._begun = []
-        self._hand_over(None)
+        begun, self._begun = self._begun, []
+        try:
+            for call in begun:
+                self._connection.give_up(call)
+        finally:  # or who waits for the end would wait for ever
+            self._hand_over(None)
 
     def depart(self) -> None:
         """Waits for what is on its way, until there is no more, and tells the server of it. What could not be is given

@@ -105,6 +105,7 @@ class SchedulerAdapter:
         asked = self._asked.pop(request, None)
         if asked is not None:
             self.connection.give_up(asked.call)
+            self.connection.poll()
 
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
         """The request is over. With `finished`, the conversation too: its blocks may go early."""

@@ -349,6 +349,7 @@ class SchedulerSide:
 
     def _end_job(self, job: Job) -> None:
         del self._jobs[job.number]
+        self._loading.pop(job.number, None)
         tracker = self._owners.pop(job.number)
         tracker.jobs -= 1
         if not job.is_load:
@@ -356,7 +357,6 @@ class SchedulerSide:
         if job.is_load:
             tracker.loads -= 1
             self.worth.end_load(job.number, good=not job.failed, took_s=job.took_s)
-            del self._loading[job.number]
             good = job.good_blocks()
             tracker.count_loaded(job.first_block, good)
             if good < job.blocks:  # what the server had from there on was no good, and ours will be

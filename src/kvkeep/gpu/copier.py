@@ -38,7 +38,6 @@ from kvkeep.units import format_size
 log = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
-
 _SMALLEST_STAGING = 24 << 20
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
@@ -197,8 +196,7 @@ class GpuCopier:
     # -- host memory
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lets the bus reach this part of the pool, not too soon after the last one. False if that cannot be had; it is
-        usable all the same."""
+        """Lets the bus reach this part of the pool, after a rest. False if it cannot; it is usable all the same."""
         time.sleep(max(0.0, self._rests_until_s - time.monotonic()))
         began_s = time.monotonic()
         try:
@@ -328,7 +326,7 @@ class Reading:
         if self._gathered is None:
             return
         (bay, addresses), self._gathered = self._gathered, None
-        device, batch, copies, units = self._device, self._batch, self._line.copies, self._units
+        batch, copies, units = self._batch, self._line.copies, self._units
         [runs] = self._copier._pinned.runs(addresses, units.nbytes, len(addresses))
         if runs is not None:
             for address, step, at, count in runs:
@@ -339,8 +337,8 @@ class Reading:
         bounce, nbytes = self._line.bounce(bay), len(addresses) * units.pitch
         batch.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
         bay.busy = batch.mark(copies)
+        batch.wait(bay.busy)
         batch.run()
-        device.wait(bay.busy)
         for at, address in enumerate(addresses.tolist()):
             ctypes.memmove(address, bounce + at * units.pitch, units.nbytes)
 
@@ -365,8 +363,9 @@ class Reading:
         batch, line = self._batch, self._line
         if self._verify:
             self._ledger.send_sums(batch, line.kernels, self._count)
-        self._marks = [batch.mark(line.kernels), batch.mark(line.copies)]
+        marks = [batch.mark(line.kernels), batch.mark(line.copies)]
         batch.run()
+        self._marks = marks  # not before: who waits for what was never recorded does not wait
 
     def sums(self) -> NDArray[np.uint64]:
         """The checksums of what was gathered and put, in that order; 0 if not asked for. All of it has arrived."""
@@ -390,6 +389,7 @@ class Reading:
             self._marks = []
         for mark in self._marks:
             self._device.wait(mark)
+        self._marks = []  # it is over: who closes it does not wait again
 
 
 def _checked(runs: BlockRuns, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -81,7 +81,9 @@ def _hashed(identity: ModelIdentity) -> blake2b:
     state = _ROOT.copy()
     # Read from the struct itself, so that a field added to the identity cannot be forgotten here.
     for field in identity.__struct_fields__:
-        state.update(_field(f"identity.{field}", str(getattr(identity, field)).encode()))
+        value = getattr(identity, field)  # as it is compared: what equals another must have the other's root
+        text = value if isinstance(value, str) else str(value)
+        state.update(_field(f"identity.{field}", text.encode()))
     return state
 
 

@@ -28,7 +28,10 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
     "stored_blocks": ("kvkeep_stored_blocks", "Shards of blocks that were stored."),
     "stored_bytes": ("kvkeep_stored_bytes", "Bytes that were stored."),
     "refused_blocks": ("kvkeep_refused_blocks", "Blocks that were to be stored and found no room or no parent."),
-    "orphan_blocks": ("kvkeep_orphan_blocks", "Those of the refused blocks whose parent was not here."),
+    "orphan_blocks": (
+        "kvkeep_orphan_blocks",
+        "Those of the refused blocks whose parent was not here or refused.",
+    ),
     "abandoned_stores": ("kvkeep_abandoned_stores", "Stores that were begun and given up."),
     "bad_blocks": ("kvkeep_bad_blocks", "Blocks that did not match their checksum and were dropped."),
     "bad_frames": ("kvkeep_bad_frames", "Messages without a kvkeep header, or damaged on their way."),
