@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep.bench.figures import with_unit
-from kvkeep.bench.vllm_run import Answer, EngineProcess, ImportingProcess
+from kvkeep.bench.vllm_run import Answer, EngineProcess, ImportingProcess, importing
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
@@ -136,7 +136,7 @@ def run(
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), plan.device) if model == "auto" else given_model(model, plan.device)
         bench = Bench(plan, served)
-        with bench.importing():
+        with importing(plan.connectors, bench.environment) as bench.spares:
             for group in plan.groups:
                 bench.measure(group)
     return bench.result(bus_gbps() if plan.device == "cuda" else None)
@@ -169,19 +169,8 @@ class Bench:
     samples: dict[tuple[str, int], Samples] = field(default_factory=dict)
     spares: dict[str, ImportingProcess] = field(default_factory=dict)
 
-    @contextmanager
-    def importing(self) -> Iterator[None]:
-        """All processes import vLLM together, before anything is measured: that is half of an engine's start."""
-        try:
-            for name in self.plan.connectors:
-                self.spares[name] = ImportingProcess(self._environment)
-            yield
-        finally:
-            for spare in self.spares.values():
-                spare.end()
-
     @property
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return environment(self.model, max(self.plan.prompt_tokens))
 
     def measure(self, names: Sequence[str]) -> None:
@@ -254,7 +243,7 @@ class Bench:
         pool_bytes = _PROMPTS_IN_POOL * longest * self.model.kv_token_bytes + 256 * MIB
         with connector(name, pool_bytes, self.model.block_tokens) as way:
             made = arguments(self.model, longest, engines, way.arguments)
-            with EngineProcess(name, made, self._environment, way.counting, self.spares.get(name)) as engine:
+            with EngineProcess(name, made, self.environment, way.counting, self.spares.get(name)) as engine:
                 yield Subject(engine, way.settle)
 
     # -- what came out

@@ -28,7 +28,7 @@ from typing import Any
 
 from kvkeep.bench.figures import with_unit
 from kvkeep.bench.vllm_memory import FreeMemory, fitted, pool_bytes
-from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess
+from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess, importing
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
@@ -95,7 +95,7 @@ def run(
         if plan.interleave and device == "cuda":
             traffic = fitted(traffic, plan.stations, FreeMemory.find())
         bench = Bench(plan, traffic)
-        with bench.importing():
+        with importing(plan.stations, bench.environment) as bench.spares:
             for group in plan.groups:
                 bench.measure(group)
     return bench.result()
@@ -122,19 +122,8 @@ class Bench:
     requests: dict[str, int] = field(default_factory=dict)  # of a scenario, as the engine without a connector began
     spares: dict[Station, ImportingProcess] = field(default_factory=dict)
 
-    @contextmanager
-    def importing(self) -> Iterator[None]:
-        """All processes import vLLM together, before anything is measured: that is half of an engine's start."""
-        try:
-            for station in self.plan.stations:
-                self.spares[station] = ImportingProcess(self._environment)
-            yield
-        finally:
-            for spare in self.spares.values():
-                spare.end()
-
     @property
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return environment(self.traffic.model, self.traffic.sizes.most_tokens)
 
     def measure(self, stations: Sequence[Station]) -> None:
@@ -244,7 +233,7 @@ class Bench:
             if station.decodes and "kvkeep.address" in config:  # loads are what is watched, whether they pay or not
                 config["kvkeep.load_when"] = "always"
             spare = self.spares.get(station)
-            with EngineProcess(station.connector, made, self._environment, spare=spare) as engine:
+            with EngineProcess(station.connector, made, self.environment, spare=spare) as engine:
                 yield Subject(station, engine, way)
 
     # -- what came out

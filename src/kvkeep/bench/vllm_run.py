@@ -27,11 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from kvkeep.bench.vllm_lanes import Lane, serve_lanes
 from kvkeep.errors import KVKeepError
@@ -41,6 +41,8 @@ _ANSWER_WITHIN_S = 300.0
 _DROP_WITHIN_S = 60.0  # blocks that a connector still stores cannot be dropped
 _END_WITHIN_S, _GIVE_UP_WITHIN_S = 30.0, 3.0  # when all went well, and when not
 _SHOWN_LINES = 30
+
+Engine = TypeVar("Engine", bound=Hashable)  # what engines are called
 
 # -- the parent's end
 
@@ -94,6 +96,20 @@ class ImportingProcess:
                 # Not reaped yet, so the number is still its own.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def importing(engines: Iterable[Engine], environment: Mapping[str, str]) -> Iterator[dict[Engine, ImportingProcess]]:
+    """A process for each. All of them import vLLM together, before anything is measured: that is half of an engine's
+    start."""
+    spares: dict[Engine, ImportingProcess] = {}
+    try:
+        for engine in engines:
+            spares[engine] = ImportingProcess(environment)
+        yield spares
+    finally:
+        for spare in spares.values():
+            spare.end()
 
 
 class EngineProcess:
