@@ -65,7 +65,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: set[str], be
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     @contextmanager
-    def connector(name: str, pool_bytes: int, block_tokens: int) -> Iterator[Connector]:
+    def connector(name: str, pool_bytes: int, model: object) -> Iterator[Connector]:
         if behaviour.get(name) == "no server":
             raise KVKeepError("its server does not listen")
         wrong = {"behaviour": behaviour[name]} if name in behaviour else {}

@@ -120,6 +120,22 @@ def test_lanes_are_served_together_and_the_rest_is_aborted(around: dict[str, str
     assert said["lanes"][0]["itl_ms"]["samples"] > 20 and 0.5 <= said["seconds"] < 5
 
 
+def test_what_goes_on_behind_an_engines_start_is_waited_for(
+    around: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_run, "_READY_WITHIN_S", 0.1)
+    arguments = {"block_size": 32, "behaviour": "ready later"}
+    with EngineProcess("some", arguments, around, ready_when="all is ready") as running:
+        with pytest.raises(KVKeepError, match=r"(?s)is not ready after 0.1 s. It said:.*a greeting"):
+            running.wait_until_ready()
+        monkeypatch.setattr(vllm_run, "_READY_WITHIN_S", 60)
+        running.wait_until_ready()
+        log = running._process.stderr.fileno()
+        assert b"all is ready" in os.pread(log, 1 << 20, 0) and running.ask(PROMPT).tokens
+    with engine(around) as running:
+        running.wait_until_ready()
+
+
 def test_a_process_that_has_imported_is_taken(around: dict[str, str]) -> None:
     spare, unused = ImportingProcess(around), ImportingProcess(around)
     with EngineProcess("some", {"block_size": 32}, around, spare=spare) as running:

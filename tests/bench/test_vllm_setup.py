@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,9 @@ def test_what_the_caller_says_to_vllm_counts(monkeypatch: pytest.MonkeyPatch) ->
     made = environment(MODEL, 2000)
     assert "KVKEEP_POOL_SIZE" not in made and made["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert int(made["VLLM_CPU_KVCACHE_SPACE"]) == 9, "four prompts of about 2 GiB, in whole GiB"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    levels = [environment(replace(MODEL, device=device), 2000)["VLLM_LOGGING_LEVEL"] for device in ("cpu", "cuda")]
+    assert levels == ["ERROR", "INFO"], "on a GPU an engine says there that it is ready"
 
 
 # -- connectors
@@ -106,7 +110,7 @@ def test_what_the_caller_says_to_vllm_counts(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_connector_of_ours_has_a_server_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_setup, "_STORED_WITHIN_S", 0.2)
-    with connector("kvkeep", 64 << 20, 4) as way:
+    with connector("kvkeep", 64 << 20, replace(MODEL, device="cuda")) as way:
         config = way.arguments["kv_transfer_config"]
         assert {name: config[name] for name in ("kv_connector", "kv_role", "kv_connector_module_path")} == {
             "kv_connector": "KVKeepConnector",
@@ -115,13 +119,15 @@ def test_a_connector_of_ours_has_a_server_and_waits_for_it(monkeypatch: pytest.M
         }
         address = config["kv_connector_extra_config"]["kvkeep.address"]
         with kvkeep.connect(
-            address, model="m", revision="1", block_tokens=4, block_shape=(4,), dtype="float32"
+            address, model="m", revision="1", block_tokens=16, block_shape=(4,), dtype="float32"
         ) as cache:
             for turn in (1, 2):
                 with pytest.raises(Unavailable, match=r"of .* blocks after 0.2 s"):
-                    way.settle(17)
-                cache.put([turn * 100 + at for at in range(16)], np.ones((4, 4), "float32"))
-                way.settle(17)
+                    way.settle(65)
+                cache.put([turn * 100 + at for at in range(64)], np.ones((4, 4), "float32"))
+                way.settle(65)
+    with connector("kvkeep", 64 << 20, MODEL) as on_a_cpu:
+        assert way.ready_when and not on_a_cpu.ready_when, "only a GPU's driver must be told of the pool"
 
 
 def test_a_server_that_is_gone_is_missed() -> None:
@@ -132,13 +138,13 @@ def test_a_server_that_is_gone_is_missed() -> None:
 
 
 def test_without_a_connector_nothing_is_added() -> None:
-    with connector("none", 1, 32) as way:
+    with connector("none", 1, MODEL) as way:
         assert way.arguments == {} and way.counting == ""
         way.settle(2000)
 
 
 def test_native_offload_gets_as_much_memory() -> None:
-    with connector("native", 5 << 30, 16) as way:
+    with connector("native", 5 << 30, MODEL) as way:
         assert way.arguments == {"kv_offloading_backend": "native", "kv_offloading_size": 5}
 
 
@@ -163,7 +169,7 @@ def lmcache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_peer_has_its_own_server(lmcache: Path) -> None:
     lmcache.write_text(LMCACHE.format(""))
-    with connector("lmcache", 3 << 30, 16) as way:
+    with connector("lmcache", 3 << 30, MODEL) as way:
         config = way.arguments["kv_transfer_config"]
         port = config["kv_connector_extra_config"]["lmcache.mp.port"]
         assert config["kv_connector"] == "LMCacheMPConnector" and vllm_setup._listens(port)
@@ -172,5 +178,5 @@ def test_the_peer_has_its_own_server(lmcache: Path) -> None:
 
 def test_a_peer_whose_server_ends_says_why(lmcache: Path) -> None:
     lmcache.write_text(LMCACHE.format("sys.exit('no memory')"))
-    with pytest.raises(KVKeepError, match=r"(?s)does not listen.*no memory"), connector("lmcache", 3 << 30, 16):
+    with pytest.raises(KVKeepError, match=r"(?s)does not listen.*no memory"), connector("lmcache", 3 << 30, MODEL):
         pass

@@ -33,6 +33,9 @@ class LLM:
         self._refusals = 2
         if behaviour == "no start":
             raise RuntimeError("this engine cannot start")
+        if behaviour == "ready later":
+            words = "import time; time.sleep(0.3); print('all is ready', flush=True); time.sleep(600)"
+            subprocess.Popen([sys.executable, "-c", words])
         if behaviour == "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             print(f"child {child.pid}", file=sys.stderr, flush=True)

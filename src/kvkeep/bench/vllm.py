@@ -183,6 +183,8 @@ class Bench:
                     say(f"starting vLLM, connector: {name}")
                     subjects.append(stack.enter_context(self._subject(name, len(names))))
                     self.vllm = subjects[-1].engine.vllm
+            for subject in subjects:
+                subject.engine.wait_until_ready()
             for length in self.plan.prompt_tokens:
                 for turn in range(self.plan.repeats + 1):
                     subjects = [each for each in subjects if each.engine.name not in self.plan.left_out]
@@ -241,9 +243,10 @@ class Bench:
     def _subject(self, name: str, engines: int) -> Iterator[Subject]:
         longest = max(self.plan.prompt_tokens)
         pool_bytes = _PROMPTS_IN_POOL * longest * self.model.kv_token_bytes + 256 * MIB
-        with connector(name, pool_bytes, self.model.block_tokens) as way:
+        with connector(name, pool_bytes, self.model) as way:
             made = arguments(self.model, longest, engines, way.arguments)
-            with EngineProcess(name, made, self.environment, way.counting, self.spares.get(name)) as engine:
+            spare = self.spares.get(name)
+            with EngineProcess(name, made, self.environment, way.counting, spare, way.ready_when) as engine:
                 yield Subject(engine, way.settle)
 
     # -- what came out

@@ -136,6 +136,8 @@ class Bench:
                     say(f"starting vLLM, connector: {station.connector}, for {', '.join(station.scenarios)}")
                     subjects.append(stack.enter_context(self._subject(station, len(stations))))
                     self.vllm = subjects[-1].engine.vllm
+            for subject in subjects:
+                subject.engine.wait_until_ready()
             for scenario in self.plan.scenarios:
                 asked = [each for each in subjects if scenario in each.station.scenarios]
                 for turn in range(self.plan.repeats):
@@ -224,7 +226,7 @@ class Bench:
     @contextmanager
     def _subject(self, station: Station, engines: int) -> Iterator[Subject]:
         traffic, model = self.traffic, self.traffic.model
-        with connector(station.connector, pool_bytes(traffic, station), model.block_tokens) as way:
+        with connector(station.connector, pool_bytes(traffic, station), model) as way:
             made = arguments(model, traffic.sizes.most_tokens, engines, way.arguments)
             made["num_gpu_blocks_override"] = traffic.sizes.engine_tokens // model.block_tokens
             made["max_num_batched_tokens"] = traffic.sizes.batch_tokens
@@ -233,7 +235,9 @@ class Bench:
             if station.decodes and "kvkeep.address" in config:  # loads are what is watched, whether they pay or not
                 config["kvkeep.load_when"] = "always"
             spare = self.spares.get(station)
-            with EngineProcess(station.connector, made, self.environment, spare=spare) as engine:
+            with EngineProcess(
+                station.connector, made, self.environment, spare=spare, ready_when=way.ready_when
+            ) as engine:
                 yield Subject(station, engine, way)
 
     # -- what came out

@@ -37,7 +37,7 @@ from kvkeep.bench.vllm_lanes import Lane, serve_lanes
 from kvkeep.errors import KVKeepError
 
 _START_WITHIN_S = 600.0
-_ANSWER_WITHIN_S = 300.0
+_ANSWER_WITHIN_S = _READY_WITHIN_S = 300.0
 _DROP_WITHIN_S = 60.0  # blocks that a connector still stores cannot be dropped
 _END_WITHIN_S, _GIVE_UP_WITHIN_S = 30.0, 3.0  # when all went well, and when not
 _SHOWN_LINES = 30
@@ -115,7 +115,8 @@ def importing(engines: Iterable[Engine], environment: Mapping[str, str]) -> Iter
 class EngineProcess:
     """Ready where the block begins, gone with all that it started where it ends. `counting` names what vLLM returns in
     kv_transfer_params for tokens found; without it vLLM's own count is taken. `spare` is a process to take, or else it
-    is started here. KVKeepError, with what it wrote to stderr, if it ends or falls silent."""
+    is started here. `ready_when` is what it says in its log when what goes on behind its start is over. KVKeepError,
+    with what it wrote to stderr, if it ends or falls silent."""
 
     def __init__(
         self,
@@ -124,6 +125,7 @@ class EngineProcess:
         environment: Mapping[str, str],
         counting: str = "",
         spare: ImportingProcess | None = None,
+        ready_when: str = "",
     ) -> None:
         self.name = name
         self.vllm = ""
@@ -131,6 +133,7 @@ class EngineProcess:
         self._environment = dict(environment)
         self._counting = counting
         self._spare = spare
+        self._ready_when = ready_when.encode()
 
     def __enter__(self) -> EngineProcess:
         self._process = self._spare or ImportingProcess(self._environment)
@@ -141,6 +144,16 @@ class EngineProcess:
             self.__exit__(type(error), error, None)
             raise
         return self
+
+    def wait_until_ready(self) -> None:
+        until, log = time.monotonic() + _READY_WITHIN_S, self._process.stderr.fileno()
+        # Not by reading on: the engine writes where the file was read last.
+        while self._ready_when not in os.pread(log, os.fstat(log).st_size, 0):
+            if self._process.wait(0):
+                raise self._failure("ended")
+            if time.monotonic() > until:
+                raise self._failure(f"is not ready after {_READY_WITHIN_S:g} s")
+            time.sleep(0.05)
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
         """Time is that until the last token, so with one token it is the time to the first."""

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvkeep.client.worker import POOL_REGISTERED
 from kvkeep.errors import KVKeepError, SettingsError, Unavailable
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import GIB, MIB
@@ -185,7 +186,9 @@ def environment(model: ServedModel, longest_prompt: int) -> dict[str, str]:
         ours["OMP_WAIT_POLICY"], ours["KMP_BLOCKTIME"] = "PASSIVE", "0"
         # Left to itself vLLM takes a core away from an engine that has a connector, and from no other.
         ours["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return ours | {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+    theirs = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+    # On a GPU an engine says in its log when it is ready.
+    return ours | theirs | ({"VLLM_LOGGING_LEVEL": "INFO"} if model.device == "cuda" else {})
 
 
 # -- what connectors need
@@ -198,23 +201,26 @@ def _nothing_to_wait_for(prompt_tokens: int) -> None:
 @dataclass(frozen=True)
 class Connector:
     """What an engine needs for it. `counting` names what vLLM returns in kv_transfer_params for tokens found;
-    `settle(prompt_tokens)` returns when a prompt of that length, asked for the first time, is stored."""
+    `settle(prompt_tokens)` returns when a prompt of that length, asked for the first time, is stored; `ready_when` is
+    what the engine says in its log when its pool is as fast as it will be: peers are before they start."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     counting: str = ""
     settle: Callable[[int], None] = _nothing_to_wait_for
+    ready_when: str = ""
 
 
 @contextmanager
-def connector(name: str, pool_bytes: int, block_tokens: int) -> Iterator[Connector]:
+def connector(name: str, pool_bytes: int, model: ServedModel) -> Iterator[Connector]:
     """With the server that it speaks to, where it has one."""
     size_gib = -(-pool_bytes // GIB)
     match name:
         case "kvkeep":
             with ServerProcess("--pool-size", f"{pool_bytes // MIB}MiB") as server:
                 config = kvkeep_arguments(server.address)
-                settle = partial(Stored(server.http).wait, block_tokens)
-                yield Connector(config, "num_kvkeep_extra_cached_tokens", settle)
+                settle = partial(Stored(server.http).wait, model.block_tokens)
+                ready_when = POOL_REGISTERED if model.device == "cuda" else ""
+                yield Connector(config, "num_kvkeep_extra_cached_tokens", settle, ready_when)
         case "lmcache":
             with _lmcache_server(size_gib) as port:
                 where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 20}

@@ -45,6 +45,7 @@ _SWITCH_S = 0.0002
 _MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
 _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
+POOL_REGISTERED = "kvkeep: the server's pool is mapped and registered with the GPU's driver"
 _Loads = list[tuple[Hashable, LoadRequest, Any]]  # job, blocks, and a mark of the engine's
 
 
@@ -344,7 +345,7 @@ class WorkerAdapter:
                 segments, epoch = self.connection.segments, self.connection.epoch
                 if segments is not None and segments.is_populated and epoch != told:
                     told = epoch
-                    log.info("kvkeep: the server's pool is mapped and registered with the GPU's driver")
+                    log.info(POOL_REGISTERED)
                 with self._wake:
                     self._wake.wait_for(lambda: self._closing, _UNPINNED_S)
 
