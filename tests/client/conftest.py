@@ -156,6 +156,7 @@ class LateCopier(HostCopier):
         self.readings: list[LateReading] = []
         self.scatterings: list[LateScattering] = []
         self.breaks = breaks
+        self.must_wait = lambda: False
 
     @property
     def names(self) -> list[str]:
@@ -176,6 +177,10 @@ class LateCopier(HostCopier):
 
     def enter(self) -> None:
         self.note("enter")
+
+    def wait_for(self, mark: object) -> bool:
+        self.note("wait for")
+        return self.must_wait()
 
     def set_aside(self, piece: int, block_ids: Any) -> Any:
         self.note(f"set aside {block_ids.tolist()}")

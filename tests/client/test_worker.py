@@ -14,8 +14,8 @@ import pytest
 from kvkeep.client import worker as module
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from kvkeep.client import worker as module
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import NO_BLOCK, Piece, physical_fingerprint
-from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy

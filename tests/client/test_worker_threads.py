@@ -15,9 +15,9 @@ import pytest
 
 from kvkeep.client import worker as module
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.sources import Piece
-from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
@@ -492,7 +492,9 @@ def test_every_thread_enters_and_the_engines_own_does_not(device: Callable[..., 
     assert world.staging_bytes == 77
 
 
-def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(device: Callable[..., Device]) -> None:
+def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(
+    device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = device()
     engine, here = world.engine, threading.current_thread().name
     before = len(world.copier.calls)
@@ -509,6 +511,11 @@ def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(device
     assert engine.finished(2) == Finished(loaded=[0, 1])
     assert [mark for marks in world.copier.waited_for for mark in marks] == world.copier.marks
     assert engine.has([10, 11, 12, 13], [0, 1, 0, 1])
+    clock = itertools.count(0, 1000)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    world.copier.must_wait = lambda: next(clock) > 0
+    engine.worker.load(2, requests[0])
+    assert engine.finished().seconds == {2: 1000}, "the wait for the engine is no part of it"
 
 
 def test_withdraw_shields_after_all_stores_have_been_seen_to(

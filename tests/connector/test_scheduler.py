@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.kv.keys import KEY_BYTES
@@ -286,6 +286,32 @@ def test_local_blocks_that_the_server_lacks_are_stored_too(side: SchedulerSide, 
     assert job is not None
     assert (job.first_block, job.block_ids) == (1, [2, 3, 4])
     assert side.build_step().stores[job.number].parent == keys(1)
+
+
+def test_what_was_never_asked_for_again_is_not_stored_again_either(side: SchedulerSide, cache: Any) -> None:
+    """The engine has all that it needs, so nobody waits for the server's answer. It still tells what to store."""
+    cache.blocks, cache.silent = 4, True
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 5, 5) == 0
+    side.no_load("r")
+    assert not side.knows_stored("r") and not cache.released
+    cache.silent = False
+    assert side.knows_stored("r") and side.knows_stored("r") and cache.released == [1]
+    assert side.stored_blocks("r") == 4 and len(cache.asked) == 1
+    job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
+    assert job is not None and (job.first_block, job.block_ids) == (4, [5])
+
+
+def test_who_cannot_wait_for_that_answer_stores_all(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks, cache.silent = 4, True
+    side.arrive("r", None, None, keys(5))
+    side.no_load("r")
+    job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
+    assert job is not None and job.first_block == 0
+    side.end("r")
+    side.build_step()
+    side.complete([stored(job.number)])
+    assert [request for request, *_ in cache.ended] == [1], "and with its session goes the lease"
 
 
 def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(side: SchedulerSide, cache: Any) -> None:

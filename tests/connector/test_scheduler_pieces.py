@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
 from kvkeep.client.sources import NO_BLOCK
-from kvkeep.client.worker import Finished
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
 from kvkeep.kv.checksum import ABSENT

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.connector.worth import SKIPS_BEFORE_TRIAL, Worth
@@ -243,4 +243,5 @@ def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(judged: Sched
     assert judged.lookup("r", 3, 5) is None
     assert judged.lookup("r", 4, 5) == 0
     judged.no_load("r")
-    assert cache.released == [1], "what the server may have promised goes back"
+    cache.silent = False
+    assert judged.knows_stored("r") and cache.released == [1], "what the server may have promised goes back"

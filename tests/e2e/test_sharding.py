@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer, SchedulerAdapter
-from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.parallel import ParallelStrategy

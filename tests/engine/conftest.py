@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.client.worker import Finished
 from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine

@@ -12,9 +12,8 @@ import torch
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.client.worker import Finished
 from kvkeep.engine.backends import NativeBackend, ServerBackend, backend_of
 from kvkeep.engine.offloading import KVTransferConfig, resolve
 from kvkeep.errors import SettingsError

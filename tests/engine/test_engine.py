@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished
 from kvkeep.engine.backends import NativeBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.config import EngineConfig

@@ -33,10 +33,9 @@ import kvkeep.vllm.identity
 import kvkeep.vllm.scheduler
 import kvkeep.vllm.worker
 from kvkeep.client.connection import Connection
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.sources import Piece, Sources, physical_fingerprint
 from kvkeep.client.transfer import Transfer
-from kvkeep.client.worker import Finished
 from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm import versions
 from kvkeep.vllm.connector import KVKeepConnector

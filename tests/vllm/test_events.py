@@ -14,8 +14,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvkeep.connector.scheduler import Completed
-from kvkeep.connector.step import Job
+from kvkeep.connector.step import Completed, Job
 from kvkeep.vllm import events as of_events
 from kvkeep.vllm.events import MEDIUM, CacheEvents
 

@@ -12,8 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.connector.step import StepMetadata
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KEY_BYTES

@@ -17,8 +17,7 @@ from engine_parts import cache_config, full, one_rank, vllm_config
 
 import kvkeep.vllm.worker
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.step import StepMetadata
 from kvkeep.errors import RequestError, SettingsError

@@ -50,12 +50,14 @@ class Scattering(Protocol):
 
 class Copier(Protocol):
     """`mark`, `shield` and `set_aside` are for the engine's thread, `reading` for the one that stores,
-    `scattering` for the one that loads; both have called `enter`."""
+    `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
+    and tells whether that was necessary."""
 
     def mark(self) -> Any: ...
     def shield(self) -> None: ...
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
     def enter(self) -> None: ...
+    def wait_for(self, mark: Any) -> bool: ...
     def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading: ...
     def scattering(
         self,
@@ -82,6 +84,9 @@ class HostCopier:
 
     def enter(self) -> None:
         """Nothing: every thread has the memory."""
+
+    def wait_for(self, mark: None) -> bool:
+        return False
 
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[HostSaved]:
         runs = self._pieces[piece]

@@ -1,8 +1,9 @@
-"""What a worker is asked to do: blocks to store, blocks to load, and what came of a store."""
+"""What a worker is asked to do: blocks to store, blocks to load, and what came of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -100,3 +101,17 @@ class LoadRequest:
         """The engine blocks that the chosen ones of these blocks were to go into."""
         ids = np.atleast_2d(self.block_ids)[:, chosen].ravel()
         return ids[ids != NO_BLOCK].tolist()  # type: ignore[no-any-return]
+
+
+@dataclass
+class Finished:
+    """What has ended since the last poll, on one rank. `failed` names, for each load, the engine blocks that must be
+    computed."""
+
+    rank: int = 0
+    stored: dict[Hashable, int] = field(default_factory=dict)  # job -> blocks written
+    incomplete: list[Hashable] = field(default_factory=list)  # stores that left something out: offer those blocks again
+    loaded: list[Hashable] = field(default_factory=list)  # every load, whether or not blocks of it failed
+    failed: dict[Hashable, list[int]] = field(default_factory=dict)
+    withdrawn: int = 0  # blocks that the engine took back before they were copied
+    seconds: dict[Hashable, float] = field(default_factory=dict, compare=False)  # how long each load took

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
 from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece, Sources, physical_fingerprint
 from kvkeep.client.transfer import Storing, Transfer
 from kvkeep.errors import RequestError
@@ -47,20 +46,6 @@ _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
 POOL_REGISTERED = "kvkeep: the server's pool is mapped and registered with the GPU's driver"
 _Loads = list[tuple[Hashable, LoadRequest, Any]]  # job, blocks, and a mark of the engine's
-
-
-@dataclass
-class Finished:
-    """What has ended since the last poll, on one rank. `failed` names, for each load, the engine blocks that must be
-    computed."""
-
-    rank: int = 0
-    stored: dict[Hashable, int] = field(default_factory=dict)  # job -> blocks written
-    incomplete: list[Hashable] = field(default_factory=list)  # stores that left something out: offer those blocks again
-    loaded: list[Hashable] = field(default_factory=list)  # every load, whether or not blocks of it failed
-    failed: dict[Hashable, list[int]] = field(default_factory=dict)
-    withdrawn: int = 0  # blocks that the engine took back before they were copied
-    seconds: dict[Hashable, float] = field(default_factory=dict, compare=False)  # how long each load took
 
 
 class WorkerAdapter:
@@ -323,6 +308,7 @@ class WorkerAdapter:
                 loads, loading = self._arriving[0]
             loaded = None
             try:
+                self._wait_for_engine(loads)
                 loaded = loading.finish()
             except Exception:  # guard: likewise
                 self._failed_inside("load")
@@ -330,6 +316,14 @@ class WorkerAdapter:
             with self._for_loads:
                 self._arriving.popleft()
                 self._for_loads.notify_all()
+
+    def _wait_for_engine(self, loads: _Loads) -> None:
+        """A load begins when the step that was under way has ended: computing its blocks would have waited for that,
+        too, and what a load takes is compared with computing."""
+        assert self._transfer is not None
+        for job, _, mark in loads:
+            if mark is not None and self._transfer.copier.wait_for(mark):
+                self._began[job] = time.perf_counter()
 
     def _end_loads(self, loads: _Loads, loaded: list[NDArray[np.bool_]] | None) -> None:
         """None: nothing was loaded."""

@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.sources import NO_BLOCK
-from kvkeep.client.worker import Finished
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.readers import Readers
-from kvkeep.connector.step import Job, LookupSide, StepMetadata
+from kvkeep.connector.step import Completed, Job, LookupSide, StepMetadata
 from kvkeep.connector.tracker import Tracker
 from kvkeep.connector.worth import Worth
 from kvkeep.errors import RequestError
@@ -43,15 +41,6 @@ log = logging.getLogger(__name__)
 BlockIds = Sequence[int] | NDArray[np.int64]  # of one piece, or a row for each
 
 BLOCKS_TOGETHER = 8  # generated blocks that are stored in one go; nobody can ask for them before the answer is known
-
-
-@dataclass
-class Completed:
-    """What the workers' reports of one step amount to."""
-
-    loads: list[Job] = field(default_factory=list)
-    stores: list[Job] = field(default_factory=list)
-    invalid_block_ids: set[int] = field(default_factory=set)
 
 
 class SchedulerSide:
@@ -191,10 +180,24 @@ class SchedulerSide:
         return job
 
     def no_load(self, request_id: str) -> None:
-        """The request begins without a load: what the server promised may go."""
+        """The request begins without a load: what the server promised may go. An answer that nobody has waited for is
+        still to tell what need not be stored."""
         tracker = self._trackers.get(request_id)
-        if tracker is not None and tracker.asked is not None and not tracker.loads:
+        if tracker is None or tracker.asked is None or tracker.loads:
+            return
+        if tracker.answer is not None or not self._pieces.whole:
             self._let_go(tracker)
+
+    def knows_stored(self, request_id: str) -> bool:
+        """Whether it is known by now how many of its first blocks need no store."""
+        tracker = self._trackers.get(request_id)
+        if tracker is None or tracker.asked is None or tracker.answer is not None or tracker.loads:
+            return True
+        answer = self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
+        if answer is not None:
+            tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else 0)
+            self._let_go(tracker)
+        return answer is not None
 
     def prepare_store(
         self,
@@ -211,6 +214,7 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is None or not (tracker.tenant and tracker.stores):
             return None
+        self.knows_stored(request_id)
         if computed_blocks - tracker.stored < (1 if at_once else BLOCKS_TOGETHER):
             return None
         if computed_blocks < tracker.retry_from and not at_once:

@@ -10,9 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.client.worker import Finished
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,15 @@ class TransferSide(JobSide, Protocol):
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None: ...
     def poll(self) -> Finished: ...
     def close(self) -> None: ...
+
+
+@dataclass
+class Completed:
+    """What the workers' reports of one step amount to."""
+
+    loads: list[Job] = field(default_factory=list)
+    stores: list[Job] = field(default_factory=list)
+    invalid_block_ids: set[int] = field(default_factory=set)
 
 
 def begin(step: StepMetadata, cache: JobSide) -> None:

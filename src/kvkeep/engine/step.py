@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished
 from kvkeep.connector.step import StepMetadata
 from kvkeep.engine.models.model import Segment
 from kvkeep.engine.request import Request

@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
-from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.connector.step import Job, StepMetadata, TransferSide, begin
 from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig

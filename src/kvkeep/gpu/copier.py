@@ -21,7 +21,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,8 @@ from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
-from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Ledger, Line, Saved
+from kvkeep.gpu.scattering import Scattered, Scattering
+from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Line, Saved
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.units import format_size
 
@@ -56,8 +57,7 @@ class GpuCopier:
         self._runs = pieces
         self._pinned = Pinned()
         self._last_read: Any = None
-        self._warned = False
-        self._rests_until_s = 0.0
+        self._warned, self._rests_until_s = False, 0.0
         self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
         self._try_out()
 
@@ -121,11 +121,16 @@ class GpuCopier:
         """The first that such a thread does."""
         self._device.enter()
 
+    def wait_for(self, mark: Any) -> bool:
+        """Waits until the engine has got so far. Whether it had not."""
+        if is_ahead := not self._device.is_over(mark):
+            self._device.wait(mark)
+        return is_ahead
+
     def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading:
         """Reads blocks for a store, after that mark. If a step is under way it ends first: its tokens go to the host by
         the same copy engine, behind whatever is there."""
-        if ready is not None and not self._device.is_over(ready):
-            self._device.wait(ready)
+        if ready is not None and self.wait_for(ready):
             time.sleep(_TOKENS_S)
         return Reading(self, piece, verify, ready)
 
@@ -219,54 +224,6 @@ class GpuCopier:
                 self._device.unregister(address)
             except DeviceError as error:
                 log.warning("kvkeep: host memory cannot be taken back from CUDA: %s", error)
-
-
-class Scattered(NamedTuple):
-    """A part of them: its ledger, how many, when nearly all and when all are in place."""
-
-    ledger: Ledger
-    blocks: int
-    nearly: Any
-    done: Any
-
-
-class Scattering:
-    """Blocks on their way into engine memory."""
-
-    def __init__(
-        self, device: Cuda, line: Line, units: Units, parts: list[Scattered], expected: NDArray[np.uint64] | None
-    ) -> None:
-        self._device = device
-        self._line = line
-        self._units = units
-        self._parts = parts
-        self._count = sum(part.blocks for part in parts)
-        self._expected = expected
-
-    def good(self) -> NDArray[np.bool_]:
-        """Waits until all are in place; True where the bytes have the checksum expected. A block answered False holds
-        bytes that must not be used."""
-        self._wait()
-        good = np.ones(self._count, dtype=np.bool_)
-        if self._expected is not None and self._parts:
-            sums = np.concatenate([part.ledger.sums_here(part.blocks) for part in self._parts])
-            good = np.equal(self._units.checksums(sums), self._expected)
-        self.close()
-        return good
-
-    def close(self) -> None:
-        """Waits until all are in place."""
-        self._wait()
-        parts, self._parts = self._parts, []
-        for part in parts:
-            self._line.give_back(part.ledger)
-
-    def _wait(self) -> None:
-        """Asleep for most of it, then awake, because the engine waits for us."""
-        for part in self._parts:
-            if part.nearly is not None:
-                self._device.wait(part.nearly)
-            self._device.wait(part.done)
 
 
 class Reading:

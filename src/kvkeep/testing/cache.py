@@ -18,11 +18,10 @@ import numpy as np
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
-from kvkeep.client.worker import Finished
 from kvkeep.connector.worth import LoadWhen
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns

@@ -24,8 +24,9 @@ from kvkeep.client.copier import HostCopier, HostReading, HostScattering, row_ad
 from kvkeep.client.fence import Fence
 from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import Finished
 from kvkeep.client.scheduler import SchedulerAdapter
-from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.oracle import WrongBytes

@@ -13,8 +13,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvkeep.connector.scheduler import Completed
-from kvkeep.connector.step import Job
+from kvkeep.connector.step import Completed, Job
 
 MEDIUM = "kvkeep"
 

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished
 from kvkeep.connector.step import StepMetadata
 from kvkeep.kv.shape import BlockShape
 

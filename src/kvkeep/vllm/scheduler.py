@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
+from kvkeep.client.requests import Finished
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import NO_BLOCK
-from kvkeep.client.worker import Finished
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
@@ -255,9 +255,9 @@ class RequestSide:
     def _store(self, known: _Known, computed_tokens: int, *, after_step: bool) -> None:
         """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
         assert self._side is not None
-        if not self._grow(known):
-            return
         request_id, pieces = known.request.request_id, self._pieces
+        if not self._grow(known) or (not self._side.knows_stored(request_id) and after_step):
+            return  # in the latter case the next step looks again
         # Old blocks of a window and old states are gone soon: only full attention can wait for company.
         at_once = not pieces.whole or not after_step or computed_tokens <= known.request.num_prompt_tokens
         blocks = min(computed_tokens // pieces.block_tokens, self._side.known_blocks(request_id))

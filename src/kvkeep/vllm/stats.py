@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvkeep.client.worker import Finished
+from kvkeep.client.requests import Finished
 
 COUNTERS = {
     "hit_tokens": "Tokens that the server had beyond the local prefix cache, where a load of them was planned.",

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
+from kvkeep.client.requests import Finished
 from kvkeep.client.sources import Piece
-from kvkeep.client.worker import Finished, WorkerAdapter
+from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.step import finish, save
 from kvkeep.errors import KVKeepError
