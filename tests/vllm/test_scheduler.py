@@ -206,3 +206,83 @@ def test_salts_that_are_none_are_served_without_the_cache(engine: Engine) -> Non
         engine.run(asked)
         assert engine.answers[asked.request_id] == answer_to(PROMPT)
     engine.check_nothing_left()
+
+
+# --- a load of an idle engine ------------------------------------------------------------------------------------
+
+
+def begun_with_step(engine: Engine) -> list[bool]:
+    """Of each load, when all is served: whether it was the step that began it."""
+    said: list[bool] = []
+    bind = engine.rank.bind_connector_metadata
+
+    def bound(metadata: Any) -> None:
+        before = len(engine.worker.loads)
+        said.extend([False] * (before - len(said)))
+        bind(metadata)
+        said.extend([True] * (len(engine.worker.loads) - before))
+
+    engine.rank.bind_connector_metadata = bound  # type: ignore[method-assign]
+    return said
+
+
+def test_an_idle_engine_does_not_wait_for_the_step_to_begin_a_load(engine: Engine) -> None:
+    said = begun_with_step(engine)
+    asked = request(PROMPT, params=COUNT)
+    engine.run(asked)
+    assert said == [engine.apart] and engine.answers[asked.request_id] == answer_to(PROMPT)
+    assert engine.params[asked.request_id] == {"num_kvkeep_extra_cached_tokens": 20}
+    engine.check_nothing_left()
+
+
+def test_a_load_waits_for_the_step_while_anything_is_computed_or_stored(engine: Engine) -> None:
+    said = begun_with_step(engine)
+    other = request(range(500, 510), max_tokens=30)
+    engine.add(other)
+    while not engine.answers[other.request_id]:
+        engine.step()
+    engine.run(request(PROMPT))
+    engine.forget()
+    engine.worker.holds = True
+    engine.add(request(range(700, 720), max_tokens=1))
+    while engine.scheduler.requests:
+        engine.step()
+    assert engine.side.stores
+    engine.add(request(PROMPT))
+    while len(engine.worker.loads) < 2:
+        engine.step()
+    engine.worker.holds = False
+    engine.run()
+    computes = said[0] or engine.ahead  # who reads results late computes in every other step, and is idle in between
+    assert computes and said[1:] == [True]
+    engine.check_nothing_left()
+
+
+def test_a_load_waits_for_the_step_where_that_zeroes_its_blocks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(engine.kv_cache_config), "needs_kv_cache_zeroing", True)
+    zeroing = Engine(engine.cache)
+    said = begun_with_step(zeroing)
+    zeroing.run(request(PROMPT))
+    assert said == [True]
+    for each in (zeroing.rank, zeroing.scheduler):
+        each.shutdown()
+
+
+def test_a_load_that_cannot_begin_at_once_begins_with_the_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said, side = begun_with_step(engine), requests_of(engine)
+    if side._worker is None:
+        return
+
+    def fails(*given: Any) -> None:
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr(side._worker, "begin_load", fails)
+    asked = request(PROMPT, params=COUNT)
+    with caplog.at_level(logging.ERROR, "kvkeep"):
+        engine.run(asked)
+    assert said == [True] and "could not be begun at once" in caplog.text
+    assert engine.params[asked.request_id] == {"num_kvkeep_extra_cached_tokens": 20}

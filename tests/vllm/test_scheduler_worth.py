@@ -30,6 +30,7 @@ class Timed(Engine):
 
     now_s = 0.0
     block_s = 0.02
+    begun_blocks = 0  # by loads of this step
 
     def __init__(self, cache: SimulatedCache, when: str = "faster") -> None:
         super().__init__(cache, extra={"kvkeep.load_when": when})
@@ -45,11 +46,18 @@ class Timed(Engine):
             return outputs
 
         self.scheduler.update_from_output = update  # type: ignore[method-assign]
+        really_load = self.worker.load
+
+        def load(job: Any, asked: Any) -> None:
+            self.begun_blocks += asked.blocks
+            really_load(job, asked)
+
+        self.worker.load = load  # type: ignore[method-assign]
 
     def _results(self, scheduled: Any) -> Any:
         self.now_s += TOKEN_S * scheduled.total_num_scheduled_tokens
-        loads = scheduled.kv_connector_metadata.step.loads.values()
-        self.now_s += self.block_s * sum(load.blocks for load in loads)
+        self.now_s += self.block_s * self.begun_blocks
+        self.begun_blocks = 0
         return super()._results(scheduled)
 
     def serve(self, number: int) -> int:

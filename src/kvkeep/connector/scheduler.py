@@ -30,10 +30,8 @@ from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.readers import Readers
 from kvkeep.connector.step import Completed, Job, LookupSide, StepMetadata
-from kvkeep.connector.tracker import Tracker
+from kvkeep.connector.tracker import Tracker, usable_tenant
 from kvkeep.connector.worth import Worth
-from kvkeep.errors import RequestError
-from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -69,6 +67,11 @@ class SchedulerSide:
         return not self._jobs
 
     @property
+    def stores(self) -> bool:
+        """Whether a store is among them."""
+        return len(self._jobs) > len(self._loading)
+
+    @property
     def jobs(self) -> Sequence[Job]:
         return list(self._jobs.values())
 
@@ -93,7 +96,9 @@ class SchedulerSide:
         """A request has come, with the keys of its full blocks. Asks at once for those that the engine does not have,
         unless it must not read from a cache."""
         self._next_tracker += 1
-        tracker = Tracker(self._next_tracker, request_id, salt, _tenant(salt), CacheParams.of(params), bytearray(keys))
+        tracker = Tracker(
+            self._next_tracker, request_id, salt, usable_tenant(salt), CacheParams.of(params), bytearray(keys)
+        )
         tracker.offers = reads
         self._trackers[request_id] = tracker
         if tracker.tenant and reads and local_blocks < tracker.num_blocks:
@@ -178,6 +183,11 @@ class SchedulerSide:
         self._loads[job.number] = load
         self.worth.begin_load(job.number, job.blocks, job.blocks * self._pieces.block_tokens)
         return job
+
+    def begin_load(self, job: Job, begin: Callable[[int, LoadRequest], None]) -> None:
+        """It begins now, and not with the next step, unless `begin` raises."""
+        begin(job.number, self._loads[job.number])
+        del self._loads[job.number]
 
     def no_load(self, request_id: str) -> None:
         """The request begins without a load: what the server promised may go. An answer that nobody has waited for is
@@ -387,12 +397,3 @@ class SchedulerSide:
         if tracker.jobs == 0:
             last_key = tracker.key(tracker.stored - 1)
             self._cache.end_session(tracker.number, tracker.salt, last_key, tracker.params.session_finished)
-
-
-def _tenant(salt: str | None) -> str:
-    """Whose blocks a request's are; "" if its salt is none. Such a request is served, without the cache."""
-    try:
-        return tenant_of(salt)
-    except RequestError as error:
-        log.warning("kvkeep: a request is served without the cache: %s", error)
-        return ""

@@ -12,11 +12,16 @@ all goes well, less where a load failed.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from kvkeep.client.scheduler import Answer
 from kvkeep.connector.params import CacheParams
+from kvkeep.errors import RequestError
+from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,3 +67,12 @@ class Tracker:
     def reply(self, block_tokens: int) -> dict[str, int] | None:
         """What the finished request's `kv_transfer_params` are."""
         return self.params.reply(self.loaded.bit_count() * block_tokens)
+
+
+def usable_tenant(salt: str | None) -> str:
+    """Whose blocks a request's are; "" if its salt is none. Such a request is served, without the cache."""
+    try:
+        return tenant_of(salt)
+    except RequestError as error:
+        log.warning("kvkeep: a request is served without the cache: %s", error)
+        return ""

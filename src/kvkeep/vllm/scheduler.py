@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -69,6 +70,8 @@ class RequestSide:
         self._written: list[int] = []  # blocks that the next step may write into, some of them more than once
         self._all_withdrawn = False
         self._is_idle = True  # the last step computed nothing
+        self._has_waited = False  # since then, for an answer
+        self._may_begin_loads = False  # before the step that they are made in
         self._may_wait = True
         self._others_first = False  # before requests whose loads failed
         self._lost: dict[str, list[int]] = {}
@@ -113,6 +116,9 @@ class RequestSide:
         self._side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
         worker = find_here(handshakes[0].name) if world_size == 1 else None
         self._worker = worker if worker is not None and worker.join() else None
+        # vLLM zeroes new blocks of some models when the step begins.
+        zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
+        self._may_begin_loads = self._worker is not None and self._pieces.whole and not zeroes
         self._may_wait = may_wait(self._vllm_config)
 
     # -- a request's way
@@ -139,8 +145,8 @@ class RequestSide:
         tokens = request.num_tokens if self._pieces.whole else request.num_tokens - 1
         blocks = local_tokens // self._pieces.block_tokens
         found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
-        if found is None and self._is_idle and self._may_wait:
-            self._is_idle = False  # once a step
+        if found is None and self._is_idle and self._may_wait and not self._has_waited:
+            self._has_waited = True
             self._side.wait(request.request_id, _IDLE_WAIT_MS)
             found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
         if not found:
@@ -182,6 +188,18 @@ class RequestSide:
         job = self._side.prepare_load(known.request.request_id, first, rows)
         self._note(job, known)
         self._counts["hit_tokens"] += loaded_tokens
+        if self._may_begin_loads and self._is_idle and not self._side.stores:
+            self._begin_load(job)
+
+    def _begin_load(self, job: Job) -> None:
+        """The engine is idle: nothing reads or writes these blocks, and vLLM would take another millisecond to give the
+        worker its step."""
+        assert self._side is not None and self._worker is not None
+        try:
+            self._side.begin_load(job, partial(self._worker.begin_load, job.request_id))
+        except Exception:  # guard: it begins with the step
+            log.exception("kvkeep: a load could not be begun at once")
+            self.faults += 1
 
     def end(self, request: Any) -> dict[str, Any] | None:
         """The request is over. What its `kv_transfer_params` are now."""
@@ -224,7 +242,7 @@ class RequestSide:
             self.faults += 1
         work = scheduled.num_scheduled_tokens
         jobs = self._side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
-        self._is_idle = not scheduled.total_num_scheduled_tokens
+        self._is_idle, self._has_waited = not scheduled.total_num_scheduled_tokens, False
         # vLLM looks no further than the first request for which it has no room. One whose load failed may need more
         # blocks than it gave back, and those behind it, whose loads have ended too, hold them: where nothing else is
         # computed they go first in every other step.

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
-from kvkeep.client.requests import Finished
+from kvkeep.client.requests import Finished, LoadRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.pieces import Pieces
@@ -147,6 +147,12 @@ class WorkerSide:
                 self.received.add(request_id)
                 self._tell_failed(request_id, block_ids)
                 self._reports.append(Finished(self._rank, loaded=[job], failed={job: block_ids}))
+
+    def begin_load(self, request_id: str, job: int, load: LoadRequest) -> None:
+        """Before the step that it is made in, while nothing is computed or stored."""
+        assert self._adapter is not None
+        self._adapter.load(job, load)
+        self._loading[job] = request_id
 
     def finish(self) -> None:
         """The step is computed: what it computed is stored from now on."""
