@@ -11,7 +11,7 @@ import ast
 import inspect
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -233,11 +233,11 @@ def messages_in(*places: str) -> set[str]:
                     }
                 for node in ast.walk(function):
                     if isinstance(node, ast.Call):
-                        said |= _said_by(node, function)
+                        said |= _said_by(node, [function, tree])
     return {text for text in said if len(text.replace(VARIES, "").split()) > 1}
 
 
-def _said_by(node: ast.Call, function: ast.FunctionDef) -> set[str]:
+def _said_by(node: ast.Call, scopes: Sequence[ast.AST]) -> set[str]:
     if ast.unparse(node.func).startswith(("log.", "_log.")):
         at, before = 0, ""
     elif _called(node) in ERRORS:
@@ -245,11 +245,12 @@ def _said_by(node: ast.Call, function: ast.FunctionDef) -> set[str]:
     else:
         return set()
     argument: ast.AST | None = node.args[at] if len(node.args) > at else None
-    if isinstance(argument, ast.Name):  # put together in a line before
+    if isinstance(argument, ast.Name):  # put together before
         argument = next(
             (
                 each.value
-                for each in ast.walk(function)
+                for scope in scopes
+                for each in ast.walk(scope)
                 if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == argument.id
             ),
             None,

@@ -168,10 +168,12 @@ def test_an_engine_that_is_killed_in_the_middle_of_its_copies(world: World, make
     victim = maker.engine(at).__enter__()
     try:
         prompts = [new, known] if at == "store" else [known, new]
-        lane = Lane(prompts, [1, 1], at_a_time=1)
+        more = [world.prompt() for _ in range(8)]  # if the first store was dropped: an engine at its start is slow
+        lane = Lane([*prompts, *more], [1] * 10, at_a_time=1)
         asked = threading.Thread(target=_ask_in_vain, args=(victim, lane))
         asked.start()
-        assert eventually(lambda: _has_stopped(maker.watched(at))) and world.status()[held], "copies are under way"
+        assert eventually(lambda: _has_stopped(maker.watched(at))), _log_of(victim)
+        assert world.status()[held], "copies are under way"
         os.killpg(victim._process.popen.pid, signal.SIGKILL)
         asked.join()
     finally:
@@ -194,6 +196,11 @@ def test_an_engine_that_is_killed_in_the_middle_of_its_copies(world: World, make
 
 def _has_stopped(watched: Path) -> bool:
     return watched.exists() and "stopped" in watched.read_text()
+
+
+def _log_of(engine: EngineProcess) -> str:
+    file = engine._process.stderr.fileno()
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")[-4000:]
 
 
 def _ask_in_vain(engine: EngineProcess, lane: Lane) -> None:
