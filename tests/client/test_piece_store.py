@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client import piece_store as module
 from kvkeep.client.connection import Connection
+from kvkeep.client.copier import HostCopier
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
@@ -51,7 +52,7 @@ def look_up(connection: Connection, count: int, ids: list[int]) -> LoadRequest:
 
 def in_parts_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", nbytes)
-    monkeypatch.setattr(module, "_BYTES_A_PART", nbytes)
+    monkeypatch.setattr(HostCopier, "part_bytes", nbytes)
 
 
 def prepared_by(sim: Any) -> list[m.PrepareStore]:

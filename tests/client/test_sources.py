@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvkeep.client import copier as module
-from kvkeep.client.copier import row_addresses
+from kvkeep.client.copier import HostCopier, HostReading, row_addresses
 from kvkeep.client.sources import NO_BLOCK, Piece, Sources
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT, checksum
@@ -480,3 +481,85 @@ def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(lat
     assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 0] and world.sources.bytes_aside == 100
     world.sources.close()
     assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 1]
+
+
+# -- readings that ask nobody before each few blocks
+
+
+class ByItself(HostReading):
+    """Reads block by block until it is halted; `look` is what others do before it reads that one."""
+
+    look: Callable[[int], None]
+
+    def __init__(self, runs: BlockRuns, verify: bool) -> None:
+        super().__init__(runs, verify)
+        self.at_a_time, self.read_blocks, self.halts = 2, 0, 0
+
+    def read(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> int:
+        for at in range(len(block_ids)):
+            self.look(at)
+            if self.halts:
+                break
+            self.gather(block_ids[at : at + 1], addresses[at : at + 1])
+            self.read_blocks += 1
+        return self.read_blocks
+
+    def halt(self) -> int:
+        self.halts += 1
+        return self.read_blocks
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> list[ByItself]:
+    made: list[ByItself] = []
+
+    def make(copier: HostCopier, piece: int, *, verify: bool, ready: Any) -> ByItself:
+        made.append(ByItself(copier._pieces[piece], verify))
+        return made[-1]
+
+    monkeypatch.setattr(HostCopier, "reading", make)
+    return made
+
+
+@pytest.mark.parametrize("taken", [[4], [9], [4, 7], [5, 9], [4, 5, 6, 7, 8, 9], [11]])
+@pytest.mark.parametrize("when", range(6))
+def test_what_is_taken_back_while_a_reading_goes_on_by_itself(
+    monkeypatch: pytest.MonkeyPatch, reading: list[ByItself], when: int, taken: list[int]
+) -> None:
+    world = World([[4, 5, 6, 7, 8, 9]])
+    monkeypatch.setattr(
+        ByItself, "look", lambda self, at: world.take_back(taken) if at == when else None, raising=False
+    )
+    world.check(0, list(range(6)), world.copy(0, list(range(6))))
+    assert reading[0].halts == (taken != [11]), "others' blocks are no reason to halt"
+    assert reading[0].read_blocks == (when if taken != [11] else 6)
+    assert not world.sources._left.any() and not world.sources._aside
+
+
+@pytest.mark.parametrize("when", range(6))
+def test_a_store_that_is_given_up_halts_its_reading(
+    monkeypatch: pytest.MonkeyPatch, reading: list[ByItself], when: int
+) -> None:
+    world = World([[4, 5, 6, 7, 8, 9]])
+
+    def give_up(self: ByItself, at: int) -> None:
+        if at == when:
+            world.sources.give_up()
+            world.overwrite(list(range(BLOCKS)))
+
+    monkeypatch.setattr(ByItself, "look", give_up, raising=False)
+    assert world.copy(0, list(range(6))) is None
+    assert reading[0].read_blocks == when and (world.slots[0][when:] == 0xEE).all()
+
+
+def test_what_is_lost_or_was_set_aside_is_not_read_by_itself(
+    monkeypatch: pytest.MonkeyPatch, reading: list[ByItself]
+) -> None:
+    monkeypatch.setattr(ByItself, "look", lambda self, at: None, raising=False)
+    world = World([[4, 5, 6, 7]])
+    world.take_back([6])
+    world.check(0, [0, 1, 2, 3], world.copy(0, [0, 1, 2, 3]))
+    lost = World([[4, 5, 6, 7]])
+    lost.take_back([6], allowance=0)
+    assert lost.copy(0, [0, 1, 2, 3]) is None
+    assert [each.read_blocks for each in reading] == [0, 0]

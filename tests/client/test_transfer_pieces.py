@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client import piece_store as module
 from kvkeep.client.connection import Connection
+from kvkeep.client.copier import HostCopier
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import NO_BLOCK, Piece
 from kvkeep.client.transfer import Transfer
@@ -147,7 +148,7 @@ def test_a_store_in_parts_is_the_same_as_one_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, blocks_a_part: int
 ) -> None:
     monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", blocks_a_part * 1000)
-    monkeypatch.setattr(module, "_BYTES_A_PART", blocks_a_part * 1000)
+    monkeypatch.setattr(HostCopier, "part_bytes", blocks_a_part * 1000)
     assert engine.store(STORED) == Stored(4, complete=True)
     assert engine.load(TARGETS) == [True] * 4
     for piece in range(3):
@@ -438,7 +439,7 @@ def test_without_room_to_set_aside_a_store_ends_before_the_block_and_leaves_noth
     sim: Any, engine: Engine, passing: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", 1400)  # two blocks of the first piece
-    monkeypatch.setattr(module, "_BYTES_A_PART", 1400)
+    monkeypatch.setattr(HostCopier, "part_bytes", 1400)
     request = engine.request(STORED)
     sources = engine.transfer.sources(request)
     when_asked(sim, passing, 0, 2, lambda: take_back(engine, sources, [STORED[0][2]], 0))

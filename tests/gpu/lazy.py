@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.gpu.pretend import Immediate
+from tests.gpu.pretend import Halted, Immediate
 
 from kvkeep.errors import DeviceError
 from kvkeep.kv.checksum import checksum_at
@@ -114,12 +114,17 @@ class Collected:
 
         return collect
 
-    def run(self) -> None:
+    def run(self) -> bool:
         commands, self._commands = self._commands, []
         for command in commands:
             if self._device.fails():
                 raise DeviceError("work for the GPU failed")
-            command()
+            try:
+                command()
+            except Halted:
+                self._device.halted += 1
+                return False
+        return True
 
 
 class Lazy:
@@ -130,6 +135,7 @@ class Lazy:
         self.forgets = forgets
         self.elsewhere: Callable[[], None] = lambda: None
         self.fails: Callable[[], bool] = lambda: False  # asked before each command of a batch
+        self.halted = 0  # batches
         self._random = random.Random(seed)
         self._as_late_as_possible = self._random.random() < 0.5
         self._most_at_once = self._random.choice([0, 0, 1, 4])  # operations that run when one is given

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvkeep.errors import DeviceError
+from kvkeep.gpu.batch import Gate
 
 
 class Stream:
@@ -19,6 +20,10 @@ class Stream:
         self.name = name
 
 
+class Halted(Exception):
+    """The gate is closed."""
+
+
 class Immediate:
     """A batch that does at once what it is told."""
 
@@ -26,6 +31,15 @@ class Immediate:
         self._device = device
         self.after, self.mark, self.wait = device.after, device.mark, device.wait
         self.to_host, self.to_device, self.move = device.to_host, device.to_device, device.move
+
+    def enter(self, gate: Gate, bay: int) -> None:
+        """As `_drive.c`, but for one thread."""
+        if gate._words[0] & 1 << 62:
+            raise Halted
+        gate._words[0] = bay
+
+    def has_read(self, gate: Gate, bay: int) -> None:
+        gate._words[1] = bay
 
     def zero(self, stream: Any, words: torch.Tensor) -> None:
         with self._device.on(stream):
@@ -39,7 +53,8 @@ class Immediate:
         with self._device.on(stream):
             units.scatter(ids, staging, sums)
 
-    def run(self) -> None: ...
+    def run(self) -> bool:
+        return True
 
 
 class Pretend:

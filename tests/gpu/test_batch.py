@@ -4,15 +4,19 @@ what they are called with."""
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvkeep.errors import DeviceError
 from kvkeep.gpu import batch as module
-from kvkeep.gpu.batch import Batch, entries
+from kvkeep.gpu.batch import Batch, Gate, entries
 from kvkeep.gpu.kernels import Made, Mover
 from kvkeep.kv import native
 
@@ -37,6 +41,7 @@ class Driver:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, int] = {}
+        self.then: Callable[[str], None] = lambda name: None
         for name, kinds in _SIGNATURES.items():
             setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(self._noting(name)))
 
@@ -49,6 +54,7 @@ class Driver:
                 places = (_pointer * 8).from_address(given[9])
                 given = (*given[:9], [_u64.from_address(place).value for place in places], given[10])
             self.calls.append((name, *given))
+            self.then(name)
             return self.answers.get(name, 0)
 
         return note
@@ -182,3 +188,78 @@ def test_an_event_that_nobody_else_keeps_lives_until_it_is_recorded(world: World
 def test_a_command_never_has_more_words_than_there_is_room_for() -> None:
     assert len(module._PADDING) == module.WORDS + 1
     assert all(length + len(padding) == module.WORDS for length, padding in enumerate(module._PADDING))
+
+
+# -- gates
+
+
+def reads(world: World, gate: Gate, bays: int) -> None:
+    """A batch that reads so many bays: for each it waits, passes the gate, reads, says so, and copies."""
+    for bay in range(1, bays + 1):
+        world.batch._add(module.WAIT, bay)
+        world.batch.enter(gate, bay)
+        world.batch._add(module.RECORD, bay, 1)
+        world.batch.has_read(gate, bay)
+        world.batch._add(module.TO_HOST, bay, 2, 3, 4)
+
+
+WHOLE = ["cuEventSynchronize", "cuEventRecord", "cuMemcpyDtoHAsync_v2"]
+
+
+def test_a_gate_that_nobody_closes_is_passed(world: World) -> None:
+    gate = Gate()
+    reads(world, gate, 3)
+    assert [name for name, *_ in world.ran()] == WHOLE * 3
+    assert gate.halt() == 3 and gate.halt() == 3
+
+
+@pytest.mark.parametrize("at", range(9))
+def test_whoever_closes_a_gate_knows_what_is_read_and_no_more_is(world: World, at: int) -> None:
+    """From inside the calls of the driver, where another thread may be at any time."""
+    gate, said = Gate(), list[int]()
+
+    def halt(name: str) -> None:
+        if len(world.driver.calls) == at + 1 and name != "cuEventRecord":  # there it would wait for the end of that
+            said.append(gate.halt())
+
+    world.driver.then = halt
+    reads(world, gate, 3)
+    done = world.batch.run()
+    names = [name for name, *_ in world.driver.calls]
+    if said:
+        assert names.count("cuEventRecord") == said[0] == gate.halt() == names.count("cuMemcpyDtoHAsync_v2")
+        assert done == (said[0] == 3) and names[: 3 * said[0]] == WHOLE * said[0]
+    else:
+        assert done and names == WHOLE * 3
+
+
+def test_a_closed_gate_is_not_passed_at_all(world: World) -> None:
+    gate = Gate()
+    assert gate.halt() == 0
+    reads(world, gate, 3)
+    assert not world.batch.run() and [name for name, *_ in world.driver.calls] == WHOLE[:1]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_nobody_waits_for_reads_that_failed(world: World, name: str) -> None:
+    gate = Gate()
+    reads(world, gate, 3)
+    world.driver.answers[name] = 700
+    with pytest.raises(DeviceError, match="CUDA_ERROR_700"):
+        world.batch.run()
+    assert gate.halt() in (0, 1)
+
+
+def test_a_gate_is_closed_while_another_thread_passes_it(world: World) -> None:
+    for wait_s in np.linspace(0, 0.002, 40):
+        gate, world.driver.calls = Gate(), []
+        reads(world, gate, 400)
+        halted: list[bool] = []
+        thread = threading.Thread(target=lambda halted=halted: halted.append(not world.batch.run()))
+        thread.start()
+        time.sleep(wait_s)
+        read = gate.halt()
+        begun = sum(name == "cuEventRecord" for name, *_ in world.driver.calls)
+        thread.join()
+        assert begun == read == sum(name == "cuEventRecord" for name, *_ in world.driver.calls)
+        assert halted == [read < 400]

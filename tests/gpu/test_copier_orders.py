@@ -30,7 +30,7 @@ STEPS = 40
 BLOCKS, SLOTS = 24, 20
 SIZES = (40, 21)  # bytes of each piece of a block
 BAY_BYTES = 3 * 40
-MOST_BLOCKS = 8  # of one call
+MOST_BLOCKS = 14  # of one call: more than there is staging memory for
 MOST_WAITING, MOST_UNDER_WAY = 2, 3
 PLENTY = 1 << 30
 
@@ -253,8 +253,46 @@ def is_seen(forgets: Dependency | None = None) -> bool:
 
 @pytest.mark.parametrize("first", SEEDS[::40])
 def test_every_block_arrives_as_it_was_in_whatever_order_the_device_works(first: int) -> None:
+    halted = 0
     for seed in range(first, first + 40):
-        World(seed).run()
+        world = World(seed)
+        world.run()
+        halted += world.device.halted
+    assert halted > 5, "engines take back what is being read"
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_halted_reading_goes_on_bay_by_bay(at: int) -> None:
+    """Wherever it was halted: what it has read is whole, and no bay is filled while it is still copied from."""
+    for seed in range(30):
+        world = World(seed)
+        for pool in world.pool:
+            world.copier.pin(pool.ctypes.data, pool.nbytes)
+        world.memory[0][:] = world.bytes.integers(0, 256, world.memory[0].shape, dtype=np.uint8)
+        slots, blocks, looks = row_addresses(world.pool[0]), np.arange(9, 9 + 11), iter(range(at))
+        world.device.elsewhere = lambda: None
+        before = world.copier.reading(0, verify=True, ready=None)
+        assert before.read(np.arange(9), slots[:9]) == 9
+        before.end()
+        reading = world.copier.reading(0, verify=True, ready=None)
+
+        def look(reading: Reading = reading, looks: Any = looks) -> None:
+            if next(looks, None) is None:
+                reading.halt()
+
+        world.device.elsewhere = look
+        first = reading.read(blocks, slots[9:])
+        world.device.elsewhere = lambda: None
+        assert first == reading.halt() or first == len(blocks) == 11
+        for start in range(first, len(blocks), reading.at_a_time):
+            some = slice(start, start + reading.at_a_time)
+            reading.make_room()
+            reading.gather(blocks[some], slots[9:][some])
+            reading.deliver()
+        reading.end()
+        sums = np.concatenate([before.sums(), reading.sums()])
+        check([world.pool[0][:20]], [world.memory[0][:20]], "in slots")
+        check([sums], [sums_of(world.memory[0][:20])], "checksums")
 
 
 @pytest.mark.parametrize("marks", range(8))
@@ -323,6 +361,11 @@ def aside_in_no_order(aside: Any, units: Any, block_ids: Any) -> Any:
         return take(aside, units, block_ids)
 
 
+def halt_and_forget(sources: Any) -> None:
+    if sources._reading is not None:
+        sources._reading[0].halt()
+
+
 put, take = Reading.put, Aside.take
 CARELESS: dict[str, tuple[type, str, Any]] = {
     "a bay is filled before it is free": (Reading, "make_room", without_room),
@@ -331,6 +374,9 @@ CARELESS: dict[str, tuple[type, str, Any]] = {
     "room aside is free before what was there is read": (Reading, "put", freed_at_once),
     "a ledger is everybody's": (Line, "take_ledger", one_for_all),
     "blocks are set aside while the engine writes": (Aside, "take", aside_in_no_order),
+    "a reading goes on though the engine takes blocks back": (Sources, "_halt", lambda sources: None),
+    "what a halted reading left is nobody's": (Sources, "_halt", halt_and_forget),
+    "the engine writes before a halted reading has read": (Reading, "_note_reads", lambda reading, bays: None),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
 import shutil
 from pathlib import Path
@@ -99,8 +100,9 @@ def test_other_weights_and_other_types_under_the_same_name_share_nothing(
     readers: list[tuple[str, dict[str, Any]]] = [
         (str(trained), {}),
         ("llama", {"dtype": "float16"}),  # half as many bytes in a block
-        ("llama", {"kv_cache_dtype": "fp8_e5m2"}),  # and a quarter
     ]
+    if platform.machine() == "x86_64":  # vLLM computes with such KV on no other CPU
+        readers.append(("llama", {"kv_cache_dtype": "fp8_e5m2"}))  # and a quarter
     for model, options in readers:
         engine = two.use(model, server, **options)
         [cold] = engine.serve([counting(tokens)])

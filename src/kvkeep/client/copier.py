@@ -25,11 +25,15 @@ class Saved(Protocol):
 
 
 class Reading(Protocol):
-    """Blocks of one piece on their way into slots. For each `at_a_time` of them: `make_room`, `gather`, `deliver`; then
-    `end`. Only `gather` reads engine memory, and it never waits long. All has arrived when `sums` or `close` returns;
-    the next reading may begin before that."""
+    """Blocks of one piece on their way into slots. `read` takes as many as it can by itself, until somebody in another
+    thread calls `halt`; both tell how many. Then for each `at_a_time` that are left: `make_room`, `gather`, `deliver`;
+    then `end`. Only `read` and `gather` read engine memory, and `gather` never waits long. All has arrived when `sums`
+    or `close` returns; the next reading may begin before that."""
 
     at_a_time: int
+
+    def read(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> int: ...
+    def halt(self) -> int: ...
 
     def make_room(self) -> None: ...
     def gather(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> None: ...
@@ -53,6 +57,8 @@ class Copier(Protocol):
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
     and tells whether that was necessary."""
 
+    part_bytes: int  # of a store, about: what one block that is lost, or one server that goes, costs at most
+
     def mark(self) -> Any: ...
     def shield(self) -> None: ...
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
@@ -71,6 +77,8 @@ class Copier(Protocol):
 
 class HostCopier:
     """For engines in host memory. What the engine did, it has done: there is nothing to wait for."""
+
+    part_bytes = 256 << 20
 
     def __init__(self, pieces: Sequence[BlockRuns]) -> None:
         assert all(runs.device == "cpu" for runs in pieces)
@@ -136,6 +144,13 @@ class HostReading:
         self._verify = verify
         self._sums: list[NDArray[np.uint64]] = []
         self.at_a_time = max(1, _BYTES_AT_A_TIME // runs.nbytes)
+
+    def read(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> int:
+        """None: they are read with a lock held, a few at a time."""
+        return 0
+
+    def halt(self) -> int:
+        return 0
 
     def make_room(self) -> None:
         """There always is."""

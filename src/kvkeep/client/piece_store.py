@@ -24,7 +24,6 @@ from kvkeep.wire import messages as m
 if TYPE_CHECKING:
     from kvkeep.client.transfer import Transfer
 
-_BYTES_A_PART = 256 << 20  # what one block that is lost, or one server that goes, costs at most
 _BYTES_OF_THE_FIRST = 32 << 20  # where nothing else is under way: the sooner the server answers
 _BLOCKS_A_PART = 1024
 _PARTS_ASKED_FOR = 2  # at a time: a server that is busy with others must not leave the bus idle
@@ -176,7 +175,9 @@ class PieceStore:
         start = min(count, max(1, min(most, _BYTES_OF_THE_FIRST // nbytes))) if hurry else 0
         if start or not count:
             yield 0, start
-        parts = max(round((count - start) * nbytes / _BYTES_A_PART), math.ceil((count - start) / most), 1)
+        parts = max(
+            round((count - start) * nbytes / self._transfer.copier.part_bytes), math.ceil((count - start) / most), 1
+        )
         size = math.ceil((count - start) / parts)
         while start < count:
             yield start, min(start + size, count)

@@ -83,6 +83,7 @@ class Sources:
         self._left = np.ones(block_ids.shape, dtype=np.bool_)  # not copied yet
         self._aside: dict[tuple[int, int], Saved] = {}
         self._bytes_aside = 0
+        self._reading: tuple[Reading, int, NDArray[np.int64]] | None = None  # one that reads without the lock
         self._lock = threads.Lock()
         self.stop = block_ids.shape[1]  # blocks from here on are lost
         for row, piece in zip(block_ids, pieces, strict=True):
@@ -98,19 +99,23 @@ class Sources:
         """The engine will write into these blocks. Returns how many of them were still to be copied, and how many bytes
         were set aside for that, `allowance` at most."""
         with self._lock:
+            if self._reading is not None:
+                _, piece, positions = self._reading
+                if np.isin(self._ids[piece, positions], block_ids).any():
+                    self._halt()
             wanted = self._left & (self._ids != NO_BLOCK) & np.isin(self._ids, block_ids)
             wanted[:, self.stop :] = False
             spent = 0
-            for number, piece in enumerate(self._pieces):
+            for number, kind in enumerate(self._pieces):
                 positions = np.flatnonzero(wanted[number])
-                room = min(len(positions), max(0, allowance - spent) // piece.runs.nbytes)
+                room = min(len(positions), max(0, allowance - spent) // kind.runs.nbytes)
                 try:
                     self._set_aside(number, positions[:room])
                 except MemoryError:
                     room = 0
-                spent += room * piece.runs.nbytes
+                spent += room * kind.runs.nbytes
                 self._ids[number, positions] = NO_BLOCK
-                if len(positions) > room and not piece.may_lack:
+                if len(positions) > room and not kind.may_lack:
                     self.stop = min(self.stop, int(positions[room]))
             return int(wanted.sum()), spent
 
@@ -127,11 +132,13 @@ class Sources:
         """Nothing more is read."""
         with self._lock:
             self.stop = 0
+            self._halt()
 
     def close(self) -> None:
         """Nothing more is read, and what was set aside goes."""
         with self._lock:
             self.stop = 0
+            self._halt()
             for number, position in list(self._aside):
                 self._take(number, position).free()
 
@@ -144,7 +151,9 @@ class Sources:
         copied: list[NDArray[np.int64]] = []
         to_put: list[Saved] = []  # taken from what was set aside
         try:
-            for start in range(0, len(positions), reading.at_a_time):
+            first = self._read(piece, positions, addresses, reading)
+            copied.append(np.arange(first))
+            for start in range(first, len(positions), reading.at_a_time):
                 some = slice(start, start + reading.at_a_time)
                 reading.make_room()
                 with self._lock:
@@ -177,6 +186,29 @@ class Sources:
                     each.free()
             raise
         return Copy(reading, len(positions), copied)
+
+    def _read(self, piece: int, positions: NDArray[np.int64], addresses: NDArray[np.uint64], reading: Reading) -> int:
+        """So many of them, by a reading that asks nobody before each few. Not if some are lost or were set aside."""
+        with self._lock:
+            ids = self._ids[piece, positions]
+            if not len(positions) or positions[-1] >= self.stop or (ids == NO_BLOCK).any():
+                return 0
+            self._left[piece, positions] = False
+            self._reading = reading, piece, positions
+        count = 0
+        try:
+            count = reading.read(ids, addresses)
+        finally:
+            with self._lock:
+                self._reading = None
+                self._left[piece, positions[count:]] = True
+        return count
+
+    def _halt(self) -> None:
+        """With the lock held: what is not read by now is not read without it."""
+        if self._reading is not None:
+            reading, piece, positions = self._reading
+            self._left[piece, positions[reading.halt() :]] = True
 
     def _take(self, piece: int, position: int) -> Saved:
         """What was set aside for this block, which is not kept here any longer."""

@@ -2,13 +2,19 @@
  * the GIL for all of it: call by call, an engine's thread and ours would hand the interpreter to and fro for every copy.
  *
  * No CUDA header is needed: the driver's functions come as addresses, and a command is WORDS numbers of 64 bits, the
- * first of which says what is to be done with the others. */
+ * first of which says what is to be done with the others.
+ *
+ * A list that reads blocks passes a gate before each bay of them, and says when that bay's reads are in the GPU's queue.
+ * Whoever needs a block back closes the gate, and knows then what is read and what is not: nothing is half done. */
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
 
 #define WORDS 14
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT };
+enum { RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT, PASS, READ };
+enum { UNKNOWN = -1, HALTED = -2 }; /* no answers of the driver */
 
 /* CUDA_MEMCPY2D */
 struct copy2d {
@@ -64,11 +70,34 @@ static int start(const struct driver *cuda, uint64_t *w) {
     return cuda->launch(w[1], (unsigned)w[2], (unsigned)w[3], 1, (unsigned)w[4], 1, 1, (unsigned)w[5], w[6], arguments, 0);
 }
 
+/* How many bays have passed, with CLOSED from when no more may; and how many of them are read. */
+struct gate {
+    _Atomic int64_t passed, read;
+};
+
+#define CLOSED (INT64_C(1) << 62)
+
+static int pass(struct gate *gate, int64_t bay) {
+    int64_t before = atomic_load(&gate->passed);
+    do {
+        if (before & CLOSED) return HALTED;
+    } while (!atomic_compare_exchange_weak(&gate->passed, &before, bay));
+    return 0;
+}
+
+/* Closes it. Returns how many have passed, when all of these are read: some calls to the driver later at most. */
+EXPORTED int64_t kvkeep_halt(struct gate *gate) {
+    int64_t passed = atomic_fetch_or(&gate->passed, CLOSED) & ~CLOSED;
+    while (atomic_load(&gate->read) < passed) sched_yield();
+    return passed;
+}
+
 /* The driver's answer to the first command that failed, and in `failed` which one; 0 if all went well. */
 EXPORTED int kvkeep_drive(const struct driver *cuda, uint64_t *commands, int64_t count, int64_t *failed) {
+    struct gate *gate = 0;
     for (int64_t at = 0; at < count; at++) {
         uint64_t *w = commands + at * WORDS;
-        int result = -1;
+        int result = UNKNOWN;
         switch (w[0]) {
         case RECORD: result = cuda->record(w[1], w[2]); break;
         case AFTER: result = cuda->after(w[1], w[2], 0); break;
@@ -79,8 +108,17 @@ EXPORTED int kvkeep_drive(const struct driver *cuda, uint64_t *commands, int64_t
         case ZERO: result = cuda->zero(w[1], 0, w[2], w[3]); break;
         case LAUNCH: result = start(cuda, w); break;
         case WAIT: result = cuda->wait(w[1]); break;
+        case PASS:
+            gate = (struct gate *)w[1];
+            result = pass(gate, (int64_t)w[2]);
+            break;
+        case READ:
+            atomic_store(&gate->read, (int64_t)w[2]);
+            result = 0;
+            break;
         }
         if (result) {
+            if (gate) atomic_store(&gate->read, CLOSED); /* nobody waits for what will not come */
             *failed = at;
             return result;
         }

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvkeep.gpu.kernels import Units
 
 WORDS = 14
-RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT = range(9)
+RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT, PASS, READ = range(11)
+_HALTED = -2
 _FUNCTIONS = (
     "cuEventRecord",
     "cuStreamWaitEvent",
@@ -38,6 +39,18 @@ def entries(driver: ctypes.CDLL) -> ctypes.Array[ctypes.c_void_p]:
     """The addresses that `_drive.c` wants, in its order."""
     addresses = [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in _FUNCTIONS]
     return (ctypes.c_void_p * len(_FUNCTIONS))(*addresses)
+
+
+class Gate:
+    """What a batch passes before it reads each bay of blocks, and where another thread can halt it."""
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_int64 * 2)()
+        self.address = ctypes.addressof(self._words)
+
+    def halt(self) -> int:
+        """How many bays are read, or will be: what that takes has been given to the driver. No more will be."""
+        return native.halt(self.address)
 
 
 class Batch:
@@ -64,6 +77,15 @@ class Batch:
         """What follows is given to the driver when that point has come; `run` takes as long."""
         self._kept.append(event)
         self._add(WAIT, event.handle)
+
+    def enter(self, gate: Gate, bay: int) -> None:
+        """What follows is for bay number so much, from 1 on. If the gate is closed by then, `run` ends here."""
+        self._kept.append(gate)
+        self._add(PASS, gate.address, bay)
+
+    def has_read(self, gate: Gate, bay: int) -> None:
+        """The blocks of that bay are read by what the driver has by now."""
+        self._add(READ, gate.address, bay)
 
     def to_host(
         self, stream: Any, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int
@@ -110,16 +132,20 @@ class Batch:
     def scatter(self, stream: Any, units: Units, ids: torch.Tensor, staging: torch.Tensor, sums: Any) -> None:
         self._launch("scatter", stream, units, ids, staging, sums)
 
-    def run(self) -> None:
-        """Gives it all to the driver. DeviceError at the first that fails: what comes after it is dropped."""
+    def run(self) -> bool:
+        """Gives it all to the driver. False: it was halted at a gate. DeviceError at the first that fails. What comes
+        after is dropped."""
         commands, self._commands = self._commands, array("Q")
         kept, self._kept = self._kept, []
         if commands:
             address, count = commands.buffer_info()
             result, at = native.drive(self._device.entries, address, count // WORDS)
+            if result == _HALTED:
+                return False
             if result:
                 raise DeviceError(f"work for the GPU failed: {self._device.name_of(result)} (command {at})")
         kept.clear()
+        return True
 
     def _launch(
         self, name: str, stream: Any, units: Units, ids: torch.Tensor, staging: torch.Tensor, sums: Any

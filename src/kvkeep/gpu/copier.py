@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvkeep.errors import DeviceError, RequestError
+from kvkeep.gpu.batch import Gate
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
@@ -50,12 +51,13 @@ _BAYS_TOGETHER = 8  # of a load, in one call, and fewer at first: who comes back
 class GpuCopier:
     """For one engine worker. Stores are for one thread, loads for another."""
 
+    part_bytes = 512 << 20  # ten milliseconds; each part takes the interpreter from the engine a dozen times
+
     def __init__(self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None) -> None:
         """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be moved."""
         self._device = device or Cuda(torch.device(pieces[0].device))
         self._units = [Units.of(runs, self._device.torch_device) for runs in pieces]
-        self._runs = pieces
-        self._pinned = Pinned()
+        self._runs, self._pinned = pieces, Pinned()
         self._last_read: Any = None
         self._warned, self._rests_until_s = False, 0.0
         self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
@@ -227,9 +229,9 @@ class GpuCopier:
 
 
 class Reading:
-    """One piece of some blocks, `MOST_BLOCKS` at most, on their way into slots, batch by batch: `make_room`, `gather`,
-    `deliver`, and so on, then `end`; and when it is needed `sums`, which waits for what is still under way, as `close`
-    does. The next one may begin before that."""
+    """One piece of some blocks, `MOST_BLOCKS` at most, on their way into slots: `read`, and for those that it leaves
+    `make_room`, `gather`, `deliver`, and so on; then `end`; and when it is needed `sums`, which waits for what is still
+    under way, as `close` does. The next one may begin before that."""
 
     def __init__(self, copier: GpuCopier, piece: int, verify: bool, ready: Any) -> None:
         self._copier = copier
@@ -245,13 +247,50 @@ class Reading:
         self._gathered: tuple[Bay, Addresses] | None = None
         self._saved: list[Saved] = []
         self._marks: list[Any] | None = None  # when all is over; None: nobody has said that there is no more
-        self._closed = False
-        self.at_a_time = self._line.blocks_a_bay(self._units.pitch)
+        self._closed, self._gate, self._reads = False, Gate(), list[Any]()
+        self.at_a_time: int = self._line.blocks_a_bay(self._units.pitch)
         self._batch = self._device.batch()
         if ready is not None:
             self._batch.after(self._line.kernels, ready)
         if verify:
             self._ledger.begin(self._batch, self._line.kernels, MOST_BLOCKS)
+
+    def read(self, block_ids: NDArray[np.int64], addresses: Addresses) -> int:
+        """Instead of bay by bay: all of them, in one call that lets go of the interpreter, as far as the bus reaches
+        their slots, or until `halt`. So many are read; `at_a_time` in each bay but the last."""
+        batch, line, units, at_a_time = self._batch, self._line, self._units, self.at_a_time
+        ids = self._ledger.ids(batch, line.kernels, _checked(self._runs, block_ids), self._count)
+        sums, bays = self._ledger.sums[self._count :], []
+        for number, runs in enumerate(self._copier._pinned.runs(addresses, units.nbytes, at_a_time)):
+            if runs is None:
+                break
+            some, bay = slice(number * at_a_time, (number + 1) * at_a_time), line.next_bay()
+            bays.append((bay, before := bay.busy))
+            if before is not None:
+                batch.wait(before)
+            batch.enter(self._gate, number + 1)
+            batch.gather(line.kernels, units, ids[some], bay.memory, sums[some] if self._verify else None)
+            self._reads.append(batch.mark(line.kernels))
+            batch.has_read(self._gate, number + 1)
+            batch.after(line.copies, self._reads[-1])
+            self._collect(bay, runs)
+        done = len(bays) if batch.run() else self._gate.halt()
+        for bay, before in reversed(bays[done:]):
+            bay.busy = before
+        count = min(done * at_a_time, len(block_ids))
+        self._count += count
+        self._note_reads(done)
+        return count
+
+    def halt(self) -> int:
+        """For the engine's thread: `read` reads no more blocks than so many, and `shield` covers them."""
+        done = self._gate.halt()
+        self._note_reads(done)
+        return done * self.at_a_time
+
+    def _note_reads(self, bays: int) -> None:
+        if bays:
+            self._copier._last_read = self._reads[bays - 1]
 
     def make_room(self) -> None:
         """Waits until a bay is free: what `gather` gives to the GPU then waits for nothing but the engine."""
@@ -268,9 +307,8 @@ class Reading:
         some = slice(self._count, self._count + len(block_ids))
         batch, line = self._batch, self._line
         ids = self._ledger.ids(batch, line.kernels, _checked(self._runs, block_ids), self._count)
-        batch.gather(
-            line.kernels, self._units, ids, self._bay.memory, self._ledger.sums[some] if self._verify else None
-        )
+        sums = self._ledger.sums[some] if self._verify else None
+        batch.gather(line.kernels, self._units, ids, self._bay.memory, sums)
         read = batch.mark(line.kernels)
         batch.after(line.copies, read)
         batch.run()
@@ -286,10 +324,7 @@ class Reading:
         batch, copies, units = self._batch, self._line.copies, self._units
         [runs] = self._copier._pinned.runs(addresses, units.nbytes, len(addresses))
         if runs is not None:
-            for address, step, at, count in runs:
-                place = bay.address + at * units.pitch
-                batch.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
-            bay.busy = batch.mark(copies)
+            self._collect(bay, runs)
             return
         bounce, nbytes = self._line.bounce(bay), len(addresses) * units.pitch
         batch.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
@@ -298,6 +333,14 @@ class Reading:
         batch.run()
         for at, address in enumerate(addresses.tolist()):
             ctypes.memmove(address, bounce + at * units.pitch, units.nbytes)
+
+    def _collect(self, bay: Bay, runs: Sequence[Run]) -> None:
+        """From this bay into slots."""
+        batch, copies, units = self._batch, self._line.copies, self._units
+        for address, step, at, count in runs:
+            place = bay.address + at * units.pitch
+            batch.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
+        bay.busy = batch.mark(copies)
 
     def put(self, saved: Saved, address: int) -> None:
         """What was set aside goes into its slot."""

@@ -37,6 +37,7 @@ def _load() -> ctypes.CDLL | None:
         library.kvkeep_chain.restype = None
         library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = [_pointer, *[_int64] * 3, _pointer], _int64
         library.kvkeep_drive.argtypes = [_pointer, _pointer, _int64, _pointer]
+        library.kvkeep_halt.argtypes, library.kvkeep_halt.restype = [_pointer], _int64
         library.kvkeep_drive.restype = ctypes.c_int
     except (OSError, AttributeError) as error:  # for another system, or of another version
         _log.warning("the C kernel was built but cannot be loaded, copies run at numpy's speed: %s", error)
@@ -131,3 +132,10 @@ def drive(entries: ctypes.Array[ctypes.c_void_p], commands: int, count: int) -> 
     assert _library is not None
     failed = ctypes.c_int64()
     return _library.kvkeep_drive(entries, commands, count, ctypes.byref(failed)), failed.value
+
+
+def halt(gate: int) -> int:
+    """Closes the gate at that address: how many bays have passed it, when all of these are read."""
+    assert _library is not None
+    passed: int = _library.kvkeep_halt(gate)
+    return passed
