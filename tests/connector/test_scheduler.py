@@ -308,10 +308,25 @@ def test_who_cannot_wait_for_that_answer_stores_all(side: SchedulerSide, cache: 
     side.no_load("r")
     job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
     assert job is not None and job.first_block == 0
+    assert cache.released == [1], "an engine that is idle would hear of the store's end much later"
     side.end("r")
     side.build_step()
     side.complete([stored(job.number)])
-    assert [request for request, *_ in cache.ended] == [1], "and with its session goes the lease"
+    assert [request for request, *_ in cache.ended] == [1] and cache.released == [1]
+
+
+def test_who_has_ended_holds_no_lease_while_it_is_stored(side: SchedulerSide, cache: Any) -> None:
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 0, 5) == 0
+    job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
+    cache.silent = True
+    side.extend("r", keys(3, start=5))
+    assert job is not None and side.lookup("r", 5, 8) is None, "preempted, and asks again"
+    side.end("r")
+    assert cache.released == [1] and not cache.ended
+    side.build_step()
+    side.complete([stored(job.number)])
+    assert len(cache.ended) == 1
 
 
 def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(side: SchedulerSide, cache: Any) -> None:

@@ -96,9 +96,8 @@ class SchedulerSide:
         """A request has come, with the keys of its full blocks. Asks at once for those that the engine does not have,
         unless it must not read from a cache."""
         self._next_tracker += 1
-        tracker = Tracker(
-            self._next_tracker, request_id, salt, usable_tenant(salt), CacheParams.of(params), bytearray(keys)
-        )
+        about = (salt, usable_tenant(salt), CacheParams.of(params), bytearray(keys))
+        tracker = Tracker(self._next_tracker, request_id, *about)
         tracker.offers = reads
         self._trackers[request_id] = tracker
         if tracker.tenant and reads and local_blocks < tracker.num_blocks:
@@ -126,10 +125,8 @@ class SchedulerSide:
         return 0 if tracker is None else tracker.skipped
 
     def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
-        """How many blocks after the `local_blocks` first ones are to be loaded, `limit_blocks` in all at most.
-
-        None: not known yet, ask in the next step. Idempotent and free: the server is asked once.
-        """
+        """How many blocks after the `local_blocks` first ones are to be loaded, `limit_blocks` in all at most. None: not
+        known yet, ask in the next step. Idempotent and free: the server is asked once."""
         tracker = self._trackers.get(request_id)
         if tracker is None or not (tracker.tenant and tracker.offers) or local_blocks >= limit_blocks:
             return 0
@@ -224,7 +221,8 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is None or not (tracker.tenant and tracker.stores):
             return None
-        self.knows_stored(request_id)
+        if not self.knows_stored(request_id):
+            self._let_go(tracker)  # an answer would come too late, and a lease must not last until this store is over
         if computed_blocks - tracker.stored < (1 if at_once else BLOCKS_TOGETHER):
             return None
         if computed_blocks < tracker.retry_from and not at_once:
@@ -256,6 +254,8 @@ class SchedulerSide:
         if tracker is None:
             return CacheParams.of(params).reply(0)
         tracker.ended = True
+        if tracker.asked is not None and not tracker.loads:
+            self._let_go(tracker)  # stores may go on for as long as the engine is idle
         self._end_session(tracker)
         return tracker.reply(self._pieces.block_tokens)
 
