@@ -343,14 +343,14 @@ def test_a_device_that_fails_costs_the_loads_that_were_under_way_and_no_others(
     device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.log, "exception", lambda *_: None)
-    world = device(breaks="good 0")
+    world = device()
     world.engine.store("s", [0, 1])
     world.engine.finished()
     request = world.engine.looked_up([10, 11])
-    for job, failed in (("first", {"first": [10, 11]}), ("second", {})):
-        world.engine.worker.load(job, request)
-        assert world.engine.finished() == Finished(loaded=[job], failed=failed)
-    assert world.engine.connection.counters.failures["internal_error"] == 1
+    for world.copier.breaks, failed in (("good 0", {"good 0": [10, 11]}), ("good 0 again", {}), ("wait for", {})):
+        world.engine.worker.load(world.copier.breaks, request)
+        assert world.engine.finished() == Finished(loaded=[world.copier.breaks], failed=failed)
+    assert world.engine.connection.counters.failures["internal_error"] == 2
     fence: Any = world.engine.connection._fence
     assert eventually(lambda: fence._holders == 1), "the pool is held by nobody who copies"
 
@@ -511,11 +511,11 @@ def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(
     assert engine.finished(2) == Finished(loaded=[0, 1])
     assert [mark for marks in world.copier.waited_for for mark in marks] == world.copier.marks
     assert engine.has([10, 11, 12, 13], [0, 1, 0, 1])
-    clock = itertools.count(0, 1000)
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    world.copier.must_wait = lambda: next(clock) > 0
-    engine.worker.load(2, requests[0])
-    assert engine.finished().seconds == {2: 1000}, "the wait for the engine is no part of it"
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    world.copier.must_wait = iter([True, False, False]).__next__
+    engine.worker._began = {"waits": 1.0, "of the same step": 2.0, "later": 6.0}
+    engine.worker._wait_for_engine([(job, requests[0], object()) for job in engine.worker._began])
+    assert [*engine.worker._began.values()] == [5.0, 5.0, 6.0], "the wait for the engine is no part of a load"
 
 
 def test_withdraw_shields_after_all_stores_have_been_seen_to(

@@ -118,6 +118,7 @@ class Collected:
         commands, self._commands = self._commands, []
         for command in commands:
             if self._device.fails():
+                self._at_once.fail()
                 raise DeviceError("work for the GPU failed")
             try:
                 command()

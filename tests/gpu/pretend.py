@@ -20,6 +20,9 @@ class Stream:
         self.name = name
 
 
+CLOSED = 1 << 62
+
+
 class Halted(Exception):
     """The gate is closed."""
 
@@ -29,17 +32,24 @@ class Immediate:
 
     def __init__(self, device: Any) -> None:
         self._device = device
+        self._gate: Gate | None = None
         self.after, self.mark, self.wait = device.after, device.mark, device.wait
         self.to_host, self.to_device, self.move = device.to_host, device.to_device, device.move
 
     def enter(self, gate: Gate, bay: int) -> None:
         """As `_drive.c`, but for one thread."""
-        if gate._words[0] & 1 << 62:
+        if gate._words[0] & CLOSED:
             raise Halted
         gate._words[0] = bay
+        self._gate = gate
 
     def has_read(self, gate: Gate, bay: int) -> None:
         gate._words[1] = bay
+
+    def fail(self) -> None:
+        """Likewise, at a command that is refused."""
+        if self._gate is not None and self._gate._words[1] != CLOSED:
+            self._gate._words[:] = [self._gate._words[1] | CLOSED, CLOSED]
 
     def zero(self, stream: Any, words: torch.Tensor) -> None:
         with self._device.on(stream):

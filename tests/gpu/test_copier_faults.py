@@ -107,3 +107,28 @@ def test_a_store_whose_end_fails_has_ended_when_it_is_closed() -> None:
         else:
             break
     assert at >= 5
+
+
+@pytest.mark.parametrize("bays", [0, 1])
+def test_a_reading_that_fails_leaves_the_reads_before_it_covered(bays: int) -> None:
+    """So an engine that halts it then, and writes, writes after those."""
+    for seed in range(40):
+        world = World(seed)
+        for pool in world.pool:
+            world.copier.pin(pool.ctypes.data, pool.nbytes)
+        world.memory[0][:] = world.bytes.integers(0, 256, world.memory[0].shape, dtype=np.uint8)
+        was, slots = world.memory[0].copy(), row_addresses(world.pool[0])
+        world.device.elsewhere = lambda: None
+        before, reading = (world.copier.reading(0, verify=True, ready=None) for _ in range(2))
+        assert before.read(np.arange(3), slots[:3]) == 3
+        before.end()
+        world.device.fails = lambda reading=reading: reading._gate._words[0] > bays  # the launch after that gate
+        with pytest.raises(DeviceError):
+            reading.read(np.arange(9, 15), slots[9:15])
+        world.device.fails = lambda: False
+        assert reading.halt() == bays * reading.at_a_time
+        world.copier.shield()
+        world.device.give(lambda memory=world.memory[0]: memory.fill(7))
+        reading.close()
+        before.sums()
+        assert (world.pool[0][:3] == was[:3]).all()

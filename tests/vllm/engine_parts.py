@@ -260,6 +260,7 @@ class Engine:
     scheduler is in another process; a scheduler that is `ahead` reads a step's results after the next has run."""
 
     apart = ahead = False
+    alone = True  # no other connector beside ours
 
     def __init__(
         self,
@@ -311,8 +312,11 @@ class Engine:
         handshake = self.rank.get_handshake_metadata()
         assert handshake is not None and handshake.shape is not None, handshake
         handshake = replace(handshake, name="") if self.apart else handshake
-        with mock.patch.object(
-            kvkeep.vllm.scheduler, "SchedulerAdapter", lambda shape, options: self.cache.lookup_side(shape)
+        with (
+            mock.patch.object(
+                kvkeep.vllm.scheduler, "SchedulerAdapter", lambda shape, options: self.cache.lookup_side(shape)
+            ),
+            mock.patch.object(versions, "worker_connector", return_value=self.rank if self.alone else mock.Mock()),
         ):
             self.connector.set_xfer_handshake_metadata({0: handshake})
 

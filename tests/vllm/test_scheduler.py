@@ -270,6 +270,19 @@ def test_a_load_waits_for_the_step_where_that_zeroes_its_blocks(
         each.shutdown()
 
 
+def test_a_load_waits_for_the_step_where_another_connector_may_still_read_its_blocks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own offload reads blocks of requests that are over, until the next step begins."""
+    monkeypatch.setattr(Engine, "alone", False)
+    other = Engine(engine.cache)
+    said = begun_with_step(other)
+    other.run(request(PROMPT))
+    assert said == [True]
+    for each in (other.rank, other.scheduler):
+        each.shutdown()
+
+
 def test_a_load_that_cannot_begin_at_once_begins_with_the_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,6 +73,7 @@ class WorkerAdapter:
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
         self._began: dict[Hashable, float] = {}  # when loads that are queued or under way did
+        self._engine_got_there_s = 0.0  # where a load had to wait for it last
         self._finished = Finished(strategy.rank)
         threads, lock = self.connection.threads, self.connection.threads.RLock()
         # One lock, and a condition for each who waits: nobody is woken, and takes the interpreter, for another's news.
@@ -309,6 +310,9 @@ class WorkerAdapter:
             loaded = None
             try:
                 self._wait_for_engine(loads)
+            except Exception:  # guard: a load whose time is wrong; it must be waited for all the same
+                self._failed_inside("load")
+            try:
                 loaded = loading.finish()
             except Exception:  # guard: likewise
                 self._failed_inside("load")
@@ -323,7 +327,8 @@ class WorkerAdapter:
         assert self._transfer is not None
         for job, _, mark in loads:
             if mark is not None and self._transfer.copier.wait_for(mark):
-                self._began[job] = time.perf_counter()
+                self._engine_got_there_s = time.perf_counter()
+            self._began[job] = max(self._began[job], self._engine_got_there_s)  # also for others of the same step
 
     def _end_loads(self, loads: _Loads, loaded: list[NDArray[np.bool_]] | None) -> None:
         """None: nothing was loaded."""

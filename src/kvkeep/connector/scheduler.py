@@ -125,8 +125,8 @@ class SchedulerSide:
         return 0 if tracker is None else tracker.skipped
 
     def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
-        """How many blocks after the `local_blocks` first ones are to be loaded, `limit_blocks` in all at most. None: not
-        known yet, ask in the next step. Idempotent and free: the server is asked once."""
+        """How many blocks after the first `local_blocks` are to be loaded, `limit_blocks` in all at most. None: not known
+        yet, ask in the next step. Idempotent and free: the server is asked once."""
         tracker = self._trackers.get(request_id)
         if tracker is None or not (tracker.tenant and tracker.offers) or local_blocks >= limit_blocks:
             return 0
@@ -202,6 +202,7 @@ class SchedulerSide:
             return True
         answer = self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
         if answer is not None:
+            self.failed_lookups += bool(answer.failure)
             tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else 0)
             self._let_go(tracker)
         return answer is not None

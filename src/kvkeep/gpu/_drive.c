@@ -85,11 +85,17 @@ static int pass(struct gate *gate, int64_t bay) {
     return 0;
 }
 
-/* Closes it. Returns how many have passed, when all of these are read: some calls to the driver later at most. */
+/* Closes it. Returns how many have passed, when all of these are read: some calls to the driver later at most. If the
+ * driver refuses one of those calls it is one less: what was not read did not pass. */
 EXPORTED int64_t kvkeep_halt(struct gate *gate) {
     int64_t passed = atomic_fetch_or(&gate->passed, CLOSED) & ~CLOSED;
     while (atomic_load(&gate->read) < passed) sched_yield();
-    return passed;
+    return atomic_load(&gate->passed) & ~CLOSED;
+}
+
+static void fail(struct gate *gate) {
+    atomic_store(&gate->passed, atomic_load(&gate->read) | CLOSED);
+    atomic_store(&gate->read, CLOSED); /* nobody waits for what will not come */
 }
 
 /* The driver's answer to the first command that failed, and in `failed` which one; 0 if all went well. */
@@ -118,7 +124,7 @@ EXPORTED int kvkeep_drive(const struct driver *cuda, uint64_t *commands, int64_t
             break;
         }
         if (result) {
-            if (gate) atomic_store(&gate->read, CLOSED); /* nobody waits for what will not come */
+            if (gate) fail(gate);
             *failed = at;
             return result;
         }

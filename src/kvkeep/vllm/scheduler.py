@@ -116,9 +116,10 @@ class RequestSide:
         self._side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
         worker = find_here(handshakes[0].name) if world_size == 1 else None
         self._worker = worker if worker is not None and worker.join() else None
-        # vLLM zeroes new blocks of some models when the step begins.
+        # When a step begins vLLM zeroes new blocks of some models, and other connectors read what they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
-        self._may_begin_loads = self._worker is not None and self._pieces.whole and not zeroes
+        is_alone = self._worker is not None and getattr(versions.worker_connector(), "_worker", None) is self._worker
+        self._may_begin_loads = is_alone and self._pieces.whole and not zeroes
         self._may_wait = may_wait(self._vllm_config)
 
     # -- a request's way
