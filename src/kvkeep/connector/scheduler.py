@@ -125,8 +125,8 @@ class SchedulerSide:
         return 0 if tracker is None else tracker.skipped
 
     def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
-        """How many blocks after the first `local_blocks` are to be loaded, `limit_blocks` in all at most. None: not known
-        yet, ask in the next step. Idempotent and free: the server is asked once."""
+        """How many blocks after the first `local_blocks` are to be loaded, `limit_blocks` in all at most; None: not yet
+        known, ask in the next step. Idempotent and free: the server is asked once."""
         tracker = self._trackers.get(request_id)
         if tracker is None or not (tracker.tenant and tracker.offers) or local_blocks >= limit_blocks:
             return 0
