@@ -65,7 +65,8 @@ def find_device(device: str) -> str:
 
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
-        raise SettingsError("--device cuda: torch finds no GPU")
+        hint = "run it on a GPU host, with a torch that was built for CUDA; --device cpu measures here"
+        raise SettingsError("--device cuda: torch finds no GPU", hint)
     return "cuda" if there else "cpu"
 
 
