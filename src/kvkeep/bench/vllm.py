@@ -183,6 +183,7 @@ class Bench:
                     say(f"starting vLLM, connector: {name}")
                     subjects.append(stack.enter_context(self._subject(name, len(names))))
                     self.vllm = subjects[-1].engine.vllm
+            say("waiting until their pools are as fast as they will be")
             for subject in subjects:
                 subject.engine.wait_until_ready()
             for length in self.plan.prompt_tokens:

@@ -136,6 +136,7 @@ class Bench:
                     say(f"starting vLLM, connector: {station.connector}, for {', '.join(station.scenarios)}")
                     subjects.append(stack.enter_context(self._subject(station, len(stations))))
                     self.vllm = subjects[-1].engine.vllm
+            say("waiting until their pools are as fast as they will be")
             for subject in subjects:
                 subject.engine.wait_until_ready()
             for scenario in self.plan.scenarios:
