@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from test_copier_orders import SIZES, World, Wrong, small  # noqa: F401  (a fixture)
+from test_copier_orders import SIZES, World, Wrong, filled_world, small  # noqa: F401  (a fixture)
 
 from kvkeep.client.copier import row_addresses
 from kvkeep.errors import DeviceError
@@ -113,12 +113,8 @@ def test_a_store_whose_end_fails_has_ended_when_it_is_closed() -> None:
 def test_a_reading_that_fails_leaves_the_reads_before_it_covered(bays: int) -> None:
     """So an engine that halts it then, and writes, writes after those."""
     for seed in range(40):
-        world = World(seed)
-        for pool in world.pool:
-            world.copier.pin(pool.ctypes.data, pool.nbytes)
-        world.memory[0][:] = world.bytes.integers(0, 256, world.memory[0].shape, dtype=np.uint8)
-        was, slots = world.memory[0].copy(), row_addresses(world.pool[0])
-        world.device.elsewhere = lambda: None
+        world, slots = filled_world(seed)
+        was = world.memory[0].copy()
         before, reading = (world.copier.reading(0, verify=True, ready=None) for _ in range(2))
         assert before.read(np.arange(3), slots[:3]) == 3
         before.end()

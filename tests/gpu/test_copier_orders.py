@@ -231,6 +231,16 @@ class World:
                 pool[slot] = 0xEE
 
 
+def filled_world(seed: int) -> tuple[World, NDArray[np.uint64]]:
+    """With something in each block, and slots for the first piece that the bus can reach; nothing happens meanwhile."""
+    world = World(seed)
+    for pool in world.pool:
+        world.copier.pin(pool.ctypes.data, pool.nbytes)
+    world.memory[0][:] = world.bytes.integers(0, 256, world.memory[0].shape, dtype=np.uint8)
+    world.device.elsewhere = lambda: None
+    return world, row_addresses(world.pool[0])
+
+
 def sums_of(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
     rows = np.ascontiguousarray(rows)
     return checksum_at(row_addresses(rows), rows.shape[1])
@@ -265,12 +275,8 @@ def test_every_block_arrives_as_it_was_in_whatever_order_the_device_works(first:
 def test_a_halted_reading_goes_on_bay_by_bay(at: int) -> None:
     """Wherever it was halted: what it has read is whole, and no bay is filled while it is still copied from."""
     for seed in range(30):
-        world = World(seed)
-        for pool in world.pool:
-            world.copier.pin(pool.ctypes.data, pool.nbytes)
-        world.memory[0][:] = world.bytes.integers(0, 256, world.memory[0].shape, dtype=np.uint8)
-        slots, blocks, looks = row_addresses(world.pool[0]), np.arange(9, 9 + 11), iter(range(at))
-        world.device.elsewhere = lambda: None
+        world, slots = filled_world(seed)
+        blocks, looks = np.arange(9, 9 + 11), iter(range(at))
         before = world.copier.reading(0, verify=True, ready=None)
         assert before.read(np.arange(9), slots[:9]) == 9
         before.end()

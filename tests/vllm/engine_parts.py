@@ -316,7 +316,10 @@ class Engine:
             mock.patch.object(
                 kvkeep.vllm.scheduler, "SchedulerAdapter", lambda shape, options: self.cache.lookup_side(shape)
             ),
-            mock.patch.object(versions, "worker_connector", return_value=self.rank if self.alone else mock.Mock()),
+            mock.patch.object(kvkeep.vllm.worker, "has_kv_transfer_group", return_value=True),
+            mock.patch.object(
+                kvkeep.vllm.worker, "get_kv_transfer_group", return_value=self.rank if self.alone else mock.Mock()
+            ),
         ):
             self.connector.set_xfer_handshake_metadata({0: handshake})
 

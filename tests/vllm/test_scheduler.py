@@ -258,23 +258,15 @@ def test_a_load_waits_for_the_step_while_anything_is_computed_or_stored(engine: 
     engine.check_nothing_left()
 
 
-def test_a_load_waits_for_the_step_where_that_zeroes_its_blocks(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["zeroing", "another connector"])
+def test_a_load_waits_for_the_step_that_does_something_with_its_blocks_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(type(engine.kv_cache_config), "needs_kv_cache_zeroing", True)
-    zeroing = Engine(engine.cache)
-    said = begun_with_step(zeroing)
-    zeroing.run(request(PROMPT))
-    assert said == [True]
-    for each in (zeroing.rank, zeroing.scheduler):
-        each.shutdown()
-
-
-def test_a_load_waits_for_the_step_where_another_connector_may_still_read_its_blocks(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's own offload reads blocks of requests that are over, until the next step begins."""
-    monkeypatch.setattr(Engine, "alone", False)
+    """vLLM zeroes new blocks of some models, and its own offload reads those of requests that are over until then."""
+    if kind == "zeroing":
+        monkeypatch.setattr(type(engine.kv_cache_config), "needs_kv_cache_zeroing", True)
+    else:
+        monkeypatch.setattr(Engine, "alone", False)
     other = Engine(engine.cache)
     said = begun_with_step(other)
     other.run(request(PROMPT))

@@ -35,7 +35,7 @@ from kvkeep.vllm.groups import pieces_of
 from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, root_of
 from kvkeep.vllm.messages import Handshake, Step
 from kvkeep.vllm.stats import KVKeepStats, counts_of
-from kvkeep.vllm.worker import WorkerSide, find_here, may_wait
+from kvkeep.vllm.worker import WorkerSide, find_here, is_alone, may_wait
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ class RequestSide:
         self._worker = worker if worker is not None and worker.join() else None
         # When a step begins vLLM zeroes new blocks of some models, and other connectors read what they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
-        is_alone = self._worker is not None and getattr(versions.worker_connector(), "_worker", None) is self._worker
-        self._may_begin_loads = is_alone and self._pieces.whole and not zeroes
+        has_own = self._worker is not None and is_alone(self._worker)
+        self._may_begin_loads = has_own and self._pieces.whole and not zeroes
         self._may_wait = may_wait(self._vllm_config)
 
     # -- a request's way

@@ -20,7 +20,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
@@ -67,11 +66,6 @@ def hash_tokens(kv_cache_config: Any, block_tokens: Sequence[int]) -> int:
     """How many tokens one of vLLM's hashes covers; `block_tokens` are those of each group."""
     said = getattr(kv_cache_config, "hash_block_size", None)
     return int(said) if said else math.gcd(*block_tokens)
-
-
-def worker_connector() -> Any:
-    """What the worker in this process calls: a connector, which may hold others, or None."""
-    return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 def kv_tp_replicas(kv_cache_config: Any) -> int | None:

@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest
 from kvkeep.client.sources import Piece
@@ -49,6 +51,11 @@ def may_wait(vllm_config: Any) -> bool:
 def find_here(name: str) -> WorkerSide | None:
     """The worker's side of that name, if it is in this process."""
     return _here.get(name)
+
+
+def is_alone(worker: WorkerSide) -> bool:
+    """Whether vLLM calls that side's connector itself, and not one that holds others beside it."""
+    return has_kv_transfer_group() and getattr(get_kv_transfer_group(), "_worker", None) is worker
 
 
 class WorkerSide:
