@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -333,6 +334,43 @@ def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
     worker.load("late", some_load([6]))
     worker.store("late", StoreRequest("default", b"", keys(1), np.array([0])))
     assert worker.poll() == Finished(stored={"late": 0}, incomplete=["late"], loaded=["late"], failed={"late": [6]})
+    worker.close()
+
+
+# -- a server that is not there yet
+
+
+def test_what_is_stored_before_the_session_is_made_waits_for_it(server: ServerProcess) -> None:
+    """An engine that computes its first blocks while the server is still busy with something else."""
+    layers, _ = contiguous()
+    fill(layers)
+    shape = shape_of(BlockRuns.of(layers).nbytes)
+    options = ClientOptions(address=server.address, handshake_deadline_ms=120_000, store_deadline_ms=120_000)
+    worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
+    connection, done = worker.connection, Finished()
+    heard, answers = connection._transport.receive, threading.Event()
+    connection._transport.receive = lambda: heard() if answers.is_set() else None  # type: ignore[method-assign]
+    worker.register_kv_caches(layers)
+    assert eventually(lambda: connection.state == "greeting")
+    worker.store("early", StoreRequest("default", b"", keys(3, f"{shape.identity.model}."), np.arange(3)))
+    time.sleep(0.1)  # some rounds of the worker's threads
+    assert worker.poll() == Finished() and connection.coming_up
+    answers.set()
+    assert eventually(lambda: done.stored.update(worker.poll().stored) or bool(done.stored))
+    assert done.stored == {"early": 3} and not connection.counters.failures
+    worker.close()
+
+
+def test_what_is_stored_while_there_is_no_server_ends_soon() -> None:
+    layers, _ = contiguous()
+    options = ClientOptions(address="tcp://127.0.0.1:1", reconnect_interval_ms=20)
+    worker = WorkerAdapter(shape_of(BlockRuns.of(layers).nbytes), ParallelStrategy.of(), options)
+    worker.register_kv_caches(layers)
+    done = Finished()
+    for job in ("in vain", "told"):
+        worker.store(job, StoreRequest("default", b"", keys(3), np.arange(3)))
+        assert eventually(lambda: done.incomplete.extend(worker.poll().incomplete) or bool(done.incomplete))
+        assert done.incomplete.pop() == job and not worker.connection.coming_up
     worker.close()
 
 

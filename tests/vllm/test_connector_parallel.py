@@ -53,7 +53,9 @@ def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: S
     ranks.use("llama", server, tensor_parallel_size=2)
     since = Since(server)
     cold = ranks.serve([counting(tokens) for tokens in prompts])
-    assert eventually(lambda: since("stored_blocks") == 2 * (1 + 3 + 5)), "each rank stores its heads of each block"
+    assert eventually(lambda: since("stored_blocks") == 2 * (1 + 3 + 5)), (
+        f"each rank stores its heads of each block: {since}\n{ranks.tail()}"
+    )
     warm = ranks.fresh().serve([counting(tokens) for tokens in prompts])
     assert [answer.extra for answer in warm] == [32, 96, 160]
     for answers in (cold, warm):

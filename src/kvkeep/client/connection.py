@@ -31,7 +31,7 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.segments import Segments
 
-_FIRST_RETRY_MS = 5
+_FIRST_RETRY_MS = 5  # a socket that was only just made is not connected yet
 _LAST_QUICK_RETRY_MS = 160  # some 300 ms after the first attempt: a server that is there has answered by then
 _WAIT_SLICE_MS = 5  # then others have their turn
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
@@ -90,8 +90,11 @@ class Connection:
         return self.up and self.breaker.heard and not self.breaker.is_open
 
     @property
-    def epoch(self) -> int:
-        """The server process that slots belong to; 0 while there is none."""
+    def coming_up(self) -> bool:  # in a moment, as far as anybody knows: either way it is over soon
+        return not (self.up or self._closing or self._outage.told)
+
+    @property
+    def epoch(self) -> int:  # of the server process that slots belong to; 0 while there is none
         welcome = self.welcome  # read once: another thread may end the session meanwhile
         return welcome.epoch if welcome and self.up else 0
 
@@ -101,8 +104,7 @@ class Connection:
         return given if given is not None else welcome.verify if welcome else True
 
     @property
-    def segments(self) -> Segments | None:
-        """The pool's memory, if it is on this host."""
+    def segments(self) -> Segments | None:  # the pool's memory, if it is on this host
         return fence.segments if (fence := self._fence) else None
 
     @contextlib.contextmanager
@@ -336,7 +338,6 @@ class Connection:
             self._advance_handshake()
 
     def _start_handshake(self, now_ms: int) -> None:
-        # The first attempts come quickly: a socket that was only just made is not connected yet.
         patience_ms = min(self.options.reconnect_interval_ms, _FIRST_RETRY_MS << min(self._attempts, 16))
         self._next_attempt_ms = now_ms + patience_ms
         self._attempts += 1
@@ -380,10 +381,9 @@ class Connection:
         self._outage.begin(why, self.refusal)
 
     def _come_up(self) -> None:
-        self.state, self._attempts = "up", 0
+        self.state, self._attempts, self.refusal = "up", 0, ""
         self.counters.sessions += 1
         self._next_ping_ms = self._clock() + self.options.ping_interval_ms
-        self.refusal = ""
         if self._outage.told or self.counters.sessions > 1:
             self._outage.end()
 

@@ -220,10 +220,11 @@ class WorkerAdapter:
             self.connection.poll()
             self._departures.settle()
             room = len(self._departures) < _STORES_UNDER_WAY
+            may_begin = room and not self.connection.coming_up  # an engine's first blocks are stored, too
             with self._for_stores:
-                if not (self._stores or self._closing or populating or begun or self._departures):
+                if not ((may_begin and self._stores) or self._closing or populating or begun or self._departures):
                     self._for_stores.wait(_IDLE_S)
-            begun = begun or (self._begin_store() if room else None)
+            begun = begun or (self._begin_store() if may_begin else None)
             if begun is not None and room:
                 now, begun = begun, None
 
@@ -233,7 +234,7 @@ class WorkerAdapter:
 
                 self._copy_store(*now, begin_another)
             elif self._departures:
-                self._departures.wait(lambda room=room: room and bool(self._stores))  # type: ignore[misc]
+                self._departures.wait(lambda more=may_begin: more and bool(self._stores))  # type: ignore[misc]
             elif not hasattr(copier, "pin"):  # nobody else does it
                 populating = self._populate()
         if begun is not None:
