@@ -119,14 +119,33 @@ def test_blocks_that_expire_while_leased_go_first_afterwards(hand: Callable[...,
     assert h.chains() == {"c", "d", "e"}
 
 
-def test_half_written_and_abandoned_blocks_go_before_whole_ones(hand: Callable[..., Any]) -> None:
+def test_half_written_blocks_are_as_young_as_any(hand: Callable[..., Any]) -> None:
     h = hand(3, shard_bytes=(64, 64))
     h.put("a")
-    h.put("b")
-    write, _ = h.prepare("c", shard=0)
+    write, _ = h.prepare("b", shard=0)
     h.complete(write)
+    h.put("c")
     h.put("d")
-    assert h.chains() == {"a", "b", "d"}
+    write, plan = h.prepare("b", shard=1)
+    h.complete(write)
+    assert len(plan.positions) == 1 and h.chains() == {"b", "c", "d"}
+    h.put("efg")
+    assert h.chains() == {"e", "ef", "efg"}
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_a_rank_that_is_behind_another_completes_what_that_one_began(hand: Callable[..., Any], behind: int) -> None:
+    """A full pool, and two ranks that store the same chains, one of them some stores later than the other."""
+    h = hand(10, shard_bytes=(64, 64))
+    for old in "abcdefghij":
+        h.put(old)
+    names = [f"{chr(0x100 + 2 * at)}{chr(0x101 + 2 * at)}" for at in range(20)]
+    for at in range(len(names) + behind):
+        for shard, name in ((0, names[at : at + 1]), (1, names[at - behind : at - behind + 1] if at >= behind else [])):
+            for chain in name:
+                write, _ = h.prepare(chain, shard=shard)
+                h.complete(write)
+    assert h.chains() == {part for name in names[-5:] for part in (name[:1], name)}
 
 
 def test_queues_do_not_grow_with_what_has_passed_through(hand: Callable[..., Any]) -> None:

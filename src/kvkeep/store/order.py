@@ -3,9 +3,9 @@
 A leaf's rank is one number, lowest first:
 
     class (2 bits)  | priority (8 bits) | used: sequence number of the last use (48 bits)
-    0 half written and abandoned, or past its time to live
+    0 past its time to live
     1 its session has finished and nobody has used it since
-    2 all others
+    2 all others, also those that not all ranks have written yet: the last one may come any moment
 
 Queues are binary heaps of `rank << 32 | row`, one for each owner and slot size. Entries are corrected lazily: a block
 used again stays where it is and is moved only when it comes to the top. `queued` in the table is the rank of a block's
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.store.layouts import Layouts
-from kvkeep.store.table import EVICTING, FREE, NO_ROW, WRITING, BlockTable
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, BlockTable
 from kvkeep.store.tenants import Tenants
 
 _CLASS_SHIFT = 56
@@ -56,7 +56,7 @@ class EvictionOrder:
     def rank(self, row: int, now_ms: int) -> int:
         table = self._table
         expires_ms = table.expires_ms[row]
-        if table.state[row] == WRITING or (expires_ms and expires_ms <= now_ms):
+        if expires_ms and expires_ms <= now_ms:
             order_class = 0
         elif table.finished[row] == table.used[row]:
             order_class = 1

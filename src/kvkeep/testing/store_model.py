@@ -322,7 +322,7 @@ class StoreModel:
         return not any(other.parent is block for other in self.blocks) and not self._held(block)
 
     def _rank(self, block: ModelBlock, now_ms: int) -> tuple[int, int, int]:
-        if block.state == "writing" or 0 < block.expires_ms <= now_ms:
+        if 0 < block.expires_ms <= now_ms:
             order_class = 0
         elif block.finished == block.used:
             order_class = 1
