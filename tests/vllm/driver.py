@@ -26,6 +26,10 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 0.001  # vLLM's own loop waits that long after a step that computed nothing
+# Ranks look for their next step in circles until there was none for a second. Where they have all the cores, a server
+# that they wait for might never get its turn.
+_MOST_IDLE_STEPS = 20
+_REST_S = 1.5
 
 
 def end_with_parent() -> None:
@@ -122,7 +126,8 @@ class Engine:
             self.core.step_fn = self.core.step_with_batch_queue
         self.outputs: dict[str, Any] = {}
         self.aborted: set[str] = set()
-        self.count = 0
+        self.count = self.idle_steps = 0
+        self.ranks = self.engine.vllm_config.parallel_config.world_size
 
     @property
     def scheduler(self) -> Any:
@@ -177,9 +182,13 @@ class Engine:
 
     def _step(self) -> None:
         before = time.monotonic()
+        self.idle_steps += 1
         for output in self.engine.step():
             self.outputs[output.request_id] = output
-        if time.monotonic() - before < _IDLE_S:
+            self.idle_steps = 0
+        if self.idle_steps > _MOST_IDLE_STEPS and self.ranks > 1:
+            time.sleep(_REST_S)
+        elif time.monotonic() - before < _IDLE_S:
             time.sleep(_IDLE_S)
 
     def run(self, names: Sequence[str], limit_s: float) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: S
         f"each rank stores its heads of each block: {since}\n{ranks.tail()}"
     )
     warm = ranks.fresh().serve([counting(tokens) for tokens in prompts])
-    assert [answer.extra for answer in warm] == [32, 96, 160]
+    assert [answer.extra for answer in warm] == [32, 96, 160], f"{since}\n{ranks.tail()}"
     for answers in (cold, warm):
         assert [(a.tokens, a.logprobs) for a in answers] == [(a.tokens, a.logprobs) for a in expected]
     assert since.requests("Lookup") == 6, "the scheduler asks, not the ranks"
