@@ -58,13 +58,23 @@ def zero(worker: Any) -> None:
         tensor.zero_()
 
 
-def stores_under_way(worker: Any) -> int:
-    """What kvkeep has yet to copy out of this rank's memory: it holds no block for that, so vLLM does not know."""
+def _adapter() -> Any:
+    """Of this rank's side of kvkeep, if vLLM calls it itself."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     side = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-    adapter = getattr(side, "_adapter", None)
+    return getattr(side, "_adapter", None)
+
+
+def stores_under_way(worker: Any) -> int:
+    """What kvkeep has yet to copy out of this rank's memory: it holds no block for that, so vLLM does not know."""
+    adapter = _adapter()
     return len(adapter._sources) if adapter is not None else 0
+
+
+def is_connected(worker: Any) -> bool:
+    adapter = _adapter()
+    return adapter is None or adapter.connection.up
 
 
 def _bytes(tensor: Any, block: int | slice) -> bytes:
@@ -208,6 +218,11 @@ class Engine:
                 raise TimeoutError(f"not at rest within {limit_s} s: {self.state()}")
             self._step()
         return self.state()
+
+    def is_connected(self) -> bool:
+        """Whether all its parts have sessions that they know of."""
+        adapter = getattr(getattr(self.scheduler.connector, "_requests", None), "_adapter", None)
+        return (adapter is None or adapter.connection.up) and all(self.core.model_executor.collective_rpc(is_connected))
 
     def _stores(self) -> bool:
         return self.scheduler.connector is not None and any(self.core.model_executor.collective_rpc(stores_under_way))

@@ -220,6 +220,7 @@ class Replica:
     def wait_for(self, server: ServerProcess) -> None:
         """Until all its parts are connected; before, every lookup is a miss: the engine waits for nobody."""
         assert eventually(lambda: self._sessions(server) > self.facts["ranks"]), f"not connected\n{self.tail()}"
+        assert eventually(lambda: bool(self.call("is_connected"))), f"not connected\n{self.tail()}"
 
     def _sessions(self, server: ServerProcess) -> int:
         mine = [each for each in status(server)["sessions"] if each["client"] == self._name]
