@@ -23,6 +23,7 @@ class ScriptedCache:
     def __init__(self) -> None:
         self.blocks = 0
         self.silent = False
+        self.surely_lacking: set[bytes] = set()
         self.closed = 0
         self.asked: list[tuple[Hashable, str | None, int, int]] = []  # request, salt, number of keys, skip
         self.released: list[Hashable] = []
@@ -38,6 +39,9 @@ class ScriptedCache:
         described = max(0, blocks - skip)
         slots = 1000 + np.arange(skip, skip + described, dtype=np.int64)
         return Answer(blocks, skip, 7, slots, np.arange(described, dtype=np.uint64).reshape(-1, 1))
+
+    def lacks(self, key: bytes) -> bool:
+        return key in self.surely_lacking
 
     def wait(self, request: Hashable, milliseconds: int) -> None:
         """Time does not pass here."""

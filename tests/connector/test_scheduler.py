@@ -57,6 +57,30 @@ def test_a_lookup_is_sent_on_arrival_and_only_once(side: SchedulerSide, cache: A
     assert cache.asked == [(1, "salt", 5, 0)]
 
 
+def test_nobody_waits_to_hear_of_what_the_server_surely_lacks(side: SchedulerSide, cache: Any) -> None:
+    cache.silent, cache.blocks = True, 3
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 0, 5) is None
+    cache.surely_lacking.add(keys(1, start=2))
+    assert side.lookup("r", 0, 5) is None, "the blocks before it may be there"
+    assert side.lookup("r", 2, 5) == 0
+    cache.silent = False
+    assert side.lookup("r", 2, 5) == 1, "stored meanwhile: who is still waiting for its turn has it"
+    assert cache.asked == [(1, None, 5, 0)] and cache.released == []
+
+
+def test_what_the_server_surely_lacks_is_stored_without_waiting_either(side: SchedulerSide, cache: Any) -> None:
+    cache.silent = True
+    cache.surely_lacking.add(keys(1))
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 0, 5) == 0
+    side.no_load("r")
+    assert not cache.released, "the server may still tell"
+    assert side.knows_stored("r") and cache.released == [1], "no lease comes of an answer that nobody waits for"
+    job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
+    assert job is not None and (job.first_block, job.block_ids) == (0, [1, 2, 3, 4, 5])
+
+
 def test_what_the_engine_has_is_not_asked_for(side: SchedulerSide, cache: Any) -> None:
     cache.blocks = 5
     side.arrive("some", None, None, keys(5), local_blocks=2)

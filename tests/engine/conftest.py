@@ -137,6 +137,9 @@ class ScriptedCache:
         if self.leases.pop(request, None) is not None:
             self.releases.append(request)
 
+    def lacks(self, key: bytes) -> bool:
+        return False
+
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
         self.release(request)
         self.ended[request] += 1

@@ -94,6 +94,11 @@ class SchedulerAdapter:
             asked.answer = self._read(asked)
         return asked.answer
 
+    def lacks(self, key: bytes) -> bool:
+        """Whether the server surely has no block of this key, without asking it."""
+        segments = self.connection.segments
+        return segments is not None and segments.lacks(key)
+
     def wait(self, request: Hashable, milliseconds: int) -> None:
         """Waits for the answer, so long at most; for an engine that has nothing else to do."""
         asked = self._asked.get(request)

@@ -7,7 +7,7 @@
 The engine decides about its blocks, this side about the server's. No call here blocks, and none raises for what a
 server, a network or a request's params did. The rules:
 
-- A lookup is sent on arrival, and asking again is free.
+- A lookup is sent on arrival, and asking again is free. Nobody waits to hear of what the server surely lacks.
 - Two requests that miss the same block load it once: the second is told to wait, and then has it in the prefix cache.
 - What is sooner computed than loaded is not loaded (worth.py). That is decided once, when the answer is there.
 - A request whose load failed is not offered a hit again, so that it cannot fail for ever.
@@ -111,18 +111,15 @@ class SchedulerSide:
 
     def known_blocks(self, request_id: str) -> int:
         """How many of the request's blocks have keys here."""
-        tracker = self._trackers.get(request_id)
-        return 0 if tracker is None else tracker.num_blocks
+        return tracker.num_blocks if (tracker := self._trackers.get(request_id)) else 0
 
     def stored_blocks(self, request_id: str) -> int:
         """How many of its first blocks need no store."""
-        tracker = self._trackers.get(request_id)
-        return 0 if tracker is None else tracker.stored
+        return tracker.stored if (tracker := self._trackers.get(request_id)) else 0
 
     def skipped_blocks(self, request_id: str) -> int:
         """How many blocks the server had that are not worth a load for the request."""
-        tracker = self._trackers.get(request_id)
-        return 0 if tracker is None else tracker.skipped
+        return tracker.skipped if (tracker := self._trackers.get(request_id)) else 0
 
     def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
         """How many blocks after the first `local_blocks` are to be loaded, `limit_blocks` in all at most; None: not yet
@@ -143,7 +140,7 @@ class SchedulerSide:
         answer = self._cache.lookup(tracker.number, tracker.salt, keys, skip)
         if answer is None:
             tracker.answer = None
-            return None
+            return 0 if self._cache.lacks(tracker.key(local_blocks)) else None
         if answer.failure and answer is not tracker.answer:
             self.failed_lookups += 1
         tracker.answer = answer
@@ -204,8 +201,10 @@ class SchedulerSide:
         if answer is not None:
             self.failed_lookups += bool(answer.failure)
             tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else 0)
-            self._let_go(tracker)
-        return answer is not None
+        elif not self._cache.lacks(tracker.key(tracker.stored)):
+            return False
+        self._let_go(tracker)
+        return True
 
     def prepare_store(
         self,

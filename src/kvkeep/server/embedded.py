@@ -59,7 +59,7 @@ class EmbeddedServer:
         self._filling = threading.Lock()
         epoch, limits = secrets.randbits(63), Limits()
         self.pool = pool = _make_pool(pool_bytes, directory, slab_bytes or slab_bytes_for(pool_bytes), epoch)
-        self.store = Store(pool.pool_bytes, pool.slab_bytes, limits)
+        self.store = Store(pool.pool_bytes, pool.slab_bytes, limits, presence=pool.make_presence())
         self.store.add_slabs(0, pool.filled_bytes // pool.slab_bytes)
         place = PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
         held = (limits.blocks_per_request, limits.leases_per_session, limits.writing_blocks_per_session)

@@ -47,13 +47,17 @@ def open_store(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, WarmStar
             return store, warm
         why_cold = adopted
         pool.start_over()
-    return Store(pool.pool_bytes, pool.slab_bytes, limits, columns=pool.columns), WarmStart(why_cold=why_cold)
+    return _store(pool, limits), WarmStart(why_cold=why_cold)
+
+
+def _store(pool: Pool, limits: Limits) -> Store:
+    return Store(pool.pool_bytes, pool.slab_bytes, limits, columns=pool.columns, presence=pool.make_presence())
 
 
 def _adopt(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, Adoption] | str:
     """Or why it cannot be adopted."""
     try:
-        store = Store(pool.pool_bytes, pool.slab_bytes, limits, columns=pool.columns)
+        store = _store(pool, limits)
         adoption = adopt(store, pool.filled_bytes // pool.slab_bytes, pool.old_sessions() > 0, now_ms)
     except Exception:  # guard: whatever lies there, a server that starts empty is better than none
         log.exception("what is left in %s cannot be adopted, the server starts empty", pool.directory)

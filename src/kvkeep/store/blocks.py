@@ -16,13 +16,22 @@ from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import link_chain, subtree, unlink_leaf
+from kvkeep.wire.presence import Presence
 
 
 class Blocks:
     """Table, tree, slots, usage and eviction order, changed together."""
 
-    def __init__(self, tenants: Tenants, layouts: Layouts, slabs: Slabs, columns: Columns | None = None) -> None:
+    def __init__(
+        self,
+        tenants: Tenants,
+        layouts: Layouts,
+        slabs: Slabs,
+        columns: Columns | None = None,
+        presence: Presence | None = None,
+    ) -> None:
         self.table = BlockTable(columns)
+        self.presence = presence or Presence()  # of all that a lookup could find, and some more
         self.tenants = tenants
         self.layouts = layouts
         self.slabs = slabs
@@ -45,6 +54,7 @@ class Blocks:
         in_a_row = row_list == list(range(row_list[0], row_list[0] + n))
         at = slice(row_list[0], row_list[0] + n) if in_a_row else rows  # several times as fast
         words = table.keys.put(at, b"".join(keys))
+        self.presence.add(words)
         above = table.keys[parent] if parent != NO_ROW else b""
         many.seal[at] = seals_of_chain(words, above, slots, layout, tenant.word, (priority, expires_ms))
         many.slot[at] = slots
@@ -301,6 +311,7 @@ class Blocks:
             for row in rows:
                 del index[keys[row]]
                 self.shards_in.pop(row, None)
+        self.presence.remove(table.keys.words[rows])
         self.slabs.give(table.many.slot[rows].tolist())
         layout.give_checks(table.many.check[rows].tolist())
         layout.blocks -= len(rows)

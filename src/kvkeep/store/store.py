@@ -33,6 +33,7 @@ from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import NO_ROW, WRITING
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import longest_hit, rows_of_chain, split_keys
+from kvkeep.wire.presence import Presence
 
 OLD_SESSIONS = 0  # stands for all sessions of the server before this one, as long as any of their processes lives
 
@@ -66,6 +67,7 @@ class Store:
         limits: Limits | None = None,
         default_quota_bytes: int | None = None,
         columns: Columns | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.pool_bytes = pool_bytes
@@ -73,7 +75,7 @@ class Store:
         self.slabs = Slabs(slab_bytes)
         self.layouts = Layouts(self.limits.layouts, slab_bytes, columns)
         self.tenants = Tenants(self.limits.tenants, default_quota_bytes, columns)
-        self.blocks = Blocks(self.tenants, self.layouts, self.slabs, columns)
+        self.blocks = Blocks(self.tenants, self.layouts, self.slabs, columns, presence)
         self.room = Room(self.blocks)
         self.sessions: dict[int, Session] = {}
         self.writers: dict[int, int] = {}  # row -> bit mask of the shards that somebody is writing now

@@ -4,6 +4,7 @@
     daemon.lock                   held by the daemon that owns the pool, as is the directory itself (`ownership`)
     epoch                         this server process's epoch, so that a client can tell the pool is really here
     segment-00000 …               the memory
+    presence                      how many blocks there are with a key like this one, for who would ask in vain
     session-….lock                one for each attached session (`session_locks`)
     index-…                       what is in it, for the next server, if that is to find it (`index_files`)
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -32,7 +34,10 @@ from kvkeep.tiers.ownership import LOCK_FILE, Ownership
 from kvkeep.tiers.session_locks import SessionLocks
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.liveness import Watch
+from kvkeep.wire.presence import PRESENCE_FILE, Presence
 from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
+
+log = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * MIB
 _LARGEST_SLAB_BYTES = 64 * MIB
@@ -179,6 +184,14 @@ class Pool:
         self.filled_bytes += nbytes
         return first, nbytes // self.slab_bytes
 
+    def make_presence(self) -> Presence | None:
+        """For the store that is all there is in the pool. Without it, engines wait for every answer."""
+        try:
+            return Presence.make(self.directory, self.pool_bytes)
+        except OSError as error:
+            log.warning("engines cannot see what is not here, and wait for every answer: %s", error)
+            return None
+
     def watch(self, number: int) -> Watch:
         """A new lock file for a session. OSError if there is no place for it."""
         if not self.is_in_place():
@@ -213,6 +226,7 @@ class Pool:
                 why = self._find_session_locks(columns)
             if not why:
                 self._write_epoch()
+                (self.directory / PRESENCE_FILE).unlink(missing_ok=True)
                 self._old_sessions = OldSessions(self.directory, self._session_locks.forget)
                 self.segments = self._make_segments()
                 self._map_segments_left()

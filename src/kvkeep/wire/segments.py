@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import PoolError
+from kvkeep.wire.presence import Presence
 
 EPOCH_FILE = "epoch"
 _POPULATE_BYTES = 8 << 20  # some milliseconds at a time
@@ -63,6 +64,8 @@ class Segments:
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
         self._mapping = threading.Lock()
+        self._presence: Presence | None = None
+        self._looked_for_presence = False
 
     def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
         """The address of each slot area of `nbytes` in this process. PoolError if one is not in the pool."""
@@ -88,6 +91,15 @@ class Segments:
         assert array is not None
         within = offset % self._segment_bytes
         return array[within : within + nbytes]
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the server surely has no block of this key."""
+        if not self._looked_for_presence:
+            self._looked_for_presence = True
+            presence = Presence.open(self._directory)
+            self._presence = presence if is_same_pool(self._directory, self._epoch) else None
+        presence = self._presence
+        return presence is not None and presence.lacks(key)
 
     def populate_next(
         self, pin: Callable[[int, int], bool] | None = None, unpin: Callable[[int], None] | None = None
@@ -131,6 +143,7 @@ class Segments:
             for address in self._pinned:
                 self._unpin(address)
         self._pinned = []
+        self._presence = None
         self._bases[:] = 0
         self._arrays = [None] * len(self._arrays)
         for number, mapped in enumerate(self._maps):

@@ -1,0 +1,86 @@
+"""Which blocks a server may have, in memory that it shares with the engines of its host: who asks for what nobody has
+stored need not wait to hear so.
+
+    key ──► cell ──► how many blocks of the server have a key that falls into this cell
+
+Where that is 0 the server has no such block; where not, only the server can tell. Nothing relies on it: a wrong count
+makes a request wait for an answer, or compute what it could have loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+PRESENCE_FILE = "presence"
+_CELL = np.dtype(np.uint32)  # no pool has more blocks than that
+_LEAST_CELLS, _MOST_CELLS = 1 << 12, 1 << 20
+_POOL_BYTES_A_CELL = 1 << 10
+
+
+class Presence:
+    """The server counts with `add` and `remove`, engines ask `lacks`."""
+
+    def __init__(self, cells: NDArray[np.uint32] | None = None) -> None:
+        self._cells = np.zeros(_LEAST_CELLS, dtype=_CELL) if cells is None else cells
+        self._mask = len(self._cells) - 1
+
+    @classmethod
+    def make(cls, directory: Path, pool_bytes: int) -> Presence:
+        """Of a pool in which nothing is. OSError if there is no memory for it. In one step: who opens it finds the one
+        before, or all of this one."""
+        cells = min(_MOST_CELLS, max(_LEAST_CELLS, 1 << (pool_bytes // _POOL_BYTES_A_CELL).bit_length()))
+        path = directory / PRESENCE_FILE
+        draft = path.with_suffix(".new")
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, cells * _CELL.itemsize)  # or counting could end the server
+            made = cls(np.frombuffer(mmap.mmap(descriptor, 0), dtype=_CELL))
+        except OSError:
+            draft.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        os.replace(draft, path)
+        return made
+
+    @classmethod
+    def open(cls, directory: Path) -> Presence | None:
+        """As an engine sees it; None if it cannot be had, or is nothing of the kind."""
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = os.open(directory / PRESENCE_FILE, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                cells = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), dtype=_CELL)
+            finally:
+                os.close(descriptor)
+            return cls(cells) if len(cells).bit_count() == 1 else None
+        return None
+
+    def add(self, words: NDArray[np.uint64]) -> None:
+        """Blocks with these keys, two words each, have come."""
+        np.add.at(self._cells, words[:, 0] & np.uint64(self._mask), 1)
+
+    def remove(self, words: NDArray[np.uint64]) -> None:
+        """They are gone."""
+        np.subtract.at(self._cells, words[:, 0] & np.uint64(self._mask), 1)
+
+    def count(self, words: NDArray[np.uint64]) -> None:
+        """These are all that there are."""
+        self._cells[:] = 0
+        self.add(words)
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the server has no block of this key."""
+        return not self._cells[int.from_bytes(key[:8], sys.byteorder) & self._mask]
+
+    def holds_exactly(self, words: NDArray[np.uint64]) -> bool:
+        """Whether these are all that are counted."""
+        cells = np.bincount((words[:, 0] & np.uint64(self._mask)).astype(np.int64), minlength=len(self._cells))
+        return bool((cells == self._cells).all())

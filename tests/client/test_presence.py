@@ -1,0 +1,129 @@
+"""What an engine's scheduler sees of a server's blocks without asking: over real servers, their ends and their like."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeep.cli.remote import ask
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.requests import StoreRequest
+from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.sources import Piece
+from kvkeep.client.transfer import Transfer
+from kvkeep.kv.identity import ModelIdentity, tenant_of
+from kvkeep.kv.runs import BlockRuns
+from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.process import ServerProcess
+from kvkeep.wire.presence import PRESENCE_FILE
+
+NBYTES = 4096
+IDENTITY = ModelIdentity(model="presence", revision="1", kv_dtype="any", block_tokens=4, layout="l")
+SHAPE = BlockShape(IDENTITY, (NBYTES,))
+
+
+def eventually(happens: Callable[[], bool]) -> bool:
+    """Waits for something that must come; the limit only ends a test that has failed."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if happens():
+            return True
+        time.sleep(0.001)
+    return False
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB") as running:
+        yield running
+
+
+@pytest.fixture
+def adapter(server: ServerProcess) -> Iterator[SchedulerAdapter]:
+    made = SchedulerAdapter(SHAPE, ClientOptions(address=server.address, reconnect_interval_ms=20))
+    assert made.connection.wait_until_up(30_000)
+    yield made
+    made.close()
+
+
+def stored(server: ServerProcess, count: int) -> list[bytes]:
+    """The keys of so many blocks that are stored now."""
+    keys = os.urandom(16 * count)
+    connection = Connection(SHAPE, ClientOptions(address=server.address, store_deadline_ms=30_000))
+    assert connection.wait_until_up(30_000)
+    memory = np.zeros((count, NBYTES), dtype=np.uint8)
+    transfer = Transfer(connection, [Piece(BlockRuns.of([memory]))], 0)
+    assert transfer.store(StoreRequest(tenant_of(None), b"", keys, np.arange(count))) == count
+    connection.close()
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+
+
+def test_what_is_stored_is_seen_and_what_is_gone_is_not(server: ServerProcess, adapter: SchedulerAdapter) -> None:
+    strangers = [os.urandom(16) for _ in range(50)]
+    assert all(map(adapter.lacks, strangers)), "nothing is stored yet"
+    first = stored(server, 20)
+    assert not any(map(adapter.lacks, first))
+    assert sum(map(adapter.lacks, strangers)) > 45, "a few may fall into cells of others"
+    stored(server, 256)
+    assert sum(map(adapter.lacks, first)) > 10, "evicted: all that is left of them are cells of others"
+    ask(server.http, "/v1/blocks?confirm=everything", "DELETE")
+    assert all(map(adapter.lacks, first + strangers))
+
+
+def test_it_is_seen_while_the_server_hangs(server: ServerProcess, adapter: SchedulerAdapter) -> None:
+    [key] = stored(server, 1)
+    server.send(signal.SIGSTOP)
+    try:
+        assert adapter.lookup("r", None, os.urandom(16)) is None
+        assert not adapter.lacks(key) and adapter.lacks(os.urandom(16))
+    finally:
+        server.send(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_the_next_server_shows_what_it_has_adopted(end: signal.Signals) -> None:
+    with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB") as server:
+        adapter = SchedulerAdapter(SHAPE, ClientOptions(address=server.address, reconnect_interval_ms=20))
+        assert adapter.connection.wait_until_up(30_000)
+        keys, before = stored(server, 20), adapter.connection.epoch
+        server.stop(end)
+        server.start()
+        assert eventually(lambda: adapter.connection.epoch not in (0, before))
+        assert not any(map(adapter.lacks, keys)) and adapter.lacks(os.urandom(16))
+        ask(server.http, "/v1/blocks?confirm=everything", "DELETE")
+        assert all(map(adapter.lacks, keys)), "of the new server, not of the old one"
+        adapter.close()
+
+
+def test_over_a_network_nothing_is_seen(server: ServerProcess) -> None:
+    adapter = SchedulerAdapter(SHAPE, ClientOptions(address=server.address, shared_memory=False))
+    assert adapter.connection.wait_until_up(30_000)
+    assert not adapter.lacks(os.urandom(16))
+    adapter.close()
+    assert not adapter.lacks(os.urandom(16))
+
+
+@pytest.mark.parametrize("harm", ["removed", "short", "a folder"])
+def test_without_it_every_answer_is_waited_for(server: ServerProcess, harm: str) -> None:
+    file = Path(f"/dev/shm/kvkeep-{server.name}") / PRESENCE_FILE
+    file.unlink()
+    if harm == "short":
+        file.write_bytes(b"\0" * 12)
+    elif harm == "a folder":
+        file.mkdir()
+    adapter = SchedulerAdapter(SHAPE, ClientOptions(address=server.address))
+    assert adapter.connection.wait_until_up(30_000)
+    assert not adapter.lacks(os.urandom(16))
+    keys = stored(server, 3)
+    answers: list[Any] = []
+    assert eventually(lambda: answers.append(adapter.lookup("r", None, b"".join(keys))) or answers[-1] is not None)
+    assert answers[-1].blocks == 3
+    adapter.close()

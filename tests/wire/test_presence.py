@@ -1,0 +1,91 @@
+"""What engines can see of a server's blocks without asking."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvkeep.wire import presence as module
+from kvkeep.wire.presence import PRESENCE_FILE, Presence
+
+
+def words(keys: bytes) -> NDArray[np.uint64]:
+    return np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
+
+
+def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path: Path) -> None:
+    server = Presence.make(tmp_path, 1 << 30)
+    engine = Presence.open(tmp_path)
+    assert engine is not None
+    first, second, other = os.urandom(16), os.urandom(16), os.urandom(16)
+    assert engine.lacks(first)
+    server.add(words(first + second + first))
+    assert [engine.lacks(key) for key in (first, second, other)] == [False, False, True]
+    server.remove(words(first + second))
+    assert [engine.lacks(key) for key in (first, second, other)] == [False, True, True]
+    server.remove(words(first))
+    assert engine.lacks(first)
+
+
+def test_keys_that_share_a_cell_are_counted_together() -> None:
+    server = Presence()
+    one, other = bytes(8) + os.urandom(8), bytes(8) + os.urandom(8)
+    server.add(words(one))
+    server.add(words(other))
+    server.remove(words(one))
+    assert not server.lacks(one), "which of the two is gone only the server can tell"
+
+
+def test_counting_anew_forgets_what_was_counted_before() -> None:
+    server = Presence()
+    before, after = words(os.urandom(16 * 50)), words(os.urandom(16 * 70))
+    server.add(before)
+    assert server.holds_exactly(before) and not server.holds_exactly(after)
+    server.count(after)
+    assert server.holds_exactly(after) and not server.holds_exactly(after[1:])
+
+
+@pytest.mark.parametrize(("pool_bytes", "cells"), [(1 << 16, 1 << 12), (100 << 20, 1 << 17), (1 << 40, 1 << 20)])
+def test_it_is_as_large_as_its_pool_makes_it(tmp_path: Path, pool_bytes: int, cells: int) -> None:
+    Presence.make(tmp_path, pool_bytes)
+    file = (tmp_path / PRESENCE_FILE).stat()
+    assert (file.st_size, file.st_mode & 0o777) == (cells * 4, 0o600)
+    assert file.st_blocks * 512 >= file.st_size, "all its memory is there: counting cannot fail"
+    assert [path.name for path in tmp_path.iterdir()] == [PRESENCE_FILE]
+
+
+def test_a_new_one_is_another_file_and_who_has_the_old_one_keeps_it(tmp_path: Path) -> None:
+    key = os.urandom(16)
+    Presence.make(tmp_path, 1 << 20).add(words(key))
+    old = Presence.open(tmp_path)
+    Presence.make(tmp_path, 1 << 20)
+    new = Presence.open(tmp_path)
+    assert old is not None and new is not None
+    assert not old.lacks(key) and new.lacks(key)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 3, b"\0" * 12, None])
+def test_what_is_nothing_of_the_kind_is_not_used(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / PRESENCE_FILE).write_bytes(content)
+    assert Presence.open(tmp_path) is None
+
+
+def test_an_engine_cannot_change_it(tmp_path: Path) -> None:
+    Presence.make(tmp_path, 1 << 20)
+    engine = Presence.open(tmp_path)
+    assert engine is not None and not engine._cells.flags.writeable
+
+
+def test_without_memory_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        Presence.make(tmp_path, 1 << 20)
+    assert list(tmp_path.iterdir()) == []
