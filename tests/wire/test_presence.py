@@ -13,8 +13,8 @@ from kvkeep.wire import presence as module
 from kvkeep.wire.presence import PRESENCE_FILE, Presence
 
 
-def words(keys: bytes) -> NDArray[np.uint64]:
-    return np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
+def heads(keys: bytes) -> NDArray[np.uint64]:
+    return np.frombuffer(keys, dtype=np.uint64)[::2]
 
 
 def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path: Path) -> None:
@@ -23,26 +23,26 @@ def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path:
     assert engine is not None
     first, second, other = os.urandom(16), os.urandom(16), os.urandom(16)
     assert engine.lacks(first)
-    server.add(words(first + second + first))
+    server.add(heads(first + second + first))
     assert [engine.lacks(key) for key in (first, second, other)] == [False, False, True]
-    server.remove(words(first + second))
+    server.remove(heads(first + second))
     assert [engine.lacks(key) for key in (first, second, other)] == [False, True, True]
-    server.remove(words(first))
+    server.remove(heads(first))
     assert engine.lacks(first)
 
 
 def test_keys_that_share_a_cell_are_counted_together() -> None:
     server = Presence()
     one, other = bytes(8) + os.urandom(8), bytes(8) + os.urandom(8)
-    server.add(words(one))
-    server.add(words(other))
-    server.remove(words(one))
+    server.add(heads(one))
+    server.add(heads(other))
+    server.remove(heads(one))
     assert not server.lacks(one), "which of the two is gone only the server can tell"
 
 
 def test_counting_anew_forgets_what_was_counted_before() -> None:
     server = Presence()
-    before, after = words(os.urandom(16 * 50)), words(os.urandom(16 * 70))
+    before, after = heads(os.urandom(16 * 50)), heads(os.urandom(16 * 70))
     server.add(before)
     assert server.holds_exactly(before) and not server.holds_exactly(after)
     server.count(after)
@@ -60,7 +60,7 @@ def test_it_is_as_large_as_its_pool_makes_it(tmp_path: Path, pool_bytes: int, ce
 
 def test_a_new_one_is_another_file_and_who_has_the_old_one_keeps_it(tmp_path: Path) -> None:
     key = os.urandom(16)
-    Presence.make(tmp_path, 1 << 20).add(words(key))
+    Presence.make(tmp_path, 1 << 20).add(heads(key))
     old = Presence.open(tmp_path)
     Presence.make(tmp_path, 1 << 20)
     new = Presence.open(tmp_path)

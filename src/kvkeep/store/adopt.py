@@ -69,7 +69,7 @@ def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption
     leased = adopted[pinned] if old_sessions else held[:0]
     _settle(store, adopted, held, leased)
     _rebuild(store, slabs, adopted, held, now_ms)
-    store.blocks.presence.count(store.blocks.table.keys.words[store.blocks.table.live_rows()])
+    store.blocks.presence.count(store.blocks.table.keys.words[store.blocks.table.live_rows(), 0])
     nbytes = sum(layout.blocks * layout.slot_bytes for layout in store.layouts)
     nbytes -= sum(store.layouts[layout].slot_bytes for layout in store.blocks.table.many.layout[held].tolist())
     return Adoption(len(adopted), nbytes, len(dropped), len(held) + len(leased), rows=adopted)

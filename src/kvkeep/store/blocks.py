@@ -54,7 +54,7 @@ class Blocks:
         in_a_row = row_list == list(range(row_list[0], row_list[0] + n))
         at = slice(row_list[0], row_list[0] + n) if in_a_row else rows  # several times as fast
         words = table.keys.put(at, b"".join(keys))
-        self.presence.add(words)
+        self.presence.add(words[:, 0])
         above = table.keys[parent] if parent != NO_ROW else b""
         many.seal[at] = seals_of_chain(words, above, slots, layout, tenant.word, (priority, expires_ms))
         many.slot[at] = slots
@@ -311,7 +311,7 @@ class Blocks:
             for row in rows:
                 del index[keys[row]]
                 self.shards_in.pop(row, None)
-        self.presence.remove(table.keys.words[rows])
+        self.presence.remove(table.keys.words[:, 0][rows])
         self.slabs.give(table.many.slot[rows].tolist())
         layout.give_checks(table.many.check[rows].tolist())
         layout.blocks -= len(rows)

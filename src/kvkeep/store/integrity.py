@@ -25,7 +25,7 @@ def _check_index(store: Store) -> None:
             assert table.keys[row] == key and table.tenant[row] == tenant.number
             assert table.state[row] in (WRITING, WAITING, READY)
             indexed[row] = key
-    assert store.blocks.presence.holds_exactly(table.keys.words[table.live_rows()]), "an engine would not ask"
+    assert store.blocks.presence.holds_exactly(table.keys.words[table.live_rows(), 0]), "an engine would not ask"
     for row in table.live_rows().tolist():
         assert (row in indexed) == (table.state[row] != EVICTING), f"row {row} is indexed wrongly"
 
