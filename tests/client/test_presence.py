@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ from kvkeep.kv.identity import ModelIdentity, tenant_of
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.process import ServerProcess
-from kvkeep.wire.presence import PRESENCE_FILE
 
 NBYTES = 4096
 IDENTITY = ModelIdentity(model="presence", revision="1", kv_dtype="any", block_tokens=4, layout="l")
@@ -88,6 +89,32 @@ def test_it_is_seen_while_the_server_hangs(server: ServerProcess, adapter: Sched
         server.send(signal.SIGCONT)
 
 
+def test_a_miss_that_nobody_waits_for_costs_no_second_message(server: ServerProcess, adapter: SchedulerAdapter) -> None:
+    counters = adapter.connection.counters
+    [key] = stored(server, 1)
+    answered = counters.answered
+    for number in range(50):
+        stranger = os.urandom(16)
+        while not adapter.lacks(stranger):
+            stranger = os.urandom(16)
+        adapter.lookup(number, None, stranger)
+        adapter.release(number)
+    assert eventually(lambda: adapter.connection.poll() or counters.answered >= answered + 50)
+    said = requests(server)
+    assert said["Lookup"] == 50 and said.get("Release", 0) == 0 and counters.late_replies == 0
+    adapter.lookup("hit", None, key)
+    adapter.release("hit")
+    assert eventually(lambda: adapter.connection.poll() or requests(server).get("Release", 0) == 1)
+
+
+def requests(server: ServerProcess) -> dict[str, int]:
+    """How many of each kind the server has answered."""
+    with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    found = re.findall(r'kvkeep_request_duration_seconds_count\{kind="(\w+)"\} (\d+)', text)
+    return {kind: int(count) for kind, count in found}
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_the_next_server_shows_what_it_has_adopted(end: signal.Signals) -> None:
     with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB") as server:
@@ -113,7 +140,7 @@ def test_over_a_network_nothing_is_seen(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("harm", ["removed", "short", "a folder"])
 def test_without_it_every_answer_is_waited_for(server: ServerProcess, harm: str) -> None:
-    file = Path(f"/dev/shm/kvkeep-{server.name}") / PRESENCE_FILE
+    [file] = Path(f"/dev/shm/kvkeep-{server.name}").glob("presence-*")
     file.unlink()
     if harm == "short":
         file.write_bytes(b"\0" * 12)

@@ -155,6 +155,27 @@ def test_a_lookup_cancelled_while_on_its_way_leaves_no_lease(sim: Any) -> None:
     assert scheduler.connection.counters.late_replies == 1
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_comes_of_an_answer_that_nobody_wants_goes_back(sim: Any, answers: bool, passing: object) -> None:
+    """Somebody stored it in the moment between the look at what the server lacks and the lookup."""
+    store(sim, 3)
+    scheduler = adapter(sim)
+    connection = scheduler.connection
+    scheduler.lacks = lambda key: True  # type: ignore[method-assign]
+    sim.network.faults = Faults(delay_ms=(10, 10))
+    if not answers:
+        sim.recorder.instead = lambda header, request: None if isinstance(request, m.Lookup) else passing
+    assert scheduler.lookup("r", None, keys(3)) is None
+    scheduler.release("r")
+    assert len(connection._calls.all()) >= 1, "its answer is still waited for, by nobody in particular"
+    sim.run(5)
+    assert sim.recorder.count(m.Release) == 0
+    sim.run(1_000)
+    assert sim.recorder.count(m.Release) == 1 and leases(sim) == 0
+    assert connection.counters.late_replies == 0
+    assert connection.counters.failures == ({} if answers else {"deadline": 1})
+
+
 def test_two_requests_for_the_same_prefix_have_a_lease_each(sim: Any) -> None:
     store(sim, 3)
     scheduler = adapter(sim)

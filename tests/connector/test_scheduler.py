@@ -69,6 +69,16 @@ def test_nobody_waits_to_hear_of_what_the_server_surely_lacks(side: SchedulerSid
     assert cache.asked == [(1, None, 5, 0)] and cache.released == []
 
 
+def test_with_windows_the_answer_about_what_the_engine_has_is_waited_for(cache: Any) -> None:
+    """It tells what of that need not be stored again, and nothing else does."""
+    side = SchedulerSide(cache, Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8)]), world_size=1)
+    cache.silent = True
+    cache.surely_lacking |= {keys(1), keys(1, start=2)}
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 2, 5) is None
+    assert side.lookup("r", 0, 5) == 0
+
+
 def test_what_the_server_surely_lacks_is_stored_without_waiting_either(side: SchedulerSide, cache: Any) -> None:
     cache.silent = True
     cache.surely_lacking.add(keys(1))

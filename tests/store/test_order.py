@@ -136,16 +136,32 @@ def test_half_written_blocks_are_as_young_as_any(hand: Callable[..., Any]) -> No
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_a_rank_that_is_behind_another_completes_what_that_one_began(hand: Callable[..., Any], behind: int) -> None:
     """A full pool, and two ranks that store the same chains, one of them some stores later than the other."""
-    h = hand(10, shard_bytes=(64, 64))
-    for old in "abcdefghij":
-        h.put(old)
-    names = [f"{chr(0x100 + 2 * at)}{chr(0x101 + 2 * at)}" for at in range(20)]
+    h = hand(20, shard_bytes=(64, 64))
+    for old in range(20):
+        h.put(chr(ord("a") + old))
+    names = [f"{chr(0x100 + 2 * at)}{chr(0x101 + 2 * at)}" for at in range(30)]
     for at in range(len(names) + behind):
-        for shard, name in ((0, names[at : at + 1]), (1, names[at - behind : at - behind + 1] if at >= behind else [])):
-            for chain in name:
+        for shard, chains in ((0, names[at : at + 1]), (1, names[max(0, at - behind) : max(0, at - behind + 1)])):
+            for chain in chains:
                 write, _ = h.prepare(chain, shard=shard)
-                h.complete(write)
-    assert h.chains() == {part for name in names[-5:] for part in (name[:1], name)}
+                if write in h.store.sessions[1].writes:
+                    h.complete(write)
+    assert h.chains() == {part for name in names[-10:] for part in (name[:1], name)}
+    assert [h.lookup(name).blocks for name in names[-10:]] == [2] * 10, "all of it is whole"
+
+
+def test_what_a_missing_rank_leaves_undone_is_not_waited_for(hand: Callable[..., Any]) -> None:
+    h = hand(80, shard_bytes=(64, 64))
+    for number in range(60):
+        h.put(chr(0x100 + number))
+    whole = h.chains()
+    for number in range(200):
+        write, _ = h.prepare(chr(0x400 + number), shard=0, priority=100)
+        h.complete(write)
+    assert h.chains() >= whole, "they take what was free, and then each other's place"
+    for number in range(80):
+        h.put(chr(0x800 + number))
+    assert h.chains() == {chr(0x800 + number) for number in range(80)}, "and go like others, whatever their priority"
 
 
 def test_queues_do_not_grow_with_what_has_passed_through(hand: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvkeep.wire import presence as module
-from kvkeep.wire.presence import PRESENCE_FILE, Presence
+from kvkeep.wire.presence import Presence, presence_path
 
 
 def heads(keys: bytes) -> NDArray[np.uint64]:
@@ -18,8 +18,8 @@ def heads(keys: bytes) -> NDArray[np.uint64]:
 
 
 def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path: Path) -> None:
-    server = Presence.make(tmp_path, 1 << 30)
-    engine = Presence.open(tmp_path)
+    server = Presence.make(tmp_path, 7, 1 << 30)
+    engine = Presence.open(tmp_path, 7)
     assert engine is not None
     first, second, other = os.urandom(16), os.urandom(16), os.urandom(16)
     assert engine.lacks(first)
@@ -51,33 +51,35 @@ def test_counting_anew_forgets_what_was_counted_before() -> None:
 
 @pytest.mark.parametrize(("pool_bytes", "cells"), [(1 << 16, 1 << 12), (100 << 20, 1 << 17), (1 << 40, 1 << 20)])
 def test_it_is_as_large_as_its_pool_makes_it(tmp_path: Path, pool_bytes: int, cells: int) -> None:
-    Presence.make(tmp_path, pool_bytes)
-    file = (tmp_path / PRESENCE_FILE).stat()
+    Presence.make(tmp_path, 7, pool_bytes)
+    file = presence_path(tmp_path, 7).stat()
     assert (file.st_size, file.st_mode & 0o777) == (cells * 4, 0o600)
     assert file.st_blocks * 512 >= file.st_size, "all its memory is there: counting cannot fail"
-    assert [path.name for path in tmp_path.iterdir()] == [PRESENCE_FILE]
+    assert [path.name for path in tmp_path.iterdir()] == ["presence-0000000000000007"]
 
 
-def test_a_new_one_is_another_file_and_who_has_the_old_one_keeps_it(tmp_path: Path) -> None:
+def test_each_server_has_its_own(tmp_path: Path) -> None:
     key = os.urandom(16)
-    Presence.make(tmp_path, 1 << 20).add(heads(key))
-    old = Presence.open(tmp_path)
-    Presence.make(tmp_path, 1 << 20)
-    new = Presence.open(tmp_path)
+    Presence.make(tmp_path, 7, 1 << 20).add(heads(key))
+    Presence.make(tmp_path, 8, 1 << 20)
+    old, new = Presence.open(tmp_path, 7), Presence.open(tmp_path, 8)
     assert old is not None and new is not None
     assert not old.lacks(key) and new.lacks(key)
+    assert Presence.open(tmp_path, 9) is None, "what another server has left says nothing"
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 3, b"\0" * 12, None])
-def test_what_is_nothing_of_the_kind_is_not_used(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / PRESENCE_FILE).write_bytes(content)
-    assert Presence.open(tmp_path) is None
+@pytest.mark.parametrize("content", [b"", b"\0" * 3, b"\0" * 12, None, "pipe"])
+def test_what_is_nothing_of_the_kind_is_not_used(tmp_path: Path, content: bytes | str | None) -> None:
+    if content == "pipe":
+        os.mkfifo(presence_path(tmp_path, 7))
+    elif isinstance(content, bytes):
+        presence_path(tmp_path, 7).write_bytes(content)
+    assert Presence.open(tmp_path, 7) is None
 
 
 def test_an_engine_cannot_change_it(tmp_path: Path) -> None:
-    Presence.make(tmp_path, 1 << 20)
-    engine = Presence.open(tmp_path)
+    Presence.make(tmp_path, 7, 1 << 20)
+    engine = Presence.open(tmp_path, 7)
     assert engine is not None and not engine._cells.flags.writeable
 
 
@@ -87,5 +89,5 @@ def test_without_memory_nothing_is_left_behind(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
-        Presence.make(tmp_path, 1 << 20)
+        Presence.make(tmp_path, 7, 1 << 20)
     assert list(tmp_path.iterdir()) == []

@@ -35,6 +35,7 @@ class Call:
     reply: Reply | None = None
     payload: Sequence[bytes] = ()
     failure: str = ""
+    unwanted: bool = False  # whatever it gives goes back
 
     @property
     def done(self) -> bool:

@@ -134,12 +134,15 @@ class Connection:
                 return self._failed("session_lost")  # made for a server before this one
             return self._send(message, deadline_ms, payload)
 
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: Call, *, when_answered: bool = False) -> None:
         """Gives back what a call gave, or will have given: a lease, or slots. Said again until the server has confirmed
-        it. Copies to or from those slots must have ended."""
+        it. Copies to or from those slots must have ended. One that will give nothing need not be said to anybody."""
         if os.getpid() != self._pid:
             return
         with self._lock:
+            if when_answered and not call.done:
+                call.unwanted = True
+                return
             if self._calls.get(call.number) is call:
                 call.failure = "given_up"
                 self._calls.remove(call)
@@ -238,8 +241,7 @@ class Connection:
 
     def _failed(self, reason: str) -> Call:
         self.counters.fail(reason)
-        self._next_number += 1
-        return Call(self._next_number - 1, 0, failure=reason)
+        return Call(0, 0, failure=reason)
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_A_POLL):
@@ -248,28 +250,24 @@ class Connection:
                 if self._transport.lost():
                     self._lose_all()
                 return
+            call: Call | None = None
             try:
                 header = decode_header(frames)
-            except ProtocolError as error:  # whose reply it was, nobody can tell: that call's deadline will end it
-                self.refusal = str(error)
-                self.counters.fail("protocol")
-                continue
-            call = self._calls.get(header.number)
-            if call is None:
-                self.counters.late_replies += 1
-                self.breaker.hear()
-                continue
-            try:
-                reply = decode_reply(header, frames)
+                if (call := self._calls.get(header.number)) is not None:
+                    self._answered(call, decode_reply(header, frames), frames[2:])
+                    continue
             except ProtocolError as error:
                 self.refusal = str(error)
-                self._end(call, "protocol")
+                if call is not None:
+                    self._end(call, "protocol")
+                else:  # whose reply it was, nobody can tell: that call's deadline will end it
+                    self.counters.fail("protocol")
                 continue
-            self._answered(call, reply, frames[2:])
+            self.counters.late_replies += 1
+            self.breaker.hear()
 
     def _lose_all(self) -> None:
-        """The connection is gone, and with it whatever was on its way. The session may live on: only the server can
-        tell, so its lock and its memory stay ours until it does."""
+        """What was on its way is gone. Whether the session is, only the server can tell: till then its lock is ours."""
         self.breaker.heard = False
         for call in self._calls.all():
             self._end(call, "unreachable")
@@ -284,6 +282,8 @@ class Connection:
         if not isinstance(reply, m.Refused):
             call.payload = payload  # first: another thread may wait for the reply
             call.reply = reply
+            if call.unwanted:
+                self._owe(call)
             return
         code = reply.code or "refused"
         self.counters.fail(code)

@@ -22,6 +22,7 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.client.replies import read_found
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
 
@@ -109,7 +110,9 @@ class SchedulerAdapter:
         """The blocks are loaded, or will not be, answered or not: whatever was given is given back."""
         asked = self._asked.pop(request, None)
         if asked is not None:
-            self.connection.give_up(asked.call)
+            start = asked.skip * KEY_BYTES
+            is_miss = not asked.call.done and self.lacks(asked.keys[start : start + KEY_BYTES])
+            self.connection.give_up(asked.call, when_answered=is_miss)  # a miss costs no message more
             self.connection.poll()
 
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:

@@ -140,7 +140,9 @@ class SchedulerSide:
         answer = self._cache.lookup(tracker.number, tracker.salt, keys, skip)
         if answer is None:
             tracker.answer = None
-            return 0 if self._cache.lacks(tracker.key(local_blocks)) else None
+            # With several pieces the answer tells what of the local blocks need not be stored.
+            seen = self._pieces.whole or not local_blocks
+            return 0 if seen and self._cache.lacks(tracker.key(local_blocks)) else None
         if answer.failure and answer is not tracker.answer:
             self.failed_lookups += 1
         tracker.answer = answer
@@ -244,8 +246,7 @@ class SchedulerSide:
 
     def loaded_blocks(self, request_id: str) -> int:
         """How many of the request's blocks came from the server."""
-        tracker = self._trackers.get(request_id)
-        return 0 if tracker is None else tracker.loaded.bit_count()
+        return tracker.loaded.bit_count() if (tracker := self._trackers.get(request_id)) else 0
 
     def end(self, request_id: str, params: object = None) -> dict[str, int] | None:
         """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it had none. `params`

@@ -71,6 +71,7 @@ class Blocks:
         many.state[at] = WRITING  # last: see table.py
         tenant.index.update(zip(keys, row_list, strict=True))
         self.shards_in.update(dict.fromkeys(row_list, 0))
+        self.order.await_shards(row_list)
         layout.blocks += n
         self.tenants.charge(tenant, n, n * layout.slot_bytes)
         if expires_ms:
@@ -98,7 +99,7 @@ class Blocks:
             if state[row] == WRITING:
                 arrived = shards_in[row] | bit
                 if arrived == complete:
-                    del shards_in[row]
+                    self._no_longer_half(row)
                     above = parent[row]
                     if above == NO_ROW or state[above] == READY:
                         state[row] = READY
@@ -209,7 +210,7 @@ class Blocks:
                 if table.state[row] != EVICTING:
                     del self.tenants.by_number[table.tenant[row]].index[table.keys[row]]
                     table.state[row] = EVICTING
-                    self.shards_in.pop(row, None)
+                    self._no_longer_half(row)
                     dropped.append(row)
         for row in reversed(dropped):
             if table.state[row] == EVICTING:
@@ -232,6 +233,10 @@ class Blocks:
             rows = rows[np.argsort(groups, kind="stable")]
             for group in np.split(rows, np.flatnonzero(np.diff(np.sort(groups))) + 1):
                 self._give_back(group.tolist())  # whole trees: nothing that stays hangs on them
+
+    def _no_longer_half(self, row: int) -> None:
+        if self.shards_in.pop(row, None) is not None:
+            self.order.await_no_more(row)
 
     def _is_empty(self, row: int) -> bool:
         """An evictable block without a single shard."""
@@ -310,7 +315,7 @@ class Blocks:
             index, keys = tenant.index, table.keys
             for row in rows:
                 del index[keys[row]]
-                self.shards_in.pop(row, None)
+                self._no_longer_half(row)
         self.presence.remove(table.keys.words[:, 0][rows])
         self.slabs.give(table.many.slot[rows].tolist())
         layout.give_checks(table.many.check[rows].tolist())

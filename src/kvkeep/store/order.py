@@ -3,9 +3,12 @@
 A leaf's rank is one number, lowest first:
 
     class (2 bits)  | priority (8 bits) | used: sequence number of the last use (48 bits)
-    0 past its time to live
+    0 past its time to live, or written by one rank and not by another for too long
     1 its session has finished and nobody has used it since
     2 all others, also those that not all ranks have written yet: the last one may come any moment
+
+Of those that not all ranks have written the newest are waited for, an eighth of all blocks. They have no more than
+normal priority: what a rank that is gone has left must not be in the way of others for ever.
 
 Queues are binary heaps of `rank << 32 | row`, one for each owner and slot size. Entries are corrected lazily: a block
 used again stays where it is and is moved only when it comes to the top. `queued` in the table is the rank of a block's
@@ -14,13 +17,15 @@ one live entry; any other entry for that row is stale and dropped when met.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.store.layouts import Layouts
-from kvkeep.store.table import EVICTING, FREE, NO_ROW, BlockTable
+from kvkeep.store.plans import NORMAL_PRIORITY
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, WRITING, BlockTable
 from kvkeep.store.tenants import Tenants
 
 _CLASS_SHIFT = 56
@@ -30,6 +35,7 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 _STALE_SLACK = 1024
 _LOOK_AHEAD = 255
 _EXPIRED_A_CALL = 4096
+_AWAITED_PART, _AWAITED_AT_LEAST = 8, 8
 
 
 class EvictionOrder:
@@ -41,6 +47,7 @@ class EvictionOrder:
         self._layouts = layouts
         self._queues: dict[int, dict[int, list[int]]] = {}  # owner -> slot size -> heap
         self._expiring: list[int] = []  # heap of `expires_ms << 32 | row`
+        self._awaited: OrderedDict[int, None] = OrderedDict()  # half written, oldest first
         self.noted_ms = 0  # blocks that expire up to here have been noted
 
     def evictable(self, row: int) -> bool:
@@ -56,13 +63,26 @@ class EvictionOrder:
     def rank(self, row: int, now_ms: int) -> int:
         table = self._table
         expires_ms = table.expires_ms[row]
-        if expires_ms and expires_ms <= now_ms:
+        priority, is_half = table.priority[row], table.state[row] == WRITING
+        if (expires_ms and expires_ms <= now_ms) or (is_half and row not in self._awaited):
             order_class = 0
         elif table.finished[row] == table.used[row]:
             order_class = 1
         else:
             order_class = 2
-        return order_class << _CLASS_SHIFT | table.priority[row] << _PRIORITY_SHIFT | table.used[row]
+        priority = min(priority, NORMAL_PRIORITY) if is_half else priority
+        return order_class << _CLASS_SHIFT | priority << _PRIORITY_SHIFT | table.used[row]
+
+    def await_shards(self, rows: list[int]) -> None:
+        """These are new, and nothing of them is written."""
+        self._awaited.update(dict.fromkeys(rows))
+        while len(self._awaited) > max(_AWAITED_AT_LEAST, len(self._table) // _AWAITED_PART):
+            late, _ = self._awaited.popitem(last=False)
+            self.enqueue(late, self.noted_ms)
+
+    def await_no_more(self, row: int) -> None:
+        """It is whole, or gone."""
+        self._awaited.pop(row, None)
 
     def enqueue(self, row: int, now_ms: int) -> None:
         """Puts a block in line if it is evictable, or where its rank has fallen, further to the front."""

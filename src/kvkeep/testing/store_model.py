@@ -28,6 +28,7 @@ class ModelBlock:
     used: int
     finished: int = 0
     state: str = "writing"
+    late: bool = False  # nobody expects it to be whole any more
     checksums: dict[int, int] = field(default_factory=dict)  # by shard, only of shards that are in
 
 
@@ -194,6 +195,9 @@ class StoreModel:
             above = ModelBlock(tenant, key, layout, self.layouts[layout], above, priority, expires_ms, use)
             self.blocks.append(above)
             work.blocks.append(above)
+        awaited = [block for block in self.blocks if block.state == "writing" and not block.late]
+        for block in awaited[: max(0, len(awaited) - max(8, len(self.blocks) // 8))] if room else ():
+            block.late = True
         if not work.blocks:
             del state.writes[write]
         if last_known is not None:
@@ -322,13 +326,14 @@ class StoreModel:
         return not any(other.parent is block for other in self.blocks) and not self._held(block)
 
     def _rank(self, block: ModelBlock, now_ms: int) -> tuple[int, int, int]:
-        if 0 < block.expires_ms <= now_ms:
+        is_half = block.state == "writing"
+        if 0 < block.expires_ms <= now_ms or (is_half and block.late):
             order_class = 0
         elif block.finished == block.used:
             order_class = 1
         else:
             order_class = 2
-        return order_class, block.priority, block.used
+        return order_class, min(block.priority, 50) if is_half else block.priority, block.used
 
     def _make_room(self, tenant: str, wanted: int, above: ModelBlock | None, now_ms: int) -> int:
         while self.pool_slots - len(self.blocks) < wanted:

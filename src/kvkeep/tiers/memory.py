@@ -4,7 +4,7 @@
     daemon.lock                   held by the daemon that owns the pool, as is the directory itself (`ownership`)
     epoch                         this server process's epoch, so that a client can tell the pool is really here
     segment-00000 …               the memory
-    presence                      how many blocks there are with a key like this one, for who would ask in vain
+    presence-…                    how many blocks there are with a key like this one, for who would ask in vain
     session-….lock                one for each attached session (`session_locks`)
     index-…                       what is in it, for the next server, if that is to find it (`index_files`)
 """
@@ -34,7 +34,7 @@ from kvkeep.tiers.ownership import LOCK_FILE, Ownership
 from kvkeep.tiers.session_locks import SessionLocks
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.liveness import Watch
-from kvkeep.wire.presence import PRESENCE_FILE, Presence
+from kvkeep.wire.presence import PRESENCE_FILES, Presence
 from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Pool:
     def make_presence(self) -> Presence | None:
         """For the store that is all there is in the pool. Without it, engines wait for every answer."""
         try:
-            return Presence.make(self.directory, self.pool_bytes)
+            return Presence.make(self.directory, self._epoch, self.pool_bytes)
         except OSError as error:
             log.warning("engines cannot see what is not here, and wait for every answer: %s", error)
             return None
@@ -226,7 +226,8 @@ class Pool:
                 why = self._find_session_locks(columns)
             if not why:
                 self._write_epoch()
-                (self.directory / PRESENCE_FILE).unlink(missing_ok=True)
+                for path in self.directory.glob(PRESENCE_FILES):
+                    path.unlink()
                 self._old_sessions = OldSessions(self.directory, self._session_locks.forget)
                 self.segments = self._make_segments()
                 self._map_segments_left()

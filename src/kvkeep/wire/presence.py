@@ -18,11 +18,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-PRESENCE_FILE = "presence"
+PRESENCE_FILES = "presence-*"
 _CELL = np.dtype(np.uint32)  # no pool has more blocks than that
 _ONE = np.uint32(1)  # of the cells' own type, or counting takes ten times as long
 _LEAST_CELLS, _MOST_CELLS = 1 << 12, 1 << 20
 _POOL_BYTES_A_CELL = 1 << 10
+
+
+def presence_path(directory: Path, epoch: int) -> Path:
+    """Each server has its own: one that is left by another server says nothing."""
+    return directory / f"presence-{epoch:016x}"
 
 
 class Presence:
@@ -33,30 +38,26 @@ class Presence:
         self._mask = len(self._cells) - 1
 
     @classmethod
-    def make(cls, directory: Path, pool_bytes: int) -> Presence:
-        """Of a pool in which nothing is. OSError if there is no memory for it. In one step: who opens it finds the one
-        before, or all of this one."""
+    def make(cls, directory: Path, epoch: int, pool_bytes: int) -> Presence:
+        """Of a server that has nothing yet. OSError if there is no memory for it."""
         cells = min(_MOST_CELLS, max(_LEAST_CELLS, 1 << (pool_bytes // _POOL_BYTES_A_CELL).bit_length()))
-        path = directory / PRESENCE_FILE
-        draft = path.with_suffix(".new")
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = presence_path(directory, epoch)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, cells * _CELL.itemsize)  # or counting could end the server
-            made = cls(np.frombuffer(mmap.mmap(descriptor, 0), dtype=_CELL))
+            return cls(np.frombuffer(mmap.mmap(descriptor, 0), dtype=_CELL))
         except OSError:
-            draft.unlink()
+            path.unlink()
             raise
         finally:
             os.close(descriptor)
-        os.replace(draft, path)
-        return made
 
     @classmethod
-    def open(cls, directory: Path) -> Presence | None:
+    def open(cls, directory: Path, epoch: int) -> Presence | None:
         """As an engine sees it; None if it cannot be had, or is nothing of the kind."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError, ValueError):
-            descriptor = os.open(directory / PRESENCE_FILE, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(presence_path(directory, epoch), flags)
             try:
                 cells = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), dtype=_CELL)
             finally:

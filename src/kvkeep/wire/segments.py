@@ -96,8 +96,7 @@ class Segments:
         """Whether the server surely has no block of this key."""
         if not self._looked_for_presence:
             self._looked_for_presence = True
-            presence = Presence.open(self._directory)
-            self._presence = presence if is_same_pool(self._directory, self._epoch) else None
+            self._presence = Presence.open(self._directory, self._epoch)
         presence = self._presence
         return presence is not None and presence.lacks(key)
 
