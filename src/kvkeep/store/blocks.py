@@ -71,7 +71,8 @@ class Blocks:
         many.state[at] = WRITING  # last: see table.py
         tenant.index.update(zip(keys, row_list, strict=True))
         self.shards_in.update(dict.fromkeys(row_list, 0))
-        self.order.await_shards(row_list)
+        if layout.shards > 1:
+            self.order.await_shards(row_list)
         layout.blocks += n
         self.tenants.charge(tenant, n, n * layout.slot_bytes)
         if expires_ms:
@@ -99,7 +100,7 @@ class Blocks:
             if state[row] == WRITING:
                 arrived = shards_in[row] | bit
                 if arrived == complete:
-                    self._no_longer_half(row)
+                    del shards_in[row]
                     above = parent[row]
                     if above == NO_ROW or state[above] == READY:
                         state[row] = READY
@@ -110,6 +111,8 @@ class Blocks:
                         state[row] = WAITING
                 else:
                     shards_in[row] = arrived
+        if layout.shards > 1:
+            self.order.await_no_more(row for row in rows if row not in shards_in)
 
     def touch(self, row: int, sequence: int) -> None:
         """Notes a use of the whole prefix up to `row`: ancestors inherit it when they become leaves."""
@@ -236,7 +239,7 @@ class Blocks:
 
     def _no_longer_half(self, row: int) -> None:
         if self.shards_in.pop(row, None) is not None:
-            self.order.await_no_more(row)
+            self.order.await_no_more([row])
 
     def _is_empty(self, row: int) -> bool:
         """An evictable block without a single shard."""

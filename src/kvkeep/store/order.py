@@ -18,6 +18,7 @@ one live entry; any other entry for that row is stale and dropped when met.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -74,15 +75,16 @@ class EvictionOrder:
         return order_class << _CLASS_SHIFT | priority << _PRIORITY_SHIFT | table.used[row]
 
     def await_shards(self, rows: list[int]) -> None:
-        """These are new, and nothing of them is written."""
+        """These are new, and several ranks are to write them."""
         self._awaited.update(dict.fromkeys(rows))
         while len(self._awaited) > max(_AWAITED_AT_LEAST, len(self._table) // _AWAITED_PART):
             late, _ = self._awaited.popitem(last=False)
             self.enqueue(late, self.noted_ms)
 
-    def await_no_more(self, row: int) -> None:
-        """It is whole, or gone."""
-        self._awaited.pop(row, None)
+    def await_no_more(self, rows: Iterable[int]) -> None:
+        """They are whole, or gone."""
+        for row in rows:
+            self._awaited.pop(row, None)
 
     def enqueue(self, row: int, now_ms: int) -> None:
         """Puts a block in line if it is evictable, or where its rank has fallen, further to the front."""

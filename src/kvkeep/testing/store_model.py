@@ -195,7 +195,7 @@ class StoreModel:
             above = ModelBlock(tenant, key, layout, self.layouts[layout], above, priority, expires_ms, use)
             self.blocks.append(above)
             work.blocks.append(above)
-        awaited = [block for block in self.blocks if block.state == "writing" and not block.late]
+        awaited = [b for b in self.blocks if b.state == "writing" and b.shards > 1 and not b.late]
         for block in awaited[: max(0, len(awaited) - max(8, len(self.blocks) // 8))] if room else ():
             block.late = True
         if not work.blocks:
