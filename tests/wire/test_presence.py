@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvkeep.wire import presence as module
-from kvkeep.wire.presence import Presence, presence_path
+from kvkeep.wire.presence import make_presence, open_presence, presence_path
 
 
 def heads(keys: bytes) -> NDArray[np.uint64]:
@@ -18,8 +18,8 @@ def heads(keys: bytes) -> NDArray[np.uint64]:
 
 
 def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path: Path) -> None:
-    server = Presence.make(tmp_path, 7, 1 << 30)
-    engine = Presence.open(tmp_path, 7)
+    server = make_presence(tmp_path, 7, 1 << 30)
+    engine = open_presence(tmp_path, 7)
     assert engine is not None
     first, second, other = os.urandom(16), os.urandom(16), os.urandom(16)
     assert engine.lacks(first)
@@ -31,27 +31,9 @@ def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path:
     assert engine.lacks(first)
 
 
-def test_keys_that_share_a_cell_are_counted_together() -> None:
-    server = Presence()
-    one, other = bytes(8) + os.urandom(8), bytes(8) + os.urandom(8)
-    server.add(heads(one))
-    server.add(heads(other))
-    server.remove(heads(one))
-    assert not server.lacks(one), "which of the two is gone only the server can tell"
-
-
-def test_counting_anew_forgets_what_was_counted_before() -> None:
-    server = Presence()
-    before, after = heads(os.urandom(16 * 50)), heads(os.urandom(16 * 70))
-    server.add(before)
-    assert server.holds_exactly(before) and not server.holds_exactly(after)
-    server.count(after)
-    assert server.holds_exactly(after) and not server.holds_exactly(after[1:])
-
-
 @pytest.mark.parametrize(("pool_bytes", "cells"), [(1 << 16, 1 << 12), (100 << 20, 1 << 17), (1 << 40, 1 << 20)])
 def test_it_is_as_large_as_its_pool_makes_it(tmp_path: Path, pool_bytes: int, cells: int) -> None:
-    Presence.make(tmp_path, 7, pool_bytes)
+    make_presence(tmp_path, 7, pool_bytes)
     file = presence_path(tmp_path, 7).stat()
     assert (file.st_size, file.st_mode & 0o777) == (cells * 4, 0o600)
     assert file.st_blocks * 512 >= file.st_size, "all its memory is there: counting cannot fail"
@@ -60,12 +42,12 @@ def test_it_is_as_large_as_its_pool_makes_it(tmp_path: Path, pool_bytes: int, ce
 
 def test_each_server_has_its_own(tmp_path: Path) -> None:
     key = os.urandom(16)
-    Presence.make(tmp_path, 7, 1 << 20).add(heads(key))
-    Presence.make(tmp_path, 8, 1 << 20)
-    old, new = Presence.open(tmp_path, 7), Presence.open(tmp_path, 8)
+    make_presence(tmp_path, 7, 1 << 20).add(heads(key))
+    make_presence(tmp_path, 8, 1 << 20)
+    old, new = open_presence(tmp_path, 7), open_presence(tmp_path, 8)
     assert old is not None and new is not None
     assert not old.lacks(key) and new.lacks(key)
-    assert Presence.open(tmp_path, 9) is None, "what another server has left says nothing"
+    assert open_presence(tmp_path, 9) is None, "what another server has left says nothing"
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 3, b"\0" * 12, None, "pipe"])
@@ -74,12 +56,12 @@ def test_what_is_nothing_of_the_kind_is_not_used(tmp_path: Path, content: bytes 
         os.mkfifo(presence_path(tmp_path, 7))
     elif isinstance(content, bytes):
         presence_path(tmp_path, 7).write_bytes(content)
-    assert Presence.open(tmp_path, 7) is None
+    assert open_presence(tmp_path, 7) is None
 
 
 def test_an_engine_cannot_change_it(tmp_path: Path) -> None:
-    Presence.make(tmp_path, 7, 1 << 20)
-    engine = Presence.open(tmp_path, 7)
+    make_presence(tmp_path, 7, 1 << 20)
+    engine = open_presence(tmp_path, 7)
     assert engine is not None and not engine._cells.flags.writeable
 
 
@@ -89,5 +71,5 @@ def test_without_memory_nothing_is_left_behind(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
-        Presence.make(tmp_path, 7, 1 << 20)
+        make_presence(tmp_path, 7, 1 << 20)
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.kv.checksum import ABSENT
+from kvkeep.kv.presence import Presence
 from kvkeep.store.columns import Columns
 from kvkeep.store.layouts import Layout, Layouts
 from kvkeep.store.order import EvictionOrder
@@ -16,7 +17,6 @@ from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import link_chain, subtree, unlink_leaf
-from kvkeep.wire.presence import Presence
 
 
 class Blocks:

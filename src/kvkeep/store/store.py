@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.presence import Presence
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.columns import Columns, PlainColumns
 from kvkeep.store.layouts import Layout, Layouts
@@ -33,7 +34,6 @@ from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import NO_ROW, WRITING
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import longest_hit, rows_of_chain, split_keys
-from kvkeep.wire.presence import Presence
 
 OLD_SESSIONS = 0  # stands for all sessions of the server before this one, as long as any of their processes lives
 

@@ -19,6 +19,7 @@ import shutil
 from pathlib import Path
 
 from kvkeep.errors import PoolError
+from kvkeep.kv.presence import Presence
 from kvkeep.store.columns import Columns, PlainColumns
 from kvkeep.tiers import session_locks
 from kvkeep.tiers.index_files import (
@@ -34,7 +35,7 @@ from kvkeep.tiers.ownership import LOCK_FILE, Ownership
 from kvkeep.tiers.session_locks import SessionLocks
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.liveness import Watch
-from kvkeep.wire.presence import PRESENCE_FILES, Presence
+from kvkeep.wire.presence import PRESENCE_FILES, make_presence
 from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
 
 log = logging.getLogger(__name__)
@@ -187,9 +188,10 @@ class Pool:
     def make_presence(self) -> Presence | None:
         """For the store that is all there is in the pool. Without it, engines wait for every answer."""
         try:
-            return Presence.make(self.directory, self._epoch, self.pool_bytes)
+            return make_presence(self.directory, self._epoch, self.pool_bytes)
         except OSError as error:
-            log.warning("engines cannot see what is not here, and wait for every answer: %s", error)
+            problem = "engines cannot see what is not here, and wait for every answer: %s (make %s larger)"
+            log.warning(problem, error, self.directory.parent)
             return None
 
     def watch(self, number: int) -> Watch:

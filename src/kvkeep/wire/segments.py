@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import PoolError
-from kvkeep.wire.presence import Presence
+from kvkeep.kv.presence import Presence
+from kvkeep.wire.presence import open_presence
 
 EPOCH_FILE = "epoch"
 _POPULATE_BYTES = 8 << 20  # some milliseconds at a time
@@ -96,7 +97,7 @@ class Segments:
         """Whether the server surely has no block of this key."""
         if not self._looked_for_presence:
             self._looked_for_presence = True
-            self._presence = Presence.open(self._directory, self._epoch)
+            self._presence = open_presence(self._directory, self._epoch)
         presence = self._presence
         return presence is not None and presence.lacks(key)
 

@@ -1,4 +1,4 @@
-"""What an engine's scheduler sees of a server's blocks without asking: over real servers, their ends and their like."""
+"""What an engine sees of a server without asking it: over real servers, their ends and their like."""
 
 from __future__ import annotations
 
