@@ -53,6 +53,20 @@ def zero(llm: LLM) -> None:
             kv.zero_()
 
 
+def test_what_two_ranks_store_last_is_whole_in_a_pool_that_is_full() -> None:
+    """Each rank in its own time: one is always some stores ahead of the other."""
+    model, prompts = oracle(), [prompt(22) for _ in range(80)]
+    with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB") as small:
+        with engine(small, model, tensor_parallel_size=2) as llm:
+            serve(llm, prompts, max_tokens=1)
+            assert status(small)["counters"]["evictions"] > 0, "more than there is room for"
+            zero(llm)
+            last = prompts[-8:]
+            warm = serve(llm, [counting(tokens) for tokens in last], max_tokens=1)
+        assert [answer.kv_transfer_params for answer in warm] == [{KEY: 20}] * len(last)
+        assert [answer.token_ids for answer in warm] == without_cache(model, last, max_tokens=1)
+
+
 def test_mla_on_eight_ranks_stores_each_block_once_and_all_ranks_load_it(server: ServerProcess) -> None:
     model, tokens = oracle(use_mla=True), prompt(22)
     with engine(server, model, tensor_parallel_size=8) as llm:

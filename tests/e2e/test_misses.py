@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +24,12 @@ from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.process import ServerProcess
 
+sys.path.insert(0, str(Path(__file__).parent))
+from engines import Since, eventually
+
 NBYTES = 4096
 IDENTITY = ModelIdentity(model="presence", revision="1", kv_dtype="any", block_tokens=4, layout="l")
 SHAPE = BlockShape(IDENTITY, (NBYTES,))
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.001)
-    return False
 
 
 @pytest.fixture
@@ -92,7 +83,7 @@ def test_it_is_seen_while_the_server_hangs(server: ServerProcess, adapter: Sched
 def test_a_miss_that_nobody_waits_for_costs_no_second_message(server: ServerProcess, adapter: SchedulerAdapter) -> None:
     counters = adapter.connection.counters
     [key] = stored(server, 1)
-    answered = counters.answered
+    answered, since = counters.answered, Since(server)
     for number in range(50):
         stranger = os.urandom(16)
         while not adapter.lacks(stranger):
@@ -100,19 +91,10 @@ def test_a_miss_that_nobody_waits_for_costs_no_second_message(server: ServerProc
         adapter.lookup(number, None, stranger)
         adapter.release(number)
     assert eventually(lambda: adapter.connection.poll() or counters.answered >= answered + 50)
-    said = requests(server)
-    assert said["Lookup"] == 50 and said.get("Release", 0) == 0 and counters.late_replies == 0
+    assert (since.requests("Lookup"), since.requests("Release"), counters.late_replies) == (50, 0, 0)
     adapter.lookup("hit", None, key)
     adapter.release("hit")
-    assert eventually(lambda: adapter.connection.poll() or requests(server).get("Release", 0) == 1)
-
-
-def requests(server: ServerProcess) -> dict[str, int]:
-    """How many of each kind the server has answered."""
-    with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    found = re.findall(r'kvkeep_request_duration_seconds_count\{kind="(\w+)"\} (\d+)', text)
-    return {kind: int(count) for kind, count in found}
+    assert eventually(lambda: adapter.connection.poll() or since.requests("Release") == 1)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
