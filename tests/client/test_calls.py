@@ -88,12 +88,14 @@ def test_debts_are_paid_together_and_once_when_confirmed() -> None:
     debts, send = Debts(), Sender()
     for number, given in enumerate(["lease", "write", "", "lease"]):
         debts.add(Call(number, 0, given))
+    assert debts
     debts.pay(0, send)
     assert send.messages == [m.Release([0, 3]), m.AbandonStore([1])]
+    assert debts, "said, not confirmed"
     for _, call in send.sent:
         call.reply = m.Done()
     debts.pay(10_000, send)
-    assert len(send.sent) == 2
+    assert len(send.sent) == 2 and not debts
 
 
 def test_an_unconfirmed_debt_is_said_again_after_a_while() -> None:

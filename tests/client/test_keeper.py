@@ -60,6 +60,8 @@ def test_one_thread_keeps_all_connections() -> None:
 
 
 class Polled:
+    rest_s = 0.0
+
     def __init__(self, polled: list[str], name: str) -> None:
         self.polled, self.name = polled, name
 
@@ -86,6 +88,7 @@ import os, threading
 from kvkeep.client.keeper import Keeper
 
 class Polled:
+    rest_s = 0.0
     def __init__(self): self.seen = threading.Event()
     def poll(self): self.seen.set()
 

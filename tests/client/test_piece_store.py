@@ -50,9 +50,10 @@ def look_up(connection: Connection, count: int, ids: list[int]) -> LoadRequest:
     return LoadRequest("default", keys(count), 0, np.array(ids, dtype=np.int64), call.epoch, slots, checksums)
 
 
-def in_parts_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", nbytes)
+def in_parts_of(monkeypatch: pytest.MonkeyPatch, nbytes: int, first: int = 0, whole: int = 0) -> None:
     monkeypatch.setattr(HostCopier, "part_bytes", nbytes)
+    monkeypatch.setattr(HostCopier, "first_bytes", first or nbytes)
+    monkeypatch.setattr(HostCopier, "whole_bytes", whole or first or nbytes)
 
 
 def prepared_by(sim: Any) -> list[m.PrepareStore]:
@@ -111,8 +112,7 @@ def test_parts_of_small_blocks_are_no_longer_than_their_own_limit(sim: Any, monk
 
 
 def test_the_first_part_may_be_smaller_than_the_others(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES)
-    monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", 2 * NBYTES)
+    in_parts_of(monkeypatch, 4 * NBYTES, first=2 * NBYTES)
     connection, engine = sim.connected(), memory()
     assert transfer(connection, engine).offer(storing([*range(12)])) == Stored(12, True)
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == [2, 5, 5]
@@ -121,11 +121,19 @@ def test_the_first_part_may_be_smaller_than_the_others(sim: Any, monkeypatch: py
     assert (target[:12] == engine[:12]).all()
 
 
+@pytest.mark.parametrize(("count", "parts"), [(0, [0]), (1, [1]), (8, [8]), (9, [2, 4, 3]), (12, [2, 5, 5])])
+def test_what_is_not_too_large_goes_in_one_part(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]
+) -> None:
+    in_parts_of(monkeypatch, 4 * NBYTES, first=2 * NBYTES, whole=8 * NBYTES)
+    assert transfer(sim.connected(), memory()).offer(storing([*range(count)])) == Stored(count, True)
+    assert [len(request.keys) // 16 for request in prepared_by(sim)] == parts
+
+
 def test_the_first_part_is_as_large_as_the_others_where_nobody_is_in_a_hurry(
     sim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES)
-    monkeypatch.setattr(module, "_BYTES_OF_THE_FIRST", 2 * NBYTES)
+    in_parts_of(monkeypatch, 4 * NBYTES, first=2 * NBYTES)
     moving = transfer(sim.connected(), memory())
     store = moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)])))
     store.begin(hurry=False)

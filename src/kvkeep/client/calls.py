@@ -74,6 +74,9 @@ class Calls:
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def add(self, call: Call) -> None:
         self._calls[call.number] = call
 
@@ -104,6 +107,9 @@ class Debts:
         self._owed: dict[str, set[int]] = {"lease": set(), "write": set()}
         self._said: list[tuple[Call, str, set[int]]] = []
         self._next_ms = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._said) or any(self._owed.values())
 
     def add(self, call: Call) -> None:
         """Notes what a call gave, or may yet give. Giving back what was never given is no error, but a miss is known

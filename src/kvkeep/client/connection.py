@@ -34,6 +34,7 @@ from kvkeep.wire.segments import Segments
 _FIRST_RETRY_MS = 5  # a socket that was only just made is not connected yet
 _LAST_QUICK_RETRY_MS = 160  # some 300 ms after the first attempt: a server that is there has answered by then
 _WAIT_SLICE_MS = 5  # then others have their turn
+_REST_S, _SHORT_REST_S = 0.1, 0.02  # with nothing on its way, and otherwise
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
@@ -49,24 +50,18 @@ class Connection:
         clock: Callable[[], int] = monotonic_ms,
         threads: Threads = threading,
     ) -> None:
-        self.shape = shape
-        self.threads = threads
-        self.options = options
-        self.counters = ClientCounters()
-        self.breaker = Breaker()
-        self.state = "down"
+        self.shape, self.options, self.threads = shape, options, threads
+        self.counters, self.breaker = ClientCounters(), Breaker()
+        self.state, self.refusal = "down", ""  # why the server would not have us, in its words
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
-        self.refusal = ""  # why the server would not have us, in its words
         self._transport = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
         self._pid, self._clock = os.getpid(), clock
         self._lock = Turns(threads)
-        self._calls = Calls()
-        self._next_number = 1
+        self._calls, self._debts = Calls(), Debts()
         self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
-        self._attempts = self._next_attempt_ms = self._next_ping_ms = 0
-        self._debts = Debts()
+        self._next_number, self._attempts, self._next_attempt_ms, self._next_ping_ms = 1, 0, 0, 0
         self._fence: Fence | None = None
         self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
         self._outage = Outage(options.address)
@@ -92,6 +87,11 @@ class Connection:
     @property
     def coming_up(self) -> bool:  # in a moment, as far as anybody knows: either way it is over soon
         return not (self.up or self._closing or self._outage.told)
+
+    @property
+    def rest_s(self) -> float:  # so long nobody need poll it; each time takes an engine's interpreter
+        rests = self.up and not self._calls and not self._debts
+        return min(_REST_S, self.options.ping_interval_ms / 1000) if rests else _SHORT_REST_S
 
     @property
     def epoch(self) -> int:  # of the server process that slots belong to; 0 while there is none

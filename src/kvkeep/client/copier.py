@@ -57,7 +57,10 @@ class Copier(Protocol):
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
     and tells whether that was necessary."""
 
-    part_bytes: int  # of a store, about: what one block that is lost, or one server that goes, costs at most
+    # How large the parts of a store are, about.
+    whole_bytes: int  # no larger than that, it goes in one
+    first_bytes: int  # else, where nothing else is under way: the sooner the server answers
+    part_bytes: int  # what one block that is lost, or one server that goes, costs at most
 
     def mark(self) -> Any: ...
     def shield(self) -> None: ...
@@ -78,7 +81,7 @@ class Copier(Protocol):
 class HostCopier:
     """For engines in host memory. What the engine did, it has done: there is nothing to wait for."""
 
-    part_bytes = 256 << 20
+    whole_bytes, first_bytes, part_bytes = 32 << 20, 32 << 20, 256 << 20
 
     def __init__(self, pieces: Sequence[BlockRuns]) -> None:
         assert all(runs.device == "cpu" for runs in pieces)

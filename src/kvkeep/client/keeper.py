@@ -43,11 +43,16 @@ class Keeper:
         while True:
             with self._lock:
                 connections = list(self._connections)
-            while connections:
-                connections.pop().poll()
-            pause.wait(_INTERVAL_S)
+            rests_s = [_keep(connections.pop()) for _ in range(len(connections))]
+            pause.wait(max(_INTERVAL_S, min(rests_s, default=0.0)))
 
     def _say_goodbye(self) -> None:
         """At exit, for owners who did not: a session that ends in order is no dead process in the server's log."""
         for connection in list(self._connections):
             connection.close()
+
+
+def _keep(connection: Connection) -> float:
+    """How long it can do without."""
+    connection.poll()
+    return connection.rest_s

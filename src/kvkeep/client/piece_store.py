@@ -24,7 +24,6 @@ from kvkeep.wire import messages as m
 if TYPE_CHECKING:
     from kvkeep.client.transfer import Transfer
 
-_BYTES_OF_THE_FIRST = 32 << 20  # where nothing else is under way: the sooner the server answers
 _BLOCKS_A_PART = 1024
 _PARTS_ASKED_FOR = 2  # at a time: a server that is busy with others must not leave the bus idle
 
@@ -168,16 +167,18 @@ class PieceStore:
         self._completions.append((part.call, self._connection.call(message, self._deadline_ms)))
 
     def _parts(self, hurry: bool) -> Iterator[tuple[int, int]]:
-        """At least one, and after the first all about as large."""
-        count, nbytes = self._request.blocks, self._transfer.nbytes(self._piece)
+        """At least one. If there are several, all but the first are about as large."""
+        count, nbytes, copier = self._request.blocks, self._transfer.nbytes(self._piece), self._transfer.copier
         welcome = self._connection.welcome
         most = min(_BLOCKS_A_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART)
-        start = min(count, max(1, min(most, _BYTES_OF_THE_FIRST // nbytes))) if hurry else 0
-        if start or not count:
+        if count <= min(most, max(1, copier.whole_bytes // nbytes)):
+            yield 0, count
+            return
+        start = 0
+        if hurry:
+            start = max(1, min(most, copier.first_bytes // nbytes))
             yield 0, start
-        parts = max(
-            round((count - start) * nbytes / self._transfer.copier.part_bytes), math.ceil((count - start) / most), 1
-        )
+        parts = max(round((count - start) * nbytes / copier.part_bytes), math.ceil((count - start) / most), 1)
         size = math.ceil((count - start) / parts)
         while start < count:
             yield start, min(start + size, count)

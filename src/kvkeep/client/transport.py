@@ -17,6 +17,7 @@ _LAST_WORDS_MS = 200  # not 0: ZMQ 4.3.5 aborts if a peer goes while a message t
 _KNOCK_AGAIN_S = 1.0
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_POLLIN = int(zmq.POLLIN)  # an enum's arithmetic takes as long again as asking
 
 
 class Transport(Protocol):
@@ -125,4 +126,4 @@ class ZmqTransport:
 
 def _has_arrived(socket: zmq.Socket[bytes]) -> bool:
     """Whether there is something to receive. Mostly there is nothing, and an error that says so takes longer."""
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.get(zmq.EVENTS)) & _POLLIN)

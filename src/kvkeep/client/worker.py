@@ -35,7 +35,6 @@ from kvkeep.kv.shape import BlockShape
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 0.02
 _UNPINNED_S = 0.2  # until a new server's memory is looked at
 _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
@@ -223,7 +222,7 @@ class WorkerAdapter:
             may_begin = room and not self.connection.coming_up  # an engine's first blocks are stored, too
             with self._for_stores:
                 if not ((may_begin and self._stores) or self._closing or populating or begun or self._departures):
-                    self._for_stores.wait(_IDLE_S)
+                    self._for_stores.wait(self.connection.rest_s)
             begun = begun or (self._begin_store() if may_begin else None)
             if begun is not None and room:
                 now, begun = begun, None

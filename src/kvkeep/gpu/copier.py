@@ -51,7 +51,7 @@ _BAYS_TOGETHER = 8  # of a load, in one call, and fewer at first: who comes back
 class GpuCopier:
     """For one engine worker. Stores are for one thread, loads for another."""
 
-    part_bytes = 512 << 20  # ten milliseconds; each part takes the interpreter from the engine a dozen times
+    whole_bytes, first_bytes, part_bytes = 3 << 29, 128 << 20, 512 << 20  # each part holds the engine up a dozen times
 
     def __init__(self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None) -> None:
         """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be moved."""
