@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,20 @@ def test_engines_take_turns_in_changing_order(run: Run, monkeypatch: pytest.Monk
     names = ["none", "kvkeep"]
     warm_up = [(name, at) for at in ("cold", "local", "external") for name in names]
     assert order == warm_up + [(name, at) for at in ("cold", "local", "external") for name in reversed(names)]
+
+
+def test_hits_follow_each_other_several_times_where_they_are_soon_over(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_HITS", {"cpu": 3})
+    result = run(device="cpu", prompt_tokens="100", repeats=2)
+    for row in result["rows"]:
+        counts = {case: len(samples) for case, samples in row["samples_ms"].items()}
+        assert counts == {"cold": 2, "local": 6, "external": 0 if row["connector"] == "none" else 6}
+    [row] = [row for row in result["rows"] if row["connector"] == "kvkeep"]
+    cold, external = row["samples_ms"]["cold"], row["samples_ms"]["external"]
+    speedups = [cold[at // 3] / ms for at, ms in enumerate(external)]
+    assert result["ratios"][0]["speedup"] == pytest.approx(statistics.median(speedups), rel=0.1)
 
 
 def test_an_engine_works_in_its_own_turn_only(run: Run, worked: list[tuple[str, Any]]) -> None:

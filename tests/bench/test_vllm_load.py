@@ -178,6 +178,17 @@ def test_on_a_gpu_engines_take_turns_if_asked_to(
     assert waits == [0.0] * 3, "there are cores enough for engines that spin"
 
 
+def test_engines_decode_with_graphs_if_asked_to(on_a_gpu: Run, made: list[tuple[str, dict[str, Any]]]) -> None:
+    asked = {"device": "auto", "seconds": 1, "scenarios": "fresh", "connectors": "kvkeep"}
+    assert on_a_gpu(**asked)["graphs"] is False
+    assert all(each["enforce_eager"] and "compilation_config" not in each for _, each in made)
+    made.clear()
+    assert on_a_gpu(**asked, graphs=True)["graphs"] is True
+    assert len(made) == 2 and not any(each["enforce_eager"] for _, each in made)
+    sizes = [each["compilation_config"]["cudagraph_capture_sizes"] for _, each in made]
+    assert sizes[0] == sizes[1] == sorted(set(sizes[0])) and sizes[0][-1] == SIZES["cpu"].at_a_time
+
+
 def test_engines_that_share_a_gpu_have_fewer_blocks(
     on_a_gpu: Run, made: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,9 @@ def plan(
     scenarios: str = "mixed,fresh,decode",
     named: bool = False,
     interleave: bool = False,
+    graphs: bool = False,
 ) -> Plan:
-    return Plan.make(Choice(device, connectors, named, {}), scenarios, 1, 1, interleave)
+    return Plan.make(Choice(device, connectors, named, {}), scenarios, 1, 1, interleave, graphs)
 
 
 def test_on_a_cpu_all_engines_live_together() -> None:
@@ -32,6 +33,12 @@ def test_on_a_gpu_they_come_one_after_the_other_unless_asked_to_take_turns() -> 
     apart, together = plan("cuda", ALL), plan("cuda", ALL, interleave=True)
     assert apart.groups == [[station] for station in apart.stations] and not apart.interleave
     assert together.groups == [apart.stations] and together.interleave
+
+
+def test_graphs_are_a_gpus() -> None:
+    assert plan("cuda", graphs=True).graphs and not plan("cuda").graphs
+    with pytest.raises(SettingsError, match="--graphs needs a GPU"):
+        plan("cpu", graphs=True)
 
 
 def test_peers_decode_only_if_named() -> None:

@@ -46,6 +46,7 @@ from kvkeep.bench.vllm_setup import (
     Connector,
     arguments,
     connector,
+    decoding_with_graphs,
     environment,
     given_model,
     own_model,
@@ -67,6 +68,7 @@ OPTIONS = {
     "seconds": "About how long each scenario takes without a connector.",
     "repeats": "How often each scenario is measured.",
     "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
+    "graphs": "Let engines decode with CUDA graphs, as vLLM does by itself; without, each kernel is started alone.",
 }
 
 _BEGINS_IN = 1 / 3  # of the time
@@ -85,9 +87,10 @@ def run(
     seconds: int = 15,
     repeats: int = 1,
     interleave: bool = False,
+    graphs: bool = False,
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
-    plan = Plan.make(Choice.make(device, connectors), scenarios, seconds, repeats, interleave)
+    plan = Plan.make(Choice.make(device, connectors), scenarios, seconds, repeats, interleave, graphs)
     device = plan.choice.device
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), device) if model == "auto" else given_model(model, device)
@@ -232,6 +235,7 @@ class Bench:
             made["num_gpu_blocks_override"] = traffic.sizes.engine_tokens // model.block_tokens
             made["max_num_batched_tokens"] = traffic.sizes.batch_tokens
             made["enable_prefix_caching"] = station.prefix_cache
+            made |= decoding_with_graphs(traffic.sizes.at_a_time) if self.plan.graphs else {}
             config = made.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
             if station.decodes and "kvkeep.address" in config:  # loads are what is watched, whether they pay or not
                 config["kvkeep.load_when"] = "always"
@@ -260,6 +264,7 @@ class Bench:
             "seconds": self.plan.seconds,
             "repeats": self.plan.repeats,
             "interleaved": self.plan.interleave,
+            "graphs": self.plan.graphs,
             "at_a_time": sizes.at_a_time,
             "prefixes": sizes.prefixes,
             "engine_blocks": sizes.engine_tokens // model.block_tokens,

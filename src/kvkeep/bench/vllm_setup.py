@@ -176,6 +176,14 @@ def arguments(model: ServedModel, longest_prompt: int, engines: int, extra: Mapp
     return made | dict(extra)
 
 
+def decoding_with_graphs(at_a_time: int) -> dict[str, Any]:
+    """Steps that only decode, of so many requests at most, are each started as one. Prompts are computed as before: to
+    have graphs of those, too, vLLM compiles for minutes."""
+    sizes = [1, 2, *range(4, at_a_time, 4), at_a_time]
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    return {"enforce_eager": False, "compilation_config": graphs}
+
+
 def environment(model: ServedModel, longest_prompt: int) -> dict[str, str]:
     """Ours, without the caller's own kvkeep settings; what the caller says to vLLM itself goes before what we say."""
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}

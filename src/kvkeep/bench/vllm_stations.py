@@ -39,15 +39,20 @@ class Plan:
     seconds: int
     repeats: int
     interleave: bool
+    graphs: bool = False
 
     @classmethod
-    def make(cls, choice: Choice, scenarios: str, seconds: int, repeats: int, interleave: bool) -> Plan:
+    def make(
+        cls, choice: Choice, scenarios: str, seconds: int, repeats: int, interleave: bool, graphs: bool = False
+    ) -> Plan:
         names = scenarios.split(",")
         for name in names:
             if name not in SCENARIOS:
                 raise SettingsError(f'--scenarios "{name}": expected some of {", ".join(SCENARIOS)}')
         chosen = tuple(each for name, parts in SCENARIOS.items() if name in names for each in parts)
-        return cls(choice, chosen, seconds, repeats, interleave or choice.device == "cpu")
+        if graphs and choice.device != "cuda":
+            raise SettingsError("--graphs needs a GPU", "leave it out, or use --device cuda")
+        return cls(choice, chosen, seconds, repeats, interleave or choice.device == "cpu", graphs)
 
     @property
     def stations(self) -> list[Station]:

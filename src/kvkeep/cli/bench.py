@@ -53,6 +53,7 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "file": "A file to read.",
         "floor_gbps": "What a plain copy reaches.",
         "geometries": "Models to measure, with commas between.",
+        "graphs": "Let engines use CUDA graphs.",
         "interleave": "Let engines take turns.",
         "layers": "Layers that a block is spread over.",
         "model": "Folder of a checkpoint.",
