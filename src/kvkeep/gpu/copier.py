@@ -168,12 +168,12 @@ class GpuCopier:
             some = slice(number * at_a_time, min((number + 1) * at_a_time, count))
             bay, before = line.next_bay(), bay.busy if bay is not None else None
             if bay.busy is not None:
-                batch.after(line.copies, bay.busy)
+                batch.wait(bay.busy)  # not on the GPU: a step's inputs come behind all that is queued for the bus
             for address, step, at, rows in runs or [self._bounced(batch, line, bay, units, addresses[some])]:
                 batch.to_device(
                     line.copies, bay.address + at * units.pitch, units.pitch, address, step, units.nbytes, rows
                 )
-            bay.bounced = arrived = batch.mark(line.copies)
+            arrived = batch.mark(line.copies)
             if ids is None:  # while the first are on the bus
                 batch.run()
                 if verify:
@@ -192,9 +192,7 @@ class GpuCopier:
 
     def _bounced(self, batch: Any, line: Line, bay: Bay, units: Units, addresses: Addresses) -> Run:
         """The same bytes where the bus can reach them."""
-        batch.run()
-        if bay.bounced is not None:
-            self._device.wait(bay.bounced)
+        batch.run()  # by now nothing of the bay's last use is under way
         bounce = line.bounce(bay)
         for at, address in enumerate(addresses.tolist()):
             ctypes.memmove(bounce + at * units.pitch, address, units.nbytes)

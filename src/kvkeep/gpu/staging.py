@@ -19,13 +19,12 @@ _LEDGERS = 4  # at first; more calls than that are seldom under way
 
 
 class Bay:
-    """Staging memory of one batch. `busy` is when it will be free, `bounced` when its bounce buffer will."""
+    """Staging memory of one batch, and its bounce buffer. `busy` is when both will be free."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.address: int = memory.data_ptr()
         self.busy: Any = None
-        self.bounced: Any = None
         self.bounce: torch.Tensor | None = None
 
 
