@@ -202,6 +202,8 @@ class LateCopier(HostCopier):
 
 
 class LateScattering:
+    ready_s = 0.0
+
     def __init__(self, copier: LateCopier, number: int, arrive: Callable[[], Any]) -> None:
         copier.note(f"scatter {number}")
         self.copier = copier

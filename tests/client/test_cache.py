@@ -192,7 +192,9 @@ def test_nothing_is_held_after_a_call(simulation: Callable[..., Any]) -> None:
     for _ in range(3):
         cache.put(list(range(8)), given)
         assert (cache.get(list(range(8))) == given).all()
+        assert not cache.connection._debts._owed["lease"], "the server is told at once, not when somebody comes by"
         assert cache.contains(list(range(8))) == 2
+        assert not cache.connection._debts._owed["lease"]
     sim.run(20)
     assert sim.held() == [(0, 0)]
 

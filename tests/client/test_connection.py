@@ -239,14 +239,6 @@ def test_a_ping_keeps_a_quiet_session_alive(sim: Any) -> None:
     assert 100 <= sim.recorder.count(m.Ping) <= 121
 
 
-def test_who_waits_for_nothing_need_not_be_polled_often(sim: Any) -> None:
-    connection = sim.connection()
-    rests_s = {connection.rest_s}
-    assert connection.wait_until_up(1_000) and connection.rest_s not in rests_s
-    call = connection.call(m.Ping(), 200)
-    assert connection.rest_s in rests_s and connection.wait(call) and connection.rest_s not in rests_s
-
-
 def test_a_message_longer_than_the_server_takes_is_not_sent(sim: Any) -> None:
     connection = sim.connected()
     assert connection.layout is not None

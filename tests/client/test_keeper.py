@@ -17,6 +17,7 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
 
 Make = Callable[..., Any]
 SHAPE = BlockShape(ModelIdentity(model="k", revision="1", kv_dtype="|u1", block_tokens=4, layout="l"), (64,))
@@ -48,6 +49,16 @@ def test_a_server_that_comes_late_and_one_that_comes_back_are_found_without_anyo
             server.stop()
         connection.close()
     assert connection.counters.sessions == 2
+
+
+def test_who_waits_for_nothing_need_not_be_polled_often(simulation: Make) -> None:
+    connection = simulation().connection()
+    short_s, up = connection.rest_s, connection.wait_until_up(1_000)
+    assert up and connection.rest_s > short_s
+    call = connection.call(m.Ping(), 200)
+    assert connection.rest_s == short_s and connection.wait(call) and connection.rest_s > short_s
+    connection.close()
+    assert connection.rest_s > short_s
 
 
 def test_one_thread_keeps_all_connections() -> None:

@@ -75,6 +75,15 @@ def test_all_of_it_is_begun_before_any_of_it_is_waited_for(world: World) -> None
     assert all((world.target[piece][IDS[piece]] == world.engine[piece][STORED[piece]]).all() for piece in (0, 1))
 
 
+def test_the_engine_was_ready_when_the_last_piece_had_it(world: World) -> None:
+    loading = world.transfer.loading([world.request(IDS)], ["mark"])
+    assert loading.ready_s == 0
+    for scattering, ready_s in zip(world.copier.scatterings, (7.0, 3.0), strict=True):
+        scattering.ready_s = ready_s
+    assert loading.ready_s == 7
+    loading.finish()
+
+
 def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(world: World) -> None:
     lock = world.sim.server.service.sessions.all()[0].watch
     loading = world.transfer.loading([world.request(IDS)])

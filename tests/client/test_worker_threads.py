@@ -514,7 +514,7 @@ def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(
     monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
     world.copier.must_wait = iter([True, False, False]).__next__
     engine.worker._began = {"waits": 1.0, "of the same step": 2.0, "later": 6.0}
-    engine.worker._wait_for_engine([(job, requests[0], object()) for job in engine.worker._began])
+    engine.worker._wait_for_engine([(job, requests[0], object()) for job in engine.worker._began], 4.0)
     assert [*engine.worker._began.values()] == [5.0, 5.0, 6.0], "the wait for the engine is no part of a load"
 
 

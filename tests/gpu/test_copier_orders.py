@@ -327,7 +327,9 @@ DEPENDENCIES = {
     "a store has ended, and a bay is free, after the copies to the host": Dependency("host", "out copies"),
     "a load begins after what the engine did": Dependency("in kernels", "engine"),
     "a kernel of a load begins after its copy": Dependency("in kernels", "in copies"),
-    "a load has ended, and a bay or its bounce buffer is free, after its kernels": Dependency("host", "in kernels"),
+    "a bay of loads is filled again after its kernel": Dependency("in copies", "in kernels"),
+    "a bounce buffer is filled again after its copy": Dependency("host", "in copies"),
+    "a load has ended when its kernels have": Dependency("host", "in kernels"),
 }
 
 
@@ -356,12 +358,6 @@ def freed_at_once(reading: Any, saved: Any, address: int) -> None:
     saved.free()
 
 
-def into_any_bay(copier: Any, *scattered: Any, **how: Any) -> Any:
-    for bay in copier._in._bays:
-        bay.busy = None
-    return scatter(copier, *scattered, **how)
-
-
 def one_for_all(line: Any) -> Any:
     return line._ledgers[0]
 
@@ -376,10 +372,9 @@ def halt_and_forget(sources: Any) -> None:
         sources._reading[0].halt()
 
 
-put, take, scatter = Reading.put, Aside.take, GpuCopier._scatter
+put, take = Reading.put, Aside.take
 CARELESS: dict[str, tuple[type, str, Any]] = {
     "a bay is filled before it is free": (Reading, "make_room", without_room),
-    "a bay of loads is filled before it is free": (GpuCopier, "_scatter", into_any_bay),
     "blocks are gathered before they are computed": (GpuCopier, "reading", without_ready),
     "what was set aside is put before it is there": (Reading, "put", put_at_once),
     "room aside is free before what was there is read": (Reading, "put", freed_at_once),

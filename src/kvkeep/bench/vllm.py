@@ -213,9 +213,9 @@ class Bench:
 
     def _case(self, subject: Subject, case: str, prompt: list[int], turn: int) -> None:
         engine, samples = subject.engine, self._samples(subject, len(prompt))
-        if case == "external":
-            if turn and engine.name == "none":
-                return  # it would find nothing
+        if case == "external" and turn and engine.name == "none":
+            return  # it would find nothing
+        if case == "external" or (case == "cold" and engine.name == "none"):  # none has more to evict than the others
             engine.drop_local_cache()
         if turn:
             engine.ask(prompt[:_WAKING_TOKENS])  # an engine that has been idle for a while answers up to a second late

@@ -326,7 +326,7 @@ def _told(figures: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The result in lines, and whether it is what it should be."""
-    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats")]
+    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
     ratios = {(each["connector"], each["scenario"]): each for each in result["ratios"]}
     lines = []
     load = ["connector", "scenario", "requests", "output", "against none", "with prompts", "TTFT", "TTFT p99"]

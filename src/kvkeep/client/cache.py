@@ -139,13 +139,13 @@ class Cache:
             request = LoadRequest(tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums)
             loaded = Transfer(self.connection, [Piece(BlockRuns.of([blocks]))], 0).load(request)
         finally:
-            self.connection.give_up(call)
+            self._give_up(call)
         return blocks[: hit.blocks if loaded.all() else int(np.argmin(loaded))]
 
     def contains(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
         """How many leading blocks of `tokens` the server has."""
         call, hit = self._lookup(self._chain(tokens, salt), salt)
-        self.connection.give_up(call)
+        self._give_up(call)
         return hit.blocks if hit else 0
 
     def close(self) -> None:
@@ -161,6 +161,11 @@ class Cache:
         chain = KeyChain(root_key(self.identity, salt), self.identity.block_tokens)
         chain.extend(tokens)
         return chain
+
+    def _give_up(self, call: Call) -> None:
+        """The server hears of it now, and not when the keeper comes by: what is leased cannot make room for others."""
+        self.connection.give_up(call)
+        self.connection.poll()
 
     def _lookup(self, chain: KeyChain, salt: str | None) -> tuple[Call, Hit | None]:
         connection, layout = self.connection, self.connection.layout

@@ -90,8 +90,8 @@ class Connection:
 
     @property
     def rest_s(self) -> float:  # so long nobody need poll it; each time takes an engine's interpreter
-        rests = self.up and not self._calls and not self._debts
-        return min(_REST_S, self.options.ping_interval_ms / 1000) if rests else _SHORT_REST_S
+        rests = self._closed or (self.up and not self._calls and not self._debts)
+        return max(_SHORT_REST_S, min(_REST_S, self.options.ping_interval_ms / 1000)) if rests else _SHORT_REST_S
 
     @property
     def epoch(self) -> int:  # of the server process that slots belong to; 0 while there is none

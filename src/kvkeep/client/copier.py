@@ -46,7 +46,10 @@ class Reading(Protocol):
 
 class Scattering(Protocol):
     """Slots on their way into engine blocks. All has arrived when `good` or `close` returns; True where the bytes have
-    the checksum expected. A block answered False holds bytes that must not be used."""
+    the checksum expected. A block answered False holds bytes that must not be used. `ready_s` is when the engine had
+    done what had to come first, if that was waited for: a clock's time, or 0."""
+
+    ready_s: float
 
     def good(self) -> NDArray[np.bool_]: ...
     def close(self) -> None: ...
@@ -57,10 +60,10 @@ class Copier(Protocol):
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
     and tells whether that was necessary."""
 
-    # How large the parts of a store are, about.
+    # How large the parts of a store are, about. One block that is lost, or one server that goes, costs a part.
     whole_bytes: int  # no larger than that, it goes in one
     first_bytes: int  # else, where nothing else is under way: the sooner the server answers
-    part_bytes: int  # what one block that is lost, or one server that goes, costs at most
+    part_bytes: int  # the others
 
     def mark(self) -> Any: ...
     def shield(self) -> None: ...
@@ -121,6 +124,8 @@ class HostCopier:
 
 
 class HostScattering:
+    ready_s = 0.0
+
     def __init__(self, good: NDArray[np.bool_]) -> None:
         self._good = good
 

@@ -63,6 +63,11 @@ class Loading:
             self._close()
             raise
 
+    @property
+    def ready_s(self) -> float:
+        """When the engine had done what had to come first, if that was waited for when it began; else 0."""
+        return max((moving.ready_s for _, _, moving in self._under_way), default=0.0)
+
     def finish(self) -> list[NDArray[np.bool_]]:
         """Waits for all of it."""
         try:

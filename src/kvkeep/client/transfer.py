@@ -139,6 +139,7 @@ class Transfer:
                 self.report_bad(request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT)))
         finally:
             connection.give_up(lookup)  # also if a copy fails
+            connection.poll()  # the server hears of it now
         return loaded
 
     def _fetch(

@@ -309,7 +309,7 @@ class WorkerAdapter:
                 loads, loading = self._arriving[0]
             loaded = None
             try:
-                self._wait_for_engine(loads)
+                self._wait_for_engine(loads, loading.ready_s)
             except Exception:  # guard: a load whose time is wrong; it must be waited for all the same
                 self._failed_inside("load")
             try:
@@ -321,10 +321,11 @@ class WorkerAdapter:
                 self._arriving.popleft()
                 self._for_loads.notify_all()
 
-    def _wait_for_engine(self, loads: _Loads) -> None:
+    def _wait_for_engine(self, loads: _Loads, ready_s: float) -> None:
         """A load begins when the step that was under way has ended: computing its blocks would have waited for that,
         too, and what a load takes is compared with computing."""
         assert self._transfer is not None
+        self._engine_got_there_s = max(self._engine_got_there_s, ready_s)
         for job, _, mark in loads:
             if mark is not None and self._transfer.copier.wait_for(mark):
                 self._engine_got_there_s = time.perf_counter()

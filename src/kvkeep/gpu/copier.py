@@ -32,7 +32,7 @@ from kvkeep.gpu.batch import Gate
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
-from kvkeep.gpu.scattering import Scattered, Scattering
+from kvkeep.gpu.scattering import Ready, Scattered, Scattering, Way
 from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Line, Saved
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.units import format_size
@@ -45,13 +45,12 @@ _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
 _RESTS = 4  # times as long as a registration took, during which an engine could start no kernel
-_BAYS_TOGETHER = 8  # of a load, in one call, and fewer at first: who comes back from one waits for the interpreter
 
 
 class GpuCopier:
     """For one engine worker. Stores are for one thread, loads for another."""
 
-    whole_bytes, first_bytes, part_bytes = 3 << 29, 128 << 20, 512 << 20  # each part holds the engine up a dozen times
+    whole_bytes, first_bytes, part_bytes = 1 << 30, 128 << 20, 512 << 20  # each part holds the engine up a dozen times
 
     def __init__(self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None) -> None:
         """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be moved."""
@@ -148,55 +147,16 @@ class GpuCopier:
         block_ids = _checked(self._runs[piece], block_ids)
         for mark in ready:
             self._device.after(self._in.kernels, mark)
-        units, parts = self._units[piece], []
+        units, engine, parts = self._units[piece], Ready(ready, self.wait_for), list[Scattered]()
+        way = Way(self._device, self._in, self._pinned, units, engine)
         try:
             for start in range(0, len(block_ids), MOST_BLOCKS):
                 some = slice(start, start + MOST_BLOCKS)
-                parts.append(self._scatter(units, block_ids[some], addresses[some], verify=expected is not None))
+                parts.append(way.scatter(block_ids[some], addresses[some], verify=expected is not None))
         except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
             self._in.drain()
             raise
-        return Scattering(self._device, self._in, units, parts, expected)
-
-    def _scatter(self, units: Units, block_ids: NDArray[np.int64], addresses: Addresses, *, verify: bool) -> Scattered:
-        line, batch = self._in, self._device.batch()
-        with self._device.on(line.kernels):  # memory of a new one must be that stream's, not the engine's
-            ledger = line.take_ledger()
-        count, at_a_time = len(block_ids), line.blocks_a_bay(units.pitch)
-        ids, bay, before = None, None, None
-        for number, runs in enumerate(self._pinned.runs(addresses, units.nbytes, at_a_time)):
-            some = slice(number * at_a_time, min((number + 1) * at_a_time, count))
-            bay, before = line.next_bay(), bay.busy if bay is not None else None
-            if bay.busy is not None:
-                batch.wait(bay.busy)  # not on the GPU: a step's inputs come behind all that is queued for the bus
-            for address, step, at, rows in runs or [self._bounced(batch, line, bay, units, addresses[some])]:
-                batch.to_device(
-                    line.copies, bay.address + at * units.pitch, units.pitch, address, step, units.nbytes, rows
-                )
-            arrived = batch.mark(line.copies)
-            if ids is None:  # while the first are on the bus
-                batch.run()
-                if verify:
-                    ledger.begin(batch, line.kernels, count)
-                ids = ledger.ids(batch, line.kernels, block_ids)
-            batch.after(line.kernels, arrived)
-            batch.scatter(line.kernels, units, ids[some], bay.memory, ledger.sums[some] if verify else None)
-            bay.busy = batch.mark(line.kernels)
-            if (number + 1) % _BAYS_TOGETHER == 0 or not number & (number + 1):
-                batch.run()
-        if verify:
-            ledger.send_sums(batch, line.kernels, count)
-        done = batch.mark(line.kernels, urgent=True)
-        batch.run()
-        return Scattered(ledger, count, before, done)
-
-    def _bounced(self, batch: Any, line: Line, bay: Bay, units: Units, addresses: Addresses) -> Run:
-        """The same bytes where the bus can reach them."""
-        batch.run()  # by now nothing of the bay's last use is under way
-        bounce = line.bounce(bay)
-        for at, address in enumerate(addresses.tolist()):
-            ctypes.memmove(bounce + at * units.pitch, address, units.nbytes)
-        return bounce, units.pitch, 0, len(addresses)
+        return Scattering(self._device, self._in, units, parts, expected, engine.came_s)
 
     # -- host memory
 

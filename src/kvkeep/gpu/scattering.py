@@ -1,7 +1,10 @@
-"""Blocks on their way from slots into engine memory, after they were given to the GPU: what is waited for."""
+"""Blocks on their way from slots into engine memory: how they are given to the GPU, and what is waited for."""
 
 from __future__ import annotations
 
+import ctypes
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +12,10 @@ from numpy.typing import NDArray
 
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
-from kvkeep.gpu.staging import Ledger, Line
+from kvkeep.gpu.pinned import Pinned, Run
+from kvkeep.gpu.staging import Bay, Ledger, Line
+
+_BAYS_TOGETHER = 8  # in one call, and fewer at first: who comes back from one waits for the interpreter
 
 
 class Scattered(NamedTuple):
@@ -21,11 +27,101 @@ class Scattered(NamedTuple):
     done: Any
 
 
+class Ready:
+    """What the engine has to have done before blocks are written. `came_s` is when it had, if somebody waited for it:
+    a load takes no time before that."""
+
+    def __init__(self, marks: Sequence[Any], wait_for: Callable[[Any], bool]) -> None:
+        self._marks = marks
+        self._wait_for = wait_for
+        self.came_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    def wait(self) -> None:
+        marks, self._marks = self._marks, ()
+        for mark in marks:
+            if self._wait_for(mark):
+                self.came_s = time.perf_counter()
+
+
+class Way:
+    """From slots into one piece of an engine's blocks. For the thread that loads."""
+
+    def __init__(self, device: Cuda, line: Line, pinned: Pinned, units: Units, engine: Ready) -> None:
+        self._device = device
+        self._line = line
+        self._pinned = pinned
+        self._units = units
+        self._engine = engine
+
+    def scatter(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64], *, verify: bool) -> Scattered:
+        """`MOST_BLOCKS` at most."""
+        line, units, batch = self._line, self._units, self._device.batch()
+        with self._device.on(line.kernels):  # memory of a new one must be that stream's, not the engine's
+            ledger = line.take_ledger()
+        count, at_a_time = len(block_ids), line.blocks_a_bay(units.pitch)
+        ids, bay, before = None, None, None
+        for number, runs in enumerate(self._pinned.runs(addresses, units.nbytes, at_a_time)):
+            some = slice(number * at_a_time, min((number + 1) * at_a_time, count))
+            self._let_others_through(batch)
+            bay, before = line.next_bay(), bay.busy if bay is not None else None
+            if bay.busy is not None:
+                batch.after(line.copies, bay.busy)
+            for address, step, at, rows in runs or [self._bounced(batch, bay, addresses[some])]:
+                place = bay.address + at * units.pitch
+                batch.to_device(line.copies, place, units.pitch, address, step, units.nbytes, rows)
+            bay.bounced = arrived = batch.mark(line.copies)
+            if ids is None:  # while the first are on the bus
+                batch.run()
+                if verify:
+                    ledger.begin(batch, line.kernels, count)
+                ids = ledger.ids(batch, line.kernels, block_ids)
+            batch.after(line.kernels, arrived)
+            batch.scatter(line.kernels, units, ids[some], bay.memory, ledger.sums[some] if verify else None)
+            bay.busy = batch.mark(line.kernels)
+            line.queue(bay.busy)
+            if (number + 1) % _BAYS_TOGETHER == 0 or not number & (number + 1):
+                batch.run()
+        if verify:
+            ledger.send_sums(batch, line.kernels, count)
+        done = batch.mark(line.kernels, urgent=True)
+        batch.run()
+        return Scattered(ledger, count, before, done)
+
+    def _let_others_through(self, batch: Any) -> None:
+        """Waits, without the interpreter, while too much is queued for the bus."""
+        earlier = self._line.first_of_too_many()
+        if earlier is None:
+            return
+        if self._engine:  # that is what it waits for, too
+            batch.run()
+            self._engine.wait()
+        batch.wait(earlier)
+
+    def _bounced(self, batch: Any, bay: Bay, addresses: NDArray[np.uint64]) -> Run:
+        """The same bytes where the bus can reach them."""
+        batch.run()
+        if bay.bounced is not None:
+            self._device.wait(bay.bounced)
+        bounce, pitch, nbytes = self._line.bounce(bay), self._units.pitch, self._units.nbytes
+        for at, address in enumerate(addresses.tolist()):
+            ctypes.memmove(bounce + at * pitch, address, nbytes)
+        return bounce, pitch, 0, len(addresses)
+
+
 class Scattering:
     """Blocks on their way into engine memory."""
 
     def __init__(
-        self, device: Cuda, line: Line, units: Units, parts: list[Scattered], expected: NDArray[np.uint64] | None
+        self,
+        device: Cuda,
+        line: Line,
+        units: Units,
+        parts: list[Scattered],
+        expected: NDArray[np.uint64] | None,
+        ready_s: float = 0.0,
     ) -> None:
         self._device = device
         self._line = line
@@ -33,6 +129,7 @@ class Scattering:
         self._parts = parts
         self._count = sum(part.blocks for part in parts)
         self._expected = expected
+        self.ready_s = ready_s
 
     def good(self) -> NDArray[np.bool_]:
         """Waits until all are in place; True where the bytes have the checksum expected. A block answered False holds

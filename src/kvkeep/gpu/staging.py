@@ -16,15 +16,17 @@ from kvkeep.gpu.kernels import Units
 MOST_BLOCKS = 4096  # of one call; more go in several
 _BAYS = 3
 _LEDGERS = 4  # at first; more calls than that are seldom under way
+_MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all bays once
 
 
 class Bay:
-    """Staging memory of one batch, and its bounce buffer. `busy` is when both will be free."""
+    """Staging memory of one batch. `busy` is when it will be free, `bounced` when its bounce buffer will."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.address: int = memory.data_ptr()
         self.busy: Any = None
+        self.bounced: Any = None
         self.bounce: torch.Tensor | None = None
 
 
@@ -65,6 +67,8 @@ class Line:
         self._bays = [Bay(device.memory(self.bay_bytes // 8)) for _ in range(_BAYS)]
         self._ledgers = deque(Ledger(device) for _ in range(_LEDGERS))
         self._turn = 0
+        self._queued: deque[Any] = deque()  # when each of the last bays is over
+        self._most_queued = max(_BAYS, _MOST_QUEUED // self.bay_bytes)
         self.kernels, self.copies = device.stream(), device.stream()
 
     def blocks_a_bay(self, pitch: int) -> int:
@@ -73,6 +77,14 @@ class Line:
     def next_bay(self) -> Bay:
         self._turn = (self._turn + 1) % _BAYS
         return self._bays[self._turn]
+
+    def first_of_too_many(self) -> Any:
+        """What is to be over before another bay is queued for the bus, if anything: small copies of an engine's own,
+        such as a step's inputs, come behind all that is."""
+        return self._queued.popleft() if len(self._queued) >= self._most_queued else None
+
+    def queue(self, over: Any) -> None:
+        self._queued.append(over)
 
     def take_ledger(self) -> Ledger:
         """One that nobody has."""

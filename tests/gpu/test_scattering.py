@@ -1,0 +1,94 @@
+"""Loads never queue more for the bus than a step's inputs can wait for, and tell until when they waited."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretend import Pretend
+
+from kvkeep.gpu import staging
+from kvkeep.gpu.copier import GpuCopier
+from kvkeep.gpu.scattering import Ready
+from kvkeep.kv.runs import BlockRuns
+
+BLOCKS, BLOCK_BYTES = 40, 1 << 20  # a bay of the smallest staging has three of these
+BAYS = 14
+
+
+class Watched(Pretend):
+    """Notes what is waited for and what is copied, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[Any] = []
+
+    def wait(self, event: Any) -> None:
+        self.said.append(event)
+        super().wait(event)
+
+    def to_device(self, *copied: Any) -> None:
+        self.said.append("copy")
+        super().to_device(*copied)
+
+
+def loaded(most_queued: int, monkeypatch: pytest.MonkeyPatch, *, step_under_way: bool) -> tuple[Watched, Any, Any]:
+    """The device, the engine's mark, and the load of all blocks."""
+    monkeypatch.setattr(staging, "_MOST_QUEUED", most_queued)
+    device, layer = Watched(), torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
+    copier: Any = GpuCopier([BlockRuns.of([layer])], 24 << 20, device)  # type: ignore[arg-type]
+    pool = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), dtype=np.uint8)
+    assert copier.pin(pool.ctypes.data, pool.nbytes)
+    addresses = pool.ctypes.data + np.arange(BLOCKS, dtype=np.uint64) * BLOCK_BYTES
+    mark = copier.mark()
+    if step_under_way:
+        device.unfinished.append(mark)
+    device.said.clear()
+    made = copier.scattering(0, np.arange(BLOCKS), addresses.astype(np.uint64), None, [mark])
+    device.pool = pool  # type: ignore[attr-defined]  # for as long as that
+    return device, mark, made
+
+
+def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, mark, made = loaded(5 * (3 << 20), monkeypatch, step_under_way=False)
+    assert device.said.count("copy") == BAYS
+    waits = [at for at, said in enumerate(device.said) if said != "copy"]
+    assert device.said[:6] == ["copy"] * 5 + [device.said[5]] and len(waits) == BAYS - 5
+    assert device.said[6::2] == ["copy"] * (BAYS - 5), "for each one that is over another one"
+    over = [device.said[at] for at in waits]
+    assert over == [mark for mark in device.marks if mark in over], "in order, each once"
+    assert mark not in over and made.ready_s == 0, "the engine was there already"
+
+
+@pytest.mark.parametrize("most_queued", [0, 1 << 20])
+def test_all_bays_can_be_under_way_however_large_they_are(monkeypatch: pytest.MonkeyPatch, most_queued: int) -> None:
+    device, _, _ = loaded(most_queued, monkeypatch, step_under_way=False)
+    assert device.said[:3] == ["copy"] * 3 and device.said[3] != "copy"
+
+
+def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_s = time.perf_counter()
+    device, mark, made = loaded(0, monkeypatch, step_under_way=True)
+    assert device.said[:5] == ["copy"] * 3 + [mark, device.said[4]], "what there is room for goes first"
+    assert device.said.count(mark) == 1
+    assert before_s < made.ready_s < time.perf_counter()
+
+
+def test_a_load_with_room_for_all_of_it_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _, made = loaded(1 << 30, monkeypatch, step_under_way=True)
+    assert device.said == ["copy"] * BAYS and made.ready_s == 0
+
+
+def test_marks_are_waited_for_once() -> None:
+    asked: list[str] = []
+    ready = Ready(["over", "under way"], lambda mark: asked.append(mark) or mark == "under way")  # type: ignore[func-returns-value]
+    assert ready and not ready.came_s
+    ready.wait()
+    assert not ready and ready.came_s
+    ready.wait()
+    assert asked == ["over", "under way"]
+    assert not Ready([], lambda mark: True)
