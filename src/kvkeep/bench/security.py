@@ -126,7 +126,7 @@ def _server(curve: bool) -> Iterator[ClientOptions]:
     with tempfile.TemporaryDirectory(prefix="kvkeep-") as directory:
         flags, keys = _keys(Path(directory)) if curve else ([], {})
         with ServerProcess("--pool-size", "256MiB", *flags) as server:
-            yield ClientOptions(address=server.address, shared_memory=False, **keys)
+            yield ClientOptions(address=server.address, shared_memory=False, lookup_deadline_ms=10_000, **keys)
 
 
 def _keys(where: Path) -> tuple[list[str], dict[str, Any]]:

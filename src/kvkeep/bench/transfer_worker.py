@@ -64,7 +64,7 @@ class EngineSide:
         layout = f"bench {block_bytes}"
         identity = ModelIdentity(model="bench", revision="1", kv_dtype=dtype, block_tokens=16, layout=layout)
         shape = BlockShape(identity, (block_bytes,))
-        options = ClientOptions(address=address, verify=verify, store_deadline_ms=60_000)
+        options = ClientOptions(address=address, verify=verify, lookup_deadline_ms=10_000, store_deadline_ms=60_000)
         self._poll_s = poll_s
         self._request_blocks = request_blocks
         self.scheduler = SchedulerAdapter(shape, options)
