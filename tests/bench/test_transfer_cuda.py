@@ -136,6 +136,7 @@ def test_targets_and_what_is_said_of_them() -> None:
     rows = [row("store", False, 1.0), row("store", True, 0.98), row("both", False, 0.92), row("both", True, 0.88)]
     costs = transfer_cuda.verification_costs(rows)
     assert [each["cost"] for each in costs] == [0.02, 0.043]
+    assert transfer_cuda.verification_costs([row("load", False, 0.0), row("load", True, 0.0)])[0]["cost"] == 1.0
     result = {"rows": rows, "verification": costs, "targets": transfer_cuda.targets(["llama-8b"])}
     assert transfer_cuda.verdicts(result) == [
         "target met: llama-8b, store, verified: 98.0% of the floor, at least 97% is wanted",

@@ -45,6 +45,7 @@ _SPARE_SLABS = 4
 _POLL_S = 0.0002  # of stores; an engine's step takes longer
 _WARM_UP_ROUNDS = 2
 _REGISTER_S_A_GIB = 10  # at most; a GPU's driver needs 0.6
+_LEAST_FRACTION = 0.001  # that is told: on a machine that stands still it may be less
 
 
 @dataclass(frozen=True)
@@ -298,8 +299,9 @@ class Report:
 def verification_costs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What verification takes of the speed without it; below zero it is noise."""
     fractions = {(row["geometry"], row["direction"], row["verify"]): row["fraction_of_floor"] for row in rows}
+    plain = {(name, way): max(part, _LEAST_FRACTION) for (name, way, verify), part in fractions.items() if not verify}
     return [
-        {"geometry": name, "direction": way, "cost": round(1 - verified / fractions[name, way, False], 3)}
+        {"geometry": name, "direction": way, "cost": round(1 - verified / plain[name, way], 3)}
         for (name, way, verify), verified in fractions.items()
         if verify
     ]
