@@ -204,7 +204,7 @@ def test_what_the_user_gave_is_not_touched() -> None:
 
 
 def test_loads_are_asynchronous_unless_told_otherwise() -> None:
-    assert load_mode({}) == "async"
+    assert load_mode({}) == "auto"
     assert load_mode({"kvkeep.load": "async"}) == "async"
     assert load_mode({"kvkeep.load": "sync"}) == "sync"
 
@@ -212,7 +212,7 @@ def test_loads_are_asynchronous_unless_told_otherwise() -> None:
 @pytest.mark.parametrize("mode", ["lazy", "", None, True, ["sync"]])
 def test_an_unknown_load_mode_is_refused_with_the_known_ones(mode: Any) -> None:
     said = refusal(lambda: load_mode({"kvkeep.load": mode}))
-    assert f"kvkeep.load = {mode!r}" in said and '"async", "sync"' in said
+    assert f"kvkeep.load = {mode!r}" in said and '"auto", "async", "sync"' in said
 
 
 def test_loads_are_done_where_they_are_faster_unless_told_otherwise() -> None:

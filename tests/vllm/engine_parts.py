@@ -116,7 +116,8 @@ def vllm_config(extra: dict[str, Any] | None = None, *, num_blocks: int = 64, bu
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVKeepConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"kvkeep.revision": "a", "kvkeep.load_when": "always"} | (extra or {}),
+            kv_connector_extra_config={"kvkeep.revision": "a", "kvkeep.load_when": "always", "kvkeep.load": "async"}
+            | (extra or {}),
         ),
         device_config=DeviceConfig("cpu"),
     )
@@ -169,7 +170,7 @@ class StepWorker:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.holds = False
+        self.holds = self._has_waited = False
         self.failing: Callable[[LoadRequest], list[int]] = lambda load: []  # of a load's blocks, by place
         self.spoil: Callable[[list[int]], None] = lambda block_ids: (
             None
@@ -198,11 +199,13 @@ class StepWorker:
             sources.take_back(torch.tensor(block_ids).numpy(), 1 << 20)
 
     def wait_for_load(self, seconds: float) -> None:
-        """Loads are over when somebody polls."""
+        """Loads are over when somebody polls, held back or not if he has waited for long."""
+        self._has_waited = seconds >= 1
 
     def poll(self) -> Finished:
         finished = Finished(0)
-        jobs, self._jobs = ([], self._jobs) if self.holds else (self._jobs, [])
+        jobs, self._jobs = ([], self._jobs) if self.holds and not self._has_waited else (self._jobs, [])
+        self._has_waited = False
         for job, asked in jobs:
             if isinstance(asked, LoadRequest):
                 loaded = self._transfer.load(asked)
@@ -348,6 +351,9 @@ class Engine:
         scheduled = self.scheduler.schedule()
         self.rank.handle_preemptions(scheduled.kv_connector_metadata)
         self.rank.bind_connector_metadata(scheduled.kv_connector_metadata)
+        for new in scheduled.scheduled_new_reqs:  # what a worker hears is what the scheduler believes
+            counted = self.scheduler.requests[new.req_id].num_computed_tokens
+            assert new.num_computed_tokens == counted - scheduled.num_scheduled_tokens[new.req_id]
         sampled = {name: self._compute(name, tokens, scheduled) for name, tokens in self._work(scheduled)}
         self.rank.wait_for_save()
         output = ModelRunnerOutput(

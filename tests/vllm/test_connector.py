@@ -187,6 +187,7 @@ def test_results_of_a_broken_worker_are_none() -> None:
 def test_every_hook_that_does_something_is_tested_here() -> None:
     quiet = {"start_load_kv", "wait_for_layer_load", "save_kv_layer", "requires_kv_delivery", "get_transfer_results"}
     quiet |= {"build_kv_connector_stats", "build_prom_metrics", "bind_kv_cache_manager", "get_handshake_metadata"}
+    quiet |= {"bind_gpu_block_pool"}
     hooks = {name for name in vars(KVKeepConnector) if not name.startswith("_") and hasattr(KVConnectorBase_V1, name)}
     hooks |= {"request_finished_all_groups"}
     assert hooks - quiet <= {*SCHEDULER, *WORKER}

@@ -63,11 +63,21 @@ def _asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
 class Life:
     """An engine, and what happens to it."""
 
-    def __init__(self, seed: int, specs: tuple[Any, ...]) -> None:
+    def __init__(self, seed: int, specs: tuple[Any, ...], mode: str = "async") -> None:
         self.chance = random.Random(seed)
         self.seed = seed
+        self.often = 0.25 if mode == "async" else self.chance.choice([0.05, 0.1, 0.25])  # to be alone now and then
         room = {"num_blocks": self.chance.choice([24, 40, 64]), "budget": self.chance.choice([16, 64])}
-        self.engine = AsyncEngine(SimulatedCache(seed), *specs, **room)
+        self.engine = AsyncEngine(SimulatedCache(seed), *specs, extra={"kvkeep.load": mode}, **room)
+        self.in_step = 0
+        if (worker := self.engine.rank._worker) is not None:
+            load_now = worker.load_now
+
+            def spy(job: int, load: Any) -> Any:
+                self.in_step += 1
+                return load_now(job, load)
+
+            worker.load_now = spy  # type: ignore[method-assign]
         self.asked: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self._stems = [self._some_tokens(self.chance.choice([8, 16, 24])) for _ in range(3)]
@@ -87,24 +97,24 @@ class Life:
         engine, chance = self.engine, self.chance
         alive = [name for name, each in engine.scheduler.requests.items() if not each.is_finished()]
         roll = chance.random()
-        if roll < 0.25:
+        if roll < self.often:
             tokens = [*chance.choice(self._stems), *self._some_tokens(chance.randrange(1, 12))]
             each = request(tokens, f"s{self.seed}n{number}", max_tokens=chance.choice([1, 2, 6, 12]))
             self.asked[each.request_id] = each
             engine.add(each)
-        elif roll < 0.32 and alive:
+        elif 0.25 <= roll < 0.32 and alive:
             self.aborted.add(name := chance.choice(alive))
             engine.abort(name)
-        elif roll < 0.40:
+        elif 0.25 <= roll < 0.40:
             engine.worker.holds = not engine.worker.holds
-        elif roll < 0.46:
+        elif 0.25 <= roll < 0.46:
             engine.worker.failing = chance.choice(BAD_BLOCKS)
-        elif roll < 0.50:
+        elif 0.25 <= roll < 0.50:
             with suppress(RuntimeError):  # vLLM's own, where something is being loaded
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        elif roll < 0.54:
+        elif 0.25 <= roll < 0.54:
             engine.scheduler.reset_prefix_cache()
-        elif roll < 0.55:
+        elif 0.25 <= roll < 0.55:
             engine.connector.reset_cache()
 
     def check(self) -> None:
@@ -118,19 +128,22 @@ class Life:
         assert not (worker._loading or worker._reports or worker.received or worker.invalid or worker.failed)
 
 
+@pytest.mark.parametrize("mode", ["async", "auto"])
 @pytest.mark.parametrize("apart", [False, True], ids=["one process", "two processes"])
 @pytest.mark.parametrize("specs", MODELS)
 def test_whatever_comes_each_load_is_told_once(
-    specs: tuple[Any, ...], apart: bool, monkeypatch: pytest.MonkeyPatch
+    specs: tuple[Any, ...], apart: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AsyncEngine, "apart", apart)
-    loads = told = 0
+    loads = told = in_step = 0
     for seed in SEEDS:
-        life = Life(seed, specs)
+        life = Life(seed, specs, mode)
         requests = life.engine.connector._requests
         assert requests is not None and (requests._worker is None) == apart
         life.live()
         life.check()
         loads += len(life.engine.worker.loads)
         told += life.engine.told.total()
-    assert loads == told > 10
+        in_step += life.in_step
+    assert loads == told + in_step > 10
+    assert (in_step > 10) == (mode == "auto" and not apart and len(specs) == 1)

@@ -1,7 +1,7 @@
 """What a connector's extra config says, checked once: the same keys for the reference engine and for vLLM.
 
     kv_connector_extra_config ──┬──► client_options            where the server is, and how long to wait for it
-                                ├──► load_mode                 async or sync
+                                ├──► load_mode                 auto, async or sync
                                 ├──► load_when                 faster or always
                                 ├──► load_failure_policy       recompute or fail
                                 └──► revision, allow_untested  read by vLLM's connector alone
@@ -24,9 +24,11 @@ from kvkeep.connector.worth import LoadWhen
 from kvkeep.errors import SettingsError
 from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
 
+LoadMode = Literal["auto", "async", "sync"]
+
 POLICIES = ("recompute", "fail")
 
-_MODES = ("async", "sync")
+_MODES: tuple[LoadMode, ...] = ("auto", "async", "sync")
 _WHEN = ("faster", "always")
 _DEFAULT_HOST, _DEFAULT_PORT = "localhost", 5555
 _HOST = "a host name, or an IPv4 or IPv6 address"
@@ -48,11 +50,12 @@ def client_options(extra: Mapping[str, Any]) -> ClientOptions:
     return ClientOptions(**chosen) if address is None else ClientOptions(address=address, **chosen)
 
 
-def load_mode(extra: Mapping[str, Any]) -> Literal["async", "sync"]:
-    """Whether the engine goes on with other requests while blocks are loaded (async), or waits in the step (sync)."""
-    mode = extra.get("kvkeep.load", "async")
+def load_mode(extra: Mapping[str, Any]) -> LoadMode:
+    """Whether the engine goes on with other requests while blocks are loaded (async), or waits in the step (sync). Auto
+    is async, but for an engine that has no other request, if its connector knows of that."""
+    mode = extra.get("kvkeep.load", "auto")
     check_one_of("kvkeep.load", mode, _MODES)
-    return "sync" if mode == "sync" else "async"
+    return next(each for each in _MODES if each == mode)
 
 
 def load_when(extra: Mapping[str, Any]) -> LoadWhen:

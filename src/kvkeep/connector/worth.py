@@ -96,7 +96,7 @@ class Worth:
     def is_faster(self, blocks: int, tokens: int) -> bool:
         """Whether a load that begins now is expected to be over before the tokens would be computed; True if too little
         is known, or nothing of loads as long as this one."""
-        computing_s, loading_s = self._computing_s(tokens), self._loading_s(self._loading_blocks + blocks)
+        computing_s, loading_s = self._computing_s(tokens), self.loading_s(self._loading_blocks + blocks)
         if computing_s is None or loading_s is None or blocks > 2 * max(blocks for blocks, _ in self._took):
             return True
         # Who loads in the background joins the step after, which the others run in any case. That time is lost for one
@@ -133,22 +133,28 @@ class Worth:
         if load is None:
             return
         self._loading_blocks -= load.blocks
-        if not good or load.step is None:
-            return
+        # One that is over before the step that it would have gone out with belongs to none.
+        self._next_loads = [each for each in self._next_loads if each is not load]
         blocks = load.before + load.blocks
         now_s, last = self._clock(), self._steps[0] if self._steps else None
-        low_s = high_s = now_s - load.step.start_s
+        if not good:
+            return
         if took_s is not None:
             low_s = high_s = took_s
+        elif load.step is None:
+            return
         elif self._in_step:
             computing_s = self._computing_s(load.step.tokens - load.step.requests)
             if computing_s is None:
                 return
-            blocks, low_s = load.step.loaded_blocks, max(0.0, high_s - computing_s - self._step_s())
+            since_s = now_s - load.step.start_s
+            blocks, low_s = load.step.loaded_blocks, max(0.0, since_s - computing_s - self._step_s())
             high_s = low_s
-        elif last is not None and last.tokens:
-            low_s = max(0.0, last.start_s - load.step.start_s)
-        expected_s = self._loading_s(blocks)
+        else:
+            low_s = high_s = now_s - load.step.start_s
+            if last is not None and last.tokens:
+                low_s = max(0.0, last.start_s - load.step.start_s)
+        expected_s = self.loading_s(blocks)
         if expected_s is not None and load.computing_s is not None and low_s < load.computing_s <= expected_s:
             self._took.clear()
             expected_s = None
@@ -205,7 +211,8 @@ class Worth:
         """What a step takes that computes next to nothing."""
         return median(self._decodes) if self._decodes else 0.0
 
-    def _loading_s(self, blocks: int) -> float | None:
+    def loading_s(self, blocks: int) -> float | None:
+        """What so many blocks take; None: not known."""
         if len(self._took) < LEAST_SAMPLES:
             return None
         fixed_s, block_s = self._load_line()

@@ -81,7 +81,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM's own default ends a request whose load failed. Its scheduler reads this after the connector is made.
             transfer.kv_load_failure_policy = load_failure_policy(extra)
             if load_mode(extra) == "sync":
-                log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are always asynchronous here")
+                log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are asynchronous here")
             if transfer.kv_role != "kv_both":
                 log.warning("kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads", transfer.kv_role)
             self._requests = RequestSide(vllm_config, kv_cache_config, options, load_when(extra))
@@ -109,6 +109,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         assert self._requests is not None
         self._requests.tables.manager = kv_cache_manager
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        assert self._requests is not None
+        self._requests.step_loads.pool = gpu_block_pool
 
     @_guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
@@ -119,7 +124,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._requests is not None
         found = self._requests.lookup(request, num_computed_tokens)
-        return found, bool(found)
+        return found, bool(found) and not self._requests.loads_in_step(request)
 
     @_guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -35,6 +35,7 @@ from kvkeep.vllm.groups import pieces_of
 from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, root_of
 from kvkeep.vllm.messages import Handshake, Step
 from kvkeep.vllm.stats import KVKeepStats, counts_of
+from kvkeep.vllm.step_loads import LONGEST_S, StepLoads
 from kvkeep.vllm.worker import WorkerSide, find_here, is_alone, may_wait
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class _Known:
     keys: RequestKeys
     local_tokens: int = 0  # what the prefix cache had when it was last asked
     failed: bool = False  # a load of it did
+    in_step: bool = False  # what is found of it is loaded before the step that computes the rest
     next_store: int = 0  # with so many tokens computed there may be something to store; most steps end here
 
 
@@ -79,6 +81,7 @@ class RequestSide:
         self._counts: Counter[str] = Counter()
         self.faults = 0
         self.tables = versions.BlockTables()
+        self.step_loads = StepLoads(vllm_config)
         self.events = CacheEvents(vllm_config)
 
     # -- start-up
@@ -128,7 +131,8 @@ class RequestSide:
         if self._side is None or not self._can_be_keyed(request):
             return
         root = root_of(self._identity, request, self._generation)
-        keys = self._keys(root, request)
+        about = root, request, self._pieces.block_tokens
+        keys: RequestKeys = EngineKeys(*about, self._hash_tokens) if self._uses_hashes else OwnKeys(*about)
         first = keys.grow()
         self._known[request.request_id] = _Known(request, keys)
         reads = not getattr(request, "skip_reading_prefix_cache", False)
@@ -143,6 +147,7 @@ class RequestSide:
         known.local_tokens = local_tokens
         if known.failed and self._others_first:
             return None
+        known.in_step = self._may_load_in_step(known)
         tokens = request.num_tokens if self._pieces.whole else request.num_tokens - 1
         blocks = local_tokens // self._pieces.block_tokens
         found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
@@ -152,7 +157,20 @@ class RequestSide:
             found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
         if not found:
             return found
-        return (blocks + found) * self._pieces.block_tokens - local_tokens
+        known.in_step &= (self._worth.loading_s(found) or 0.0) < LONGEST_S
+        # Of a prompt that is there as a whole vLLM computes the last token again; in the background, of its own accord.
+        most: int = request.num_tokens - known.in_step
+        return min((blocks + found) * self._pieces.block_tokens, most) - local_tokens
+
+    def loads_in_step(self, request: Any) -> bool:
+        """Whether what was found is there when the step begins, so that vLLM need not wait for it."""
+        return request.request_id in self._known and self._known[request.request_id].in_step
+
+    def _may_load_in_step(self, known: _Known) -> bool:
+        """It is the only one, nothing is loaded, stored or computed, and vLLM itself brings no part of a block."""
+        is_alone = self._is_idle and len(self._known) == 1 and self._side is not None and self._side.idle
+        may_wait = self._may_begin_loads and self._may_wait and not known.local_tokens % self._pieces.block_tokens
+        return is_alone and may_wait and self.step_loads.may_load(known.request)
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""
@@ -166,7 +184,11 @@ class RequestSide:
                 self._written += table[computed // group.block_tokens :]
             if loaded_tokens:
                 assert known is not None
-                self._prepare_load(known, tables, loaded_tokens)
+                job = self._prepare_load(known, tables, loaded_tokens)
+                if known.in_step:
+                    self._load_in_step(job, known, tables)
+                elif self._may_begin_loads and self._is_idle and not self._side.stores:
+                    self._begin_load(job)
             else:
                 self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
@@ -176,31 +198,45 @@ class RequestSide:
             if loaded_tokens:
                 first = (known.local_tokens if known else 0) // self._pieces.block_tokens
                 rows = self._pieces.rows(tables, first, max(map(len, tables)), _NULL_BLOCK)
-                self._lost[request.request_id] = rows[rows != NO_BLOCK].tolist()
+                lost = rows[rows != NO_BLOCK].tolist()
+                if known is not None and known.in_step:
+                    self.step_loads.fell_short(request, known.local_tokens, lost)
+                else:
+                    self._lost[request.request_id] = lost
                 self._forget(request.request_id)  # or vLLM asks again, is offered the same, and so on for ever
 
-    def _prepare_load(self, known: _Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
+    def _prepare_load(self, known: _Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> Job:
         assert self._side is not None
         first = known.local_tokens // self._pieces.block_tokens
-        stop, rest = divmod(known.local_tokens + loaded_tokens, self._pieces.block_tokens)
-        assert rest == 0, "vLLM takes what it was offered, or nothing"
+        stop = -(-(known.local_tokens + loaded_tokens) // self._pieces.block_tokens)
+        is_whole = known.local_tokens + loaded_tokens == stop * self._pieces.block_tokens
+        assert is_whole or known.in_step, "vLLM takes what it was offered, or nothing"
         rows = self._pieces.rows(tables, first, stop, _NULL_BLOCK)
         rows = self._pieces.without_tokens(rows, known.local_tokens, first)
         job = self._side.prepare_load(known.request.request_id, first, rows)
         self._note(job, known)
         self._counts["hit_tokens"] += loaded_tokens
-        if self._may_begin_loads and self._is_idle and not self._side.stores:
-            self._begin_load(job)
+        return job
 
     def _begin_load(self, job: Job) -> None:
-        """The engine is idle: nothing reads or writes these blocks, and vLLM would take another millisecond to give the
-        worker its step."""
+        """The engine is idle: nothing reads or writes these blocks, and its step comes a millisecond later."""
         assert self._side is not None and self._worker is not None
         try:
             self._side.begin_load(job, partial(self._worker.begin_load, job.request_id))
         except Exception:  # guard: it begins with the step
             log.exception("kvkeep: a load could not be begun at once")
             self.faults += 1
+
+    def _load_in_step(self, job: Job, known: _Known, tables: Sequence[Sequence[int]]) -> None:
+        """Now, and waits for it: the engine has nothing else to do."""
+        side, worker, reports = self._side, self._worker, list[Finished]()
+        assert side is not None and worker is not None
+        side.begin_load(job, lambda number, load: reports.extend(worker.load_now(number, load)))
+        self._counts.update(counts_of(reports))
+        self._take_in(reports)
+        if job.failed:
+            there = job.first_block + job.good_blocks()
+            self.step_loads.fell_short(known.request, there * self._pieces.block_tokens, list(tables[0][there:]))
 
     def end(self, request: Any) -> dict[str, Any] | None:
         """The request is over. What its `kv_transfer_params` are now."""
@@ -223,6 +259,7 @@ class RequestSide:
     # -- steps
 
     def build_step(self, scheduled: Any) -> Step:
+        self.step_loads.correct(scheduled)
         if self._side is None:
             return Step()
         cached = scheduled.scheduled_cached_reqs
@@ -260,16 +297,20 @@ class RequestSide:
         arrived, more = self._worker.hand_over() if self._worker is not None else (set(), [])
         try:
             self._counts.update(counts_of(more))
-            completed = self._side.complete([*reports, *more])
-            self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
-            for job in completed.loads:
-                if job.failed and job.request_id in self._known:
-                    self._known[job.request_id].failed = True
-            self.events.completed(completed)
+            self._take_in([*reports, *more])
         except Exception:  # guard: vLLM waits for what has arrived, and nobody would tell it again
             log.exception("kvkeep: the results of a step could not be taken in")
             self.faults += 1
         return arrived
+
+    def _take_in(self, reports: Sequence[Finished]) -> None:
+        assert self._side is not None
+        completed = self._side.complete(reports)
+        self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
+        for job in completed.loads:
+            if job.failed and job.request_id in self._known:
+                self._known[job.request_id].failed = True
+        self.events.completed(completed)
 
     def _store(self, known: _Known, computed_tokens: int, *, after_step: bool) -> None:
         """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
@@ -326,11 +367,6 @@ class RequestSide:
     def close(self) -> None:
         if self._side is not None:
             self._side.close()
-
-    def _keys(self, root: bytes, request: Any) -> RequestKeys:
-        if self._uses_hashes:
-            return EngineKeys(root, request, self._pieces.block_tokens, self._hash_tokens)
-        return OwnKeys(root, request, self._pieces.block_tokens)
 
     def _grow(self, known: _Known) -> bool:
         """Takes in the keys of new blocks. False if the request has become another one, and is not cached any more."""

@@ -37,6 +37,7 @@ from kvkeep.vllm.stats import KVKeepStats, counts_of
 log = logging.getLogger(__name__)
 
 # vLLM polls an engine that has nothing to compute once a millisecond or two.
+_LOOK_S = 1.0  # who waits for a load is woken when it is over
 _IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
 
 _here: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()  # by name
@@ -160,6 +161,22 @@ class WorkerSide:
         assert self._adapter is not None
         self._adapter.load(job, load)
         self._loading[job] = request_id
+
+    def load_now(self, job: int, load: LoadRequest) -> list[Finished]:
+        """Likewise, and waits until it is over, however it ends. What has ended by then, for a scheduler in this
+        process."""
+        assert self._adapter is not None
+        try:
+            self._adapter.load(job, load)
+        except Exception:  # guard: then it has failed
+            log.exception("kvkeep: a load could not be begun")
+            self.faults += 1
+            return [Finished(self._rank, loaded=[job], failed={job: load.ids_of(slice(None))})]
+        reports: list[Finished] = []
+        while not (reports and job in reports[-1].loaded):
+            self._adapter.wait_for_load(_LOOK_S)
+            reports.append(self._adapter.poll())
+        return reports
 
     def finish(self) -> None:
         """The step is computed: what it computed is stored from now on."""

@@ -1,0 +1,67 @@
+"""Loads that are over before the step which computes the rest of their prompt, for an engine with nothing else to do.
+
+A load in the background is heard of steps later: vLLM sleeps a millisecond between two steps that compute nothing, and
+reads the results of a step when the next one has begun. A request that is alone in an engine gains nothing by that. So
+vLLM is told that its tokens are there, and they are when it is told where the blocks lie:
+
+    schedule   get_num_new_matched_tokens: so many, at once
+               update_state_after_alloc: loaded, verified
+               build_connector_meta: what was no good is not counted
+    step       computes the rest of the prompt
+
+vLLM's own recovery from such a load that failed may deliver a token that was computed from bad blocks. It is not
+needed: the step is still being made when the failure is known, so the step is made with what is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import NewRequestData
+
+from kvkeep.connector.options import load_failure_policy, load_mode
+
+LONGEST_S = 0.1  # requests that come meanwhile wait as long, as they do for a step that computes a prompt
+
+
+class StepLoads:
+    """Which requests may be loaded so, and what vLLM has to hear of those that were not."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        is_wanted = load_mode(extra) == "auto" and load_failure_policy(extra) == "recompute"
+        self._is_possible = is_wanted and vllm_config.speculative_config is None and _is_known()
+        self._short: dict[str, tuple[Any, int]] = {}  # requests, and how many of their tokens are there
+        self.pool: BlockPool | None = None
+
+    def may_load(self, request: Any) -> bool:
+        """Whether it is a request that has just come, and of which vLLM computes no more than tokens."""
+        is_new = not (request.num_computed_tokens or request.num_preemptions)
+        return (
+            self._is_possible
+            and self.pool is not None
+            and is_new
+            and not request.mm_features
+            and request.pooling_params is None
+        )
+
+    def fell_short(self, request: Any, tokens: int, block_ids: list[int]) -> None:
+        """Only so many of its tokens are there. These are its other blocks: vLLM counts some of them as cached, and
+        offers them to others from the next request on."""
+        self._short[request.request_id] = request, tokens
+        assert self.pool is not None
+        self.pool.evict_blocks(set(block_ids))
+
+    def correct(self, scheduled: Any) -> None:
+        """The step that is being made computes as many tokens of such a request as it was to, but from there on."""
+        short, self._short = self._short, {}
+        for new in scheduled.scheduled_new_reqs if short else ():
+            if new.req_id in short:
+                request, tokens = short[new.req_id]
+                request.num_computed_tokens = new.num_computed_tokens = tokens
+
+
+def _is_known() -> bool:
+    """Whether vLLM has what this relies on."""
+    return "num_computed_tokens" in NewRequestData.__annotations__ and hasattr(BlockPool, "evict_blocks")

@@ -1,0 +1,257 @@
+"""Loads of a request that is alone in an engine: over before the step that computes the rest, and never in the way of
+others. The model in place of the workers checks every byte of KV that a step reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+
+import engine_parts
+from engine_parts import BLOCK, Engine, answer_to, request
+from test_scheduler_async import AsyncEngine
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvkeep.testing.cache import SimulatedCache
+from kvkeep.vllm.scheduler import RequestSide
+from kvkeep.vllm.step_loads import LONGEST_S
+
+PROMPT = list(range(100, 123))  # five blocks and three tokens
+COUNT = {"num_kvkeep_extra_cached_tokens": None}
+AUTO = {"kvkeep.load": "auto"}
+
+
+@pytest.fixture(params=[Scheduler, AsyncScheduler], ids=["as it comes", "ahead"])
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimulatedCache:
+    monkeypatch.setattr(engine_parts, "Scheduler", request.param)
+    return SimulatedCache(seed=3)
+
+
+@pytest.fixture
+def engine(cache: SimulatedCache) -> Iterator[Engine]:
+    """Its server has PROMPT, and it has nothing of it itself."""
+    made = engine_of(cache)
+    yield made
+    made.settle()
+    made.check_nothing_left()
+    for each in (made.rank, made.scheduler):
+        each.shutdown()
+
+
+def engine_of(cache: SimulatedCache, **options: Any) -> Engine:
+    kind = AsyncEngine if engine_parts.Scheduler is AsyncScheduler else Engine
+    made = kind(cache, **({"extra": AUTO} | options))
+    made.run(request(PROMPT)).forget()
+    return made
+
+
+def side_of(engine: Engine) -> RequestSide:
+    assert engine.connector._requests is not None
+    return engine.connector._requests
+
+
+def first_work(engine: Engine, *asked: Any) -> dict[str, int]:
+    """What the first step that computes anything computes of these."""
+    engine.add(*asked)
+    while not (work := engine.step().num_scheduled_tokens):
+        assert all(each.status.name == "WAITING" for each in asked), "nobody waits for a load"
+    return dict(work)
+
+
+def fail(engine: Engine, places: Sequence[int]) -> None:
+    engine.worker.failing = lambda load: [place for place in places if place < load.blocks]
+
+
+def cached(engine: Engine, tokens: Sequence[int]) -> int:
+    """How many of these tokens' blocks vLLM would give to another request."""
+    return int(engine.scheduler.kv_cache_manager.get_computed_blocks(request([*tokens, 1]))[1]) // BLOCK
+
+
+def test_it_is_loaded_and_computed_in_one_step(engine: Engine) -> None:
+    assert first_work(engine, request(PROMPT, "b", params=COUNT)) == {"b": 3}
+    assert engine.run().answers["b"] == answer_to(PROMPT)
+    assert engine.params["b"] == {"num_kvkeep_extra_cached_tokens": 5 * BLOCK}
+    assert side_of(engine).step_loads._short == {}
+
+
+@pytest.mark.parametrize("bad", [[], [0], [4]])
+def test_of_a_prompt_of_whole_blocks_the_last_token_is_computed(engine: Engine, bad: list[int]) -> None:
+    prompt = PROMPT[: 5 * BLOCK]
+    fail(engine, bad)
+    assert first_work(engine, request(prompt, "b", params=COUNT)) == {"b": 1}
+    assert engine.run().answers["b"] == answer_to(prompt)
+    assert engine.params["b"] == {"num_kvkeep_extra_cached_tokens": (*bad, 5)[0] * BLOCK}
+
+
+def test_the_rest_may_be_longer_than_a_step(cache: SimulatedCache) -> None:
+    engine = engine_of(cache, budget=16)
+    prompt = [*PROMPT, *range(300, 340)]
+    assert first_work(engine, request(prompt, "b", params=COUNT)) == {"b": 16}
+    assert engine.run().answers["b"] == answer_to(prompt)
+    assert engine.params["b"] == {"num_kvkeep_extra_cached_tokens": 5 * BLOCK}
+
+
+def test_what_it_learns_of_loads_is_what_they_took(engine: Engine) -> None:
+    side = side_of(engine)
+    took: list[float | None] = []
+    end_load = side._worth.end_load
+
+    def spy(job: int, *, good: bool, took_s: float | None = None) -> None:
+        took.append(took_s)
+        end_load(job, good=good, took_s=0.25)
+
+    side._worth.end_load = spy  # type: ignore[method-assign]
+    for _ in range(4):
+        engine.run(request(PROMPT)).forget()
+    assert len(took) == 4 and side._worth.loading_s(5) == pytest.approx(0.25)
+    before = len(engine.worker.loads)
+    engine.add(asked := request(PROMPT))
+    engine.step()
+    assert LONGEST_S < 0.25 and asked.status.name == "WAITING_FOR_REMOTE_KVS", "others would wait too long"
+    engine.run()
+    assert len(engine.worker.loads) == before + 1
+
+
+# --- loads that fail
+
+
+@pytest.mark.parametrize("bad", [[0], [2], [4], [0, 1, 2, 3, 4], [1, 3]])
+def test_what_fails_is_computed_and_no_token_comes_of_it(engine: Engine, bad: list[int]) -> None:
+    fail(engine, bad)
+    assert first_work(engine, request(PROMPT, "b", params=COUNT)) == {"b": 3}, "as many as were to be, but others"
+    assert cached(engine, PROMPT) == bad[0], "what is not there is nobody's"
+    assert engine.run().answers["b"] == answer_to(PROMPT)
+    assert engine.params["b"] == {"num_kvkeep_extra_cached_tokens": bad[0] * BLOCK}
+    assert len(engine.worker.loads) == 1
+    fail(engine, [])
+    engine.forget()
+    assert engine.run(request(PROMPT, "c", params=COUNT)).answers["c"] == answer_to(PROMPT), "and it is stored again"
+    assert engine.params["c"] == {"num_kvkeep_extra_cached_tokens": 5 * BLOCK}
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_who_comes_before_it_is_computed_takes_nothing_bad(cache: SimulatedCache, aborted: bool) -> None:
+    engine = engine_of(cache, budget=8)
+    fail(engine, [1])
+    first_work(engine, request(PROMPT, "b"))
+    engine.add(request([*PROMPT, 7, 8], "c"))
+    if aborted:
+        engine.abort("b")
+    assert engine.run().answers["c"] == answer_to([*PROMPT, 7, 8])
+    assert aborted or engine.answers["b"] == answer_to(PROMPT)
+    engine.settle()
+    engine.check_nothing_left()
+
+
+def test_a_load_that_cannot_be_begun_has_failed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(*given: Any) -> None:
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "kvkeep"):
+        patched.setattr(engine.worker, "load", raises)
+        first_work(engine, request(PROMPT, "b"))
+    assert "could not be begun" in caplog.text and cached(engine, PROMPT) == 0
+    assert engine.run().answers["b"] == answer_to(PROMPT)
+
+
+@pytest.mark.parametrize("what", ["prepare_load", "complete"])
+def test_whatever_goes_wrong_inside_it_has_failed(
+    cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    engine = engine_of(cache)
+    fail(engine, range(5))  # so that its blocks hold anything
+
+    def raises(*given: Any) -> None:
+        raise RuntimeError("odd")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "kvkeep"):
+        patched.setattr(engine.side, what, raises)
+        assert first_work(engine, request(PROMPT, "b")) == {"b": 3}
+    assert "could not be prepared" in caplog.text
+    assert cached(engine, PROMPT) == 0
+    for _ in range(10):
+        engine.step()
+    assert engine.answers["b"] == answer_to(PROMPT)
+
+
+# --- who is not loaded so
+
+
+def loaded_so(engine: Engine, asked: Any) -> bool:
+    """Whether that was what happened to it."""
+    before = len(engine.worker.loads)
+    engine.add(asked)
+    waited = False
+    while len(engine.worker.loads) == before:
+        engine.step()
+        waited |= asked.status.name == "WAITING_FOR_REMOTE_KVS"
+    engine.run()
+    assert engine.answers[asked.request_id] == answer_to(asked.prompt_token_ids)
+    return not waited
+
+
+@pytest.mark.parametrize(
+    ("options", "so"),
+    [
+        ({}, True),
+        ({"extra": {"kvkeep.load": "async"}}, False),
+        ({"extra": AUTO | {"kvkeep.load_failure_policy": "fail"}}, False),
+    ],
+)
+def test_settings(cache: SimulatedCache, options: dict[str, Any], so: bool) -> None:
+    assert loaded_so(engine_of(cache, **options), request(PROMPT, "b")) == so
+
+
+def test_a_worker_in_another_process_is_not_waited_for(cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "apart", True)
+    assert not loaded_so(engine_of(cache), request(PROMPT, "b"))
+
+
+def test_nobody_waits_for_the_load_of_another(engine: Engine) -> None:
+    other = request(range(500, 510), "other", max_tokens=30)
+    engine.add(other)
+    while not engine.answers["other"]:
+        engine.step()
+    engine.add(asked := request(PROMPT, "b"))
+    seen = set()
+    while not engine.answers["b"]:
+        engine.step()
+        seen.add(asked.status.name)
+    assert "WAITING_FOR_REMOTE_KVS" in seen
+    engine.run()
+    engine.forget()
+    engine.add(both := request(PROMPT, "c"), request([*PROMPT, 5], "d"))
+    engine.step()
+    assert both.status.name == "WAITING_FOR_REMOTE_KVS"
+    assert engine.run().answers["d"] == answer_to([*PROMPT, 5])
+
+
+def test_not_while_anything_is_stored(engine: Engine) -> None:
+    engine.worker.holds = True
+    engine.add(request(range(700, 720), max_tokens=1))
+    while engine.scheduler.requests:
+        engine.step()
+    assert engine.side.stores
+    engine.add(asked := request(PROMPT, "b"))
+    for _ in range(3):
+        engine.step()
+    assert asked.status.name == "WAITING_FOR_REMOTE_KVS"
+    engine.worker.holds = False
+    assert engine.run().answers["b"] == answer_to(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("what", "value"), [("num_preemptions", 1), ("num_computed_tokens", 4), ("mm_features", ["a"])]
+)
+def test_requests_that_are_more_than_new_tokens(engine: Engine, what: str, value: Any) -> None:
+    loads, asked = side_of(engine).step_loads, request(PROMPT)
+    assert loads.may_load(asked)
+    setattr(asked, what, value)
+    assert not loads.may_load(asked)
