@@ -168,6 +168,8 @@ def answer_to(prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
 class StepWorker:
     """A WorkerAdapter without a thread: jobs run in `poll`, unless they are held back."""
 
+    is_near = True
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.holds = self._has_waited = False

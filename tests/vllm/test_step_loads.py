@@ -214,6 +214,11 @@ def test_a_worker_in_another_process_is_not_waited_for(cache: SimulatedCache, mo
     assert not loaded_so(engine_of(cache), request(PROMPT, "b"))
 
 
+def test_a_server_that_is_far_away_is_not_waited_for(cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_parts.StepWorker, "is_near", False)
+    assert not loaded_so(engine_of(cache), request(PROMPT, "b"))
+
+
 def test_nobody_waits_for_the_load_of_another(engine: Engine) -> None:
     other = request(range(500, 510), "other", max_tokens=30)
     engine.add(other)

@@ -100,12 +100,10 @@ class WorkerAdapter:
         given = [piece.runs.nbytes for piece in pieces]
         expected = list(self.shape.shard_bytes[first_shard : first_shard + self.shape.pieces])
         if given != expected:
-            raise RequestError(
-                "bad_shards",
-                f"the tensors have {_listed(given)} bytes a block, the block shape says {_listed(expected)}",
-                field="layers",
-                hint="shard_bytes of the BlockShape must be what each KV rank's tensors really hold",
-            )
+            have, wanted = (" + ".join(map(str, each)) for each in (given, expected))
+            problem = f"the tensors have {have} bytes a block, the block shape says {wanted}"
+            hint = "shard_bytes of the BlockShape must be what each KV rank's tensors really hold"
+            raise RequestError("bad_shards", problem, field="layers", hint=hint)
         copier = self.make_copier([piece.runs for piece in pieces])
         self._transfer = Transfer(self.connection, pieces, first_shard, copier)
         self.connection.physical = (first_shard, physical_fingerprint(pieces))
@@ -118,6 +116,11 @@ class WorkerAdapter:
             self._threads.append(self.connection.threads.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
         for thread in self._threads:
             thread.start()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it shares memory with the server."""
+        return self.connection.segments is not None
 
     def make_copier(self, runs: Sequence[BlockRuns]) -> Copier:
         return copier_for(runs, self.connection.options.gpu_staging_bytes)
@@ -394,7 +397,3 @@ class WorkerAdapter:
         self._wake.notify_all()
         if failed:
             self._finished.failed[job] = failed
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " + ".join(map(str, numbers))

@@ -169,8 +169,9 @@ class RequestSide:
     def _may_load_in_step(self, known: _Known) -> bool:
         """It is the only one, nothing is loaded, stored or computed, and vLLM itself brings no part of a block."""
         is_alone = self._is_idle and len(self._known) == 1 and self._side is not None and self._side.idle
-        may_wait = self._may_begin_loads and self._may_wait and not known.local_tokens % self._pieces.block_tokens
-        return is_alone and may_wait and self.step_loads.may_load(known.request)
+        is_short = self._may_begin_loads and self._may_wait and self._worker is not None and self._worker.is_near
+        is_whole = not known.local_tokens % self._pieces.block_tokens
+        return is_alone and is_short and is_whole and self.step_loads.may_load(known.request)
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""

@@ -253,6 +253,11 @@ class WorkerSide:
         """Whether its connection to the server is up."""
         return self._adapter is not None and self._adapter.connection.answering
 
+    @property
+    def is_near(self) -> bool:
+        """Whether it shares memory with the server: a load takes as long as a copy, and asks nobody."""
+        return self._adapter is not None and self._adapter.is_near
+
     def close(self) -> None:
         if self._adapter is not None:
             self._adapter.close()
