@@ -121,12 +121,22 @@ def test_the_first_part_may_be_smaller_than_the_others(sim: Any, monkeypatch: py
     assert (target[:12] == engine[:12]).all()
 
 
-@pytest.mark.parametrize(("count", "parts"), [(0, [0]), (1, [1]), (8, [8]), (9, [2, 4, 3]), (12, [2, 5, 5])])
-def test_what_is_not_too_large_goes_in_one_part(
-    sim: Any, monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]
+@pytest.mark.parametrize(
+    ("alone", "count", "parts"),
+    [
+        *((True, 0, [0]), (True, 1, [1]), (True, 8, [8]), (True, 9, [2, 4, 3]), (True, 12, [2, 5, 5])),
+        *((False, 0, [0]), (False, 2, [2]), (False, 3, [2, 1]), (False, 8, [2, 3, 3])),
+    ],
+)
+def test_what_is_not_too_large_goes_in_one_part_unless_others_wait(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, alone: bool, count: int, parts: list[int]
 ) -> None:
     in_parts_of(monkeypatch, 4 * NBYTES, first=2 * NBYTES, whole=8 * NBYTES)
-    assert transfer(sim.connected(), memory()).offer(storing([*range(count)])) == Stored(count, True)
+    moving, asked = transfer(sim.connected(), memory()), storing([*range(count)])
+    store = moving.storing(asked, moving.sources(asked))
+    store.begin(alone=alone)
+    store.copy()
+    assert store.finish() == Stored(count, True)
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == parts
 
 
@@ -147,6 +157,30 @@ def test_hints_travel_with_every_part(sim: Any, monkeypatch: pytest.MonkeyPatch)
     transfer(sim.connected(), memory()).store(storing([0, 1, 2], priority=80, ttl_ms=1234))
     prepared = prepared_by(sim)
     assert [(request.priority, request.ttl_ms) for request in prepared] == [(80, 1234)] * 3
+
+
+@pytest.mark.parametrize(("blocks_a_part", "slots"), [(12, 20), (4, 20), (12, 6), (4, 6), (4, 10)])
+def test_another_store_may_begin_when_the_last_slots_are_asked_for_but_not_given_yet(
+    simulation: Make, monkeypatch: pytest.MonkeyPatch, blocks_a_part: int, slots: int
+) -> None:
+    in_parts_of(monkeypatch, blocks_a_part * NBYTES)
+    sim = simulation(shared_memory=True, slots=slots)
+    connection = sim.connected()
+    moving, call, asked = transfer(connection, memory()), connection.call, list[Any]()
+
+    def noted(message: m.Message, *rest: Any) -> Any:
+        asked.append(call(message, *rest))
+        return asked[-1]
+
+    monkeypatch.setattr(connection, "call", noted)
+    store, told = moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)]))), list[bool]()
+    store.begin()
+    store.copy(lambda: told.append(not asked[-1].done))
+    assert len(told) == 1, "also if there is no room for all"
+    assert told == [True] or (slots == 6 and blocks_a_part == 4), "there the answer before says that it is the last"
+    assert len(asked) == 12 // blocks_a_part
+    store.depart()
+    assert store.finish().written == min(12, slots)
 
 
 # -- faults

@@ -301,6 +301,54 @@ def test_a_halted_reading_goes_on_bay_by_bay(at: int) -> None:
         check([sums], [sums_of(world.memory[0][:20])], "checksums")
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_first_bay_goes_ahead_of_the_others_if_it_is_free(busy: bool) -> None:
+    """The bus has nothing to do then. If it has, all of them are given to the device in one go."""
+    for seed in range(10):
+        world, slots = filled_world(seed)
+        reading, passed = world.copier.reading(0, verify=True, ready=None), list[int]()
+        run = reading._batch.run
+
+        def note(reading: Reading = reading, run: Any = run, passed: list[int] = passed) -> bool:
+            goes_on = run()
+            passed.append(reading._gate._words[0])
+            return bool(goes_on)
+
+        reading._batch.run = note
+        world.device.is_over = lambda event: not busy  # type: ignore[method-assign]
+        for bay in world.copier._out._bays if busy else []:
+            bay.busy = world.device.mark(world.copier._out.copies)
+        assert reading.read(np.arange(9), slots[:9]) == 9
+        assert passed == ([3] if busy else [1, 3])
+        reading.end()
+        check([reading.sums()], [sums_of(world.memory[0][:9])], "checksums")
+        check([world.pool[0][:9]], [world.memory[0][:9]], "in slots")
+
+
+def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
+    """What has gone ahead is read, and covered; the rest is as if nobody had begun with it."""
+    for seed in range(30):
+        world, slots = filled_world(seed)
+        was, halted = world.memory[0].copy(), list[int]()
+        reading, runs = world.copier.reading(0, verify=True, ready=None), world.copier._pinned.runs
+
+        def halt_after_one(*given: Any, reading: Reading = reading, runs: Any = runs, halted: Any = halted) -> Any:
+            for number, some in enumerate(runs(*given)):
+                if number == 1:
+                    halted.append(reading.halt())
+                yield some
+
+        world.copier._pinned.runs = halt_after_one  # type: ignore[method-assign]
+        busy = [bay.busy for bay in world.copier._out._bays]
+        assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
+        assert sum(bay.busy is not before for bay, before in zip(world.copier._out._bays, busy, strict=True)) == 1
+        world.copier.shield()
+        world.device.give(lambda memory=world.memory[0]: memory.fill(7))
+        reading.end()
+        check([reading.sums()], [sums_of(was[:3])], "checksums")
+        check([world.pool[0][:9]], [np.concatenate([was[:3], np.zeros_like(was[3:9])])], "in slots")
+
+
 @pytest.mark.parametrize("marks", range(8))
 def test_a_load_that_fails_writes_nothing_any_more(monkeypatch: pytest.MonkeyPatch, marks: int) -> None:
     """Though then no event can be had to wait for. The engine has its blocks back."""

@@ -18,6 +18,7 @@ from kvkeep.kv.runs import BlockRuns
 
 BLOCKS, BLOCK_BYTES = 40, 1 << 20  # a bay of the smallest staging has three of these
 BAYS = 14
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a pretended device")
 
 
 class Watched(Pretend):
@@ -53,6 +54,7 @@ def loaded(most_queued: int, monkeypatch: pytest.MonkeyPatch, *, step_under_way:
     return device, mark, made
 
 
+@without_gpu
 def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     device, mark, made = loaded(5 * (3 << 20), monkeypatch, step_under_way=False)
     assert device.said.count("copy") == BAYS
@@ -64,12 +66,14 @@ def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(monkeypatch: pyt
     assert mark not in over and made.ready_s == 0, "the engine was there already"
 
 
+@without_gpu
 @pytest.mark.parametrize("most_queued", [0, 1 << 20])
 def test_all_bays_can_be_under_way_however_large_they_are(monkeypatch: pytest.MonkeyPatch, most_queued: int) -> None:
     device, _, _ = loaded(most_queued, monkeypatch, step_under_way=False)
     assert device.said[:3] == ["copy"] * 3 and device.said[3] != "copy"
 
 
+@without_gpu
 def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.MonkeyPatch) -> None:
     before_s = time.perf_counter()
     device, mark, made = loaded(0, monkeypatch, step_under_way=True)
@@ -78,6 +82,7 @@ def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.M
     assert before_s < made.ready_s < time.perf_counter()
 
 
+@without_gpu
 def test_a_load_with_room_for_all_of_it_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     device, _, made = loaded(1 << 30, monkeypatch, step_under_way=True)
     assert device.said == ["copy"] * BAYS and made.ready_s == 0

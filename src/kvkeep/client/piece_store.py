@@ -57,9 +57,10 @@ class PieceStore:
         self._ahead: deque[tuple[tuple[int, int], Call]] = deque()  # asked for, in order
         self._takes_all = False
 
-    def begin(self, *, hurry: bool = True) -> None:
-        """Asks the server for the first slots; in a hurry, for few at first."""
-        self._parts_left = self._parts(hurry)
+    def begin(self, *, hurry: bool = True, alone: bool = True) -> None:
+        """Asks the server for the first slots; in a hurry, for few at first. It answers sooner then, but each part
+        costs the engine: a store that is not too large goes in one, unless others wait behind it."""
+        self._parts_left = self._parts(hurry, alone)
         try:
             self._ask_ahead()
         except BaseException:  # guard: raised again; what was asked for before it goes back
@@ -68,8 +69,8 @@ class PieceStore:
 
     def copy(self, before_the_last: Callable[[], None] = lambda: None) -> None:
         """Copies all that the server takes; some of it may still be on its way. `before_the_last` is called when
-        the server has nothing more to do for this store: another one may begin. Slots that nothing is copied to are
-        given back."""
+        the server has been asked for the last slots of this store: another one may begin. Slots that nothing is copied
+        to are given back."""
         try:
             self._takes_all = self._copy_parts(before_the_last)
         finally:
@@ -120,6 +121,8 @@ class PieceStore:
         complete = True
         while self._ahead:
             part, call = self._ahead.popleft()
+            if not self._ahead:
+                before_the_last()  # while the server is at work on this part: nobody waits for that
             plan = read_plan(self._connection.wait(call), part[1] - part[0])
             complete &= plan is not None and not plan.refused
             if plan is None:
@@ -128,11 +131,11 @@ class PieceStore:
             self._sources.skip(self._piece, *part, positions)
             if plan.refused:
                 self._connection.counters.fail("orphan" if plan.orphan else "no_room")
-                self._ahead.clear()
+                if self._ahead:
+                    self._ahead.clear()
+                    before_the_last()
             else:
                 self._ask_ahead()  # the server works while this part is copied
-            if not self._ahead:
-                before_the_last()
             if not len(plan.positions):
                 self._begun.remove(call)
                 continue
@@ -166,17 +169,18 @@ class PieceStore:
         message = m.CompleteStore(part.call.number, checksums.tobytes())
         self._completions.append((part.call, self._connection.call(message, self._deadline_ms)))
 
-    def _parts(self, hurry: bool) -> Iterator[tuple[int, int]]:
+    def _parts(self, hurry: bool, alone: bool) -> Iterator[tuple[int, int]]:
         """At least one. If there are several, all but the first are about as large."""
         count, nbytes, copier = self._request.blocks, self._transfer.nbytes(self._piece), self._transfer.copier
         welcome = self._connection.welcome
         most = min(_BLOCKS_A_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART)
-        if count <= min(most, max(1, copier.whole_bytes // nbytes)):
+        first, whole = (max(1, min(most, each // nbytes)) for each in (copier.first_bytes, copier.whole_bytes))
+        if count <= (first if hurry and not alone else whole):
             yield 0, count
             return
         start = 0
         if hurry:
-            start = max(1, min(most, copier.first_bytes // nbytes))
+            start = first
             yield 0, start
         parts = max(round((count - start) * nbytes / copier.part_bytes), math.ceil((count - start) / most), 1)
         size = math.ceil((count - start) / parts)

@@ -223,8 +223,8 @@ class Storing:
         self._written = 0
         self._is_over = False  # what comes after the one under way is of no use
 
-    def begin(self, *, hurry: bool = True) -> None:
-        self._stores[0].begin(hurry=hurry)
+    def begin(self, *, hurry: bool = True, alone: bool = True) -> None:
+        self._stores[0].begin(hurry=hurry, alone=alone)
 
     def copy(
         self, before_the_last: Callable[[], None] = lambda: None, departing: Callable[[], None] = lambda: None

@@ -252,10 +252,10 @@ class WorkerAdapter:
                 if not self._stores or self._closing:
                     return None
                 job, request = self._stores.popleft()
-                sources = self._sources.get(job)
+                sources, alone = self._sources.get(job), not self._stores
             try:
                 storing = self._transfer.storing(request, sources or self._transfer.sources(request))
-                storing.begin(hurry=hurry)
+                storing.begin(hurry=hurry, alone=alone)
                 return job, storing
             except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
                 self._failed_inside("store")

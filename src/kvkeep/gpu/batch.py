@@ -155,7 +155,7 @@ class Batch:
             LAUNCH,
             made.function,
             made.tiles,
-            len(ids),
+            ids.numel(),
             made.threads,
             made.shared_bytes,
             stream.cuda_stream,

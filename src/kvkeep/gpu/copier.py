@@ -217,22 +217,27 @@ class Reading:
         """Instead of bay by bay: all of them, in one call that lets go of the interpreter, as far as the bus reaches
         their slots, or until `halt`. So many are read; `at_a_time` in each bay but the last."""
         batch, line, units, at_a_time = self._batch, self._line, self._units, self.at_a_time
-        ids = self._ledger.ids(batch, line.kernels, _checked(self._runs, block_ids), self._count)
-        sums, bays = self._ledger.sums[self._count :], []
+        of_bays = self._ledger.ids(batch, line.kernels, _checked(self._runs, block_ids), self._count).split(at_a_time)
+        sums_of_bays = self._ledger.sums[self._count : self._count + len(block_ids)].split(at_a_time)
+        bays, goes_on = [], True
         for number, runs in enumerate(self._copier._pinned.runs(addresses, units.nbytes, at_a_time)):
             if runs is None:
                 break
-            some, bay = slice(number * at_a_time, (number + 1) * at_a_time), line.next_bay()
+            ids, sums, bay = of_bays[number], sums_of_bays[number] if self._verify else None, line.next_bay()
             bays.append((bay, before := bay.busy))
             if before is not None:
                 batch.wait(before)
             batch.enter(self._gate, number + 1)
-            batch.gather(line.kernels, units, ids[some], bay.memory, sums[some] if self._verify else None)
+            batch.gather(line.kernels, units, ids, bay.memory, sums)
             self._reads.append(batch.mark(line.kernels))
             batch.has_read(self._gate, number + 1)
             batch.after(line.copies, self._reads[-1])
             self._collect(bay, runs)
-        done = len(bays) if batch.run() else self._gate.halt()
+            if number == 0 and (before is None or self._device.is_over(before)):
+                goes_on = batch.run()  # the bus has nothing to do: it need not wait until all of them are collected
+                if not goes_on:
+                    break
+        done = len(bays) if goes_on and batch.run() else self._gate.halt()
         for bay, before in reversed(bays[done:]):
             bay.busy = before
         count = min(done * at_a_time, len(block_ids))

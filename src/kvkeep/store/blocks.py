@@ -16,7 +16,7 @@ from kvkeep.store.seals import fold_checks, seals_of_chain
 from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
-from kvkeep.store.tree import link_chain, subtree, unlink_leaf
+from kvkeep.store.tree import link_chain, split_keys, subtree, unlink_leaf
 
 
 class Blocks:
@@ -93,24 +93,19 @@ class Blocks:
     def shard_arrived(self, rows: list[int], shard: int, layout: Layout) -> None:
         """Notes one shard of some blocks, whose checksums are noted already; with its last shard a block is READY as
         soon as its ancestors are."""
-        state, parent, shards_in = self.table.state, self.table.parent, self.shards_in
-        first_child, next_sibling = self.table.first_child, self.table.next_sibling
+        many, at, shards_in = self.table.many, np.array(rows), self.shards_in
         complete, bit = (1 << layout.shards) - 1, 1 << shard
-        for row in rows:
-            if state[row] == WRITING:
-                arrived = shards_in[row] | bit
-                if arrived == complete:
-                    del shards_in[row]
-                    above = parent[row]
-                    if above == NO_ROW or state[above] == READY:
-                        state[row] = READY
-                        child = first_child[row]
-                        if child != NO_ROW and (state[child] == WAITING or next_sibling[child] != NO_ROW):
-                            self._publish_below(row)
-                    else:
-                        state[row] = WAITING
-                else:
-                    shards_in[row] = arrived
+        whole = []
+        for row in at[many.state[at] == WRITING].tolist():
+            arrived = shards_in[row] | bit
+            if arrived == complete:
+                del shards_in[row]
+                whole.append(row)
+            else:
+                shards_in[row] = arrived
+        if not self._publish_chain(whole):
+            for row in whole:
+                self._publish(row)
         if layout.shards > 1:
             self.order.await_no_more(row for row in rows if row not in shards_in)
 
@@ -179,21 +174,19 @@ class Blocks:
         """The row and ancestors that become leaves of the same rank one after the other: most often the rest of a
         conversation, which so goes in one step instead of a turn through the queue for each block."""
         table, chain = self.table, [row]
-        used, state, priority, expires_ms = (
-            table.used[row],
-            table.state[row],
-            table.priority[row],
-            table.expires_ms[row],
-        )
-        while len(chain) < limit and self._is_only_child(row):
-            row = table.parent[row]
+        all_used, all_states, pins, parent = table.used, table.state, table.pins, table.parent
+        next_sibling, prev_sibling = table.next_sibling, table.prev_sibling
+        priorities, all_expire_ms = table.priority, table.expires_ms
+        used, state, priority, expires_ms = all_used[row], all_states[row], priorities[row], all_expire_ms[row]
+        while len(chain) < limit and next_sibling[row] == NO_ROW == prev_sibling[row]:
+            row = parent[row]
             if (
                 row == NO_ROW
-                or table.used[row] > used
-                or table.pins[row]
-                or table.state[row] != state
-                or table.priority[row] != priority
-                or table.expires_ms[row] != expires_ms
+                or all_used[row] > used
+                or pins[row]
+                or all_states[row] != state
+                or priorities[row] != priority
+                or all_expire_ms[row] != expires_ms
             ):
                 break
             chain.append(row)
@@ -244,6 +237,31 @@ class Blocks:
     def _is_empty(self, row: int) -> bool:
         """An evictable block without a single shard."""
         return self.shards_in.get(row) == 0 and self.order.evictable(row)
+
+    def _publish(self, row: int) -> None:
+        """A block has all its shards."""
+        table, state = self.table, self.table.state
+        above = table.parent[row]
+        if above != NO_ROW and state[above] != READY:
+            state[row] = WAITING
+            return
+        state[row] = READY
+        child = table.first_child[row]
+        if child != NO_ROW and (state[child] == WAITING or table.next_sibling[child] != NO_ROW):
+            self._publish_below(row)
+
+    def _publish_chain(self, rows: list[int]) -> bool:
+        """The same for many at once, if each is the only child of the one before it: all of them are READY with the
+        first, parents first, or wait with it. False: they are not, and nothing has changed."""
+        table, many, at = self.table, self.table.many, np.array(rows, dtype=np.int64)
+        if (many.first_child[at[:-1]] != at[1:]).any() or (many.next_sibling[at[1:]] != NO_ROW).any():
+            return False
+        if len(rows) > 1:
+            above = table.parent[rows[0]]
+            many.state[at[:-1]] = READY if above == NO_ROW or table.state[above] == READY else WAITING
+        if rows:
+            self._publish(rows[-1])
+        return True
 
     def _publish_below(self, row: int) -> None:
         """Makes those READY that waited for this block, and for each other."""
@@ -311,17 +329,18 @@ class Blocks:
 
     def _give_back(self, rows: list[int]) -> None:
         """Takes blocks of one tenant, layout and state out of everything but the tree."""
-        table, first = self.table, rows[0]
+        table, first, at = self.table, rows[0], np.array(rows)
         tenant = self.tenants.by_number[table.tenant[first]]
         layout = self.layouts[table.layout[first]]
         if table.state[first] != EVICTING:
-            index, keys = tenant.index, table.keys
-            for row in rows:
-                del index[keys[row]]
+            index = tenant.index
+            for key in split_keys(table.keys.words[at].tobytes()):
+                del index[key]
+            for row in self.shards_in.keys() & rows:
                 self._no_longer_half(row)
-        self.presence.remove(table.keys.words[:, 0][rows])
-        self.slabs.give(table.many.slot[rows].tolist())
-        layout.give_checks(table.many.check[rows].tolist())
+        self.presence.remove(table.keys.words[at, 0])
+        self.slabs.give(table.many.slot[at].tolist())
+        layout.give_checks(table.many.check[at].tolist())
         layout.blocks -= len(rows)
         table.give(rows)
         self.tenants.charge(tenant, -len(rows), -len(rows) * layout.slot_bytes)

@@ -88,16 +88,19 @@ class Slabs:
         slab_bytes, slot_bytes = self.slab_bytes, self._slot_bytes[offsets[0] // self.slab_bytes]
         partial, per_slab = self._partial[slot_bytes], self.per_slab(slot_bytes)
         self._free_slots[slot_bytes] += len(offsets)
-        for offset in offsets:
-            slab = offset // slab_bytes
-            free = partial.get(slab)
-            if free is None:
-                free = partial[slab] = []
-            free.append(offset)
+        start, count = 0, len(offsets)
+        while start < count:
+            slab, stop = offsets[start] // slab_bytes, start + 1
+            begin, end = slab * slab_bytes, (slab + 1) * slab_bytes
+            while stop < count and begin <= offsets[stop] < end:  # neighbours mostly come together
+                stop += 1
+            free = partial.setdefault(slab, [])
+            free += offsets[start:stop]
             if len(free) == per_slab:
                 del partial[slab], self._slot_bytes[slab]
                 self._free_slots[slot_bytes] -= per_slab
                 self._unused.append(slab)
+            start = stop
 
     def check_integrity(self, handed_out: dict[int, int]) -> None:
         """Asserts that free and handed-out slots (offset -> slot size) together fill every slab exactly."""

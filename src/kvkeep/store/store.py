@@ -384,17 +384,16 @@ class Store:
         """From now on the session is the one that writes this shard of these blocks."""
         bit, writers = 1 << work.shard, self.writers
         self.blocks.pin_many(rows)
-        for row in rows:
-            writers[row] = writers.get(row, 0) | bit
+        are_new = writers.keys().isdisjoint(rows)
+        writers.update(dict.fromkeys(rows, bit) if are_new else {row: writers.get(row, 0) | bit for row in rows})
         work.rows.extend(rows)
         state.writing_blocks += len(rows)
 
     def _end_write(self, state: Session, write: int, now_ms: int) -> None:
         work = state.writes.pop(write)
         state.writing_blocks -= len(work.rows)
-        bit, writers = 1 << work.shard, self.writers
+        others, writers = ~(1 << work.shard), self.writers
         for row in work.rows:
-            left = writers.pop(row) & ~bit
-            if left:
+            if left := writers.pop(row) & others:
                 writers[row] = left
         self.blocks.unpin_many(work.rows, now_ms)

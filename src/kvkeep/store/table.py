@@ -157,8 +157,9 @@ class BlockTable:
 
     def give(self, rows: list[int]) -> None:
         """Takes rows back. Whatever still points at one (a queue entry) is told apart by `queued` being -1."""
-        self.many.state[rows] = FREE
-        self.many.queued[rows] = -1
+        at = np.array(rows)
+        self.many.state[at] = FREE
+        self.many.queued[at] = -1
         self._free.extend(rows)
 
     def take_over(self, live: NDArray[np.int64]) -> None:
