@@ -4,7 +4,9 @@ others. The model in place of the workers checks every byte of KV that a step re
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.scheduler import RequestSide
-from kvkeep.vllm.step_loads import LONGEST_S
+from kvkeep.vllm.step_loads import LARGEST_BYTES, LONGEST_S
 
 PROMPT = list(range(100, 123))  # five blocks and three tokens
 COUNT = {"num_kvkeep_extra_cached_tokens": None}
@@ -108,13 +110,38 @@ def test_what_it_learns_of_loads_is_what_they_took(engine: Engine) -> None:
     side._worth.end_load = spy  # type: ignore[method-assign]
     for _ in range(4):
         engine.run(request(PROMPT)).forget()
-    assert len(took) == 4 and side._worth.loading_s(5) == pytest.approx(0.25)
+        side.step_loads._not_before_s = 0.0
+    assert len(took) == 4 and side._worth.expected_s(5) == pytest.approx(0.25)
     before = len(engine.worker.loads)
     engine.add(asked := request(PROMPT))
     engine.step()
     assert LONGEST_S < 0.25 and asked.status.name == "WAITING_FOR_REMOTE_KVS", "others would wait too long"
     engine.run()
     assert len(engine.worker.loads) == before + 1
+
+
+def test_how_long_is_known_or_it_is_not_large(engine: Engine) -> None:
+    loads = side_of(engine).step_loads
+    assert loads.is_short(None, LARGEST_BYTES) and not loads.is_short(None, LARGEST_BYTES + 1)
+    assert loads.is_short(LONGEST_S / 2, 1 << 40) and not loads.is_short(LONGEST_S, 1)
+    loads.took(LONGEST_S)
+    assert loads.is_short(None, 1)
+    loads.took(2 * LONGEST_S)
+    assert not loads.is_short(None, 1), "not for a while"
+    loads._not_before_s = time.monotonic()
+    assert loads.is_short(None, 1)
+
+
+def test_a_store_that_has_ended_while_vllm_slept_is_in_nobodys_way(engine: Engine) -> None:
+    engine.worker.holds = True
+    engine.add(request(range(700, 720), max_tokens=1))
+    while engine.scheduler.requests:
+        engine.step()
+    engine.step()  # of which vLLM tells its workers
+    assert engine.side.stores
+    engine.worker.holds = False  # from now on it has ended, but nobody makes a step
+    assert first_work(engine, request(PROMPT, "b")) == {"b": 3}
+    assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
 # --- loads that fail
@@ -159,6 +186,33 @@ def test_a_load_that_cannot_be_begun_has_failed(
         first_work(engine, request(PROMPT, "b"))
     assert "could not be begun" in caplog.text and cached(engine, PROMPT) == 0
     assert engine.run().answers["b"] == answer_to(PROMPT)
+
+
+@pytest.mark.parametrize("what", ["poll", "wait_for_load"])
+def test_a_load_that_cannot_be_waited_for_is_waited_for_all_the_same(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    does, turns = getattr(engine.worker, what), [0]
+
+    def raises_once(*given: Any) -> Any:
+        turns[0] += engine.side._loading != {}
+        if turns[0] == 1:
+            raise RuntimeError("odd")
+        return does(*given)
+
+    fail(engine, [3])
+    monkeypatch.setattr(engine.worker, what, raises_once)
+    with caplog.at_level(logging.ERROR, "kvkeep"):
+        assert first_work(engine, request(PROMPT, "b")) == {"b": 3}
+    assert "could not be waited for" in caplog.text and cached(engine, PROMPT) == 3
+    assert engine.run().answers["b"] == answer_to(PROMPT)
+
+
+def test_a_step_without_a_request_that_fell_short_is_no_step(engine: Engine) -> None:
+    loads = side_of(engine).step_loads
+    loads.fell_short(request(PROMPT), 4, [])
+    with pytest.raises(AssertionError, match="not in"):
+        loads.correct(SimpleNamespace(scheduled_new_reqs=[]))
 
 
 @pytest.mark.parametrize("what", ["prepare_load", "complete"])
@@ -236,6 +290,14 @@ def test_nobody_waits_for_the_load_of_another(engine: Engine) -> None:
     engine.step()
     assert both.status.name == "WAITING_FOR_REMOTE_KVS"
     assert engine.run().answers["d"] == answer_to([*PROMPT, 5])
+
+
+def test_requests_that_are_not_cached_are_others_too(engine: Engine) -> None:
+    engine.add(request([*range(800, 830)], "u", resumable=True), asked := request(PROMPT, "b"))
+    engine.step()
+    assert asked.status.name == "WAITING_FOR_REMOTE_KVS"
+    engine.abort("u")
+    assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
 def test_not_while_anything_is_stored(engine: Engine) -> None:

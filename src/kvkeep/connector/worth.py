@@ -96,13 +96,18 @@ class Worth:
     def is_faster(self, blocks: int, tokens: int) -> bool:
         """Whether a load that begins now is expected to be over before the tokens would be computed; True if too little
         is known, or nothing of loads as long as this one."""
-        computing_s, loading_s = self._computing_s(tokens), self.loading_s(self._loading_blocks + blocks)
-        if computing_s is None or loading_s is None or blocks > 2 * max(blocks for blocks, _ in self._took):
+        computing_s, loading_s = self._computing_s(tokens), self._loading_s(self._loading_blocks + blocks)
+        if computing_s is None or loading_s is None or self.expected_s(blocks) is None:
             return True
         # Who loads in the background joins the step after, which the others run in any case. That time is lost for one
         # request alone, while all of them would wait for what is computed.
         waits_s = self._step_s() if self._requests and not self._in_step else 0.0
         return loading_s < computing_s and waits_s < computing_s * (1 + self._requests)
+
+    def expected_s(self, blocks: int) -> float | None:
+        """What a load of so many blocks takes by itself; None if too little is known, or nothing of loads as long."""
+        is_known = self._took and blocks <= 2 * max(blocks for blocks, _ in self._took)
+        return self._loading_s(blocks) if is_known else None
 
     # -- what is measured
 
@@ -154,7 +159,7 @@ class Worth:
             low_s = high_s = now_s - load.step.start_s
             if last is not None and last.tokens:
                 low_s = max(0.0, last.start_s - load.step.start_s)
-        expected_s = self.loading_s(blocks)
+        expected_s = self._loading_s(blocks)
         if expected_s is not None and load.computing_s is not None and low_s < load.computing_s <= expected_s:
             self._took.clear()
             expected_s = None
@@ -211,8 +216,7 @@ class Worth:
         """What a step takes that computes next to nothing."""
         return median(self._decodes) if self._decodes else 0.0
 
-    def loading_s(self, blocks: int) -> float | None:
-        """What so many blocks take; None: not known."""
+    def _loading_s(self, blocks: int) -> float | None:
         if len(self._took) < LEAST_SAMPLES:
             return None
         fixed_s, block_s = self._load_line()

@@ -31,6 +31,19 @@ class RequestKeys(Protocol):
         """The keys of the blocks that have become full since the last call. Raises TokensChanged."""
 
 
+def counts_media(vllm_config: Any) -> bool:
+    """Whether vLLM has no use for hashes of images and the like, and counts them instead, in every process from one."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    is_hashed = vllm_config.cache_config.enable_prefix_caching or getattr(media, "mm_processor_cache_gb", 1)
+    return media is not None and not is_hashed
+
+
+def can_be_keyed(request: Any, media_are_counted: bool) -> bool:
+    """Whether vLLM's description of a request says all about it. A session whose input still grows may take tokens
+    back, which some releases keep in their hashes."""
+    return not getattr(request, "resumable", False) and not (request.mm_features and media_are_counted)
+
+
 def root_of(identity: ModelIdentity, request: Any, generation: bytes) -> bytes:
     """What every key of a request is bound to. `generation` is another one after each reset of the cache."""
     adapter = "" if request.lora_request is None else _adapter(request.lora_request)

@@ -32,10 +32,10 @@ from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.events import CacheEvents
 from kvkeep.vllm.groups import pieces_of
-from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, root_of
+from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, can_be_keyed, counts_media, root_of
 from kvkeep.vllm.messages import Handshake, Step
 from kvkeep.vllm.stats import KVKeepStats, counts_of
-from kvkeep.vllm.step_loads import LONGEST_S, StepLoads
+from kvkeep.vllm.step_loads import StepLoads
 from kvkeep.vllm.worker import WorkerSide, find_here, is_alone, may_wait
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class RequestSide:
         self._side: SchedulerSide | None = None
         self._worker: WorkerSide | None = None  # the only one, if it is in this process
         self._known: dict[str, _Known] = {}
+        self._alive: set[str] = set()  # all requests, also those that are not cached
         self._written: list[int] = []  # blocks that the next step may write into, some of them more than once
         self._all_withdrawn = False
         self._is_idle = True  # the last step computed nothing
@@ -101,9 +102,7 @@ class RequestSide:
         block_tokens = [group.block_tokens for group in self._pieces.groups]
         self._hash_tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
         self._uses_hashes = versions.hashes_are_stable(self._vllm_config.cache_config.prefix_caching_hash_algo)
-        media = getattr(self._vllm_config.model_config, "multimodal_config", None)
-        is_hashed = self._vllm_config.cache_config.enable_prefix_caching or getattr(media, "mm_processor_cache_gb", 1)
-        self._counts_media = media is not None and not is_hashed
+        self._counts_media = counts_media(self._vllm_config)
         self._adapter = SchedulerAdapter(shape, self._options)
         if self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS):
             log.info("kvkeep: connected to %s", self._options.address)
@@ -115,7 +114,7 @@ class RequestSide:
             self._identity.revision[:12],
             "vLLM's hashes" if self._uses_hashes else "tokens",
         )
-        world_size = self._vllm_config.parallel_config.world_size
+        self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
         self._side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
         worker = find_here(handshakes[0].name) if world_size == 1 else None
         self._worker = worker if worker is not None and worker.join() else None
@@ -128,7 +127,8 @@ class RequestSide:
     # -- a request's way
 
     def arrive(self, request: Any) -> None:
-        if self._side is None or not self._can_be_keyed(request):
+        self._alive.add(request.request_id)
+        if self._side is None or not can_be_keyed(request, self._counts_media):
             return
         root = root_of(self._identity, request, self._generation)
         about = root, request, self._pieces.block_tokens
@@ -147,6 +147,8 @@ class RequestSide:
         known.local_tokens = local_tokens
         if known.failed and self._others_first:
             return None
+        if self._is_idle and self._worker is not None and self._side.stores:
+            self._take_in(self._worker.stores_handed_over(), counted=False)
         known.in_step = self._may_load_in_step(known)
         tokens = request.num_tokens if self._pieces.whole else request.num_tokens - 1
         blocks = local_tokens // self._pieces.block_tokens
@@ -157,7 +159,7 @@ class RequestSide:
             found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
         if not found:
             return found
-        known.in_step &= (self._worth.loading_s(found) or 0.0) < LONGEST_S
+        known.in_step &= self.step_loads.is_short(self._worth.expected_s(found), found * self._block_bytes)
         # Of a prompt that is there as a whole vLLM computes the last token again; in the background, of its own accord.
         most: int = request.num_tokens - known.in_step
         return min((blocks + found) * self._pieces.block_tokens, most) - local_tokens
@@ -168,7 +170,7 @@ class RequestSide:
 
     def _may_load_in_step(self, known: _Known) -> bool:
         """It is the only one, nothing is loaded, stored or computed, and vLLM itself brings no part of a block."""
-        is_alone = self._is_idle and len(self._known) == 1 and self._side is not None and self._side.idle
+        is_alone = self._is_idle and len(self._alive) == 1 and self._side is not None and self._side.idle
         is_short = self._may_begin_loads and self._may_wait and self._worker is not None and self._worker.is_near
         is_whole = not known.local_tokens % self._pieces.block_tokens
         return is_alone and is_short and is_whole and self.step_loads.may_load(known.request)
@@ -233,8 +235,8 @@ class RequestSide:
         side, worker, reports = self._side, self._worker, list[Finished]()
         assert side is not None and worker is not None
         side.begin_load(job, lambda number, load: reports.extend(worker.load_now(number, load)))
-        self._counts.update(counts_of(reports))
-        self._take_in(reports)
+        self._take_in(reports, counted=False)
+        self.step_loads.took(job.took_s or 0.0)
         if job.failed:
             there = job.first_block + job.good_blocks()
             self.step_loads.fell_short(known.request, there * self._pieces.block_tokens, list(tables[0][there:]))
@@ -242,6 +244,7 @@ class RequestSide:
     def end(self, request: Any) -> dict[str, Any] | None:
         """The request is over. What its `kv_transfer_params` are now."""
         known = self._known.pop(request.request_id, None)
+        self._alive.discard(request.request_id)
         if self._side is None:
             return CacheParams.of(request.kv_transfer_params).reply(0)
         try:
@@ -297,15 +300,18 @@ class RequestSide:
             return set()
         arrived, more = self._worker.hand_over() if self._worker is not None else (set(), [])
         try:
-            self._counts.update(counts_of(more))
-            self._take_in([*reports, *more])
+            for some, counted in ((more, False), (reports, True)):
+                if some:
+                    self._take_in(some, counted=counted)
         except Exception:  # guard: vLLM waits for what has arrived, and nobody would tell it again
             log.exception("kvkeep: the results of a step could not be taken in")
             self.faults += 1
         return arrived
 
-    def _take_in(self, reports: Sequence[Finished]) -> None:
+    def _take_in(self, reports: Sequence[Finished], *, counted: bool = True) -> None:
+        """`counted`: in the worker's own statistics."""
         assert self._side is not None
+        self._counts.update({} if counted else counts_of(reports))
         completed = self._side.complete(reports)
         self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
         for job in completed.loads:
@@ -392,9 +398,3 @@ class RequestSide:
         assert self._side is not None
         self._known.pop(request_id, None)
         self._side.end(request_id)
-
-    def _can_be_keyed(self, request: Any) -> bool:
-        """Whether vLLM's description of a request says all about it. A session whose input still grows may take tokens
-        back, which some releases keep in their hashes; and where vLLM has no use for hashes of images, it counts them,
-        in every process from one."""
-        return not getattr(request, "resumable", False) and not (request.mm_features and self._counts_media)

@@ -15,6 +15,7 @@ needed: the step is still being made when the failure is known, so the step is m
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -23,6 +24,8 @@ from vllm.v1.core.sched.output import NewRequestData
 from kvkeep.connector.options import load_failure_policy, load_mode
 
 LONGEST_S = 0.1  # requests that come meanwhile wait as long, as they do for a step that computes a prompt
+LARGEST_BYTES = 512 << 20  # of a load, where nobody knows yet how long it takes
+_PAUSE_S = 60.0  # after one that took longer
 
 
 class StepLoads:
@@ -33,7 +36,18 @@ class StepLoads:
         is_wanted = load_mode(extra) == "auto" and load_failure_policy(extra) == "recompute"
         self._is_possible = is_wanted and vllm_config.speculative_config is None and _is_known()
         self._short: dict[str, tuple[Any, int]] = {}  # requests, and how many of their tokens are there
+        self._not_before_s = 0.0
         self.pool: BlockPool | None = None
+
+    def is_short(self, expected_s: float | None, nbytes: int) -> bool:
+        """Whether a load of so many bytes, which is expected to take that long, can be waited for."""
+        is_short = nbytes <= LARGEST_BYTES if expected_s is None else expected_s < LONGEST_S
+        return is_short and time.monotonic() >= self._not_before_s
+
+    def took(self, seconds: float) -> None:
+        """One was waited for."""
+        if seconds > LONGEST_S:
+            self._not_before_s = time.monotonic() + _PAUSE_S
 
     def may_load(self, request: Any) -> bool:
         """Whether it is a request that has just come, and of which vLLM computes no more than tokens."""
@@ -58,8 +72,9 @@ class StepLoads:
         short, self._short = self._short, {}
         for new in scheduled.scheduled_new_reqs if short else ():
             if new.req_id in short:
-                request, tokens = short[new.req_id]
+                request, tokens = short.pop(new.req_id)
                 request.num_computed_tokens = new.num_computed_tokens = tokens
+        assert not short, "a request was loaded for a step that it is not in"
 
 
 def _is_known() -> bool:

@@ -15,6 +15,7 @@ failed, which vLLM must hear of in its own words.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 import weakref
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ from kvkeep.vllm.stats import KVKeepStats, counts_of
 log = logging.getLogger(__name__)
 
 # vLLM polls an engine that has nothing to compute once a millisecond or two.
-_LOOK_S = 1.0  # who waits for a load is woken when it is over
+_LOOK_S, _AGAIN_S = 1.0, 0.01  # who waits for a load is woken when it is over
 _IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
 
 _here: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()  # by name
@@ -174,9 +175,18 @@ class WorkerSide:
             return [Finished(self._rank, loaded=[job], failed={job: load.ids_of(slice(None))})]
         reports: list[Finished] = []
         while not (reports and job in reports[-1].loaded):
-            self._adapter.wait_for_load(_LOOK_S)
-            reports.append(self._adapter.poll())
+            try:
+                self._adapter.wait_for_load(_LOOK_S)
+                reports.append(self._adapter.poll())
+            except Exception:  # guard: whatever that was, the step must not begin before the load has ended
+                log.exception("kvkeep: a load could not be waited for")
+                self.faults += 1
+                time.sleep(_AGAIN_S)
         return reports
+
+    def stores_handed_over(self) -> list[Finished]:
+        """What has ended while nothing is loaded. An engine without requests makes no steps, and hears of nothing."""
+        return [] if self._loading else self.hand_over()[1]
 
     def finish(self) -> None:
         """The step is computed: what it computed is stored from now on."""
