@@ -245,6 +245,26 @@ def test_a_load_far_longer_than_any_before_is_tried() -> None:
     assert not machine.is_faster(200)
 
 
+def test_what_is_expected_of_a_load_is_what_such_loads_took_or_nothing() -> None:
+    machine = Machine().learn()
+    assert Machine().worth.expected_s(8) is None
+    assert 0 < (machine.worth.expected_s(8) or 0) < (machine.worth.expected_s(128) or 0)
+    assert machine.worth.expected_s(100_000) is None, "none was half as long"
+
+
+def test_a_load_that_is_over_before_its_step_is_made_counts_with_what_it_took() -> None:
+    worth = Worth()
+    for job in range(4):
+        worth.begin_load(job, 8, 128)
+        worth.end_load(job, good=True, took_s=0.25)
+        worth.begin_step(16, 1)
+        worth.end_step()
+    assert worth.expected_s(8) == pytest.approx(0.25)
+    worth.begin_load(4, 8, 128)
+    worth.end_load(4, good=True)
+    assert worth.expected_s(8) == pytest.approx(0.25), "how long nobody knows"
+
+
 def test_who_comes_behind_other_loads_waits_for_them() -> None:
     machine = Machine(block_ms=1.0).learn()
     assert machine.is_faster(8), "10 ms against 12.8"

@@ -53,6 +53,28 @@ def test_eight_stuck_loads_block_nobody(plain: Replica, one: Replica, two: Repli
         engine.close_engine()
 
 
+def test_one_stuck_load_does_not_hold_up_the_engine_that_has_nothing_else_to_do(
+    plain: Replica, one: Replica, server: ServerProcess
+) -> None:
+    """A request that is alone is loaded while its step is made, but not over a network."""
+    known, new = prompt(100), prompt(100)
+    expected = tokens_of(plain.use("llama").serve([request(tokens) for tokens in (known, new)]))
+    with Relay(server.address) as wire:
+        engine = one.use("llama", wire.address, extra={**BY_SOCKET, **WAITS})
+        assert eventually(lambda: len(status(server)["sessions"]) >= 2)
+        engine.serve([request(known)])
+        engine.fresh()
+        wire.hold_blocks()
+        [stuck] = engine.submit([counting(known)])
+        engine.step_until(lambda: engine.status_of(stuck) == "WAITING_FOR_REMOTE_KVS")
+        assert tokens_of(engine.run(engine.submit([request(new)]))) == expected[1:]
+        assert engine.status_of(stuck) == "WAITING_FOR_REMOTE_KVS"
+        wire.let_go()
+        assert tokens_of(engine.run([stuck])) == expected[:1]
+        engine.settle()
+        engine.close_engine()
+
+
 def test_vllm_says_so_while_the_server_does_not_answer(one: Replica) -> None:
     with Server(*POOL) as server:
         engine = one.use("llama", server, extra=BRISK)
