@@ -264,6 +264,30 @@ def test_blocks_that_failed_are_named_by_their_ids(start: Start) -> None:
     assert engine.looked_up([0, 1, 2, 3]).slots.shape == (4,), "the server looked for itself and kept its good blocks"
 
 
+def test_a_load_that_is_waited_for_is_over_when_its_call_is(start: Start) -> None:
+    layers, _ = contiguous()
+    fill(layers)
+    engine = start(layers)
+    engine.stored([0, 1, 2, 3])
+    for turn in range(20):  # right behind one in the background, which may not have left yet
+        engine.worker.load(turn, engine.looked_up([4, 5, 6, 7]))
+        assert engine.finished() == Finished(loaded=[turn])
+        for layer in layers:
+            layer[8:] = 0
+        told = engine.worker.load_now("now", engine.looked_up([8, 9, 10, 11]))
+        assert told == Finished(loaded=["now"]) and told.seconds["now"] > 0
+        assert all(torch.equal(layer[8:], layer[:4]) for layer in layers)
+        assert engine.worker.poll() == Finished()
+    request = engine.looked_up([8, 9, 10, 11])
+    bad = LoadRequest(**(vars(request) | {"checksums": request.checksums ^ np.array([[0], [1], [0], [0]], np.uint64)}))
+    assert engine.worker.load_now("now", bad) == Finished(loaded=["now"], failed={"now": [9]})
+    wrong = engine.worker.load_now("now", engine.looked_up([8, 9, 10, BLOCKS]))
+    assert wrong == Finished(loaded=["now"], failed={"now": [8, 9, 10, BLOCKS]})
+    assert engine.connection.counters.failures["internal_error"] == 1
+    engine.worker.close()
+    assert engine.worker.load_now("now", request).failed == {"now": [8, 9, 10, 11]}
+
+
 def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines_end(start: Start) -> None:
     engine = start(contiguous()[0])
     engine.worker.store("s", StoreRequest("default", b"", engine.keys(2), np.array([0, BLOCKS])))

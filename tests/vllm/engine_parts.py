@@ -172,7 +172,7 @@ class StepWorker:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.holds = self._has_waited = False
+        self.holds = False
         self.failing: Callable[[LoadRequest], list[int]] = lambda load: []  # of a load's blocks, by place
         self.spoil: Callable[[list[int]], None] = lambda block_ids: (
             None
@@ -201,26 +201,33 @@ class StepWorker:
             sources.take_back(torch.tensor(block_ids).numpy(), 1 << 20)
 
     def wait_for_load(self, seconds: float) -> None:
-        """Loads are over when somebody polls, held back or not if he has waited for long."""
-        self._has_waited = seconds >= 1
+        """Loads are over when somebody polls."""
+
+    def load_now(self, job: Hashable, load: LoadRequest) -> Finished:
+        self.began.append(("load", load))
+        finished = Finished(0)
+        self._load(job, load, finished)
+        return finished
 
     def poll(self) -> Finished:
         finished = Finished(0)
-        jobs, self._jobs = ([], self._jobs) if self.holds and not self._has_waited else (self._jobs, [])
-        self._has_waited = False
+        jobs, self._jobs = ([], self._jobs) if self.holds else (self._jobs, [])
         for job, asked in jobs:
             if isinstance(asked, LoadRequest):
-                loaded = self._transfer.load(asked)
-                loaded[self.failing(asked)] = False
-                finished.loaded.append(job)
-                if failed := asked.ids_of(~loaded):
-                    finished.failed[job] = failed
-                    self.spoil(failed)
+                self._load(job, asked, finished)
             else:
                 stored = self._transfer.offer(asked, sources=self._sources.pop(job))
                 finished.stored[job] = stored.written
                 finished.incomplete += [] if stored.complete else [job]
         return finished
+
+    def _load(self, job: Hashable, load: LoadRequest, finished: Finished) -> None:
+        loaded = self._transfer.load(load)
+        loaded[self.failing(load)] = False
+        finished.loaded.append(job)
+        if failed := load.ids_of(~loaded):
+            finished.failed[job] = failed
+            self.spoil(failed)
 
     def close(self) -> None:
         self.connection.close()

@@ -182,29 +182,9 @@ def test_a_load_that_cannot_be_begun_has_failed(
         raise RuntimeError("not now")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "kvkeep"):
-        patched.setattr(engine.worker, "load", raises)
+        patched.setattr(engine.worker, "load_now", raises)
         first_work(engine, request(PROMPT, "b"))
     assert "could not be begun" in caplog.text and cached(engine, PROMPT) == 0
-    assert engine.run().answers["b"] == answer_to(PROMPT)
-
-
-@pytest.mark.parametrize("what", ["poll", "wait_for_load"])
-def test_a_load_that_cannot_be_waited_for_is_waited_for_all_the_same(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
-    does, turns = getattr(engine.worker, what), [0]
-
-    def raises_once(*given: Any) -> Any:
-        turns[0] += engine.side._loading != {}
-        if turns[0] == 1:
-            raise RuntimeError("odd")
-        return does(*given)
-
-    fail(engine, [3])
-    monkeypatch.setattr(engine.worker, what, raises_once)
-    with caplog.at_level(logging.ERROR, "kvkeep"):
-        assert first_work(engine, request(PROMPT, "b")) == {"b": 3}
-    assert "could not be waited for" in caplog.text and cached(engine, PROMPT) == 3
     assert engine.run().answers["b"] == answer_to(PROMPT)
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeep.client.worker import POOL_REGISTERED
+from kvkeep.client.pins import POOL_REGISTERED
 from kvkeep.errors import KVKeepError, SettingsError, Unavailable
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import GIB, MIB

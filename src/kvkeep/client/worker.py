@@ -25,6 +25,7 @@ from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
 from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.pins import Pins, populate
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece, Sources, physical_fingerprint
 from kvkeep.client.transfer import Storing, Transfer
@@ -43,7 +44,6 @@ _SWITCH_S = 0.0002
 _MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
 _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
-POOL_REGISTERED = "kvkeep: the server's pool is mapped and registered with the GPU's driver"
 _Loads = list[tuple[Hashable, LoadRequest, Any]]  # job, blocks, and a mark of the engine's
 
 
@@ -59,13 +59,11 @@ class WorkerAdapter:
         connection: Connection | None = None,
     ) -> None:
         if strategy.kv_world_size != shape.identity.kv_world_size:
-            raise RequestError(
-                "bad_shards",
-                f"the strategy has {strategy.kv_world_size} shards, the block shape {shape.identity.kv_world_size}",
-                field="strategy",
+            problem = (
+                f"the strategy has {strategy.kv_world_size} shards, the block shape {shape.identity.kv_world_size}"
             )
-        self.shape = shape
-        self.strategy = strategy
+            raise RequestError("bad_shards", problem, field="strategy")
+        self.shape, self.strategy = shape, strategy
         self.connection = connection or Connection(shape, options or ClientOptions())
         self._transfer: Transfer | None = None
         self._loads: deque[tuple[Hashable, LoadRequest, Any]] = deque()
@@ -152,6 +150,20 @@ class WorkerAdapter:
             self._began[job] = time.perf_counter()
             self._for_loads.notify_all()
 
+    def load_now(self, job: Hashable, request: LoadRequest) -> Finished:
+        """The same here and now, for an engine that has nothing else to do, when all other loads have ended."""
+        assert self._transfer is not None
+        with self._for_loads:
+            self._for_loads.wait_for(lambda: not (self._loads or self._arriving))
+        began_s, failed = time.perf_counter(), request.ids_of(_ALL)
+        try:
+            [loaded] = self._transfer.load_together([request], [self._transfer.copier.mark()])
+            failed = request.ids_of(~loaded)
+        except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
+            self._failed_inside("load")
+        took = {job: time.perf_counter() - began_s}
+        return Finished(self.strategy.rank, loaded=[job], failed={job: failed} if failed else {}, seconds=took)
+
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
         """The engine will write into these blocks now (None: nobody knows which): stores that have not copied them yet
         set them aside, a few milliseconds' worth, or end with the part before. Waits for no server."""
@@ -215,8 +227,7 @@ class WorkerAdapter:
 
     def _run_stores(self) -> None:
         """This one keeps the session, too."""
-        copier = self._enter()
-        populating = False
+        copier, populating = self._enter(), False
         begun: tuple[Hashable, Storing] | None = None
         while not self._closing:
             self.connection.poll()
@@ -238,7 +249,7 @@ class WorkerAdapter:
             elif self._departures:
                 self._departures.wait(lambda more=may_begin: more and bool(self._stores))  # type: ignore[misc]
             elif not hasattr(copier, "pin"):  # nobody else does it
-                populating = self._populate()
+                populating = populate(self.connection)
         if begun is not None:
             begun[1].end_copy()
             self._departures.add(*begun)
@@ -341,21 +352,11 @@ class WorkerAdapter:
                 self._end_load(job, request.ids_of(_ALL if loaded is None else ~loaded[number]))
 
     def _run_pins(self) -> None:
-        """Lets a GPU reach the pool, segment by segment: it takes a while, and what is not done yet can be used."""
-        copier, told = self._enter(), 0
+        pins = Pins(self.connection, self._enter())
         while not self._closing:
-            if not self._populate(copier.pin, copier.unpin):
-                segments, epoch = self.connection.segments, self.connection.epoch
-                if segments is not None and segments.is_populated and epoch != told:
-                    told = epoch
-                    log.info(POOL_REGISTERED)
+            if not pins.go_on():
                 with self._wake:
                     self._wake.wait_for(lambda: self._closing, _UNPINNED_S)
-
-    def _populate(self, pin: Any = None, unpin: Any = None) -> bool:
-        """Maps a little more of the pool ahead of its use. Whether there was any left."""
-        with self.connection.pool(self.connection.epoch) as pool:
-            return pool is not None and pool[0].populate_next(pin, unpin)
 
     def _next_loads(self) -> _Loads:
         """With the lock held: the next one, and those behind it that are small enough to come along."""

@@ -234,7 +234,7 @@ class RequestSide:
         """Now, and waits for it: the engine has nothing else to do."""
         side, worker, reports = self._side, self._worker, list[Finished]()
         assert side is not None and worker is not None
-        side.begin_load(job, lambda number, load: reports.extend(worker.load_now(number, load)))
+        side.begin_load(job, lambda number, load: reports.append(worker.load_now(number, load)))
         self._take_in(reports, counted=False)
         self.step_loads.took(job.took_s or 0.0)
         if job.failed:

@@ -15,7 +15,6 @@ failed, which vLLM must hear of in its own words.
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 import weakref
 from collections.abc import Mapping
@@ -38,7 +37,6 @@ from kvkeep.vllm.stats import KVKeepStats, counts_of
 log = logging.getLogger(__name__)
 
 # vLLM polls an engine that has nothing to compute once a millisecond or two.
-_LOOK_S, _AGAIN_S = 1.0, 0.01  # who waits for a load is woken when it is over
 _IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
 
 _here: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()  # by name
@@ -163,26 +161,15 @@ class WorkerSide:
         self._adapter.load(job, load)
         self._loading[job] = request_id
 
-    def load_now(self, job: int, load: LoadRequest) -> list[Finished]:
-        """Likewise, and waits until it is over, however it ends. What has ended by then, for a scheduler in this
-        process."""
+    def load_now(self, job: int, load: LoadRequest) -> Finished:
+        """Likewise, and waits until it is over, however it ends."""
         assert self._adapter is not None
         try:
-            self._adapter.load(job, load)
-        except Exception:  # guard: then it has failed
+            return self._adapter.load_now(job, load)
+        except Exception:  # guard: then it was not begun
             log.exception("kvkeep: a load could not be begun")
             self.faults += 1
-            return [Finished(self._rank, loaded=[job], failed={job: load.ids_of(slice(None))})]
-        reports: list[Finished] = []
-        while not (reports and job in reports[-1].loaded):
-            try:
-                self._adapter.wait_for_load(_LOOK_S)
-                reports.append(self._adapter.poll())
-            except Exception:  # guard: whatever that was, the step must not begin before the load has ended
-                log.exception("kvkeep: a load could not be waited for")
-                self.faults += 1
-                time.sleep(_AGAIN_S)
-        return reports
+            return Finished(self._rank, loaded=[job], failed={job: load.ids_of(slice(None))})
 
     def stores_handed_over(self) -> list[Finished]:
         """What has ended while nothing is loaded. An engine without requests makes no steps, and hears of nothing."""
