@@ -1,5 +1,6 @@
 """A connector for tests: kvkeep's own, which also remembers the bytes of every block that it stores, and compares those
-that it loads with them. What it found is in the file that KVKEEP_WATCHED names: blocks compared, and wrong ones.
+that it loads with them. What it found is in the file that KVKEEP_WATCHED names: blocks compared, wrong ones, and loads
+that the engine has waited for.
 
 With KVKEEP_STOPS_AT=store or load, a thread of it stays for ever where the first such copies have begun and nobody has
 waited for them, and the file KVKEEP_WATCHED says so: the moment to be killed."""
@@ -13,20 +14,22 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvkeep.client.loading import Loading
 from kvkeep.client.piece_store import PieceStore
-from kvkeep.client.requests import Stored, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.vllm.connector import KVKeepConnector as Connector
 
 _begun: dict[Hashable, StoreRequest] = {}
 _known: dict[bytes, list[torch.Tensor]] = {}
-_found = {"compared": 0, "wrong": 0}
+_found = {"compared": 0, "wrong": 0, "at_once": 0}
 _begun_copies: list[Any] = []
 _store, _end_store, _end_loads = WorkerAdapter.store, WorkerAdapter._end_store, WorkerAdapter._end_loads
+_load_now = WorkerAdapter.load_now
 
 
 def _bytes_of(worker: WorkerAdapter, block: int) -> list[torch.Tensor]:
@@ -52,14 +55,30 @@ def end_store(worker: WorkerAdapter, job: Hashable, stored: Stored) -> None:
 
 def end_loads(worker: WorkerAdapter, loads: Any, loaded: Any) -> None:
     for number, (_, request, _) in enumerate(loads if loaded is not None else ()):
-        for at, block in enumerate(request.block_ids.tolist()):
-            key = request.keys[(request.skip + at) * KEY_BYTES :][:KEY_BYTES]
-            if loaded[number][at] and key in _known:
-                pairs = zip(_known[key], _bytes_of(worker, block), strict=True)
-                _found["compared"] += 1
-                _found["wrong"] += any(not torch.equal(was, now) for was, now in pairs)
-    Path(os.environ["KVKEEP_WATCHED"]).write_text(json.dumps(_found))
+        _compare(worker, request, loaded[number])
+    _tell()
     _end_loads(worker, loads, loaded)
+
+
+def load_now(worker: WorkerAdapter, job: Hashable, request: LoadRequest) -> Finished:
+    finished = _load_now(worker, job, request)
+    _found["at_once"] += 1
+    _compare(worker, request, ~np.isin(request.block_ids, finished.failed.get(job, [])))
+    _tell()
+    return finished
+
+
+def _compare(worker: WorkerAdapter, request: LoadRequest, loaded: Any) -> None:
+    for at, block in enumerate(request.block_ids.tolist()):
+        key = request.keys[(request.skip + at) * KEY_BYTES :][:KEY_BYTES]
+        if loaded[at] and key in _known:
+            pairs = zip(_known[key], _bytes_of(worker, block), strict=True)
+            _found["compared"] += 1
+            _found["wrong"] += any(not torch.equal(was, now) for was, now in pairs)
+
+
+def _tell() -> None:
+    Path(os.environ["KVKEEP_WATCHED"]).write_text(json.dumps(_found))
 
 
 def then_stop(begin: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +100,7 @@ match os.environ.get("KVKEEP_STOPS_AT"):
 WorkerAdapter.store = store  # type: ignore[method-assign, assignment]
 WorkerAdapter._end_store = end_store  # type: ignore[method-assign, assignment]
 WorkerAdapter._end_loads = end_loads  # type: ignore[method-assign, assignment]
+WorkerAdapter.load_now = load_now  # type: ignore[method-assign, assignment]
 
 
 class KVKeepConnector(Connector):
