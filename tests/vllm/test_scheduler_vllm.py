@@ -373,7 +373,7 @@ def test_the_name_of_an_aborted_request_may_be_used_again_at_once(make: Callable
     engine = filled(make)
     engine.add(request(PROMPT, "b"))
     assert engine.connector._requests is not None
-    engine.connector._requests._is_idle = False  # nobody waits for an answer
+    engine.connector._requests._may_wait = False  # nobody waits for an answer
     engine.step(delivers=False)
     engine.abort("b")
     engine.run(request(OTHER, "b"))

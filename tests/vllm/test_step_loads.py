@@ -144,6 +144,18 @@ def test_a_store_that_has_ended_while_vllm_slept_is_in_nobodys_way(engine: Engin
     assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
+def test_an_engine_is_idle_when_the_last_step_is_over_and_nobody_else_is_there(engine: Engine) -> None:
+    """Not every release makes an empty step behind the last one."""
+    side = side_of(engine)
+    assert not side._under_way or engine.ahead
+    side._is_idle, side._under_way = False, 1
+    assert not loaded_so(engine, request(PROMPT, "b")), "one is under way"
+    engine.forget()
+    engine.step()
+    side._is_idle, side._under_way = False, 0
+    assert loaded_so(engine, request(PROMPT, "c"))
+
+
 # --- loads that fail
 
 

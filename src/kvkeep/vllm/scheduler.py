@@ -62,17 +62,16 @@ class RequestSide:
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, options: ClientOptions, load_when: LoadWhen = "faster"
     ) -> None:
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._options = options
-        self._worth = Worth(load_when)
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._options, self._worth = options, Worth(load_when)
         self._side: SchedulerSide | None = None
         self._worker: WorkerSide | None = None  # the only one, if it is in this process
         self._known: dict[str, _Known] = {}
         self._alive: set[str] = set()  # all requests, also those that are not cached
         self._written: list[int] = []  # blocks that the next step may write into, some of them more than once
         self._all_withdrawn = False
-        self._is_idle = True  # the last step computed nothing
+        self._is_idle = True  # the last step computed nothing, or is over and there is no other request
+        self._under_way = 0  # steps whose results have not come
         self._has_waited = False  # since then, for an answer
         self._may_begin_loads = False  # before the step that they are made in
         self._may_wait = True
@@ -145,6 +144,7 @@ class RequestSide:
         if self._side is None or known is None or not self._grow(known):
             return 0
         known.local_tokens = local_tokens
+        self._is_idle |= not self._under_way and len(self._alive) == 1
         if known.failed and self._others_first:
             return None
         if self._is_idle and self._worker is not None and self._side.stores:
@@ -285,6 +285,7 @@ class RequestSide:
         work = scheduled.num_scheduled_tokens
         jobs = self._side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
         self._is_idle, self._has_waited = not scheduled.total_num_scheduled_tokens, False
+        self._under_way += 1
         # vLLM looks no further than the first request for which it has no room. One whose load failed may need more
         # blocks than it gave back, and those behind it, whose loads have ended too, hold them: where nothing else is
         # computed they go first in every other step.
@@ -296,6 +297,7 @@ class RequestSide:
     def complete(self, reports: Sequence[Finished]) -> set[str]:
         """A step has ended, and this came with its results. Requests whose loads have ended besides, all of them well:
         vLLM has not been told."""
+        self._under_way = max(0, self._under_way - 1)
         if self._side is None:
             return set()
         arrived, more = self._worker.hand_over() if self._worker is not None else (set(), [])
@@ -358,13 +360,10 @@ class RequestSide:
         if self._side is None:
             return None
         self._side.end_step()
-        if self._side.failed_lookups:
-            self._counts["lookup_failures"] += self._side.failed_lookups
-            self._side.failed_lookups = 0
-        if self._side.skipped_loads:
-            self._counts["skipped_loads"] += self._side.skipped_loads
-            self._counts["skipped_tokens"] += self._side.skipped_tokens
-            self._side.skipped_loads = self._side.skipped_tokens = 0
+        self._counts["lookup_failures"] += self._side.failed_lookups
+        self._counts["skipped_loads"] += self._side.skipped_loads
+        self._counts["skipped_tokens"] += self._side.skipped_tokens
+        self._side.failed_lookups = self._side.skipped_loads = self._side.skipped_tokens = 0
         counts, self._counts = +self._counts, Counter()
         if not counts:
             return None
