@@ -128,7 +128,6 @@ def test_every_byte_that_comes_back_is_what_went_there(world: World) -> None:
     for prompt in prompts:
         assert world.again(prompt).cached_tokens == TOKENS
     assert world.found["compared"] >= 4 * TOKENS // 16 and world.found["wrong"] == 0
-    assert world.found["at_once"], "they were alone"
 
 
 def test_what_is_damaged_in_the_pool_is_computed(world: World) -> None:
