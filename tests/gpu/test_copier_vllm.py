@@ -128,6 +128,7 @@ def test_every_byte_that_comes_back_is_what_went_there(world: World) -> None:
     for prompt in prompts:
         assert world.again(prompt).cached_tokens == TOKENS
     assert world.found["compared"] >= 4 * TOKENS // 16 and world.found["wrong"] == 0
+    assert world.found["at_once"], "they were alone, and a GPU's only worker is in its scheduler's process"
 
 
 def test_what_is_damaged_in_the_pool_is_computed(world: World) -> None:
