@@ -44,8 +44,9 @@ def test_calls_are_there_until_they_are_removed() -> None:
     calls.remove(some[1])
     assert calls.get(2) is None and calls.overdue(300) == [some[0], some[2]]
     assert calls.all(but=some[3]) == [some[0], some[2]]
-    calls.clear()
+    calls.end_all("gone")
     assert calls.all() == calls.overdue(1000) == []
+    assert [call.failure for call in some] == ["gone", "", "gone", "gone"]
 
 
 def test_bulk_counts_while_it_has_time() -> None:

@@ -21,11 +21,12 @@ from kvkeep.cli.remote import ask
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import Unavailable
 from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.peer import chain
+from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 from kvkeep.wire.auth import new_pair
 from kvkeep.wire.frames import Header, encode
+from kvkeep.wire.stream import Stream, socket_path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attackers import Fortress, Knock, Relay, fortress, greeting, say_raw
@@ -329,6 +330,38 @@ def test_a_session_goes_on_over_a_new_connection(fort: Fortress) -> None:
         second.ask(m.Done, m.Fetch(first.number, 0, 0, 2))
         assert second.payload == BLOCKS
         second.ask(m.Done, m.Goodbye())
+
+
+# -- the socket beside the pool
+
+
+def test_nobody_becomes_anybody_by_the_socket_beside_the_pool(fort: Fortress) -> None:
+    """Who gets there is the server's own user. Even so: no Hello, and no session but one that has attached here."""
+    directory = Path(f"/dev/shm/kvkeep-{fort.server.name}")
+    with (
+        Knock.curve(fort.server.address, fort.public_key, fort.pair()) as far,
+        socket.socket(socket.AF_UNIX) as connecting,
+    ):
+        remote = far.peer().attach()
+        with socket_path(directory) as path:
+            connecting.connect(path)
+        stream = Stream(connecting, 1 << 20)
+
+        def exchange(frames: list[bytes]) -> list[bytes] | None:
+            stream.send(frames)
+            replies: list[list[bytes]] = []
+            while not replies and not stream.is_over:
+                stream.read()
+                replies += [reply for reply in [stream.next()] if reply is not None]
+            return replies[0] if replies else None
+
+        stranger = Peer(exchange)
+        assert stranger.refusal(m.Hello("stranger", 1)) == "revoked_key"
+        for token in (0, 1, remote.session):
+            stranger.session = token
+            assert stranger.refusal(m.Ping()) == "unknown_session"
+        remote.ask(m.Done, m.Ping())
+        remote.ask(m.Done, m.Goodbye())
 
 
 # -- keys that are taken back, and come back

@@ -236,7 +236,7 @@ def test_a_state_directory_that_cannot_be_written_stops_the_start(make: Callable
 def test_a_pool_that_is_not_in_memory_is_warned_of(
     make: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    monkeypatch.setattr("kvkeep.server.daemon.file_system_of", lambda directory: kind)
+    monkeypatch.setattr("kvkeep.server.host_memory.file_system_of", lambda directory: kind)
     make()
     assert ("blocks would go to disk" in caplog.text) == (kind == "ext4")
 

@@ -86,7 +86,9 @@ class Calls:
     def remove(self, call: Call) -> None:
         self._calls.pop(call.number, None)
 
-    def clear(self) -> None:
+    def end_all(self, failure: str) -> None:
+        for call in self._calls.values():
+            call.failure = failure
         self._calls.clear()
 
     def all(self, but: Call | None = None) -> list[Call]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts, gives
+from kvkeep.client.direct import Ways
 from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import SILENT, Outage
@@ -55,16 +56,16 @@ class Connection:
         self.state, self.refusal = "down", ""  # why the server would not have us, in its words
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
-        self._transport = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
+        by_zmq = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
+        self._transport = Ways(by_zmq, may_go_direct=transport is None)
         self._pid, self._clock = os.getpid(), clock
-        self._lock = Turns(threads)
+        self._lock, self._outage = Turns(threads), Outage(options.address)
         self._calls, self._debts = Calls(), Debts()
         self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
         self._next_number, self._attempts, self._next_attempt_ms, self._next_ping_ms = 1, 0, 0, 0
         self._fence: Fence | None = None
         self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
-        self._outage = Outage(options.address)
         self._closing = self._closed = False
 
     def __del__(self) -> None:
@@ -182,12 +183,10 @@ class Connection:
     def wait_until_up(self, timeout_ms: int) -> bool:
         """Waits for the session, for those who may block."""
         deadline_ms = self._clock() + timeout_ms
-        while not self.up and self._clock() < deadline_ms and os.getpid() == self._pid:
+        while not (self.up or self._closed) and self._clock() < deadline_ms and os.getpid() == self._pid:
             with self._lock:
-                if self._closed:
-                    break
                 self.poll()
-                if not self.up:
+                if not (self.up or self._closed):
                     self._transport.wait(_WAIT_SLICE_MS)
         return self.up
 
@@ -269,6 +268,7 @@ class Connection:
     def _lose_all(self) -> None:
         """What was on its way is gone. Whether the session is, only the server can tell: till then its lock is ours."""
         self.breaker.heard = False
+        self._transport.go_back()
         for call in self._calls.all():
             self._end(call, "unreachable")
         self._tell_outage()
@@ -328,8 +328,7 @@ class Connection:
         elif self.state == "up":
             if (self._ping is None or self._ping.done) and now_ms >= self._next_ping_ms:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
-                patience_ms = max(self.options.ping_interval_ms, self.options.lookup_deadline_ms)
-                self._ping = self._send(m.Ping(), patience_ms)
+                self._ping = self._send(m.Ping(), max(self.options.ping_interval_ms, self.options.lookup_deadline_ms))
                 if not self.answering and self._fence is not None and self._fence.server_is_gone():
                     self._go_down()
                     return
@@ -363,6 +362,7 @@ class Connection:
                 self._handshake = self._send(m.Attach(plane), deadline_ms)
             case "attaching", m.Done():
                 self.state = "opening"
+                self._transport.go_direct(self.welcome if self._fence else None)
                 opening = m.OpenLayout(self.shape.fingerprint, list(self.shape.shard_bytes), *self.physical)
                 self._handshake = self._send(opening, deadline_ms)
             case "opening", m.LayoutOpened() as opened if is_sound_layout(opened, self.shape.shard_bytes):
@@ -389,10 +389,9 @@ class Connection:
 
     def _go_down(self) -> None:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""
-        for call in self._calls.all():
-            call.failure = "session_lost"
-        self._calls.clear()
+        self._calls.end_all("session_lost")
         self._debts.clear()
+        self._transport.go_back()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
         if self._fence is not None:  # last: who got hold of it before has read what was this session's

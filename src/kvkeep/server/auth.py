@@ -223,6 +223,14 @@ class Gate:
         except zmq.ZMQError:
             self._fail("no_key")
             return None
+        return self.caller_of(key)
+
+    def caller_of(self, key: str | None) -> Caller:
+        """Who has that key, as far as the list says so now; None for somebody of whom nobody knows anything."""
+        if key is None:
+            return Caller(revoked=True)
+        if not key and self._curve_key is None:
+            return ANYONE
         known = self.callers.get(key)
         if known is None:
             self._fail("revoked_key")

@@ -10,21 +10,20 @@ import contextlib
 import gc
 import logging
 import queue
-import resource
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
 
 from kvkeep.errors import PoolError
 from kvkeep.server.auth import LOG_INTERVAL_S, Caller, Gate
-from kvkeep.server.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
+from kvkeep.server.direct import open_direct
+from kvkeep.server.host_memory import allow_many_files, warn_of_disk
 from kvkeep.server.limits import ClientLimits
 from kvkeep.server.listeners import Listener
 from kvkeep.server.own_memory import INCOMING_BYTES, OwnMemory, Statm
@@ -37,7 +36,7 @@ from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import format_size
-from kvkeep.wire.frames import decode_header
+from kvkeep.wire.frames import decode_header, session_of
 from kvkeep.wire.messages import PoolPlace, WireLimits
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Daemon:
         self._scrubber: Scrubber | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
-        _allow_many_files()
+        allow_many_files()
         self.pool = Pool(
             settings.shm_dir,
             settings.name,
@@ -78,7 +77,7 @@ class Daemon:
             keep=settings.keep_pool,
             fresh=fresh,
         )
-        _warn_of_disk(settings.shm_dir)
+        warn_of_disk(settings.shm_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._gate = Gate(
@@ -91,7 +90,9 @@ class Daemon:
             self.service = self._make_service()
             self._listener = Listener(self._context, self._gate, settings.address, settings.max_frame_size)
             self.address = self._listener.address
-            self._waker, self._wake = self._make_waker()
+            self._direct = open_direct(self.pool.directory, settings.max_sessions, settings.max_frame_size)
+            self._waker, self._wake = socket.socketpair()
+            self._wake.setblocking(False)
             self._poller = self._make_poller()
             self._statm = Statm()
             self._memory = OwnMemory(self._statm.own_bytes, len(self.store.blocks.table))
@@ -116,6 +117,7 @@ class Daemon:
         while time.monotonic() < deadline and self._is_in_use():
             self._turn(0.05)
         self._answer_all()  # whoever asked meanwhile is told, and need not wait for a deadline
+        self._serve_direct()
         self._is_over = True
         while not self._duties.empty():  # nor need who asked by HTTP
             self._duties.get()()
@@ -169,6 +171,8 @@ class Daemon:
             self._filler.join()  # or it would put its next segment into a directory that is being removed
         if hasattr(self, "_listener"):
             self._listener.remove_file()
+        if hasattr(self, "_direct") and self._direct is not None:
+            self._direct.close()
         if hasattr(self, "_gate"):
             self._gate.close()
         if hasattr(self, "_listener"):
@@ -208,6 +212,8 @@ class Daemon:
         for ready, _ in events:
             if ready is self._listener.socket:
                 self._answer_all()
+            elif self._direct is not None and ready == self._direct.fileno():
+                self._serve_direct()
             elif ready in self._gate.sockets:
                 self._gate.serve(ready)
             else:
@@ -221,6 +227,8 @@ class Daemon:
             if self._gate.reload():
                 self.service.bar(self._gate.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
+            if self._direct is not None:
+                self._direct.tend(lambda token: self.service.sessions.key_here(token) is not None)
             self._look_after_lock()
             self.last_turn = time.monotonic()
 
@@ -308,6 +316,15 @@ class Daemon:
                 except zmq.ZMQError as error:  # the peer is gone or does not read: its own deadline ends it
                     log.debug("a reply could not be sent: %s", error)
 
+    def _serve_direct(self) -> None:
+        if self._direct is not None:
+            self._direct.serve(self._answer_direct)
+
+    def _answer_direct(self, frames: list[bytes], peer: bytes) -> list[Any] | None:
+        """Whoever has a session's token is who opened it."""
+        key = self.service.sessions.key_here(session_of(frames[0]) or 0)
+        return self.service.handle(frames, self.now_ms(), self._gate.caller_of(key), peer)
+
     def _send(self, peer: bytes, reply: list[Any], caller: Caller) -> None:
         backlog = self.service.backlog
         if not backlog.wants_mark(peer, sum(map(len, reply))):
@@ -370,31 +387,10 @@ class Daemon:
             self.pool.old_sessions,
         )
 
-    def _make_waker(self) -> tuple[socket.socket, socket.socket]:
-        waker, wake = socket.socketpair()
-        wake.setblocking(False)
-        return waker, wake
-
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         engines = [] if self._listener.socket.closed else [self._listener.socket]
-        for each in (*engines, self._waker, *self._gate.sockets):
+        direct = [] if self._direct is None else [self._direct]
+        for each in (*engines, *direct, self._waker, *self._gate.sockets):
             poller.register(each, zmq.POLLIN)
         return poller
-
-
-def _allow_many_files() -> None:
-    """As many open files as the system lets us have: each connection is one, each session on this host another."""
-    with contextlib.suppress(OSError, ValueError):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _warn_of_disk(shm_dir: Path) -> None:
-    kind = file_system_of(shm_dir)
-    if kind and kind not in MEMORY_FILE_SYSTEMS:
-        log.warning(
-            "shm_dir = %s is on %s, which is no memory file system: blocks would go to disk; use /dev/shm or a tmpfs",
-            shm_dir,
-            kind,
-        )

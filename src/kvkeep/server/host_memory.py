@@ -1,15 +1,19 @@
-"""What the host has for a pool: how much memory is free, and whether a directory is memory at all."""
+"""What the host has for a server: memory for a pool, and whether a directory is any; open files."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Final
 
 from kvkeep.errors import SettingsError
 from kvkeep.units import KIB, MIB
+
+log = logging.getLogger(__name__)
 
 MIN_AUTO_POOL_BYTES: Final = 64 * MIB
 MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -53,3 +57,21 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo"))
             if len(point) >= longest and (place == point or place.startswith(point.rstrip("/") + "/")):
                 found, longest = kind.split(" ")[0], len(point)
     return found
+
+
+def allow_many_files() -> None:
+    """As many open files as the system lets us have: each connection is one, each session on this host another."""
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def warn_of_disk(shm_dir: Path) -> None:
+    """Says so if a pool there would not be in memory."""
+    kind = file_system_of(shm_dir)
+    if kind and kind not in MEMORY_FILE_SYSTEMS:
+        log.warning(
+            "shm_dir = %s is on %s, which is no memory file system: blocks would go to disk; use /dev/shm or a tmpfs",
+            shm_dir,
+            kind,
+        )

@@ -161,6 +161,11 @@ class Sessions:
             )
         return session
 
+    def key_here(self, token: int) -> str | None:
+        """The key of who opened that session; None unless it has attached to shared memory on this host."""
+        session = self._by_token.get(token)
+        return session.key if session is not None and session.plane == SHARED_MEMORY else None
+
     def bar(self, session: ServerSession) -> bool:
         """From now on nobody can ask for it. What it holds stays its own until it is removed. False if it was so."""
         if self._by_token.pop(session.token, None) is None:

@@ -67,6 +67,14 @@ def decode_header(frames: Sequence[bytes]) -> Header:
     return Header(session, number, version)
 
 
+def session_of(frame: bytes) -> int | None:
+    """Which session a message says that it belongs to, by its frame 0, unchecked; None if it is no message of ours."""
+    if len(frame) != HEADER_BYTES or frame[: len(_MAGIC)] != _MAGIC:
+        return None
+    session: int = _HEADER.unpack_from(frame)[3]
+    return session
+
+
 def decode_request(header: Header, frames: Sequence[bytes], frame_bytes: int) -> Request:
     """Reads frame 1 of a request. Raises RequestError, naming the field, for whatever is wrong with it."""
     if header.version != PROTOCOL_VERSION:
