@@ -22,7 +22,7 @@ from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import HEADER_BYTES
-from kvkeep.wire.stream import Stream, socket_path
+from kvkeep.wire.stream import SOCKET_FILE, Stream, socket_path
 
 SHAPE = BlockShape(ModelIdentity(model="direct", revision="1", kv_dtype="|u1", block_tokens=4, layout="bytes"), (64,))
 FRAMES = [b"h" * HEADER_BYTES, b"body"]
@@ -85,13 +85,12 @@ def test_a_message_longer_than_any_buffer_of_the_kernels(connect: Callable[..., 
 
 def test_without_such_a_socket_all_goes_by_zmq(server: ServerProcess, connect: Callable[..., Connection]) -> None:
     """One of an earlier release."""
-    directory = Path(f"/dev/shm/kvkeep-{server.name}")
-    (directory / "direct.sock").rename(directory / "away")
+    (server.pool / SOCKET_FILE).rename(server.pool / "away")
     try:
         connection = connect()
         assert not connection._transport.is_direct and answers(connection)
     finally:
-        (directory / "away").rename(directory / "direct.sock")
+        (server.pool / "away").rename(server.pool / SOCKET_FILE)
 
 
 def test_one_that_breaks_costs_the_calls_on_their_way_and_a_new_session(connect: Callable[..., Connection]) -> None:

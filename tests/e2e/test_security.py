@@ -337,13 +337,12 @@ def test_a_session_goes_on_over_a_new_connection(fort: Fortress) -> None:
 
 def test_nobody_becomes_anybody_by_the_socket_beside_the_pool(fort: Fortress) -> None:
     """Who gets there is the server's own user. Even so: no Hello, and no session but one that has attached here."""
-    directory = Path(f"/dev/shm/kvkeep-{fort.server.name}")
     with (
         Knock.curve(fort.server.address, fort.public_key, fort.pair()) as far,
         socket.socket(socket.AF_UNIX) as connecting,
     ):
         remote = far.peer().attach()
-        with socket_path(directory) as path:
+        with socket_path(fort.server.pool) as path:
             connecting.connect(path)
         stream = Stream(connecting, 1 << 20)
 

@@ -51,7 +51,7 @@ def test_an_engine_without_a_key_gets_nothing_and_serves(plain: Replica, one: Re
 
 
 def test_no_place_has_a_salt(one: Replica, server: ServerProcess) -> None:
-    with Relay(server.address) as wire:
+    with Relay(server.address, pool=server.pool) as wire:
         engine = one.use("llama", wire.address)
         one.wait_for(server)
         tokens = prompt(100)

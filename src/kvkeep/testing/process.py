@@ -42,6 +42,11 @@ class ServerProcess:
         assert self.process is not None
         return self.process.pid
 
+    @property
+    def pool(self) -> Path:
+        """The pool's directory."""
+        return self._shm_dir / f"kvkeep-{self.name}"
+
     def start(self, *more: str) -> ServerProcess:
         """Starts the server and waits for its word that it serves; Unavailable, with what it said, if it does not.
         `more` are flags for this time only."""
@@ -105,7 +110,7 @@ class ServerProcess:
         if self._own_state:
             self._own_state.cleanup()
         # A server leaves its pool behind, for a next one of the same name; there will be none.
-        shutil.rmtree(self._shm_dir / f"kvkeep-{self.name}", ignore_errors=True)
+        shutil.rmtree(self.pool, ignore_errors=True)
 
 
 def _clean_environment() -> dict[str, str]:

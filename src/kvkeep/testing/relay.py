@@ -7,6 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+from kvkeep.wire.stream import SOCKET_FILE
 
 _PIECE_BYTES = 1 << 16
 _BLOCKS = 4096  # bytes: what arrives from a server in pieces larger than this are blocks
@@ -14,11 +17,11 @@ _BLOCKS = 4096  # bytes: what arrives from a server in pieces larger than this a
 
 class Relay:
     """Clients connect to `address`, and all is passed on to the server; `sent` is what they said to it. With
-    `bytes_a_second`, each direction of each connection is that slow."""
+    `bytes_a_second`, each direction of each connection is that slow. With the server's `pool` directory it stands at
+    the socket there, too."""
 
-    def __init__(self, server: str, bytes_a_second: int | None = None) -> None:
+    def __init__(self, server: str, bytes_a_second: int | None = None, pool: Path | None = None) -> None:
         host, _, port = server.removeprefix("tcp://").rpartition(":")
-        self._to = (host, int(port))
         self._pace_s = 1 / bytes_a_second if bytes_a_second else 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -27,7 +30,10 @@ class Relay:
         self._free = threading.Event()
         self._free.set()
         self._ends: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accept(self._listener, lambda: socket.create_connection((host, int(port))))
+        self._moved: tuple[Path, Path] | None = None
+        if pool is not None:
+            self._stand_at(pool / SOCKET_FILE)
 
     def hold_blocks(self) -> None:
         """From now on a connection on which blocks come from the server is stuck; the others are not."""
@@ -42,6 +48,8 @@ class Relay:
             with contextlib.suppress(OSError):  # or who waits in one of our threads would keep the connection
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+        if self._moved is not None:
+            self._moved[0].replace(self._moved[1])
 
     def __enter__(self) -> Relay:
         return self
@@ -49,14 +57,33 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._to)
-                self._ends += [near, far]
-                for args in ((near, far, self._note), (far, near, self._hold_up)):
-                    threading.Thread(target=self._pass, args=args, daemon=True).start()
+    def _stand_at(self, path: Path) -> None:
+        away = path.with_suffix(".away")
+        path.rename(away)
+        self._moved = away, path
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen()
+        self._ends.append(listener)
+
+        def connect() -> socket.socket:
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(str(away))
+            return far
+
+        self._accept(listener, connect)
+
+    def _accept(self, listener: socket.socket, connect: Callable[[], socket.socket]) -> None:
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = listener.accept()
+                    far = connect()
+                    self._ends += [near, far]
+                    for args in ((near, far, self._note), (far, near, self._hold_up)):
+                        threading.Thread(target=self._pass, args=args, daemon=True).start()
+
+        threading.Thread(target=run, daemon=True).start()
 
     def _pass(self, source: socket.socket, to: socket.socket, look: Callable[[bytes], None]) -> None:
         with contextlib.suppress(OSError):

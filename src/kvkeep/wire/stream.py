@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from kvkeep.wire.frames import HEADER_BYTES
 
-_SOCKET_FILE: Final = "direct.sock"
+SOCKET_FILE: Final = "direct.sock"
 _LENGTH = struct.Struct("<I")
 _HEAD_BYTES = _LENGTH.size + HEADER_BYTES
 _BYTES_AT_A_TIME = 16 << 10  # of small messages: a few hundred at most
@@ -28,7 +28,7 @@ def socket_path(directory: Path) -> Iterator[str]:
     """The socket's path, short enough for one whatever the directory is called. OSError if that is not there."""
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{descriptor}/{_SOCKET_FILE}"
+        yield f"/proc/self/fd/{descriptor}/{SOCKET_FILE}"
     finally:
         os.close(descriptor)
 
