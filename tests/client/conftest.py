@@ -191,7 +191,9 @@ class LateCopier(HostCopier):
         self.readings.append(LateReading(self, len(self.readings), self._pieces[piece], verify))
         return self.readings[-1]
 
-    def scattering(self, piece: int, block_ids: Any, addresses: Any, expected: Any, ready: Sequence[Any] = ()) -> Any:
+    def scattering(
+        self, piece: int, block_ids: Any, addresses: Any, expected: Any, ready: Sequence[Any] = (), ahead: Any = None
+    ) -> Any:
         self.waited_for.append(list(ready))
         self.scatterings.append(
             LateScattering(

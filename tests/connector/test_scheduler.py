@@ -117,6 +117,9 @@ def test_more_local_blocks_than_on_arrival_need_no_new_lookup(side: SchedulerSid
     side.arrive("r", None, None, keys(5), local_blocks=1)
     assert side.lookup("r", 3, 5) == 2
     assert cache.asked == [(1, None, 5, 1)]
+    epoch, slots = side.found("r", 3, 2)
+    assert (epoch, slots.tolist()) == (7, [1003, 1004]), "before anybody knows the engine's blocks"
+    assert side.found("r", 3, 1)[1].tolist() == [1003]
     job = side.prepare_load("r", 3, [10, 11])
     [request] = side.build_step().loads.values()
     assert request.slots.tolist() == [1003, 1004], "described from block 1, loaded from block 3"

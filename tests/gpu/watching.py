@@ -60,8 +60,8 @@ def end_loads(worker: WorkerAdapter, loads: Any, loaded: Any) -> None:
     _end_loads(worker, loads, loaded)
 
 
-def load_now(worker: WorkerAdapter, job: Hashable, request: LoadRequest) -> Finished:
-    finished = _load_now(worker, job, request)
+def load_now(worker: WorkerAdapter, job: Hashable, request: LoadRequest, owner: Hashable = None) -> Finished:
+    finished = _load_now(worker, job, request, owner)
     _found["at_once"] += 1
     _compare(worker, request, ~np.isin(request.block_ids, finished.failed.get(job, [])))
     _tell()

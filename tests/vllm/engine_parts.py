@@ -178,6 +178,7 @@ class StepWorker:
             None
         )  # what failed holds anything but what it should
         self.began: list[tuple[str, Any]] = []
+        self.ahead: Any = None  # for whom, and from where
         self._jobs: list[tuple[Hashable, LoadRequest | StoreRequest]] = []
         self._sources: dict[Hashable, Sources] = {}
 
@@ -203,7 +204,16 @@ class StepWorker:
     def wait_for_load(self, seconds: float) -> None:
         """Loads are over when somebody polls."""
 
-    def load_now(self, job: Hashable, load: LoadRequest) -> Finished:
+    def load_ahead(self, owner: Hashable, epoch: int, slots: Any) -> None:
+        self.began.append(("ahead", owner))
+        self.ahead = (owner, epoch, slots.tolist())
+
+    def drop_ahead(self) -> None:
+        self.ahead = None
+
+    def load_now(self, job: Hashable, load: LoadRequest, owner: Hashable = None) -> Finished:
+        assert self.ahead == (owner, load.epoch, load.slots.tolist()), "what was fetched is for another load"
+        self.ahead = None
         self.began.append(("load", load))
         finished = Finished(0)
         self._load(job, load, finished)
@@ -358,6 +368,7 @@ class Engine:
         if delivers:
             self.cache.pass_time(1)
         scheduled = self.scheduler.schedule()
+        assert self.worker.ahead is None, "from now on those slots may be anybody's"
         self.rank.handle_preemptions(scheduled.kv_connector_metadata)
         self.rank.bind_connector_metadata(scheduled.kv_connector_metadata)
         for new in scheduled.scheduled_new_reqs:  # what a worker hears is what the scheduler believes

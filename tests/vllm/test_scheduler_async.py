@@ -73,9 +73,9 @@ class Life:
         if (worker := self.engine.rank._worker) is not None:
             load_now = worker.load_now
 
-            def spy(job: int, load: Any) -> Any:
+            def spy(request_id: str, job: int, load: Any) -> Any:
                 self.in_step += 1
-                return load_now(job, load)
+                return load_now(request_id, job, load)
 
             worker.load_now = spy  # type: ignore[method-assign]
         self.asked: dict[str, Request] = {}

@@ -156,6 +156,85 @@ def test_an_engine_is_idle_when_the_last_step_is_over_and_nobody_else_is_there(e
     assert loaded_so(engine, request(PROMPT, "c"))
 
 
+# --- what is fetched before vLLM has blocks
+
+
+def fetched(engine: Engine) -> list[str]:
+    """For whom; what the worker says of it when it loads, and after each step, is checked there."""
+    return [asked for what, asked in engine.worker.began if what == "ahead"]
+
+
+def test_it_is_fetched_ahead_once_for_each_load(engine: Engine) -> None:
+    assert first_work(engine, request(PROMPT, "b")) == {"b": 3}
+    assert fetched(engine) == ["b"] and [what for what, _ in engine.worker.began][-2:] == ["ahead", "load"]
+    engine.run()
+    assert engine.run(request(range(600, 620), "new")).answers["new"], "of which nothing is there"
+    assert fetched(engine) == ["b"]
+
+
+def test_only_what_vllm_does_not_have_is_fetched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.run(request(PROMPT[:9], "a"))
+    asked_for, found = list[Any](), engine.side.found
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.side, "found", lambda *given: (asked_for.append(given), found(*given))[1])
+        first_work(engine, request(PROMPT, "b"))
+    assert asked_for == [("b", 2, 3)], "the first two are in its prefix cache"
+    assert engine.run().answers["b"] == answer_to(PROMPT)
+
+
+def test_loads_in_the_background_are_not_fetched_ahead(cache: SimulatedCache) -> None:
+    engine = engine_of(cache, extra={"kvkeep.load": "async"})
+    assert not loaded_so(engine, request(PROMPT, "b")) and fetched(engine) == []
+
+
+def test_what_vllm_has_no_blocks_for_is_dropped_and_fetched_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.scheduler.kv_cache_manager, "allocate_slots", lambda *given, **named: None)
+        engine.add(asked := request(PROMPT, "b"))
+        while not fetched(engine):
+            engine.step()  # after which nothing is left of it
+        assert asked.status.name == "WAITING"
+    before = len(fetched(engine))
+    assert engine.run().answers["b"] == answer_to(PROMPT) and len(engine.worker.loads) == 1
+    assert len(fetched(engine)) == before + 1
+
+
+def end(side: RequestSide, asked: Any) -> None:
+    side.end(asked)
+
+
+def reset(side: RequestSide, asked: Any) -> None:
+    side.reset()
+
+
+def allocate_for_nothing(side: RequestSide, asked: Any) -> None:
+    side.allocated(asked, [[1, 2, 3, 4, 5, 6]], 0)
+
+
+def change_tokens(side: RequestSide, asked: Any) -> None:
+    side._forget(asked.request_id)
+
+
+@pytest.mark.parametrize("what", [end, reset, allocate_for_nothing, change_tokens])
+def test_it_goes_before_the_lease_of_its_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
+    side, asked, let_go = side_of(engine), request(PROMPT, "b"), engine.side._let_go
+    engine.add(asked)
+    engine.cache.pass_time(1)
+    assert side.lookup(asked, 0) and engine.worker.ahead is not None
+
+    def spy(tracker: Any) -> None:
+        assert engine.worker.ahead is None
+        let_go(tracker)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.side, "_let_go", spy)
+        what(side, asked)
+    assert engine.worker.ahead is None
+    engine.abort("b")
+
+
 # --- loads that fail
 
 

@@ -55,10 +55,17 @@ class Scattering(Protocol):
     def close(self) -> None: ...
 
 
+class Fetched(Protocol):
+    """The first bytes of some slots on their way to the engine's device. `close` waits until they are there."""
+
+    def close(self) -> None: ...
+
+
 class Copier(Protocol):
     """`mark`, `shield` and `set_aside` are for the engine's thread, `reading` for the one that stores,
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
-    and tells whether that was necessary."""
+    and tells whether that was necessary. `fetch_ahead` is for the one that loads, too, when it knows the slots and not
+    yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet."""
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes, costs a part.
     whole_bytes: int  # no larger than that, it goes in one
@@ -78,7 +85,9 @@ class Copier(Protocol):
         addresses: NDArray[np.uint64],
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
+        ahead: Any = None,  # what `fetch_ahead` gave
     ) -> Scattering: ...
+    def fetch_ahead(self, piece: int, addresses: NDArray[np.uint64]) -> Fetched | None: ...
 
 
 class HostCopier:
@@ -119,8 +128,12 @@ class HostCopier:
         addresses: NDArray[np.uint64],
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
+        ahead: Any = None,
     ) -> HostScattering:
         return HostScattering(scatter(self._pieces[piece], block_ids, addresses, expected))
+
+    def fetch_ahead(self, piece: int, addresses: NDArray[np.uint64]) -> Fetched | None:
+        return None  # there is no bus to cross
 
 
 class HostScattering:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.copier import Scattering
+from kvkeep.client.copier import Fetched, Scattering
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.kv.checksum import ABSENT
@@ -32,8 +32,8 @@ class Loading:
         self._under_way: list[tuple[NDArray[np.int64], NDArray[np.bool_], Scattering]] = []
         self._pool = contextlib.ExitStack()
 
-    def begin(self, epoch: int, ready: Sequence[Any]) -> None:
-        """Gives all of it to the copier."""
+    def begin(self, epoch: int, ready: Sequence[Any], ahead: Fetched | None = None) -> None:
+        """Gives all of it to the copier, but for what was fetched ahead."""
         for number, request in enumerate(self._requests):
             if request.epoch != epoch:
                 self._connection.counters.fail("stale_epoch")
@@ -57,7 +57,7 @@ class Loading:
                     break
                 sums = checksums[wanted, self._transfer.shard(piece)]
                 expected = sums if self._connection.verify else None
-                moving = self._transfer.copier.scattering(piece, block_ids[wanted], addresses, expected, ready)
+                moving = self._transfer.copier.scattering(piece, block_ids[wanted], addresses, expected, ready, ahead)
                 self._under_way.append((wanted, sums != ABSENT, moving))
         except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
             self._close()

@@ -4,12 +4,14 @@ not done yet can be used."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from kvkeep.client.connection import Connection
 
 log = logging.getLogger(__name__)
 
+_UNPINNED_S = 0.2  # until a new server's memory is looked at
 POOL_REGISTERED = "kvkeep: the server's pool is mapped and registered with the GPU's driver"
 
 
@@ -26,6 +28,13 @@ class Pins:
         self._connection = connection
         self._copier = copier
         self._told = 0  # in which epoch it was said that all is done
+
+    def run(self, wake: Any, is_closing: Callable[[], bool]) -> None:
+        """Until that is so; whoever makes it so notifies `wake`."""
+        while not is_closing():
+            if not self.go_on():
+                with wake:
+                    wake.wait_for(is_closing, _UNPINNED_S)
 
     def go_on(self) -> bool:
         """A little more. Whether there was any left."""

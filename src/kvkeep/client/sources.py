@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.copier import Copier, HostCopier, Reading, Saved
 from kvkeep.client.threads import Threads
+from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.runs import BlockRuns
 
@@ -42,6 +43,16 @@ def physical_fingerprint(pieces: Sequence[Piece]) -> bytes:
     """Equal where blocks can be exchanged, whichever way each piece lies in memory."""
     fingerprints = [bytes.fromhex(piece.runs.fingerprint) for piece in pieces]
     return fingerprints[0] if len(pieces) == 1 else hashlib.blake2b(b"".join(fingerprints), digest_size=16).digest()
+
+
+def check_sizes(pieces: Sequence[Piece], expected: Sequence[int]) -> None:
+    """RequestError unless each of these pieces has so many bytes a block."""
+    given = [piece.runs.nbytes for piece in pieces]
+    if given != list(expected):
+        have, wanted = (" + ".join(map(str, each)) for each in (given, expected))
+        problem = f"the tensors have {have} bytes a block, the block shape says {wanted}"
+        hint = "shard_bytes of the BlockShape must be what each KV rank's tensors really hold"
+        raise RequestError("bad_shards", problem, field="layers", hint=hint)
 
 
 class Copy:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
-from kvkeep.client.copier import Copier, HostCopier, row_addresses
+from kvkeep.client.copier import Copier, Fetched, HostCopier, row_addresses
 from kvkeep.client.loading import Loading
 from kvkeep.client.piece_store import PieceStore
 from kvkeep.client.replies import read_found
@@ -88,6 +88,10 @@ class Transfer:
         """The same, step by step."""
         return Storing([PieceStore(self, request, piece, sources) for piece in self._order])
 
+    @property
+    def pieces(self) -> int:
+        return len(self._pieces)
+
     def table(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.atleast_2d(block_ids)
         if len(table) != len(self._pieces):
@@ -101,11 +105,15 @@ class Transfer:
         """Loads blocks. True where the block is in place and verified; the others must be computed."""
         return self.load_together([request])[0]
 
-    def load_together(self, requests: Sequence[LoadRequest], ready: Sequence[Any] = ()) -> list[NDArray[np.bool_]]:
+    def load_together(
+        self, requests: Sequence[LoadRequest], ready: Sequence[Any] = (), ahead: Fetched | None = None
+    ) -> list[NDArray[np.bool_]]:
         """Loads the blocks of several requests at once, after those marks of the engine's."""
-        return self.loading(requests, ready).finish()
+        return self.loading(requests, ready, ahead).finish()
 
-    def loading(self, requests: Sequence[LoadRequest], ready: Sequence[Any] = ()) -> Loading:
+    def loading(
+        self, requests: Sequence[LoadRequest], ready: Sequence[Any] = (), ahead: Fetched | None = None
+    ) -> Loading:
         """The same in two steps: this one begins it."""
         for request in requests:
             self.table(request.block_ids)
@@ -117,7 +125,7 @@ class Transfer:
                 else:
                     self.connection.counters.fail("stale_epoch")
         else:
-            loading.begin(self.connection.epoch, ready)
+            loading.begin(self.connection.epoch, ready, ahead)
         return loading
 
     def _load_by_fetch(self, request: LoadRequest, table: NDArray[np.int64], ready: Sequence[Any]) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.at_once import AtOnce
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
@@ -27,7 +28,7 @@ from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.pins import Pins, populate
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import Piece, Sources, physical_fingerprint
+from kvkeep.client.sources import Piece, Sources, check_sizes, physical_fingerprint
 from kvkeep.client.transfer import Storing, Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
@@ -36,7 +37,6 @@ from kvkeep.kv.shape import BlockShape
 
 log = logging.getLogger(__name__)
 
-_UNPINNED_S = 0.2  # until a new server's memory is looked at
 _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
 _LOADS_UNDER_WAY = _STORES_UNDER_WAY = 4
@@ -58,14 +58,13 @@ class WorkerAdapter:
         options: ClientOptions | None = None,
         connection: Connection | None = None,
     ) -> None:
-        if strategy.kv_world_size != shape.identity.kv_world_size:
-            problem = (
-                f"the strategy has {strategy.kv_world_size} shards, the block shape {shape.identity.kv_world_size}"
-            )
+        if (given := strategy.kv_world_size) != (expected := shape.identity.kv_world_size):
+            problem = f"the strategy has {given} shards, the block shape {expected}"
             raise RequestError("bad_shards", problem, field="strategy")
         self.shape, self.strategy = shape, strategy
         self.connection = connection or Connection(shape, options or ClientOptions())
         self._transfer: Transfer | None = None
+        self._at_once: AtOnce | None = None  # loads of the engine's own thread
         self._loads: deque[tuple[Hashable, LoadRequest, Any]] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
@@ -77,12 +76,9 @@ class WorkerAdapter:
         self._wake, self._for_stores, self._for_loads, self._for_arrivals = (threads.Condition(lock) for _ in range(4))
         self._closing = self._all_begun = False
         self._departures = Departures(self.connection, self._for_stores, self._end_store, self._failed_inside)
-        self._threads = [
-            threads.Thread(target=self._run_stores, name="kvkeep-stores", daemon=True),
-            threads.Thread(target=self._run_loads, name="kvkeep-loads", daemon=True),
-            threads.Thread(target=self._run_arrivals, name="kvkeep-arrivals", daemon=True),
-            threads.Thread(target=self._run_departures, name="kvkeep-departures", daemon=True),
-        ]
+        runs = {"stores": self._run_stores, "loads": self._run_loads}
+        runs |= {"arrivals": self._run_arrivals, "departures": self._run_departures}
+        self._threads = [threads.Thread(target=run, name=f"kvkeep-{name}", daemon=True) for name, run in runs.items()]
         self._arriving: deque[tuple[_Loads, Loading]] = deque()
 
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
@@ -95,15 +91,10 @@ class WorkerAdapter:
             problem = "the tensors are registered already"
             raise RequestError("registered", problem, field="layers", hint="close this adapter and make another")
         first_shard = self.strategy.kv_rank * self.shape.pieces
-        given = [piece.runs.nbytes for piece in pieces]
-        expected = list(self.shape.shard_bytes[first_shard : first_shard + self.shape.pieces])
-        if given != expected:
-            have, wanted = (" + ".join(map(str, each)) for each in (given, expected))
-            problem = f"the tensors have {have} bytes a block, the block shape says {wanted}"
-            hint = "shard_bytes of the BlockShape must be what each KV rank's tensors really hold"
-            raise RequestError("bad_shards", problem, field="layers", hint=hint)
+        check_sizes(pieces, self.shape.shard_bytes[first_shard : first_shard + self.shape.pieces])
         copier = self.make_copier([piece.runs for piece in pieces])
         self._transfer = Transfer(self.connection, pieces, first_shard, copier)
+        self._at_once = AtOnce(self._transfer, self.strategy.rank, self._failed_inside)
         self.connection.physical = (first_shard, physical_fingerprint(pieces))
         if self.connection.state != "down":
             self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
@@ -142,6 +133,7 @@ class WorkerAdapter:
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         """Loads blocks in the background."""
+        self.drop_ahead()
         with self._wake:
             if not self._has_room(self._loads):
                 self._end_load(job, request.ids_of(_ALL))
@@ -150,19 +142,25 @@ class WorkerAdapter:
             self._began[job] = time.perf_counter()
             self._for_loads.notify_all()
 
-    def load_now(self, job: Hashable, request: LoadRequest) -> Finished:
-        """The same here and now, for an engine that has nothing else to do, when all other loads have ended."""
-        assert self._transfer is not None
+    def load_ahead(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> None:
+        """For a `load_now` of that owner, when its blocks are known. Until then a lease must keep those slots."""
+        self.drop_ahead()
         with self._for_loads:
-            self._for_loads.wait_for(lambda: not (self._loads or self._arriving))
-        began_s, failed = time.perf_counter(), request.ids_of(_ALL)
-        try:
-            [loaded] = self._transfer.load_together([request], [self._transfer.copier.mark()])
-            failed = request.ids_of(~loaded)
-        except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
-            self._failed_inside("load")
-        took = {job: time.perf_counter() - began_s}
-        return Finished(self.strategy.rank, loaded=[job], failed={job: failed} if failed else {}, seconds=took)
+            if self._at_once is None or self._closing or self._is_loading:
+                return
+        self._at_once.fetch(owner, epoch, slots)
+
+    def drop_ahead(self) -> None:
+        """There is no such load."""
+        if self._at_once is not None:
+            self._at_once.drop()
+
+    def load_now(self, job: Hashable, request: LoadRequest, owner: Hashable = None) -> Finished:
+        """Loads here and now, for an engine that has nothing else to do, when all other loads have ended."""
+        assert self._at_once is not None
+        with self._for_loads:
+            self._for_loads.wait_for(lambda: not self._is_loading)
+        return self._at_once.load(job, request, owner)
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
         """The engine will write into these blocks now (None: nobody knows which): stores that have not copied them yet
@@ -212,6 +210,7 @@ class WorkerAdapter:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        self.drop_ahead()
         self.connection.close()
 
     # -- the threads
@@ -308,6 +307,8 @@ class WorkerAdapter:
                 return
             self._failed_inside("load")
             self._end_loads(loads, None)
+            with self._for_loads:
+                self._for_loads.notify_all()  # who waits until no other is left
             return
         with self._for_arrivals:
             self._arriving.append((loads, loading))
@@ -352,16 +353,11 @@ class WorkerAdapter:
                 self._end_load(job, request.ids_of(_ALL if loaded is None else ~loaded[number]))
 
     def _run_pins(self) -> None:
-        pins = Pins(self.connection, self._enter())
-        while not self._closing:
-            if not pins.go_on():
-                with self._wake:
-                    self._wake.wait_for(lambda: self._closing, _UNPINNED_S)
+        Pins(self.connection, self._enter()).run(self._wake, lambda: self._closing)
 
     def _next_loads(self) -> _Loads:
         """With the lock held: the next one, and those behind it that are small enough to come along."""
-        loads: _Loads = []
-        nbytes = 0
+        loads, nbytes = _Loads(), 0
         while self._loads:
             nbytes += self._loads[0][1].blocks * sum(self.shape.shard_bytes)
             if loads and nbytes > _BYTES_TOGETHER:
@@ -374,6 +370,10 @@ class WorkerAdapter:
         log.exception("kvkeep: a %s failed inside the client", what)
 
     # -- with the lock held
+
+    @property
+    def _is_loading(self) -> bool:
+        return bool(self._loads or self._began or self._arriving)
 
     def _has_room(self, queue: deque[Any]) -> bool:
         if self._closing or len(queue) >= _JOBS_QUEUED:

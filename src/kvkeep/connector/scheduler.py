@@ -158,23 +158,18 @@ class SchedulerSide:
         if tracker is not None and not self._loading:
             self._cache.wait(tracker.number, milliseconds)
 
+    def found(self, request_id: str, local_blocks: int, blocks: int) -> tuple[int, NDArray[np.int64]]:
+        """Where the server has what `lookup` told: its epoch, and the slots of so many blocks after the first ones. The
+        lease that keeps them lasts until they are loaded, or until `no_load` or `end`."""
+        answer = self._trackers[request_id].answer
+        assert answer is not None
+        return answer.epoch, answer.slots[local_blocks - answer.skip :][:blocks]
+
     def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
         """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
         tracker = self._trackers[request_id]
-        answer = tracker.answer
         table = np.atleast_2d(np.asarray(block_ids, dtype=np.int64))
-        stop = local_blocks + table.shape[1]
-        assert answer is not None and stop <= answer.blocks
-        described = slice(local_blocks - answer.skip, stop - answer.skip)
-        load = LoadRequest(
-            tracker.tenant,
-            tracker.keys_of(0, stop),
-            local_blocks,
-            table.squeeze(0) if len(table) == 1 else table,
-            answer.epoch,
-            answer.slots[described],
-            answer.checksums[described],
-        )
+        load = tracker.load_of(local_blocks, table)
         job = self._new_job(tracker, local_blocks, table, is_load=True)
         self._loads[job.number] = load
         self.worth.begin_load(job.number, job.blocks, job.blocks * self._pieces.block_tokens)

@@ -15,6 +15,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.client.requests import LoadRequest
 from kvkeep.client.scheduler import Answer
 from kvkeep.connector.params import CacheParams
 from kvkeep.errors import RequestError
@@ -58,6 +62,21 @@ class Tracker:
 
     def keys_of(self, start: int, stop: int) -> bytes:
         return bytes(self.keys[start * KEY_BYTES : stop * KEY_BYTES])
+
+    def load_of(self, start: int, table: NDArray[np.int64]) -> LoadRequest:
+        """Of the blocks from `start` on that the answer tells of, into those of the table."""
+        stop, answer = start + table.shape[1], self.answer
+        assert answer is not None and stop <= answer.blocks
+        described = slice(start - answer.skip, stop - answer.skip)
+        return LoadRequest(
+            self.tenant,
+            self.keys_of(0, stop),
+            start,
+            table.squeeze(0) if len(table) == 1 else table,
+            answer.epoch,
+            answer.slots[described],
+            answer.checksums[described],
+        )
 
     def count_loaded(self, start: int, count: int) -> None:
         """Blocks start..start+count-1 came from the server. A block that comes twice, after a preemption, counts

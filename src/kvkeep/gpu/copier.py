@@ -32,7 +32,7 @@ from kvkeep.gpu.batch import Gate
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
-from kvkeep.gpu.scattering import Ready, Scattered, Scattering, Way
+from kvkeep.gpu.scattering import Fetched, Ready, Scattered, Scattering, Way
 from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Line, Saved
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.units import format_size
@@ -135,6 +135,15 @@ class GpuCopier:
             time.sleep(_TOKENS_S)
         return Reading(self, piece, verify, ready)
 
+    def fetch_ahead(self, piece: int, addresses: Addresses) -> Fetched:
+        """The first bytes of these slots begin to cross the bus, for the next `scattering`."""
+        way = Way(self._device, self._in, self._pinned, self._units[piece], Ready((), self.wait_for))
+        try:
+            return way.fetch_ahead(addresses, MOST_BLOCKS)
+        except BaseException:  # guard: raised again; nobody may have memory that a copy still reads
+            self._in.drain()
+            raise
+
     def scattering(
         self,
         piece: int,
@@ -142,17 +151,21 @@ class GpuCopier:
         addresses: Addresses,
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
+        ahead: Fetched | None = None,
     ) -> Scattering:
-        """Slots into engine blocks, after those marks."""
+        """Slots into engine blocks, after those marks. What was fetched ahead of them is not fetched again."""
         block_ids = _checked(self._runs[piece], block_ids)
         for mark in ready:
             self._device.after(self._in.kernels, mark)
         units, engine, parts = self._units[piece], Ready(ready, self.wait_for), list[Scattered]()
         way = Way(self._device, self._in, self._pinned, units, engine)
+        fetched = ahead.take(units, addresses) if ahead is not None else []
         try:
             for start in range(0, len(block_ids), MOST_BLOCKS):
                 some = slice(start, start + MOST_BLOCKS)
-                parts.append(way.scatter(block_ids[some], addresses[some], verify=expected is not None))
+                verify = expected is not None
+                parts.append(way.scatter(block_ids[some], addresses[some], verify=verify, fetched=fetched))
+                fetched = []
         except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
             self._in.drain()
             raise

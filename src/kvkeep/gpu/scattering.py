@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
-from kvkeep.gpu.staging import Bay, Ledger, Line
+from kvkeep.gpu.staging import BAYS, Bay, Ledger, Line
 
 _BAYS_TOGETHER = 8  # in one call, and fewer at first: who comes back from one waits for the interpreter
 
@@ -25,6 +25,36 @@ class Scattered(NamedTuple):
     blocks: int
     nearly: Any
     done: Any
+
+
+class Fetched:
+    """Bays with the first bytes of some slots, there or on their way, while nobody knows yet which blocks they go to.
+    The slots must stay as they are until a load has taken the bays and is over, and be ours until this is closed."""
+
+    def __init__(
+        self, device: Cuda, line: Line, units: Units, addresses: NDArray[np.uint64], bays: list[tuple[Bay, Any]]
+    ) -> None:
+        self._device = device
+        self._line = line
+        self._units = units
+        self._addresses = addresses
+        self._bays = bays
+        self._turn = line.turn
+        self._arrived = bays[-1][1] if bays else None
+
+    def take(self, units: Units, addresses: NDArray[np.uint64]) -> list[tuple[Bay, Any]]:
+        """Each bay and when it is filled: once, and only for a load of these very slots, or of the first of them, while
+        nobody else has taken a bay."""
+        bays, self._bays = self._bays, []
+        is_same = units is self._units and np.array_equal(self._addresses[: len(addresses)], addresses)
+        return bays if is_same and self._line.turn == self._turn else []
+
+    def close(self) -> None:
+        """Waits until all of it has arrived, taken or not."""
+        self._bays = []
+        if self._arrived is not None:
+            self._device.wait(self._arrived)
+            self._arrived = None
 
 
 class Ready:
@@ -56,23 +86,43 @@ class Way:
         self._units = units
         self._engine = engine
 
-    def scatter(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64], *, verify: bool) -> Scattered:
-        """`MOST_BLOCKS` at most."""
+    def fetch_ahead(self, addresses: NDArray[np.uint64], most_blocks: int) -> Fetched:
+        """Fills as many bays as there are, or fewer: no more than so many blocks, and not from slots that the bus
+        cannot reach."""
+        line, units, batch = self._line, self._units, self._device.batch()
+        bays, at_a_time = list[tuple[Bay, Any]](), line.blocks_a_bay(units.pitch)
+        of_bays = self._pinned.runs(addresses[:most_blocks], units.nbytes, at_a_time)
+        for number, runs in zip(range(BAYS), of_bays, strict=False):
+            if runs is None:
+                break
+            bay, arrived = self._fill(batch, runs, addresses[number * at_a_time :])
+            bay.busy = arrived  # for whoever comes next, if nobody takes it
+            line.queue(arrived)
+            bays.append((bay, arrived))
+            if number == 0:  # the bus has nothing to do
+                batch.run()
+        batch.run()
+        return Fetched(self._device, line, units, addresses, bays)
+
+    def scatter(
+        self,
+        block_ids: NDArray[np.int64],
+        addresses: NDArray[np.uint64],
+        *,
+        verify: bool,
+        fetched: Sequence[tuple[Bay, Any]] = (),
+    ) -> Scattered:
+        """`MOST_BLOCKS` at most. The first of them are in the bays that were fetched."""
         line, units, batch = self._line, self._units, self._device.batch()
         with self._device.on(line.kernels):  # memory of a new one must be that stream's, not the engine's
             ledger = line.take_ledger()
         count, at_a_time = len(block_ids), line.blocks_a_bay(units.pitch)
+        rest = self._pinned.runs(addresses[len(fetched) * at_a_time :], units.nbytes, at_a_time)
         ids, bay, before = None, None, None
-        for number, runs in enumerate(self._pinned.runs(addresses, units.nbytes, at_a_time)):
-            some = slice(number * at_a_time, min((number + 1) * at_a_time, count))
-            self._let_others_through(batch)
-            bay, before = line.next_bay(), bay.busy if bay is not None else None
-            if bay.busy is not None:
-                batch.after(line.copies, bay.busy)
-            for address, step, at, rows in runs or [self._bounced(batch, bay, addresses[some])]:
-                place = bay.address + at * units.pitch
-                batch.to_device(line.copies, place, units.pitch, address, step, units.nbytes, rows)
-            bay.bounced = arrived = batch.mark(line.copies)
+        for number, start in enumerate(range(0, count, at_a_time)):
+            some = slice(start, min(start + at_a_time, count))
+            before, is_fetched = bay.busy if bay is not None else None, number < len(fetched)
+            bay, arrived = fetched[number] if is_fetched else self._fill(batch, next(rest), addresses[some])
             if ids is None:  # while the first are on the bus
                 batch.run()
                 if verify:
@@ -81,7 +131,8 @@ class Way:
             batch.after(line.kernels, arrived)
             batch.scatter(line.kernels, units, ids[some], bay.memory, ledger.sums[some] if verify else None)
             bay.busy = batch.mark(line.kernels)
-            line.queue(bay.busy)
+            if not is_fetched:
+                line.queue(bay.busy)
             if (number + 1) % _BAYS_TOGETHER == 0 or not number & (number + 1):
                 batch.run()
         if verify:
@@ -89,6 +140,19 @@ class Way:
         done = batch.mark(line.kernels, urgent=True)
         batch.run()
         return Scattered(ledger, count, before, done)
+
+    def _fill(self, batch: Any, runs: Sequence[Run] | None, addresses: NDArray[np.uint64]) -> tuple[Bay, Any]:
+        """The next bay, and when it holds what is in these slots. With no runs, they go through a bounce buffer."""
+        line, units = self._line, self._units
+        self._let_others_through(batch)
+        bay = line.next_bay()
+        if bay.busy is not None:
+            batch.after(line.copies, bay.busy)
+        for address, step, at, rows in runs or [self._bounced(batch, bay, addresses)]:
+            place = bay.address + at * units.pitch
+            batch.to_device(line.copies, place, units.pitch, address, step, units.nbytes, rows)
+        bay.bounced = arrived = batch.mark(line.copies)
+        return bay, arrived
 
     def _let_others_through(self, batch: Any) -> None:
         """Waits, without the interpreter, while too much is queued for the bus."""

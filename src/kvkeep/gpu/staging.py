@@ -14,7 +14,7 @@ from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 
 MOST_BLOCKS = 4096  # of one call; more go in several
-_BAYS = 3
+BAYS = 3  # of a line
 _LEDGERS = 4  # at first; more calls than that are seldom under way
 _MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all bays once
 
@@ -63,20 +63,20 @@ class Line:
 
     def __init__(self, device: Cuda, staging_bytes: int, largest_pitch: int) -> None:
         self._device = device
-        self.bay_bytes = max(staging_bytes // _BAYS // 8 * 8, largest_pitch)
-        self._bays = [Bay(device.memory(self.bay_bytes // 8)) for _ in range(_BAYS)]
+        self.bay_bytes = max(staging_bytes // BAYS // 8 * 8, largest_pitch)
+        self._bays = [Bay(device.memory(self.bay_bytes // 8)) for _ in range(BAYS)]
         self._ledgers = deque(Ledger(device) for _ in range(_LEDGERS))
-        self._turn = 0
+        self.turn = 0  # of the bay that was taken last
         self._queued: deque[Any] = deque()  # when each of the last bays is over
-        self._most_queued = max(_BAYS, _MOST_QUEUED // self.bay_bytes)
+        self._most_queued = max(BAYS, _MOST_QUEUED // self.bay_bytes)
         self.kernels, self.copies = device.stream(), device.stream()
 
     def blocks_a_bay(self, pitch: int) -> int:
         return min(self.bay_bytes // pitch, MOST_BLOCKS)
 
     def next_bay(self) -> Bay:
-        self._turn = (self._turn + 1) % _BAYS
-        return self._bays[self._turn]
+        self.turn += 1
+        return self._bays[self.turn % BAYS]
 
     def first_of_too_many(self) -> Any:
         """What is to be over before another bay is queued for the bus, if anything: small copies of an engine's own,

@@ -268,6 +268,7 @@ class ChaosCopier(HostCopier):
         addresses: NDArray[np.uint64],
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
+        ahead: Any = None,
     ) -> HostScattering:
         runs = self._pieces[piece]
         good = np.zeros(len(block_ids), dtype=np.bool_)

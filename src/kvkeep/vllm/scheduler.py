@@ -119,9 +119,9 @@ class RequestSide:
         self._worker = worker if worker is not None and worker.join() else None
         # When a step begins vLLM zeroes new blocks of some models, and other connectors read what they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
-        has_own = self._worker is not None and is_alone(self._worker)
-        self._may_begin_loads = has_own and self._pieces.whole and not zeroes
+        self._may_begin_loads = is_alone(self._worker) and self._pieces.whole and not zeroes
         self._may_wait = may_wait(self._vllm_config)
+        self.step_loads.worker = self._worker if self._may_begin_loads and self._may_wait else None
 
     # -- a request's way
 
@@ -160,6 +160,8 @@ class RequestSide:
         if not found:
             return found
         known.in_step &= self.step_loads.is_short(self._worth.expected_s(found), found * self._block_bytes)
+        if known.in_step:
+            self.step_loads.fetch_ahead(request.request_id, *self._side.found(request.request_id, blocks, found))
         # Of a prompt that is there as a whole vLLM computes the last token again; in the background, of its own accord.
         most: int = request.num_tokens - known.in_step
         return min((blocks + found) * self._pieces.block_tokens, most) - local_tokens
@@ -170,10 +172,8 @@ class RequestSide:
 
     def _may_load_in_step(self, known: _Known) -> bool:
         """It is the only one, nothing is loaded, stored or computed, and vLLM itself brings no part of a block."""
-        is_alone = self._is_idle and len(self._alive) == 1 and self._side is not None and self._side.idle
-        is_short = self._may_begin_loads and self._may_wait and self._worker is not None and self._worker.is_near
-        is_whole = not known.local_tokens % self._pieces.block_tokens
-        return is_alone and is_short and is_whole and self.step_loads.may_load(known.request)
+        alone = self._is_idle and len(self._alive) == 1 and self._side is not None and self._side.idle
+        return alone and not known.local_tokens % self._pieces.block_tokens and self.step_loads.may_load(known.request)
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""
@@ -193,6 +193,7 @@ class RequestSide:
                 elif self._may_begin_loads and self._is_idle and not self._side.stores:
                     self._begin_load(job)
             else:
+                self.step_loads.drop_ahead()
                 self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
             log.exception("kvkeep: a load could not be prepared")
@@ -232,11 +233,8 @@ class RequestSide:
 
     def _load_in_step(self, job: Job, known: _Known, tables: Sequence[Sequence[int]]) -> None:
         """Now, and waits for it: the engine has nothing else to do."""
-        side, worker, reports = self._side, self._worker, list[Finished]()
-        assert side is not None and worker is not None
-        side.begin_load(job, lambda number, load: reports.append(worker.load_now(number, load)))
-        self._take_in(reports, counted=False)
-        self.step_loads.took(job.took_s or 0.0)
+        assert self._side is not None
+        self._take_in([self.step_loads.load_now(self._side, job)], counted=False)
         if job.failed:
             there = job.first_block + job.good_blocks()
             self.step_loads.fell_short(known.request, there * self._pieces.block_tokens, list(tables[0][there:]))
@@ -245,6 +243,7 @@ class RequestSide:
         """The request is over. What its `kv_transfer_params` are now."""
         known = self._known.pop(request.request_id, None)
         self._alive.discard(request.request_id)
+        self.step_loads.drop_ahead()
         if self._side is None:
             return CacheParams.of(request.kv_transfer_params).reply(0)
         try:
@@ -263,6 +262,7 @@ class RequestSide:
     # -- steps
 
     def build_step(self, scheduled: Any) -> Step:
+        self.step_loads.drop_ahead()
         self.step_loads.correct(scheduled)
         if self._side is None:
             return Step()
@@ -396,4 +396,5 @@ class RequestSide:
     def _forget(self, request_id: str) -> None:
         assert self._side is not None
         self._known.pop(request_id, None)
+        self.step_loads.drop_ahead()
         self._side.end(request_id)

@@ -4,10 +4,14 @@ A load in the background is heard of steps later: vLLM sleeps a millisecond betw
 reads the results of a step when the next one has begun. A request that is alone in an engine gains nothing by that. So
 vLLM is told that its tokens are there, and they are when it is told where the blocks lie:
 
-    schedule   get_num_new_matched_tokens: so many, at once
-               update_state_after_alloc: loaded, verified
+    schedule   get_num_new_matched_tokens: so many, at once        slots ──► the GPU's staging memory
+               vLLM looks for blocks                               … as many as there is room for
+               update_state_after_alloc: loaded, verified          staging memory ──► blocks, and all the rest
                build_connector_meta: what was no good is not counted
     step       computes the rest of the prompt
+
+What crosses the bus before vLLM has blocks is for that load of that request within this call of `schedule`, which the
+lease of its lookup outlives; if it does not come it is dropped.
 
 vLLM's own recovery from such a load that failed may deliver a token that was computed from bad blocks. It is not
 needed: the step is still being made when the failure is known, so the step is made with what is there.
@@ -18,10 +22,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import NewRequestData
 
+from kvkeep.client.requests import Finished
 from kvkeep.connector.options import load_failure_policy, load_mode
+from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.step import Job
+from kvkeep.vllm.worker import WorkerSide
 
 LONGEST_S = 0.1  # requests that come meanwhile wait as long, as they do for a step that computes a prompt
 LARGEST_BYTES = 512 << 20  # of a load, where nobody knows yet how long it takes
@@ -38,6 +48,7 @@ class StepLoads:
         self._short: dict[str, tuple[Any, int]] = {}  # requests, and how many of their tokens are there
         self._not_before_s = 0.0
         self.pool: BlockPool | None = None
+        self.worker: WorkerSide | None = None  # the only one, if it may load before a step and be waited for
 
     def is_short(self, expected_s: float | None, nbytes: int) -> bool:
         """Whether a load of so many bytes, which is expected to take that long, can be waited for."""
@@ -50,15 +61,36 @@ class StepLoads:
             self._not_before_s = time.monotonic() + _PAUSE_S
 
     def may_load(self, request: Any) -> bool:
-        """Whether it is a request that has just come, and of which vLLM computes no more than tokens."""
+        """Whether the worker is near, and it is a request that has just come, of which vLLM computes no more than
+        tokens."""
         is_new = not (request.num_computed_tokens or request.num_preemptions)
         return (
             self._is_possible
             and self.pool is not None
+            and self.worker is not None
+            and self.worker.is_near
             and is_new
             and not request.mm_features
             and request.pooling_params is None
         )
+
+    def fetch_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> None:
+        """vLLM hears that this request is loaded, and will say where to."""
+        assert self.worker is not None
+        self.worker.load_ahead(request_id, epoch, slots)
+
+    def load_now(self, side: SchedulerSide, job: Job) -> Finished:
+        """That load, in the thread that asks for it."""
+        worker, reports = self.worker, list[Finished]()
+        assert worker is not None
+        side.begin_load(job, lambda number, load: reports.append(worker.load_now(job.request_id, number, load)))
+        self.took(reports[0].seconds.get(job.number, 0.0))
+        return reports[0]
+
+    def drop_ahead(self) -> None:
+        """What was fetched ahead is of no use: the slots may be somebody else's from now on."""
+        if self.worker is not None:
+            self.worker.drop_ahead()
 
     def fell_short(self, request: Any, tokens: int, block_ids: list[int]) -> None:
         """Only so many of its tokens are there. These are its other blocks: vLLM counts some of them as cached, and

@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
@@ -53,9 +55,10 @@ def find_here(name: str) -> WorkerSide | None:
     return _here.get(name)
 
 
-def is_alone(worker: WorkerSide) -> bool:
+def is_alone(worker: WorkerSide | None) -> bool:
     """Whether vLLM calls that side's connector itself, and not one that holds others beside it."""
-    return has_kv_transfer_group() and getattr(get_kv_transfer_group(), "_worker", None) is worker
+    here = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    return worker is not None and here is worker
 
 
 class WorkerSide:
@@ -161,11 +164,21 @@ class WorkerSide:
         self._adapter.load(job, load)
         self._loading[job] = request_id
 
-    def load_now(self, job: int, load: LoadRequest) -> Finished:
-        """Likewise, and waits until it is over, however it ends."""
+    def load_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> None:
+        """For `load_now` of that request, in the same step: these are its slots."""
+        assert self._adapter is not None
+        self._adapter.load_ahead(request_id, epoch, slots)
+
+    def drop_ahead(self) -> None:
+        """What has not been loaded by now is not."""
+        if self._adapter is not None:
+            self._adapter.drop_ahead()
+
+    def load_now(self, request_id: str, job: int, load: LoadRequest) -> Finished:
+        """As `begin_load`, and waits until it is over, however it ends."""
         assert self._adapter is not None
         try:
-            return self._adapter.load_now(job, load)
+            return self._adapter.load_now(job, load, request_id)
         except Exception:  # guard: then it was not begun
             log.exception("kvkeep: a load could not be begun")
             self.faults += 1
