@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +15,6 @@ import numpy as np
 import pytest
 
 import kvkeep
-from kvkeep.cli.remote import ask
 from kvkeep.client.connection import Connection
 from kvkeep.client.direct import DirectTransport, Ways
 from kvkeep.client.options import ClientOptions
@@ -44,6 +45,18 @@ def connect(server: ServerProcess) -> Iterator[Callable[..., Connection]]:
 
 def answers(connection: Connection) -> bool:
     return connection.wait(connection.call(m.Ping(), 10_000)) is not None
+
+
+def counted(server: ServerProcess) -> list[float]:
+    """Sessions that ended, and that died."""
+    lines = metrics(server).splitlines()
+    names = ("kvkeep_sessions_ended_total", "kvkeep_sessions_died_total")
+    return [float(line.split()[-1]) for name in names for line in lines if line.startswith(name)]
+
+
+def metrics(server: ServerProcess) -> str:
+    with urllib.request.urlopen(f"http://{server.http.removeprefix('http://')}/metrics", timeout=60) as reply:
+        return str(reply.read().decode())
 
 
 def until(happens: Callable[[], bool], connection: Connection) -> None:
@@ -137,13 +150,16 @@ def test_a_paused_server_is_waited_for_no_longer_than_a_deadline(connect: Callab
 
 def test_goodbye_is_heard(server: ServerProcess, connect: Callable[..., Connection]) -> None:
     """Also of one who does not wait for the answer."""
-    connection = connect(client="says-goodbye")
-    until(lambda: "says-goodbye" in str(ask(server.http, "/v1/status")), connection)
-    connection.start_over()
-    connection._closing = True
-    give_up_s = time.monotonic() + 60
-    while "says-goodbye" in str(ask(server.http, "/v1/status")):
-        assert time.monotonic() < give_up_s
+    for _ in range(20):  # the server may look for the dead in that very moment
+        connection, before = connect(), counted(server)
+        connection.start_over()
+        connection._closing = True
+        give_up_s = time.monotonic() + 60
+        while (now := counted(server)) == before:
+            assert time.monotonic() < give_up_s
+        if now[0] > before[0]:
+            return
+    raise AssertionError("they died, and have not ended")
 
 
 # -- its parts
@@ -169,6 +185,31 @@ def test_to_one_that_does_not_read_only_so_much_is_sent() -> None:
             assert sent < 100
         assert way._stream.unsent_bytes < 18 << 20 and not way.lost()
         way.close()
+
+
+def test_a_long_message_goes_while_the_other_side_reads_and_a_standing_one_is_tired_of() -> None:
+    ours, theirs = socket.socketpair()
+    way, other = DirectTransport(ours, 64 << 20), Stream(theirs, 64 << 20)
+    assert way.send([FRAMES[0], bytes(32 << 20)]) and way._stream.unsent_bytes
+    began_s = time.monotonic()
+    for _ in range(1_000):
+        assert way.receive() is None
+    assert time.monotonic() - began_s < 1, "nobody reads, and nobody waits for that again and again"
+
+    def read_all() -> None:
+        while not other.has_next and not other.is_over:
+            other.read()
+
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    give_up_s = time.monotonic() + 60
+    while way._stream.unsent_bytes:
+        way.wait(1_000)
+        assert time.monotonic() < give_up_s
+    reader.join(60)
+    assert other.next() == [FRAMES[0], bytes(32 << 20)]
+    way.close()
+    other.close()
 
 
 def test_a_loss_is_told_once() -> None:
@@ -210,4 +251,54 @@ def test_back_is_the_way_that_was_there_before(server: ServerProcess) -> None:
     ways.go_back()
     ways.go_back()
     assert not ways.is_direct and not ways.lost()
+    ways.go_direct(connection.welcome)
+    assert ways.is_direct, "it was answered there before"
     connection.close()
+
+
+class Monitored:
+    """A Transport that counts how often it is asked whether it was lost."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def send(self, frames: object) -> bool:
+        return False
+
+    def receive(self) -> None:
+        return None
+
+    def wait(self, timeout_ms: int) -> None: ...
+
+    def lost(self) -> bool:
+        self.asked += 1
+        return True
+
+    def refusal(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+def test_the_other_way_is_looked_after_meanwhile(server: ServerProcess, connect: Callable[..., Connection]) -> None:
+    """Its events are read, or ZMQ's thread would wait for us when there are many; what they say does not matter."""
+    other = Monitored()
+    ways, welcome = Ways(other), connect().welcome
+    ways.go_direct(welcome)
+    assert ways.is_direct and not ways.lost() and other.asked == 1
+    ways.close()
+
+
+def test_who_is_turned_away_goes_by_zmq_and_does_not_knock_again_at_once() -> None:
+    with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB", "--max-sessions", "1") as server:
+        knocks = []
+        for _ in range(3):
+            knocks.append(socket.socket(socket.AF_UNIX))
+            with socket_path(server.pool) as path:
+                knocks[-1].connect(path)
+        connection = Connection(SHAPE, ClientOptions(address=server.address))
+        assert connection.wait_until_up(60_000) and answers(connection) and not connection._transport.is_direct
+        assert connection.counters.sessions == 1
+        connection.close()
+        for knock in knocks:
+            knock.close()

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -349,7 +350,8 @@ def test_nobody_becomes_anybody_by_the_socket_beside_the_pool(fort: Fortress) ->
         def exchange(frames: list[bytes]) -> list[bytes] | None:
             stream.send(frames)
             replies: list[list[bytes]] = []
-            while not replies and not stream.is_over:
+            give_up_s = time.monotonic() + 60
+            while not replies and not stream.is_over and time.monotonic() < give_up_s:
                 stream.read()
                 replies += [reply for reply in [stream.next()] if reply is not None]
             return replies[0] if replies else None
@@ -361,6 +363,27 @@ def test_nobody_becomes_anybody_by_the_socket_beside_the_pool(fort: Fortress) ->
             assert stranger.refusal(m.Ping()) == "unknown_session"
         remote.ask(m.Done, m.Ping())
         remote.ask(m.Done, m.Goodbye())
+
+
+def test_nor_where_no_keys_are_asked_for(tmp_path: Path) -> None:
+    """A session over a network stays one, whoever knows its token."""
+    with (
+        ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server,
+        Knock(server.address) as far,
+        socket.socket(socket.AF_UNIX) as connecting,
+    ):
+        remote = far.peer().attach()
+        with socket_path(server.pool) as path:
+            connecting.connect(path)
+        stream = Stream(connecting, 1 << 20)
+        stream.send([bytes(frame) for frame in encode(Header(remote.session, 77), m.Ping())])
+        reply = None
+        give_up_s = time.monotonic() + 60
+        while reply is None and time.monotonic() < give_up_s:
+            stream.read()
+            reply = stream.next()
+        assert reply is not None and b"unknown_session" in reply[1]
+        remote.ask(m.Done, m.Ping())
 
 
 # -- keys that are taken back, and come back

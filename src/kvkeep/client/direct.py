@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from kvkeep.wire.messages import Welcome
 from kvkeep.wire.stream import Stream, socket_path
 
 _MOST_UNSENT_BYTES = 16 << 20  # for a server that does not read; deadlines end what waits there
+_MOST_BYTES_A_BLOCK = 1 << 10  # of an answer: a slot and 127 checksums
+_PATIENCE_S = (
+    0.004  # with a message that is longer than the kernel's buffers, and moves only while both sides are there
+)
+_TURNED_AWAY_S = 30.0
 
 
 class DirectTransport:
@@ -22,35 +28,46 @@ class DirectTransport:
         self._stream = Stream(connected, most_body_bytes)
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
+        self._patience_s = _PATIENCE_S
         self._told = False
+        self.has_heard = False
 
     @classmethod
     def open(cls, directory: Path, most_body_bytes: int) -> DirectTransport | None:
-        """None where there is no such way: an older server's pool, or more connections than it takes."""
-        connecting = socket.socket(socket.AF_UNIX)
-        connecting.setblocking(False)
+        """None where there is no such way: an older server's pool, say."""
         try:
+            connecting = socket.socket(socket.AF_UNIX)
+        except OSError:
+            return None
+        try:
+            connecting.setblocking(False)
             with socket_path(directory) as path:
                 connecting.connect(path)
+            return cls(connecting, most_body_bytes)
         except OSError:
             connecting.close()
             return None
-        return cls(connecting, most_body_bytes)
 
     def send(self, frames: Sequence[Any]) -> bool:
         if len(frames) != 2 or self._stream.unsent_bytes > _MOST_UNSENT_BYTES:
             return False
         self._stream.send(frames)
+        self._help_along()
         return not self._stream.is_over
 
     def receive(self) -> list[bytes] | None:
         self._stream.flush()
         self._stream.read()
-        return self._stream.next()
+        self._help_along()
+        message = self._stream.next()
+        self.has_heard |= message is not None
+        return message
 
     def wait(self, timeout_ms: int) -> None:
         if not self._stream.is_over:
             self._stream.flush()
+            writes = select.POLLOUT if self._stream.unsent_bytes else 0
+            self._poll.modify(self._stream.fileno(), select.POLLIN | writes)
             self._poll.poll(timeout_ms)
 
     def lost(self) -> bool:
@@ -63,31 +80,53 @@ class DirectTransport:
     def close(self) -> None:
         self._stream.close()
 
+    def _help_along(self) -> None:
+        """A message of which a part has gone, or has come, goes on while we wait for it a moment: nobody else does it,
+        and an engine may not be back before its step is over. Of a server that stands still we tire for good, until a
+        message is whole again."""
+        stream = self._stream
+        if not stream.is_half:
+            self._patience_s = _PATIENCE_S
+            return
+        until_s = time.monotonic() + self._patience_s
+        while stream.is_half and not stream.is_over and (left_s := until_s - time.monotonic()) > 0:
+            self.wait(max(1, int(left_s * 1000)))
+            stream.flush()
+            stream.read()
+            self._patience_s = max(0.0, until_s - time.monotonic())
+
 
 class Ways:
     """A Transport, and in its place, for a session on the server's host, the socket beside the pool.
 
-    A session is on one connection at a time, and one that it has left is nobody's: who goes back says Hello again.
+    A session is on one connection at a time, and does not come back from there: who goes back says Hello again.
     """
 
     def __init__(self, transport: Transport, *, may_go_direct: bool = True) -> None:
-        self._transport = self._now = transport
-        self._may_go_direct = may_go_direct
+        self._transport = transport
+        self._direct: DirectTransport | None = None
+        self._now: Transport = transport
+        self._not_before_s = 0.0 if may_go_direct else float("inf")
 
     @property
     def is_direct(self) -> bool:
-        return self._now is not self._transport
+        return self._direct is not None
 
     def go_direct(self, welcome: Welcome | None) -> None:
         """If there is such a way, for one who is on that host; else all goes on as before."""
-        if welcome is not None and self._may_go_direct and not self.is_direct:
-            directory, most_bytes = Path(welcome.pool.directory), welcome.limits.frame_bytes
-            self._now = DirectTransport.open(directory, most_bytes) or self._transport
+        if welcome is None or self.is_direct or time.monotonic() < self._not_before_s:
+            return
+        limits = welcome.limits
+        most_bytes = limits.frame_bytes + limits.blocks_per_request * _MOST_BYTES_A_BLOCK
+        self._direct = DirectTransport.open(Path(welcome.pool.directory), most_bytes)
+        self._now = self._direct or self._transport
 
     def go_back(self) -> None:
-        if self.is_direct:
-            self._now.close()
-            self._now = self._transport
+        if self._direct is not None:
+            if not self._direct.has_heard:  # it has no place for us, or is none of ours
+                self._not_before_s = time.monotonic() + _TURNED_AWAY_S
+            self._direct.close()
+            self._direct, self._now = None, self._transport
 
     def send(self, frames: Sequence[Any]) -> bool:
         return self._now.send(frames)
@@ -99,7 +138,8 @@ class Ways:
         self._now.wait(timeout_ms)
 
     def lost(self) -> bool:
-        return self._now.lost()
+        lost = self._transport.lost()  # always: unread, what it has to tell would stop ZMQ's thread some day
+        return self._direct.lost() if self._direct is not None else lost
 
     def refusal(self) -> str:
         return self._transport.refusal()

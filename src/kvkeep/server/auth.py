@@ -67,6 +67,7 @@ class Caller:
 
 
 ANYONE: Final = Caller()
+NOBODY: Final = Caller("nobody", revoked=True)
 
 
 def _matches(tenant: str, pattern: str) -> bool:
@@ -226,9 +227,10 @@ class Gate:
         return self.caller_of(key)
 
     def caller_of(self, key: str | None) -> Caller:
-        """Who has that key, as far as the list says so now; None for somebody of whom nobody knows anything."""
+        """Who has that key, as far as the list says so now; None: of whom nobody knows anything, and who has no
+        session."""
         if key is None:
-            return Caller(revoked=True)
+            return NOBODY
         if not key and self._curve_key is None:
             return ANYONE
         known = self.callers.get(key)

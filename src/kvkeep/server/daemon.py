@@ -90,7 +90,8 @@ class Daemon:
             self.service = self._make_service()
             self._listener = Listener(self._context, self._gate, settings.address, settings.max_frame_size)
             self.address = self._listener.address
-            self._direct = open_direct(self.pool.directory, settings.max_sessions, settings.max_frame_size)
+            most = settings.max_sessions, settings.max_frame_size
+            self._direct = open_direct(self.pool.directory, *most, self.service.counters)
             self._waker, self._wake = socket.socketpair()
             self._wake.setblocking(False)
             self._poller = self._make_poller()
@@ -207,17 +208,20 @@ class Daemon:
         due = self.last_turn + self.settings.session_check_interval
         timeout_ms = max(0, int(min(timeout_s, due - now, self._memory_due - now) * 1000) + 1)
         self.busy_since = None
-        events = self._poller.poll(timeout_ms)
+        has_more = self._direct is not None and self._direct.has_more
+        events = self._poller.poll(0 if has_more else timeout_ms)
         self.busy_since = time.monotonic()
         for ready, _ in events:
             if ready is self._listener.socket:
                 self._answer_all()
             elif self._direct is not None and ready == self._direct.fileno():
-                self._serve_direct()
+                has_more = True
             elif ready in self._gate.sockets:
                 self._gate.serve(ready)
             else:
                 self._waker.recv(4096)
+        if has_more:
+            self._serve_direct()
         while not self._duties.empty():
             self._duties.get()()
         if time.monotonic() >= self._memory_due:
@@ -228,7 +232,7 @@ class Daemon:
                 self.service.bar(self._gate.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
             if self._direct is not None:
-                self._direct.tend(lambda token: self.service.sessions.key_here(token) is not None)
+                self._direct.tend(self.service.sessions.is_on)
             self._look_after_lock()
             self.last_turn = time.monotonic()
 

@@ -3,8 +3,7 @@
     Hello, Attach ── ZMQ, keys, authorized or not ──► a session ── everything else ──► here, with the session's token
 
 Nobody becomes anybody here: who comes without the token of a session is told so, and whoever has one is who opened it.
-A message is answered before the next one of its connection is read, and nothing is read of a connection that does not
-take its replies: what one can make us keep is one message and its answer.
+Each connection has its turn, a few messages at a time, and nothing is read of one that does not take its answers.
 """
 
 from __future__ import annotations
@@ -20,34 +19,40 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvkeep.server.auth import LOG_INTERVAL_S
+from kvkeep.server.counters import Counters
+from kvkeep.server.sessions import DIRECT
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.frames import session_of
 from kvkeep.wire.stream import Stream, socket_path
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES_READ: Final = 256 * MIB  # of messages that are not whole, over all connections
+MOST_BYTES_HELD: Final = 256 * MIB  # of messages that are not whole and answers that were not taken, over all
 _FRAME_SLACK_BYTES = MIB  # a frame a little too long is answered with an error; a huge one ends the connection
-_LONG_BYTES = MIB  # no lookup is
 _CONNECTS_WAITING = 100
 _SPEAK_WITHIN_S = 10.0
+_MESSAGES_A_TURN, _TURN_S = 32, 0.02  # of one connection, and for all of them: then the loop has other duties
 _Answer = Callable[[list[bytes], bytes], list[Any] | None]
 
 
 class _Peer:
-    """A connection. `token`: of the session that it last spoke for, if any."""
+    """A connection. `token`: of the session that it last spoke for, if any. `held_bytes`: as last counted."""
 
     def __init__(self, stream: Stream, name: bytes) -> None:
         self.stream = stream
         self.name = name
         self.token = 0
+        self.held_bytes = 0
+        self.has_waited = False  # for its answers to be taken
         self.since_s = time.monotonic()
 
 
-def open_direct(directory: Path, most_sessions: int, most_frame_bytes: int) -> DirectSocket | None:
+def open_direct(
+    directory: Path, most_sessions: int, most_frame_bytes: int, counters: Counters | None = None
+) -> DirectSocket | None:
     """None if it cannot be had: everybody can ask by ZMQ."""
     try:
-        return DirectSocket(directory, 2 * most_sessions, most_frame_bytes + _FRAME_SLACK_BYTES)
+        return DirectSocket(directory, 2 * most_sessions, most_frame_bytes + _FRAME_SLACK_BYTES, counters)
     except OSError as error:
         log.warning("engines on this host ask by a slower way, there is no socket in %s: %s", directory, error)
         return None
@@ -56,10 +61,15 @@ def open_direct(directory: Path, most_sessions: int, most_frame_bytes: int) -> D
 class DirectSocket:
     """Listens from construction on; OSError if it cannot. For the loop's thread, which polls `fileno`."""
 
-    def __init__(self, directory: Path, most_connections: int, most_body_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, most_connections: int, most_body_bytes: int, counters: Counters | None = None
+    ) -> None:
         self._directory = directory
         self._most_connections, self._most_body_bytes = most_connections, most_body_bytes
+        self._counters = counters or Counters()
         self._peers: dict[int, _Peer] = {}
+        self._ready: dict[int, _Peer] = {}  # who has its turn next first
+        self._held_bytes = 0
         self._named, self._warned_at = 0, float("-inf")
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -68,35 +78,53 @@ class DirectSocket:
                     os.unlink(path)  # a dead server's
                 self._socket.bind(path)
                 os.chmod(path, 0o600)
+                self._file = os.stat(path)
             self._socket.listen(_CONNECTS_WAITING)
             self._socket.setblocking(False)
             self._epoll = select.epoll()
+            self._epoll.register(self._socket, select.EPOLLIN)
         except OSError:
             self._socket.close()
             raise
-        self._epoll.register(self._socket, select.EPOLLIN)
         self._listens = True
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def fileno(self) -> int:
-        """Readable when there is something to do."""
+        """Readable when there is something to do, but for what is left over: see `has_more`."""
         return self._epoll.fileno()
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `serve` has left something to do."""
+        return bool(self._ready)
+
     def serve(self, answer: _Answer) -> None:
-        """Does what there is to do, a little for each connection."""
+        """Does what there is to do, a little for each connection, and for so long at most."""
+        until_s = time.monotonic() + _TURN_S
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._socket.fileno():
                 self._accept()
             elif descriptor in self._peers:
-                self._serve(self._peers[descriptor], answer)
+                self._ready.setdefault(descriptor, self._peers[descriptor])
+        for peer in list(self._ready.values()):
+            if time.monotonic() >= until_s:
+                return
+            if self._ready.pop(peer.stream.fileno(), None) is None:
+                continue  # it was closed for another's sake
+            try:
+                self._serve(peer, answer)
+            except Exception:  # guard: whatever one makes us stumble over, the server serves the others
+                self._counters.internal_errors += 1
+                self._warn("a connection on this host is closed: serving it failed inside the server", trace=True)
+                self._close(peer)
 
-    def tend(self, is_known: Callable[[int], bool]) -> None:
-        """Now and then: closes connections of sessions that are over, and of those who never say anything."""
+    def tend(self, is_on: Callable[[int, bytes], bool]) -> None:
+        """Now and then: closes connections that no session is on: it is over, or on another, or never spoke."""
         spoken_by_s = time.monotonic() - _SPEAK_WITHIN_S
         for peer in list(self._peers.values()):
-            if not is_known(peer.token) and peer.since_s < spoken_by_s:
+            if not is_on(peer.token, peer.name) and peer.since_s < spoken_by_s:
                 self._close(peer)
         self._listen(on=True)
 
@@ -104,7 +132,8 @@ class DirectSocket:
         for peer in list(self._peers.values()):
             self._close(peer)
         with contextlib.suppress(OSError), socket_path(self._directory) as path:
-            os.unlink(path)
+            if os.path.samestat(os.stat(path), self._file):  # or another server's, if the directory is one by now
+                os.unlink(path)
         self._socket.close()
         self._epoll.close()
 
@@ -117,12 +146,17 @@ class DirectSocket:
             self._warn(f"a connection on this host could not be taken: {error}")
             self._listen(on=False)
             return
-        if len(self._peers) >= self._most_connections:
+        try:
+            if len(self._peers) >= self._most_connections:
+                raise OSError(f"there are {len(self._peers)} already")
+            self._epoll.register(connected, select.EPOLLIN)
+        except OSError as error:  # who is turned away goes on by ZMQ
             connected.close()
+            self._warn(f"a connection on this host was not taken: {error}")
             return
         self._named += 1
-        self._peers[connected.fileno()] = _Peer(Stream(connected, self._most_body_bytes), b"direct %d" % self._named)
-        self._epoll.register(connected, select.EPOLLIN)
+        name = DIRECT + b"%d" % self._named
+        self._peers[connected.fileno()] = _Peer(Stream(connected, self._most_body_bytes), name)
 
     def _listen(self, *, on: bool) -> None:
         if on != self._listens:
@@ -131,12 +165,12 @@ class DirectSocket:
 
     def _serve(self, peer: _Peer, answer: _Answer) -> None:
         stream = peer.stream
-        had_unsent = stream.unsent_bytes
         stream.flush()
         if not stream.unsent_bytes:
             stream.read()
-            self._limit(stream)
-        while (frames := stream.next()) is not None:
+        for _ in range(_MESSAGES_A_TURN):
+            if stream.unsent_bytes or (frames := stream.next()) is None:
+                break
             token = session_of(frames[0])
             if token is None:  # and what comes after it is none either
                 stream.end()
@@ -145,25 +179,35 @@ class DirectSocket:
             reply = answer(frames, peer.name)
             if reply is not None and len(reply) == 2:  # blocks do not go this way
                 stream.send(reply)
-        if stream.is_over:
+        if stream.is_over and not stream.has_next:
             self._close(peer)
-        elif bool(stream.unsent_bytes) != bool(had_unsent):
-            self._epoll.modify(stream.fileno(), select.EPOLLOUT if stream.unsent_bytes else select.EPOLLIN)
-
-    def _limit(self, stream: Stream) -> None:
-        if stream.read_bytes < _LONG_BYTES:
             return
-        if sum(peer.stream.read_bytes for peer in self._peers.values()) > MOST_BYTES_READ:
-            self._warn(f"messages that are not whole take more than {format_size(MOST_BYTES_READ)}; one is broken off")
-            stream.end()
+        if bool(stream.unsent_bytes) != peer.has_waited:
+            peer.has_waited = not peer.has_waited
+            self._epoll.modify(stream.fileno(), select.EPOLLOUT if peer.has_waited else select.EPOLLIN)
+        if stream.has_next and not peer.has_waited:
+            self._ready[stream.fileno()] = peer
+        self._count(peer, stream.read_bytes + stream.unsent_bytes)
 
-    def _warn(self, problem: str) -> None:
+    def _count(self, peer: _Peer, held_bytes: int) -> None:
+        self._held_bytes += held_bytes - peer.held_bytes
+        peer.held_bytes = held_bytes
+        while self._held_bytes > MOST_BYTES_HELD:
+            self._warn(
+                f"half messages and answers take more than {format_size(MOST_BYTES_HELD)}; a connection is closed"
+            )
+            self._close(max(self._peers.values(), key=lambda each: each.held_bytes))
+
+    def _warn(self, problem: str, *, trace: bool = False) -> None:
         """Once a minute at most: who knocks must not fill our disk."""
         if time.monotonic() - self._warned_at >= LOG_INTERVAL_S:
             self._warned_at = time.monotonic()
-            log.warning("%s", problem)
+            log.warning("%s", problem, exc_info=trace)
 
     def _close(self, peer: _Peer) -> None:
-        del self._peers[peer.stream.fileno()]
-        self._epoll.unregister(peer.stream.fileno())
+        descriptor = peer.stream.fileno()
+        del self._peers[descriptor]
+        self._ready.pop(descriptor, None)
+        self._held_bytes -= peer.held_bytes
+        self._epoll.unregister(descriptor)
         peer.stream.close()

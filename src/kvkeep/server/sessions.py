@@ -26,6 +26,7 @@ from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000
 _CONNECTIONS_REMEMBERED = 64
+DIRECT = b"\0direct "  # connections to the socket beside the pool have such names, and nobody can choose them
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,11 @@ class ServerSession:
 
     def is_on(self, peer: bytes) -> bool:
         """Whether the session is on that connection. A new one takes it over, since the old one may have broken; from
-        then on the old one is nobody's: a session cannot be used over several at a time."""
+        then on the old one is nobody's: a session cannot be used over several at a time. Nor does one that has gone to
+        the socket beside the pool come back by another."""
         if peer == self.peer:
             return True
-        if peer in self._left:
+        if peer in self._left or (self.peer.startswith(DIRECT) and not peer.startswith(DIRECT)):
             return False
         self._left.append(self.peer)
         self.peer = peer
@@ -165,6 +167,10 @@ class Sessions:
         """The key of who opened that session; None unless it has attached to shared memory on this host."""
         session = self._by_token.get(token)
         return session.key if session is not None and session.plane == SHARED_MEMORY else None
+
+    def is_on(self, token: int, peer: bytes) -> bool:
+        session = self._by_token.get(token)
+        return session is not None and session.peer == peer
 
     def bar(self, session: ServerSession) -> bool:
         """From now on nobody can ask for it. What it holds stays its own until it is removed. False if it was so."""

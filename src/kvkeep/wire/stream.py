@@ -21,6 +21,8 @@ SOCKET_FILE: Final = "direct.sock"
 _LENGTH = struct.Struct("<I")
 _HEAD_BYTES = _LENGTH.size + HEADER_BYTES
 _BYTES_AT_A_TIME = 16 << 10  # of small messages: a few hundred at most
+_MOST_BYTES_AT_A_TIME, _READS = 1 << 20, 8
+_BUFFER_BYTES = 4 << 20  # the kernel's, as far as it lets us: a message that fits into it goes in one
 
 
 @contextlib.contextmanager
@@ -38,6 +40,7 @@ class Stream:
 
     def __init__(self, connected: socket.socket, most_body_bytes: int) -> None:
         connected.setblocking(False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._socket = connected
         self._most_body_bytes = most_body_bytes
         self._read = bytearray()
@@ -56,6 +59,11 @@ class Stream:
         """Of messages that are not whole, or that nobody has asked for."""
         return len(self._read)
 
+    @property
+    def is_half(self) -> bool:
+        """Whether a part of a message has gone or come, and the rest has not."""
+        return bool(self._unsent) or (bool(self._read) and not self.has_next)
+
     def send(self, frames: Sequence[Any]) -> None:
         """What does not go now goes with `flush`."""
         if self.is_over:
@@ -68,23 +76,33 @@ class Stream:
         if not self._unsent or self.is_over:
             return
         try:
-            del self._unsent[: self._socket.send(self._unsent)]
+            del self._unsent[: self._socket.send(self._unsent, socket.MSG_NOSIGNAL)]
         except BlockingIOError:
             pass
         except OSError:
-            self.is_over = True
+            self._lose()
 
     def read(self) -> None:
-        """What has come: no more than belongs to one message, or a few small ones."""
+        """What has come: no more than belongs to one message, or a few small ones, and of a long one no more than a few
+        MiB: who sends faster than anybody reads must not keep us."""
         try:
-            while not self.is_over and (missing := self._missing_bytes()):
-                data = self._socket.recv(max(missing, _BYTES_AT_A_TIME))
+            for _ in range(_READS):
+                missing = self._missing_bytes()
+                if self.is_over or not missing:
+                    return
+                data = self._socket.recv(min(max(missing, _BYTES_AT_A_TIME), _MOST_BYTES_AT_A_TIME))
+                if not data:
+                    self._lose()
                 self._read += data
-                self.is_over = not data
         except BlockingIOError:
             pass
         except OSError:
-            self.is_over = True
+            self._lose()
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a message is whole."""
+        return not self._missing_bytes()
 
     def next(self) -> list[bytes] | None:
         """The next message of those that were read, if one is whole."""
@@ -101,8 +119,12 @@ class Stream:
 
     def end(self) -> None:
         """Nothing more is read or sent; what was read and not asked for is forgotten."""
-        self.is_over = True
+        self._lose()
         self._read.clear()
+
+    def _lose(self) -> None:
+        """The other side is gone: what it has said is there, and nobody takes what was to be sent."""
+        self.is_over = True
         self._unsent.clear()
 
     def _missing_bytes(self) -> int:
