@@ -65,9 +65,9 @@ def _ignore_epoch() -> list[Patch]:
     def pool(self: Connection, epoch: int, session: int = 0) -> Any:
         return right_pool(self, self.epoch)
 
-    def begin(self: Loading, epoch: int, ready: Any) -> None:
+    def begin(self: Loading, epoch: int, ready: Any, ahead: Any = None) -> None:
         self._requests = [replace(request, epoch=epoch) for request in self._requests]
-        right_begin(self, epoch, ready)
+        right_begin(self, epoch, ready, ahead)
 
     right_pool, right_begin = Connection.pool, Loading.begin
     is_stale: Patch = (SchedulerAdapter, "_is_stale", lambda self, asked: False)
