@@ -328,6 +328,7 @@ class Connection:
         elif self.state == "up":
             if (self._ping is None or self._ping.done) and now_ms >= self._next_ping_ms:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
+                self._transport.go_direct(self.welcome if self._fence and not self._calls else None)
                 self._ping = self._send(m.Ping(), max(self.options.ping_interval_ms, self.options.lookup_deadline_ms))
                 if not self.answering and self._fence is not None and self._fence.server_is_gone():
                     self._go_down()

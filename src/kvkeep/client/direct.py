@@ -14,7 +14,7 @@ from kvkeep.wire.messages import Welcome
 from kvkeep.wire.stream import Stream, socket_path
 
 _MOST_UNSENT_BYTES = 16 << 20  # for a server that does not read; deadlines end what waits there
-_MOST_BYTES_A_BLOCK = 1 << 10  # of an answer: a slot and 127 checksums
+_MOST_BYTES_A_BLOCK = 8 << 10  # of an answer: a slot and a thousand checksums
 _PATIENCE_S = (
     0.004  # with a message that is longer than the kernel's buffers, and moves only while both sides are there
 )
@@ -30,7 +30,7 @@ class DirectTransport:
         self._poll.register(connected, select.POLLIN)
         self._patience_s = _PATIENCE_S
         self._told = False
-        self.has_heard = False
+        self._has_heard = False
 
     @classmethod
     def open(cls, directory: Path, most_body_bytes: int) -> DirectTransport | None:
@@ -60,7 +60,7 @@ class DirectTransport:
         self._stream.read()
         self._help_along()
         message = self._stream.next()
-        self.has_heard |= message is not None
+        self._has_heard |= message is not None
         return message
 
     def wait(self, timeout_ms: int) -> None:
@@ -73,6 +73,11 @@ class DirectTransport:
     def lost(self) -> bool:
         told, self._told = self._told, self._stream.is_over
         return self._stream.is_over and not told
+
+    @property
+    def was_turned_away(self) -> bool:
+        """Whether the other side ended it without a word: it has no place for us, or is no server of ours."""
+        return self._stream.is_over and not self._has_heard
 
     def refusal(self) -> str:
         return ""
@@ -89,7 +94,9 @@ class DirectTransport:
             self._patience_s = _PATIENCE_S
             return
         until_s = time.monotonic() + self._patience_s
-        while stream.is_half and not stream.is_over and (left_s := until_s - time.monotonic()) > 0:
+        while stream.is_half and not stream.has_next and not stream.is_over:
+            if (left_s := until_s - time.monotonic()) <= 0:
+                break
             self.wait(max(1, int(left_s * 1000)))
             stream.flush()
             stream.read()
@@ -99,7 +106,7 @@ class DirectTransport:
 class Ways:
     """A Transport, and in its place, for a session on the server's host, the socket beside the pool.
 
-    A session is on one connection at a time, and does not come back from there: who goes back says Hello again.
+    A session is on one connection at a time. If that one breaks it goes on by the other, and comes back later.
     """
 
     def __init__(self, transport: Transport, *, may_go_direct: bool = True) -> None:
@@ -113,7 +120,8 @@ class Ways:
         return self._direct is not None
 
     def go_direct(self, welcome: Welcome | None) -> None:
-        """If there is such a way, for one who is on that host; else all goes on as before."""
+        """If there is such a way, for one who is on that host, and has no answers on their way; else all goes on as
+        before."""
         if welcome is None or self.is_direct or time.monotonic() < self._not_before_s:
             return
         limits = welcome.limits
@@ -123,7 +131,7 @@ class Ways:
 
     def go_back(self) -> None:
         if self._direct is not None:
-            if not self._direct.has_heard:  # it has no place for us, or is none of ours
+            if self._direct.was_turned_away:
                 self._not_before_s = time.monotonic() + _TURNED_AWAY_S
             self._direct.close()
             self._direct, self._now = None, self._transport

@@ -114,7 +114,7 @@ class DirectSocket:
             if self._ready.pop(peer.stream.fileno(), None) is None:
                 continue  # it was closed for another's sake
             try:
-                self._serve(peer, answer)
+                self._serve(peer, answer, until_s)
             except Exception:  # guard: whatever one makes us stumble over, the server serves the others
                 self._counters.internal_errors += 1
                 self._warn("a connection on this host is closed: serving it failed inside the server", trace=True)
@@ -149,21 +149,21 @@ class DirectSocket:
         try:
             if len(self._peers) >= self._most_connections:
                 raise OSError(f"there are {len(self._peers)} already")
+            stream = Stream(connected, self._most_body_bytes)
             self._epoll.register(connected, select.EPOLLIN)
         except OSError as error:  # who is turned away goes on by ZMQ
             connected.close()
             self._warn(f"a connection on this host was not taken: {error}")
             return
         self._named += 1
-        name = DIRECT + b"%d" % self._named
-        self._peers[connected.fileno()] = _Peer(Stream(connected, self._most_body_bytes), name)
+        self._peers[connected.fileno()] = _Peer(stream, DIRECT + b"%d" % self._named)
 
     def _listen(self, *, on: bool) -> None:
         if on != self._listens:
             self._listens = on
             self._epoll.modify(self._socket, select.EPOLLIN if on else 0)
 
-    def _serve(self, peer: _Peer, answer: _Answer) -> None:
+    def _serve(self, peer: _Peer, answer: _Answer, until_s: float) -> None:
         stream = peer.stream
         stream.flush()
         if not stream.unsent_bytes:
@@ -179,6 +179,8 @@ class DirectSocket:
             reply = answer(frames, peer.name)
             if reply is not None and len(reply) == 2:  # blocks do not go this way
                 stream.send(reply)
+            if time.monotonic() >= until_s:
+                break
         if stream.is_over and not stream.has_next:
             self._close(peer)
             return
@@ -206,7 +208,8 @@ class DirectSocket:
 
     def _close(self, peer: _Peer) -> None:
         descriptor = peer.stream.fileno()
-        del self._peers[descriptor]
+        if self._peers.pop(descriptor, None) is None:
+            return
         self._ready.pop(descriptor, None)
         self._held_bytes -= peer.held_bytes
         self._epoll.unregister(descriptor)

@@ -26,7 +26,7 @@ from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000
 _CONNECTIONS_REMEMBERED = 64
-DIRECT = b"\0direct "  # connections to the socket beside the pool have such names, and nobody can choose them
+DIRECT = b"\0direct "  # so the names of connections to the socket beside the pool begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,14 @@ class ServerSession:
 
     def is_on(self, peer: bytes) -> bool:
         """Whether the session is on that connection. A new one takes it over, since the old one may have broken; from
-        then on the old one is nobody's: a session cannot be used over several at a time. Nor does one that has gone to
-        the socket beside the pool come back by another."""
+        then on the old one is nobody's: a session cannot be used over several at a time. Only to where it went to the
+        socket beside the pool from may it come back: what it has leased is read meanwhile, whatever breaks."""
         if peer == self.peer:
             return True
-        if peer in self._left or (self.peer.startswith(DIRECT) and not peer.startswith(DIRECT)):
+        if peer in self._left:
             return False
-        self._left.append(self.peer)
+        if not peer.startswith(DIRECT) or self.peer.startswith(DIRECT):
+            self._left.append(self.peer)
         self.peer = peer
         return True
 
