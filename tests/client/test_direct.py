@@ -128,6 +128,7 @@ def test_one_that_breaks_costs_the_calls_on_their_way_and_no_session(connect: Ca
         call = connection.call(m.Ping(), 10_000)
         connection.wait(call)
         assert call.failure == "unreachable"
+        connection.poll()
         assert answers(connection), "by ZMQ, or by the socket again"
         until(lambda: connection._transport.is_direct, connection)
         assert answers(connection)
