@@ -126,6 +126,16 @@ def test_a_load_takes_what_was_fetched_for_it(world: World) -> None:
     assert world.load() == [] and world.copier.names.count("take") == 1, "once"
 
 
+def test_what_a_load_took_began_when_its_first_bytes_were_fetched(world: World) -> None:
+    world.fetch()
+    world.at_once._began_s -= 100
+    assert world.at_once.load("job", world.request, "a").seconds["job"] > 100
+    world.fetch("b")
+    world.at_once._began_s -= 100
+    assert world.at_once.load("job", world.request, "a").seconds["job"] < 100, "not that one's"
+    assert world.at_once.load("job", world.request, "a").seconds["job"] < 100
+
+
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("owner", ["b", None])
 def test_nobody_else_does(simulation: Make, late_copier: Any, owner: str | None, verify: bool) -> None:

@@ -182,6 +182,27 @@ def test_closed_it_reads_no_slot_any_more() -> None:
             assert not rig.copier._in.copies.work
 
 
+@pytest.mark.parametrize("marks_too", [False, True], ids=["one event", "all"])
+def test_closed_it_reads_none_also_if_the_device_fails(monkeypatch: pytest.MonkeyPatch, marks_too: bool) -> None:
+    for seed in range(20):
+        rig = Rig(seed)
+        ahead, waits, device = rig.fetch([*range(9)]), [0], rig.world.device
+        wait = device.wait
+
+        def fail(event: Any, waits: list[int] = waits, wait: Any = wait) -> None:
+            waits[0] += 1
+            if marks_too or waits[0] == 1:
+                raise DeviceError("no")
+            wait(event)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "wait", fail)
+            with pytest.raises(DeviceError):
+                ahead.close()
+        assert not rig.copier._in.copies.work
+        ahead.close()
+
+
 @pytest.mark.parametrize("reached", [0, 2, 3, 8, 20])
 def test_only_slots_that_the_bus_reaches_are_fetched_ahead(reached: int) -> None:
     """A bounce buffer is filled by hand."""

@@ -212,7 +212,7 @@ class StepWorker:
         self.ahead = None
 
     def load_now(self, job: Hashable, load: LoadRequest, owner: Hashable = None) -> Finished:
-        assert self.ahead == (owner, load.epoch, load.slots.tolist()), "what was fetched is for another load"
+        assert self.ahead in (None, (owner, load.epoch, load.slots.tolist())), "what was fetched is for another load"
         self.ahead = None
         self.began.append(("load", load))
         finished = Finished(0)

@@ -33,6 +33,7 @@ class AtOnce:
         self._failed_inside = failed_inside
         self._owner: Hashable = None
         self._fetched: Fetched | None = None
+        self._began_s = 0.0  # with what is fetched
         self._pool = contextlib.ExitStack()  # its memory stays ours as long as anything is fetched from it
 
     def fetch(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> None:
@@ -42,6 +43,7 @@ class AtOnce:
         is_here = self._transfer.connection.segments is not None and epoch == self._transfer.connection.epoch
         if not is_here or self._transfer.pieces != 1 or not len(slots):
             return
+        self._began_s = time.perf_counter()
         try:
             addresses = self._pool.enter_context(self._transfer.addresses(0, slots, epoch))
             if addresses is not None:
@@ -55,7 +57,8 @@ class AtOnce:
         """Whatever was fetched for another is dropped."""
         if owner != self._owner:
             self.drop()
-        began_s, failed = time.perf_counter(), request.ids_of(slice(None))
+        began_s = time.perf_counter() if self._fetched is None else self._began_s
+        failed = request.ids_of(slice(None))
         try:
             ready = [self._transfer.copier.mark()]
             [loaded] = self._transfer.load_together([request], ready, self._fetched)

@@ -4,10 +4,12 @@ not done yet can be used."""
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from kvkeep.client.connection import Connection
+from kvkeep.wire.segments import Segments
 
 log = logging.getLogger(__name__)
 
@@ -15,18 +17,25 @@ _UNPINNED_S = 0.2  # until a new server's memory is looked at
 POOL_REGISTERED = "kvkeep: the server's pool is mapped and registered with the GPU's driver"
 
 
-def populate(connection: Connection, pin: Any = None, unpin: Any = None) -> bool:
+def populate(connection: Connection) -> bool:
     """Maps a little more of the pool. Whether there was any left."""
     with connection.pool(connection.epoch) as pool:
-        return pool is not None and pool[0].populate_next(pin, unpin)
+        return pool is not None and pool[0].populate_next()
 
 
 class Pins:
-    """For a GPU's copier, and a thread of its own."""
+    """For a GPU's copier, and a thread of its own.
+
+    Taking a large pool back from the driver takes seconds. Whoever is the last to let go of it may be the engine's own
+    thread, so it is done in this one, too.
+    """
 
     def __init__(self, connection: Connection, copier: Any) -> None:
         self._connection = connection
         self._copier = copier
+        self._lock = threading.Lock()
+        self._ended: list[Segments] = []  # pools that nobody uses any more
+        self._is_over = False
         self._told = 0  # in which epoch it was said that all is done
 
     def run(self, wake: Any, is_closing: Callable[[], bool]) -> None:
@@ -35,13 +44,35 @@ class Pins:
             if not self.go_on():
                 with wake:
                     wake.wait_for(is_closing, _UNPINNED_S)
+        with self._lock:
+            self._is_over = True
+        self._unmap()
 
     def go_on(self) -> bool:
         """A little more. Whether there was any left."""
-        if populate(self._connection, self._copier.pin, self._copier.unpin):
-            return True
-        segments, epoch = self._connection.segments, self._connection.epoch
-        if segments is not None and segments.is_populated and epoch != self._told:
-            self._told = epoch
-            log.info(POOL_REGISTERED)
-        return False
+        self._unmap()
+        with self._connection.pool(epoch := self._connection.epoch) as pool:
+            if pool is None:
+                return False
+            segments, _ = pool
+            segments.unmapped_by = self._take
+            if segments.populate_next(self._copier.pin, self._copier.unpin):
+                return True
+            if segments.is_populated and epoch != self._told:
+                self._told = epoch
+                log.info(POOL_REGISTERED)
+            return False
+
+    def _take(self, segments: Segments) -> None:
+        """From any thread; in that one if this has ended."""
+        with self._lock:
+            if not self._is_over:
+                self._ended.append(segments)
+                return
+        segments.unmap()
+
+    def _unmap(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for segments in ended:
+            segments.unmap()

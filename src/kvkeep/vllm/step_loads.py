@@ -47,6 +47,7 @@ class StepLoads:
         self._is_possible = is_wanted and vllm_config.speculative_config is None and _is_known()
         self._short: dict[str, tuple[Any, int]] = {}  # requests, and how many of their tokens are there
         self._not_before_s = 0.0
+        self._ahead_for = ""  # the last request that was fetched for and is not loaded
         self.pool: BlockPool | None = None
         self.worker: WorkerSide | None = None  # the only one, if it may load before a step and be waited for
 
@@ -75,13 +76,16 @@ class StepLoads:
         )
 
     def fetch_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> None:
-        """vLLM hears that this request is loaded, and will say where to."""
+        """vLLM hears that this request is loaded, and will say where to. If it does not, for want of blocks, it asks
+        again and again: the bus is busy for nothing once."""
         assert self.worker is not None
-        self.worker.load_ahead(request_id, epoch, slots)
+        if request_id != self._ahead_for:
+            self._ahead_for = request_id
+            self.worker.load_ahead(request_id, epoch, slots)
 
     def load_now(self, side: SchedulerSide, job: Job) -> Finished:
         """That load, in the thread that asks for it."""
-        worker, reports = self.worker, list[Finished]()
+        worker, reports, self._ahead_for = self.worker, list[Finished](), ""
         assert worker is not None
         side.begin_load(job, lambda number, load: reports.append(worker.load_now(job.request_id, number, load)))
         self.took(reports[0].seconds.get(job.number, 0.0))

@@ -64,6 +64,7 @@ class Segments:
         self._populated = 0
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
+        self.unmapped_by: Callable[[Segments], None] | None = None  # instead of by whoever closes it
         self._mapping = threading.Lock()
         self._presence: Presence | None = None
         self._looked_for_presence = False
@@ -138,7 +139,12 @@ class Segments:
         return self._populated >= self._pool_bytes
 
     def close(self) -> None:
-        """Unmaps everything. No address from here may be used afterwards; a view still held keeps its own mapping."""
+        """No address from here may be used afterwards; a view still held keeps its own mapping."""
+        by = self.unmapped_by or Segments.unmap
+        by(self)
+
+    def unmap(self) -> None:
+        """Everything."""
         if self._unpin is not None:
             for address in self._pinned:
                 self._unpin(address)

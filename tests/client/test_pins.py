@@ -1,0 +1,93 @@
+"""A pool that is registered with a GPU's driver: by one thread, part by part, and taken back by the same."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.client.test_worker_threads import eventually
+
+from kvkeep.client.pins import POOL_REGISTERED, Pins
+
+Make = Callable[..., Any]
+
+
+class Driver:
+    """Which parts it has, and who gave or took one."""
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+        self.threads: set[int] = set()
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        self.threads.add(threading.get_ident())
+        self.parts.append(address)
+        return True
+
+    def unpin(self, address: int) -> None:
+        self.threads.add(threading.get_ident())
+        self.parts.remove(address)
+
+
+@pytest.mark.parametrize("last", ["the engine", "the session"])
+def test_whoever_lets_go_last_a_thread_of_its_own_takes_it_back(simulation: Make, last: str) -> None:
+    """It takes seconds for a large pool, and an engine's thread has other things to do."""
+    connection, driver = simulation(shared_memory=True).connected(1000), Driver()
+    pins, wake, closing = Pins(connection, driver), threading.Condition(), list[bool]()
+    thread = threading.Thread(target=pins.run, args=(wake, lambda: bool(closing)))
+    thread.start()
+    assert eventually(lambda: pins._told == connection.epoch) and driver.parts
+    segments = connection.segments
+    with connection.pool(connection.epoch) as pool:
+        assert pool is not None
+        if last == "the engine":
+            connection._go_down()
+            assert driver.parts, "it is in use"
+    connection._go_down()
+    assert eventually(lambda: not driver.parts) and driver.threads == {thread.ident}
+    assert eventually(lambda: not any(segments._maps)), "and unmapped"
+    closing.append(True)
+    with wake:
+        wake.notify_all()
+    thread.join()
+
+
+def test_what_is_let_go_of_at_the_end_is_taken_back_all_the_same(simulation: Make) -> None:
+    """By that thread if it has not ended, and by whoever lets go if it has."""
+    sim = simulation(shared_memory=True)
+    for ends_first in (True, False):
+        connection, driver = sim.connected(1000), Driver()
+        pins, segments = Pins(connection, driver), connection.segments
+        while pins.go_on():
+            pass
+        assert driver.parts
+        if ends_first:
+            pins.run(None, lambda: True)
+            connection.close()
+        else:
+            connection.close()
+            assert driver.parts, "it will do that"
+            pins.run(None, lambda: True)
+        assert not driver.parts and not any(segments._maps)
+
+
+def test_the_next_servers_pool_is_registered_too_and_each_is_told_once(
+    simulation: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim = simulation(shared_memory=True)
+    connection, driver = sim.connected(1000), Driver()
+    pins = Pins(connection, driver)
+    with caplog.at_level(logging.INFO, "kvkeep"):
+        for epoch in (1, 2):
+            while pins.go_on():
+                pass
+            assert not pins.go_on() and connection.epoch == epoch
+            assert len(driver.parts) == 1, "the one before was taken back"
+            assert [record.getMessage() for record in caplog.records].count(POOL_REGISTERED) == epoch
+            if epoch == 1:
+                connection._go_down()
+                sim.replace_server(epoch=2)
+                assert connection.wait_until_up(2_000)
