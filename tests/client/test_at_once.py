@@ -39,6 +39,9 @@ class Fetched:
         self.rows = rows
         self.open = True
 
+    def __bool__(self) -> bool:
+        return len(self.rows) > 0
+
     def close(self) -> None:
         self.open = False
         self._copier.note("close")
@@ -92,8 +95,8 @@ class World:
         slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
         self.request = LoadRequest("default", keys(4), 0, np.array(IDS), call.epoch, slots, checksums)
 
-    def fetch(self, owner: str = "a") -> None:
-        self.at_once.fetch(owner, self.request.epoch, self.request.slots)
+    def fetch(self, owner: str = "a") -> bool:
+        return self.at_once.fetch(owner, self.request.epoch, self.request.slots)
 
     def load(self, owner: str | None = "a") -> list[int]:
         """The places of those that failed."""
@@ -118,7 +121,7 @@ def world(simulation: Make, late_copier: Any) -> World:
 
 
 def test_a_load_takes_what_was_fetched_for_it(world: World) -> None:
-    world.fetch()
+    assert world.fetch()
     assert world.copier.names == ["fetch"] and world.fence._holders == 2, "the pool's memory stays ours"
     assert world.load() == [] and world.has_loaded()
     assert world.copier.names == ["fetch", "mark", "take", "scatter 0", "good 0", "close"]
@@ -189,7 +192,7 @@ def test_a_pool_that_goes_before_the_load_costs_the_load(simulation: Make, late_
 
 def test_a_fetch_that_fails_costs_the_load_nothing(simulation: Make, late_copier: Any) -> None:
     world = World(simulation(shared_memory=True), fetching(late_copier), "fetch")
-    world.fetch()
+    assert not world.fetch()
     assert world.failures == ["load"] and world.fence._holders == 1
     assert world.load() == [] and world.has_loaded() and world.failures == ["load"]
 
@@ -207,7 +210,7 @@ def test_where_nothing_can_be_fetched_nothing_is_held(simulation: Make, late_cop
     piece, slots = Piece(BlockRuns.of([world.target])), world.request.slots
     for pieces, copier in (([piece], None), ([piece] * 2, world.copier)):
         at_once = AtOnce(Transfer(world.connection, pieces, 0, copier), 0, world.failures.append)
-        at_once.fetch("a", world.request.epoch, slots)
+        assert not at_once.fetch("a", world.request.epoch, slots)
         assert at_once._fetched is None and world.fence._holders == 1
     world.at_once.fetch("a", world.request.epoch + 1, slots)
     far = World(simulation(), fetching(late_copier))

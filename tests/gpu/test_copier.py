@@ -255,33 +255,6 @@ class TestOrder:
         engine.copier.reading(0, verify=True, ready=ready).close()
         assert slept == [(0.002, True)] * unfinished
 
-    @pytest.mark.parametrize("registrable", [True, False])
-    def test_a_registration_rests_four_times_as_long_as_the_last_one_took(
-        self, monkeypatch: pytest.MonkeyPatch, registrable: bool
-    ) -> None:
-        """Or an engine that starts kernels meanwhile would hardly get through."""
-        engine, now_s = Engine(pinned="none", registrable=registrable), 100.0
-        slept: list[float] = []
-
-        def sleep(seconds: float) -> None:
-            nonlocal now_s
-            slept.append(seconds)
-            now_s += seconds
-
-        def register(*ignored: int) -> None:
-            nonlocal now_s
-            now_s += 0.25
-            if not registrable:
-                raise DeviceError("CUDA error: not permitted")
-
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
-        monkeypatch.setattr(engine.device, "register", register)
-        for _ in range(2):
-            engine.copier.pin(1 << 40, 4096)
-        now_s += 7.0  # what mapping the next part takes
-        engine.copier.pin(1 << 41, 4096)
-        assert slept == [0.0, 1.0, 0.0]
-
     def test_when_no_event_can_be_had_a_load_has_ended_before_its_error_is_told(self) -> None:
         engine = Engine()
         sums, device = engine.store([1, 2], [1, 2]), engine.device

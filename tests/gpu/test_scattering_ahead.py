@@ -177,26 +177,33 @@ def test_closed_it_reads_no_slot_any_more() -> None:
         rig = Rig(seed)
         for ahead in (rig.fetch([*range(count)]) for count in (9, 0)):
             assert all(bay.busy is arrived for bay, arrived in ahead._bays), "free when that is over"
+            assert bool(ahead) == bool(ahead._bays)
             ahead.close()
             ahead.close()
             assert not rig.copier._in.copies.work
 
 
-@pytest.mark.parametrize("marks_too", [False, True], ids=["one event", "all"])
-def test_closed_it_reads_none_also_if_the_device_fails(monkeypatch: pytest.MonkeyPatch, marks_too: bool) -> None:
+@pytest.mark.parametrize("fails", ["one event", "all events", "waiting for kernels, too"])
+def test_closed_it_reads_none_also_if_the_device_fails(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     for seed in range(20):
         rig = Rig(seed)
-        ahead, waits, device = rig.fetch([*range(9)]), [0], rig.world.device
-        wait = device.wait
+        ahead, waits, device, line = rig.fetch([*range(9)]), [0], rig.world.device, rig.copier._in
+        wait, drain = device.wait, device.drain
 
         def fail(event: Any, waits: list[int] = waits, wait: Any = wait) -> None:
             waits[0] += 1
-            if marks_too or waits[0] == 1:
+            if waits[0] == 1 or fails != "one event":
                 raise DeviceError("no")
             wait(event)
 
+        def drain_copies(stream: Any, line: Any = line, drain: Any = drain) -> None:
+            if stream is line.kernels and fails == "waiting for kernels, too":
+                raise DeviceError("no")
+            drain(stream)
+
         with monkeypatch.context() as patched:
             patched.setattr(device, "wait", fail)
+            patched.setattr(device, "drain", drain_copies)
             with pytest.raises(DeviceError):
                 ahead.close()
         assert not rig.copier._in.copies.work

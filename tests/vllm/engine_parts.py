@@ -204,9 +204,10 @@ class StepWorker:
     def wait_for_load(self, seconds: float) -> None:
         """Loads are over when somebody polls."""
 
-    def load_ahead(self, owner: Hashable, epoch: int, slots: Any) -> None:
+    def load_ahead(self, owner: Hashable, epoch: int, slots: Any) -> bool:
         self.began.append(("ahead", owner))
         self.ahead = (owner, epoch, slots.tolist())
+        return True
 
     def drop_ahead(self) -> None:
         self.ahead = None

@@ -205,6 +205,19 @@ def test_what_vllm_has_no_blocks_for_is_dropped_and_keeps_the_bus_busy_once(
     assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
+def test_what_could_not_be_fetched_yet_is_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool may not be mapped yet."""
+    tried, load_ahead = list[str](), engine.worker.load_ahead
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.scheduler.kv_cache_manager, "allocate_slots", lambda *given, **named: None)
+        patched.setattr(engine.worker, "load_ahead", lambda owner, *given: bool(tried.append(owner)))
+        engine.add(request(PROMPT, "b"))
+        while len(tried) < 3:
+            engine.step()
+    assert engine.worker.load_ahead == load_ahead and fetched(engine) == []
+    assert engine.run().answers["b"] == answer_to(PROMPT) and fetched(engine) == ["b"]
+
+
 def end(side: RequestSide, asked: Any) -> None:
     side.end(asked)
 

@@ -36,13 +36,13 @@ class AtOnce:
         self._began_s = 0.0  # with what is fetched
         self._pool = contextlib.ExitStack()  # its memory stays ours as long as anything is fetched from it
 
-    def fetch(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> None:
+    def fetch(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
         """Begins with the first of these slots, where that can be done: an engine with one piece, on a GPU, on the
-        server's host."""
+        server's host. Whether any are on their way."""
         self.drop()
         is_here = self._transfer.connection.segments is not None and epoch == self._transfer.connection.epoch
         if not is_here or self._transfer.pieces != 1 or not len(slots):
-            return
+            return False
         self._began_s = time.perf_counter()
         try:
             addresses = self._pool.enter_context(self._transfer.addresses(0, slots, epoch))
@@ -50,8 +50,9 @@ class AtOnce:
                 self._owner, self._fetched = owner, self._transfer.copier.fetch_ahead(0, addresses)
         except Exception:  # guard: the load fetches all of it
             self._failed_inside("load")
-        if self._fetched is None:
+        if not self._fetched:
             self.drop()
+        return self._fetched is not None
 
     def load(self, job: Hashable, request: LoadRequest, owner: Hashable) -> Finished:
         """Whatever was fetched for another is dropped."""

@@ -56,8 +56,9 @@ class Scattering(Protocol):
 
 
 class Fetched(Protocol):
-    """The first bytes of some slots on their way to the engine's device. `close` waits until they are there."""
+    """The first bytes of some slots on their way to the device, if any. `close` waits until they are there."""
 
+    def __bool__(self) -> bool: ...
     def close(self) -> None: ...
 
 

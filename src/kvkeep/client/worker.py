@@ -142,13 +142,13 @@ class WorkerAdapter:
             self._began[job] = time.perf_counter()
             self._for_loads.notify_all()
 
-    def load_ahead(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> None:
-        """For a `load_now` of that owner, when its blocks are known. Until then a lease must keep those slots."""
+    def load_ahead(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
+        """For a `load_now` of that owner; until then a lease must keep those slots. Whether anything has begun."""
         self.drop_ahead()
         with self._for_loads:
             if self._at_once is None or self._closing or self._is_loading:
-                return
-        self._at_once.fetch(owner, epoch, slots)
+                return False
+        return self._at_once.fetch(owner, epoch, slots)
 
     def drop_ahead(self) -> None:
         """There is no such load."""

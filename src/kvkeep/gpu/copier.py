@@ -44,7 +44,6 @@ _SMALLEST_STAGING = 24 << 20
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
-_RESTS = 4  # times as long as a registration took, during which an engine could start no kernel
 
 
 class GpuCopier:
@@ -58,7 +57,7 @@ class GpuCopier:
         self._units = [Units.of(runs, self._device.torch_device) for runs in pieces]
         self._runs, self._pinned = pieces, Pinned()
         self._last_read: Any = None
-        self._warned, self._rests_until_s = False, 0.0
+        self._warned = False
         self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
         self._try_out()
 
@@ -174,9 +173,7 @@ class GpuCopier:
     # -- host memory
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lets the bus reach this part of the pool, after a rest. False if it cannot; it is usable all the same."""
-        time.sleep(max(0.0, self._rests_until_s - time.monotonic()))
-        began_s = time.monotonic()
+        """Lets the bus reach this part of the pool. False if it cannot; it is usable all the same."""
         try:
             self._device.register(address, nbytes)
         except DeviceError as error:
@@ -184,9 +181,6 @@ class GpuCopier:
                 log.warning("kvkeep: host memory cannot be registered with CUDA, transfers are slower: %s", error)
             self._warned = True
             return False
-        finally:
-            ended_s = time.monotonic()
-            self._rests_until_s = ended_s + _RESTS * (ended_s - began_s)
         self._pinned.add(address, nbytes)
         return True
 

@@ -42,6 +42,9 @@ class Fetched:
         self._turn = line.turn
         self._arrived = bays[-1][1] if bays else None
 
+    def __bool__(self) -> bool:
+        return self._arrived is not None
+
     def take(self, units: Units, addresses: NDArray[np.uint64]) -> list[tuple[Bay, Any]]:
         """Each bay and when it is filled: once, and only for a load of these very slots, or of the first of them, while
         nobody else has taken a bay."""

@@ -107,8 +107,10 @@ class Line:
             self._device.wait(self._device.mark(self.kernels))
             self._device.wait(self._device.mark(self.copies))
         except Exception:  # guard: no event to be had; this takes none
-            self._device.drain(self.kernels)
-            self._device.drain(self.copies)
+            try:
+                self._device.drain(self.kernels)
+            finally:
+                self._device.drain(self.copies)
 
 
 class Saved:

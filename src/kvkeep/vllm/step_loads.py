@@ -79,9 +79,8 @@ class StepLoads:
         """vLLM hears that this request is loaded, and will say where to. If it does not, for want of blocks, it asks
         again and again: the bus is busy for nothing once."""
         assert self.worker is not None
-        if request_id != self._ahead_for:
+        if request_id != self._ahead_for and self.worker.load_ahead(request_id, epoch, slots):
             self._ahead_for = request_id
-            self.worker.load_ahead(request_id, epoch, slots)
 
     def load_now(self, side: SchedulerSide, job: Job) -> Finished:
         """That load, in the thread that asks for it."""

@@ -164,10 +164,10 @@ class WorkerSide:
         self._adapter.load(job, load)
         self._loading[job] = request_id
 
-    def load_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> None:
-        """For `load_now` of that request, in the same step: these are its slots."""
+    def load_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> bool:
+        """For `load_now` of that request, in the same step: these are its slots. Whether anything has begun."""
         assert self._adapter is not None
-        self._adapter.load_ahead(request_id, epoch, slots)
+        return self._adapter.load_ahead(request_id, epoch, slots)
 
     def drop_ahead(self) -> None:
         """What has not been loaded by now is not."""

@@ -153,10 +153,10 @@ class Segments:
         self._bases[:] = 0
         self._arrays = [None] * len(self._arrays)
         for number, mapped in enumerate(self._maps):
+            self._maps[number] = None
             if mapped is not None:
                 with contextlib.suppress(BufferError):  # somebody holds a view; the mapping goes with it
                     mapped.close()
-                self._maps[number] = None
 
     def _map(self, number: int) -> None:
         path = segment_path(self._directory, number)
