@@ -27,7 +27,7 @@ def connect(server: ServerProcess) -> Cache:
         dtype="uint8",
         required=True,
         wait_ms=10_000,
-        options=ClientOptions(address=server.address),
+        options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
     )
 
 

@@ -93,7 +93,7 @@ def test_a_second_signal_does_not_wait_for_sessions() -> None:
             dtype="uint8",
             required=True,
             wait_ms=10_000,
-            options=ClientOptions(address=server.address),
+            options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
         )
         # A store that is never completed keeps the server waiting for its end.
         connection = cache.connection

@@ -32,7 +32,7 @@ def put_blocks(server: ServerProcess, salt: str, blocks: int = 4) -> int:
         dtype="uint8",
         required=True,
         wait_ms=10_000,
-        options=ClientOptions(address=server.address),
+        options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
     ) as cache:
         return int(cache.put(list(range(4 * blocks)), np.ones((blocks, 1024), "uint8"), salt=salt))
 

@@ -34,7 +34,8 @@ def connect(server: ServerProcess) -> Iterator[Connect]:
     made: list[kvkeep.Cache] = []
 
     def make(**changes: Any) -> kvkeep.Cache:
-        made.append(kvkeep.connect(server.address, **settings(required=True, wait_ms=20_000, **changes)))
+        patient = {"required": True, "wait_ms": 20_000, "options": ClientOptions(lookup_deadline_ms=20_000)}
+        made.append(kvkeep.connect(server.address, **settings(**patient | changes)))
         return made[-1]
 
     yield make

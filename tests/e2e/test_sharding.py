@@ -35,6 +35,11 @@ PROMPT = list(range(BLOCK_TOKENS * 5))
 _models = itertools.count()
 
 
+def patient(address: str) -> ClientOptions:
+    """What is found is asserted, not how soon on a busy machine."""
+    return ClientOptions(address=address, lookup_deadline_ms=60_000, store_deadline_ms=60_000)
+
+
 def eventually(happens: Callable[[], bool]) -> bool:
     """Waits for something that must come; the limit only ends a test that has failed."""
     deadline = time.monotonic() + 60
@@ -133,7 +138,7 @@ class Rank:
     def __init__(self, model: Model, strategy: ParallelStrategy, address: str) -> None:
         self.strategy = strategy
         self.tensors = model.tensors()
-        self.worker = WorkerAdapter(model.shape, strategy, ClientOptions(address=address))
+        self.worker = WorkerAdapter(model.shape, strategy, patient(address))
         self.worker.register_kv_caches({f"layer{i}": tensor for i, tensor in enumerate(self.tensors)})
 
     def compute(self, block: int, key: bytes) -> None:
@@ -172,7 +177,7 @@ class Engine:
 
     def __init__(self, model: Model, address: str) -> None:
         self.model = model
-        self.scheduler = SchedulerAdapter(model.shape, ClientOptions(address=address))
+        self.scheduler = SchedulerAdapter(model.shape, patient(address))
         self.ranks = [Rank(model, strategy, address) for strategy in model.strategies]
         connections = [self.scheduler.connection, *(rank.worker.connection for rank in self.ranks)]
         assert eventually(lambda: all(connection.up for connection in connections)), connections[0].refusal
@@ -389,13 +394,13 @@ def test_a_worker_that_lays_its_tensors_out_otherwise_is_refused_not_fed(server:
     tokens_major = torch.zeros((8, 2, 4, 8, 16))
     heads_major = torch.zeros((8, 2, 8, 4, 16)).transpose(2, 3)
     assert tokens_major.shape == heads_major.shape
-    first, second = (WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address)) for _ in "ab")
+    first, second = (WorkerAdapter(shape, ParallelStrategy.of(), patient(server.address)) for _ in "ab")
     first.register_kv_caches({"layer": tokens_major})
     assert first.connection.wait_until_up(10_000)
     second.register_kv_caches({"layer": heads_major})
     assert not second.connection.wait_until_up(300)
     assert "ModelIdentity.layout" in second.connection.refusal
-    third = WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address))
+    third = WorkerAdapter(shape, ParallelStrategy.of(), patient(server.address))
     third.register_kv_caches({"layer": torch.zeros((20, 2, 4, 8, 16))})
     assert third.connection.wait_until_up(10_000), "another number of blocks is no other layout"
     for worker in (first, second, third):
