@@ -83,11 +83,12 @@ def test_a_thread_that_fails_keeps_no_pool(simulation: Make, caplog: pytest.LogC
     assert not driver.parts and segments._maps == [None]
 
 
-@pytest.mark.parametrize("closing", [False, True])
+@pytest.mark.parametrize(("closing", "over"), [(False, False), (True, False), (False, True)])
 def test_the_driver_is_left_alone_four_times_as_long_as_it_took(
-    simulation: Make, monkeypatch: pytest.MonkeyPatch, closing: bool
+    simulation: Make, monkeypatch: pytest.MonkeyPatch, closing: bool, over: bool
 ) -> None:
-    """Or an engine that starts kernels meanwhile would hardly get through. At the end nobody waits for that."""
+    """Or an engine that starts kernels meanwhile would hardly get through. At the end nobody waits for that, nor does
+    an engine's thread when this one has failed."""
     now_s, slept = 100.0, list[float]()
 
     def sleep(seconds: float) -> None:
@@ -101,13 +102,13 @@ def test_the_driver_is_left_alone_four_times_as_long_as_it_took(
         return False
 
     pins = Pins(simulation().connected(1000), SimpleNamespace(pin=work, unpin=work))
-    pins._is_closing = lambda: closing
+    pins._is_closing, pins._is_over = lambda: closing, over
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
     assert pins._pin(1 << 40, 4096) is False
     pins._unpin(1 << 40)
     now_s += 7.0  # what mapping the next part takes
     pins._pin(1 << 41, 4096)
-    assert slept == ([] if closing else [0.0, 1.0, 0.0])
+    assert slept == ([] if closing or over else [0.0, 1.0, 0.0])
 
 
 def test_what_is_let_go_of_at_the_end_is_taken_back_all_the_same(simulation: Make) -> None:

@@ -92,8 +92,8 @@ class Pins:
         self._at_leisure(self._copier.unpin, address)
 
     def _at_leisure(self, work: Callable[..., Any], *given: int) -> Any:
-        """After a rest, unless all ends."""
-        if not self._is_closing():
+        """After a rest, unless all ends, or another thread does it in place of this one."""
+        if not (self._is_over or self._is_closing()):
             time.sleep(max(0.0, self._rests_until_s - time.monotonic()))
         began_s = time.monotonic()
         try:
