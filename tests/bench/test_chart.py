@@ -46,6 +46,18 @@ def vllm_result(**more: Any) -> dict[str, Any]:
     return {"model": "a model", "vllm": "1.2.3", "rows": rows, **more}
 
 
+def load_result(**more: Any) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = [
+        {"connector": name, "scenario": scenario, key: value}
+        for scenario, key, values in (
+            ("mixed", "output_tokens_per_s", (300.0, 400.0, 200.0)),
+            ("decode_loads", "itl_p99_ms", (10.0, 12.5, 20.0)),
+        )
+        for name, value in zip(("none", "kvkeep", "native"), values, strict=True)
+    ]
+    return {"model": "a model", "vllm": "1.2.3", "repeats": 3, "rows": rows, **more}
+
+
 def drawn(result: dict[str, Any], **options: Any) -> ElementTree.Element:
     given = {"case": "external_hit", "floor_gbps": 0.0, "token_bytes": 100_000, **options}
     return ElementTree.fromstring(chart.draw(chart.chart_of(result, **given)))
@@ -117,6 +129,28 @@ def test_the_floor_of_all_else_is_the_engine_without_a_connector() -> None:
     assert {"floor 10.0 ms", "floor 20.0 ms"} <= set(texts(drawn(vllm_result(), case="local_hit")))
 
 
+def test_each_scenario_has_its_own_scale_and_says_which_way_is_better() -> None:
+    svg = drawn(load_result())
+    full = chart._PLOT_HEIGHT
+    assert heights(svg) == [full * part for part in (0.75, 1.0, 0.5, 0.5, 0.625, 1.0)]
+    assert [each.text or "" for each in marked(svg, "text", "value")] == ["300", "400", "200", "10.0", "12.5", "20.0"]
+    names, notes = ([each.text or "" for each in marked(svg, "text", kind)] for kind in ("name", "note"))
+    assert names == ["half of it found", "decoding while prompts are loaded"]
+    assert ["more is better" in note for note in notes] == [True, False] and "less is better" in notes[1]
+    low, high = (chart._TOP + full * (1 - part) for part in (0.5, 0.75))
+    floors = [float(line.get("y1", "")) for line in marked(svg, "line", "floor")][1:]
+    assert floors == [high, low], "what the engine without a connector does"
+
+
+def test_what_was_not_seen_is_left_out() -> None:
+    result = load_result()
+    result["rows"][4]["itl_p99_ms"] = None
+    svg = drawn(result)
+    assert heights(svg)[3:] == [chart._PLOT_HEIGHT / 2, chart._PLOT_HEIGHT]
+    with pytest.raises(ValueError, match="no row has a figure"):
+        drawn(load_result(rows=[{"connector": "kvkeep", "scenario": "mixed", "output_tokens_per_s": None}]))
+
+
 def test_a_connector_keeps_its_colour_whichever_others_are_there() -> None:
     def colour(result: dict[str, Any]) -> set[str]:
         return {
@@ -170,9 +204,20 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     file, out = tmp_path / "result.json", str(tmp_path / "chart.svg")
     with pytest.raises(SettingsError, match="No such file"):
         chart.run(str(file), out)
-    for bad in ("", "[]", "{}", '{"rows": []}', '{"rows": [{"a": 1}]}', '{"rows": [{"connector": "kvkeep"}]}', "\xff"):
+    for bad in (
+        "",
+        "[]",
+        "{}",
+        '{"rows": []}',
+        '{"rows": [{"a": 1}]}',
+        '{"rows": [{"connector": "kvkeep"}]}',
+        '{"rows": [{"connector": "none", "scenario": "mixed"}]}',
+        '{"rows": [{"connector": "none", "scenario": "mixed", "output_tokens_per_s": 0.0}], "repeats": 1}',
+        '{"rows": [{"connector": "none", "scenario": 3, "itl_p99_ms": 1}], "repeats": 1}',
+        "\xff",
+    ):
         file.write_bytes(bad.encode("latin-1"))
-        with pytest.raises(SettingsError, match="is no result of bench transfer or bench vllm"):
+        with pytest.raises(SettingsError, match="is no result of one of these benchmarks"):
             chart.run(str(file), out)
     file.write_text(json.dumps(vllm_result()))
     with pytest.raises(SettingsError, match='--case "warm": expected external_hit, local_hit, cold'):

@@ -185,8 +185,10 @@ def test_engines_decode_with_graphs_if_asked_to(on_a_gpu: Run, made: list[tuple[
     made.clear()
     assert on_a_gpu(**asked, graphs=True)["graphs"] is True
     assert len(made) == 2 and not any(each["enforce_eager"] for _, each in made)
-    sizes = [each["compilation_config"]["cudagraph_capture_sizes"] for _, each in made]
-    assert sizes[0] == sizes[1] == sorted(set(sizes[0])) and sizes[0][-1] == SIZES["cpu"].at_a_time
+    sizes, asked_for = [each["compilation_config"]["cudagraph_capture_sizes"] for _, each in made], SIZES["cpu"]
+    assert sizes[0] == sizes[1] == sorted(set(sizes[0])) and asked_for.at_a_time in sizes[0]
+    assert asked_for.at_a_time + asked_for.own_tokens in sizes[0], "of those that others decode beside"
+    assert {each["compilation_config"]["cudagraph_mode"] for _, each in made} == {"FULL"}
 
 
 def test_engines_that_share_a_gpu_have_fewer_blocks(

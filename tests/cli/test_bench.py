@@ -112,7 +112,7 @@ def test_a_chart_of_a_result(kvkeep: Run, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["bars"] == 1
     assert out.read_text().startswith("<svg")
     done = kvkeep("bench", "chart", "--file", str(out), "--out", str(out))
-    assert done.returncode == 2 and "is no result of bench transfer or bench vllm" in done.stderr
+    assert done.returncode == 2 and "is no result of one of these benchmarks" in done.stderr
     assert set(chart.OPTIONS) == set(options_of(chart.run))
 
 

@@ -156,6 +156,7 @@ class LateCopier(HostCopier):
         self.readings: list[LateReading] = []
         self.scatterings: list[LateScattering] = []
         self.breaks = breaks
+        self.gave_way: list[bool] = []
         self.must_wait = lambda: False
 
     @property
@@ -174,6 +175,9 @@ class LateCopier(HostCopier):
 
     def shield(self) -> None:
         self.note("shield")
+
+    def give_way(self, to_engine: bool) -> None:
+        self.gave_way.append(to_engine)
 
     def enter(self) -> None:
         self.note("enter")

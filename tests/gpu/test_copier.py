@@ -105,6 +105,48 @@ def test_there_and_back(engine: Engine, order: str) -> None:
         assert np.array_equal(engine.bytes_of(block), data)
 
 
+def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(engine: Engine) -> None:
+    lines = engine.copier._in, engine.copier._out
+    assert all(line.gives_way for line in lines)
+    for computes in (False, True):
+        engine.copier.give_way(computes)
+        assert [line.gives_way for line in lines] == [computes] * 2
+
+
+@pytest.mark.skipif(CUDA, reason="a pretended device")
+@pytest.mark.parametrize("way", ["store", "store bay by bay", "load"])
+@pytest.mark.parametrize("gives_way", [True, False])
+def test_between_two_bays_copies_wait_for_word_from_another_stream(way: str, gives_way: bool) -> None:
+    engine = Engine()
+    line = engine.copier._in if way == "load" else engine.copier._out
+    line.bay_bytes, line._bays_a_pause = 2 * engine.runs.nbytes, 1
+    blocks, device, waits = np.arange(8), engine.device, list[tuple[Any, Any, int]]()
+    after = device.after  # type: ignore[union-attr]
+    device.after = lambda stream, mark: (waits.append((stream, mark, len(device.copies))), after(stream, mark))  # type: ignore[union-attr, method-assign]
+    engine.copier.give_way(gives_way)
+    if way == "load":
+        engine.copier.scattering(0, blocks, engine.addresses([*range(0, 16, 2)]), None).good()
+    elif way == "store":
+        reading = engine.copier.reading(0, verify=False, ready=None)
+        assert reading.read(blocks, engine.addresses([*range(0, 16, 2)])) == 8
+        reading.end()
+        reading.close()
+    else:
+        engine.store(blocks.tolist(), [*range(0, 16, 2)], verify=False)
+    assert len(device.copies) == 4  # type: ignore[union-attr]
+    told = [(mark[0], copies) for stream, mark, copies in waits if stream is line._pauses]
+    heard = [copies for stream, mark, copies in waits if stream is line.copies and mark[0] is line._pauses]
+    assert told == ([(line.copies, copies) for copies in (1, 2, 3, 4)] if gives_way else [])
+    assert heard == ([1, 2, 3] if gives_way else []), "before the copies of each bay but the first"
+    engine.close()
+
+
+def test_no_more_staging_memory_is_taken_than_keeps_bays_short() -> None:
+    engine = Engine(staging=8 << 30)
+    assert engine.copier._in.bay_bytes == engine.copier._out.bay_bytes <= 96 << 20
+    engine.close()
+
+
 def test_slots_further_apart_than_blocks() -> None:
     """As shards of several ranks lie."""
     engine = Engine(slot_bytes=LAYERS * LAYER_BYTES + 4096)

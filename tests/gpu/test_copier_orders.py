@@ -2,7 +2,8 @@
 
 An engine computes, stores and loads at random on a device that is as late as it may be (`lazy`), and everything that
 arrives is compared with what was computed. That the comparison sees what it should is tested as well: for each
-dependency that the copier makes there is an order in which leaving it out goes wrong.
+dependency that the copier makes there is an order in which leaving it out goes wrong, but for pauses, which are no
+more than that.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ class World:
         self.pieces = [Piece(BlockRuns.of([memory])) for memory in self.memory]
         runs, device = [piece.runs for piece in self.pieces], self.device
         self.copier = GpuCopier(runs, 8 * BAY_BYTES, device)  # type: ignore[arg-type]
+        for line in (self.copier._out, self.copier._in):
+            line._bays_a_pause = 1 + seed % 3
+        self.copier.give_way(seed % 4 > 0)
         assert self.copier._in.bay_bytes == BAY_BYTES
         for pool in self.pool:  # a part of it, which may be none or all
             self.copier.pin(pool.ctypes.data, pool[: self.random.choice([0, SLOTS // 2, SLOTS])].nbytes)
@@ -341,6 +345,7 @@ def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
         world.copier._pinned.runs = halt_after_one  # type: ignore[method-assign]
         busy = [bay.busy for bay in world.copier._out._bays]
         assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
+        assert world.copier._out.paused is None, "nobody waits for what was not recorded"
         assert sum(bay.busy is not before for bay, before in zip(world.copier._out._bays, busy, strict=True)) == 1
         world.copier.shield()
         world.device.give(lambda memory=world.memory[0]: memory.fill(7))

@@ -320,8 +320,8 @@ def test_lives_with_loads_that_are_fetched_ahead() -> None:
 
 def test_lives_with_faults_and_loads_that_are_fetched_ahead() -> None:
     failed = taken = 0
-    for seed in range(60):
-        world = FaultyFetching(seed, 0.01)
+    for seed in range(100):
+        world = FaultyFetching(seed, 0.005)
         world.run()
         failed, taken = failed + world.failed, taken + world.taken
     assert failed > 25 and taken > 25

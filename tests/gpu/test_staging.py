@@ -53,6 +53,28 @@ def test_a_ledger_carries_ids_out_and_sums_back(line: Line) -> None:
     assert ledger.sums_here(2).tolist() == [2**64 - 1] * 2
 
 
+def test_a_line_pauses_after_a_millisecond_of_copies_not_after_each_small_bay() -> None:
+    every = [Line(Pretend(), nbytes, 8)._bays_a_pause for nbytes in (24 << 20, 160 << 20)]  # type: ignore[arg-type]
+    assert every == [6, 1]
+
+
+def test_copies_of_a_bay_wait_for_word_that_those_before_them_are_over(line: Line) -> None:
+    device: Any = line._device
+    line._bays_a_pause = 2
+    for turn, gives_way in ((1, True), (2, False)):
+        line.turn, line.gives_way = turn, gives_way
+        line.mark_copied(device.batch())
+        line.copy_behind_others(device.batch())
+    line.turn, line.gives_way = 2, True
+    line.copy_behind_others(device.batch())
+    assert not device.waits, "there is none before, it is not yet time, nobody is there to be waited for"
+    copied = line.mark_copied(device.batch())
+    line.copy_behind_others(device.batch())
+    (messenger, when), (who, word) = device.waits
+    assert when is copied and copied[0] is line.copies and who is line.copies and word[0] is messenger
+    assert messenger not in (line.copies, line.kernels), "kernels may have to wait for the engine"
+
+
 def test_a_bounce_buffer_is_made_once_for_each_bay(line: Line) -> None:
     bay = line.next_bay()
     assert bay.bounce is None
@@ -63,7 +85,9 @@ def test_a_bounce_buffer_is_made_once_for_each_bay(line: Line) -> None:
 @pytest.mark.parametrize("marks_left", [0, 1])
 def test_a_line_is_drained_though_no_event_can_be_had(line: Line, marks_left: int) -> None:
     device: Any = line._device
+    line.paused = object()
     line.drain()
+    assert line.paused is None, "it may never have been recorded"
     assert len(device.marks) == 2 and not device.drained
     device.marks_left = marks_left
     line.drain()

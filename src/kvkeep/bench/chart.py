@@ -1,8 +1,9 @@
-"""A chart of what `bench transfer` or `bench vllm` measured, from its JSON: an SVG file that needs nothing beside it.
+"""A chart of what `bench transfer`, `vllm` or `vllm-load` measured, from its JSON: an SVG file that needs nothing else.
 
     transfer   a group of bars for each model (on a CPU, each size of a block): the fraction of the floor that a store,
                a load and both at once reach, without verification (pale) and with it
     vllm       a group for each length of a prompt, on a scale of its own: the time to the first token, by connector
+    vllm-load  a group for each scenario, likewise: throughput, or the time between tokens at the 99th percentile
 
 The floor is a dashed line. For vLLM's external hits it is a local hit without a connector, and the KV's bytes at the
 rate of a plain copy, which must be given; for all else it is what the engine without a connector takes. A chart has the
@@ -23,7 +24,7 @@ from kvkeep.units import KIB, format_size
 
 # What options mean here.
 OPTIONS = {
-    "file": "What bench transfer or bench vllm printed with --json.",
+    "file": "What bench transfer, vllm or vllm-load printed with --json.",
     "out": "The SVG file to write.",
     "title": "What stands above; auto says what was measured.",
     "case": "Of vLLM: external_hit, local_hit or cold.",
@@ -35,6 +36,12 @@ CASES = {
     "external_hit": "Time to first token, prompt found in the cache (external hit)",
     "local_hit": "Time to first token, prompt found in vLLM's own cache (local hit)",
     "cold": "Time to first token, prompt found nowhere (cold)",
+}
+_SCENARIOS = {
+    "mixed": "half of it found",
+    "fresh": "nothing to find",
+    "decode_loads": "decoding while prompts are loaded",
+    "decode_stores": "decoding while prompts are stored",
 }
 _DIRECTIONS = {"store": 0, "load": 1, "both": 2}
 _CONNECTORS = {"kvkeep": 0, "native": 1, "lmcache": 2, "none": 3}  # each has its colour, whichever are there
@@ -95,11 +102,13 @@ def run(
     try:
         result = json.loads(Path(file).read_text())
         chart = chart_of(result, case, floor_gbps, token_bytes)
+        if not all(group.full > 0 for group in chart.groups):
+            raise ValueError("all figures of a group are 0")
     except OSError as error:
         raise SettingsError(f"--file {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        hint = "give a file with what kvkeep bench transfer --json or kvkeep bench vllm --json printed"
-        raise SettingsError(f"--file {file} is no result of bench transfer or bench vllm: {error!r}", hint) from error
+        hint = "give a file with what kvkeep bench transfer, vllm or vllm-load printed with --json"
+        raise SettingsError(f"--file {file} is no result of one of these benchmarks: {error!r}", hint) from error
     if title != "auto":
         chart = Chart(title, chart.subtitle, chart.series, chart.groups)
     try:
@@ -116,6 +125,8 @@ def chart_of(result: Mapping[str, Any], case: str, floor_gbps: float, token_byte
         raise ValueError("it has no rows")
     if "connector" not in rows[0]:
         return transfer_chart(result)
+    if "scenario" in rows[0]:
+        return load_chart(result)
     if case not in CASES:
         raise SettingsError(f'--case "{case}": expected {", ".join(CASES)}')
     return vllm_chart(result, case, floor_gbps, token_bytes)
@@ -150,9 +161,7 @@ def vllm_chart(result: Mapping[str, Any], case: str, floor_gbps: float, token_by
     for length in lengths:
         rows = {row["connector"]: row for row in result["rows"] if row["prompt_tokens"] == length}
         times = {name: row[f"{case}_ms"] for name, row in rows.items()}
-        bars = [
-            Bar(name, ms, f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}") for name, ms in times.items() if ms is not None
-        ]
+        bars = _bars(times)
         floor = _floor_ms(rows["none"], case, floor_gbps, token_bytes) if "none" in rows else None
         note = f"recomputing: {rows['none']['cold_ms']:,.0f} ms" if case != "cold" and "none" in rows else ""
         if bars:
@@ -161,11 +170,41 @@ def vllm_chart(result: Mapping[str, Any], case: str, floor_gbps: float, token_by
             groups.append(Group(f"{length:,} tokens", bars, full, floor, label, note))
     if not groups:
         raise ValueError(f"no row has {case}_ms")
-    series = {name: _CONNECTORS.get(name, 4) for group in groups for name in (bar.series for bar in group.bars)}
-    where = [str(result[key]) for key in ("gpu", "model") if result.get(key)]
-    versions = [f"vLLM {result['vllm']}"] if result.get("vllm") else []
-    subtitle = ", ".join([*where, *versions]) + "; ms, less is better, a scale for each length"
-    return Chart(CASES[case], subtitle, series, groups)
+    subtitle = f"{_engine(result)}; ms, less is better, a scale for each length"
+    return Chart(CASES[case], subtitle, _connectors(groups), groups)
+
+
+def load_chart(result: Mapping[str, Any]) -> Chart:
+    """Tokens a second or milliseconds, each scenario on a scale of its own. The floor is the engine without a
+    connector, which finds in its own cache what others load while requests decode."""
+    groups = []
+    for scenario in dict.fromkeys(row["scenario"] for row in result["rows"]):
+        key, note = "output_tokens_per_s", "output tokens/s, more is better"
+        if scenario.startswith("decode"):
+            key, note = "itl_p99_ms", "ms between two tokens, 99th percentile, less is better"
+        values = {row["connector"]: row[key] for row in result["rows"] if row["scenario"] == scenario}
+        if bars := _bars(values):
+            name, full = _SCENARIOS.get(scenario, scenario), max(bar.value for bar in bars)
+            groups.append(Group(name, bars, full, values.get("none"), note=note))
+    if not groups:
+        raise ValueError("no row has a figure")
+    subtitle = f"{_engine(result)}; medians of {result['repeats']} repeats, a scale for each"
+    return Chart("Under load", subtitle, _connectors(groups), groups)
+
+
+def _bars(values: Mapping[str, float | None]) -> list[Bar]:
+    """One for each connector that has a figure."""
+    there = {name: value for name, value in values.items() if value is not None}
+    return [Bar(name, value, f"{value:,.0f}" if value >= 100 else f"{value:.1f}") for name, value in there.items()]
+
+
+def _engine(result: Mapping[str, Any]) -> str:
+    version = [f"vLLM {result['vllm']}"] if result.get("vllm") else []
+    return ", ".join([str(result[key]) for key in ("gpu", "model") if result.get(key)] + version)
+
+
+def _connectors(groups: Sequence[Group]) -> dict[str, int]:
+    return {bar.series: _CONNECTORS.get(bar.series, 4) for group in groups for bar in group.bars}
 
 
 def _floor_ms(none: Mapping[str, Any], case: str, floor_gbps: float, token_bytes: int) -> float | None:

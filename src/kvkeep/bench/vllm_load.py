@@ -68,7 +68,7 @@ OPTIONS = {
     "seconds": "About how long each scenario takes without a connector.",
     "repeats": "How often each scenario is measured.",
     "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
-    "graphs": "Let engines decode with CUDA graphs, as vLLM does by itself; without, each kernel is started alone.",
+    "graphs": "Let engines decode with CUDA graphs, as vLLM does by itself, also beside a prompt's last tokens.",
 }
 
 _BEGINS_IN = 1 / 3  # of the time
@@ -235,7 +235,8 @@ class Bench:
             made["num_gpu_blocks_override"] = traffic.sizes.engine_tokens // model.block_tokens
             made["max_num_batched_tokens"] = traffic.sizes.batch_tokens
             made["enable_prefix_caching"] = station.prefix_cache
-            made |= decoding_with_graphs(traffic.sizes.at_a_time) if self.plan.graphs else {}
+            if self.plan.graphs:
+                made |= decoding_with_graphs(traffic.sizes.at_a_time, traffic.sizes.own_tokens)
             config = made.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
             if station.decodes and "kvkeep.address" in config:  # loads are what is watched, whether they pay or not
                 config["kvkeep.load_when"] = "always"

@@ -176,11 +176,13 @@ def arguments(model: ServedModel, longest_prompt: int, engines: int, extra: Mapp
     return made | dict(extra)
 
 
-def decoding_with_graphs(at_a_time: int) -> dict[str, Any]:
-    """Steps that only decode, of so many requests at most, are each started as one. Prompts are computed as before: to
-    have graphs of those, too, vLLM compiles for minutes."""
-    sizes = [1, 2, *range(4, at_a_time, 4), at_a_time]
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+def decoding_with_graphs(at_a_time: int, prompt_tokens: int) -> dict[str, Any]:
+    """Steps that decode, of so many requests at most, are each started as one, also if they compute so many tokens of a
+    prompt besides, or twice as many: a connector that finds whole chunks only leaves that much. Larger ones are
+    computed as before: to have graphs of those, as it has by itself, vLLM compiles for minutes. Where attention can be
+    in a graph only if there are no prompts, vLLM has graphs of steps that only decode."""
+    sizes = [1, 2, *range(4, at_a_time, 4), at_a_time, at_a_time + prompt_tokens, at_a_time + 2 * prompt_tokens]
+    graphs = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
     return {"enforce_eager": False, "compilation_config": graphs}
 
 

@@ -36,7 +36,7 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "vllm": "Time to the first token of real vLLM, without a connector, with kvkeep's and with its peers.",
         "vllm-load": "Throughput and pace of decoding of real vLLM under load, with the same connectors.",
         "vllm-paused": "Throughput of real vLLM while the server hangs, against none.",
-        "chart": "Draws what transfer or vllm measured, as an SVG file.",
+        "chart": "Draws what transfer, vllm or vllm-load measured, as an SVG file.",
     }
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from kvkeep.errors import RequestError
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.runs import BlockRuns
 
+_SWITCH_S = 0.0002
 _BYTES_AT_A_TIME = 16 << 20  # read with a lock held: some two milliseconds
 
 
@@ -63,10 +65,11 @@ class Fetched(Protocol):
 
 
 class Copier(Protocol):
-    """`mark`, `shield` and `set_aside` are for the engine's thread, `reading` for the one that stores,
+    """`mark`, `shield`, `give_way` and `set_aside` are for the engine's thread, `reading` for the one that stores,
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
     and tells whether that was necessary. `fetch_ahead` is for the one that loads, too, when it knows the slots and not
-    yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet."""
+    yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet. Copies give way
+    to the engine's own, unless it says that there are none."""
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes, costs a part.
     whole_bytes: int  # no larger than that, it goes in one
@@ -75,6 +78,7 @@ class Copier(Protocol):
 
     def mark(self) -> Any: ...
     def shield(self) -> None: ...
+    def give_way(self, to_engine: bool) -> None: ...
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
     def enter(self) -> None: ...
     def wait_for(self, mark: Any) -> bool: ...
@@ -105,6 +109,9 @@ class HostCopier:
 
     def shield(self) -> None:
         """Nothing: what was read was read with a lock held."""
+
+    def give_way(self, to_engine: bool) -> None:
+        """Nothing: memory is nobody's alone."""
 
     def enter(self) -> None:
         """Nothing: every thread has the memory."""
@@ -210,7 +217,11 @@ def copier_for(pieces: Sequence[BlockRuns], staging_bytes: int) -> Copier:
     except ImportError as error:
         problem = f"blocks on a GPU cannot be moved: {error}"
         raise RequestError("bad_layer", problem, field="layers", hint="install triton") from error
-    return GpuCopier(pieces, staging_bytes)
+    copier = GpuCopier(pieces, staging_bytes)
+    # An engine's thread and ours share one interpreter. Who works with a GPU lets go of it all the time, and at
+    # Python's own 5 ms would not get it back for as long, kernel after kernel.
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+    return copier
 
 
 def row_addresses(buffer: NDArray[np.uint8]) -> NDArray[np.uint64]:

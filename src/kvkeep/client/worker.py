@@ -11,7 +11,6 @@ given to its current stream before and after them (`kvkeep.gpu.copier`).
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -40,7 +39,6 @@ log = logging.getLogger(__name__)
 _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
 _LOADS_UNDER_WAY = _STORES_UNDER_WAY = 4
-_SWITCH_S = 0.0002
 _MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
 _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
@@ -99,9 +97,6 @@ class WorkerAdapter:
         if self.connection.state != "down":
             self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
         if hasattr(copier, "pin"):
-            # An engine's thread and ours share one interpreter. Who works with a GPU lets go of it all the time, and at
-            # Python's own 5 ms would not get it back for as long, kernel after kernel.
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._threads.append(self.connection.threads.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
         for thread in self._threads:
             thread.start()

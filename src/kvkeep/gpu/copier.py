@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
+_LARGEST_STAGING = 640 << 20  # with larger bays an engine's own copies would wait longer than 1.8 ms
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
@@ -58,7 +59,7 @@ class GpuCopier:
         self._runs, self._pinned = pieces, Pinned()
         self._last_read: Any = None
         self._warned = False
-        self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
+        self._take_memory(min(max(staging_bytes, _SMALLEST_STAGING), _LARGEST_STAGING))
         self._try_out()
 
     def _take_memory(self, staging_bytes: int) -> None:
@@ -109,6 +110,11 @@ class GpuCopier:
         """What the engine does from now on waits for the reads that have begun."""
         if self._last_read is not None:
             self._device.after(None, self._last_read)
+
+    def give_way(self, to_engine: bool) -> None:
+        """Whether copies that are asked for from now on pause for the engine's own, which costs up to a hundredth of
+        the bus. They do, unless the engine only waits for them."""
+        self._in.gives_way = self._out.gives_way = to_engine
 
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[Saved]:
         """Copies of these blocks, in memory of our own, ordered before whatever the engine does next. MemoryError if
@@ -247,6 +253,8 @@ class Reading:
         done = len(bays) if goes_on and batch.run() else self._gate.halt()
         for bay, before in reversed(bays[done:]):
             bay.busy = before
+        if done < len(bays):
+            line.paused = None  # nobody has recorded that
         count = min(done * at_a_time, len(block_ids))
         self._count += count
         self._note_reads(done)
@@ -307,10 +315,11 @@ class Reading:
     def _collect(self, bay: Bay, runs: Sequence[Run]) -> None:
         """From this bay into slots."""
         batch, copies, units = self._batch, self._line.copies, self._units
+        self._line.copy_behind_others(batch)
         for address, step, at, count in runs:
             place = bay.address + at * units.pitch
             batch.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
-        bay.busy = batch.mark(copies)
+        bay.busy = self._line.mark_copied(batch)
 
     def put(self, saved: Saved, address: int) -> None:
         """What was set aside goes into its slot."""

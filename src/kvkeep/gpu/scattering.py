@@ -151,17 +151,18 @@ class Way:
     def _fill(self, batch: Any, runs: Sequence[Run] | None, addresses: NDArray[np.uint64]) -> tuple[Bay, Any]:
         """The next bay, and when it holds what is in these slots. With no runs, they go through a bounce buffer."""
         line, units = self._line, self._units
-        self._let_others_through(batch)
+        self._wait_for_room(batch)
         bay = line.next_bay()
         if bay.busy is not None:
             batch.after(line.copies, bay.busy)
+        line.copy_behind_others(batch)
         for address, step, at, rows in runs or [self._bounced(batch, bay, addresses)]:
             place = bay.address + at * units.pitch
             batch.to_device(line.copies, place, units.pitch, address, step, units.nbytes, rows)
-        bay.bounced = arrived = batch.mark(line.copies)
+        bay.bounced = arrived = line.mark_copied(batch)
         return bay, arrived
 
-    def _let_others_through(self, batch: Any) -> None:
+    def _wait_for_room(self, batch: Any) -> None:
         """Waits, without the interpreter, while too much is queued for the bus."""
         earlier = self._line.first_of_too_many()
         if earlier is None:

@@ -16,6 +16,7 @@ from kvkeep.gpu.kernels import Units
 MOST_BLOCKS = 4096  # of one call; more go in several
 BAYS = 3  # of a line
 _LEDGERS = 4  # at first; more calls than that are seldom under way
+_BYTES_A_PAUSE = 48 << 20  # between two, at least: they take a millisecond, and a pause about a hundredth of that
 _MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all bays once
 
 
@@ -59,7 +60,7 @@ class Ledger:
 
 
 class Line:
-    """One direction: its streams, bays and ledgers. For one thread, but for `give_back`."""
+    """One direction: its streams, bays and ledgers. For one thread, but for `give_back` and `gives_way`."""
 
     def __init__(self, device: Cuda, staging_bytes: int, largest_pitch: int) -> None:
         self._device = device
@@ -69,7 +70,10 @@ class Line:
         self.turn = 0  # of the bay that was taken last
         self._queued: deque[Any] = deque()  # when each of the last bays is over
         self._most_queued = max(BAYS, _MOST_QUEUED // self.bay_bytes)
-        self.kernels, self.copies = device.stream(), device.stream()
+        self.kernels, self.copies, self._pauses = device.stream(), device.stream(), device.stream()
+        self.gives_way = True  # to copies of the engine's own; its thread may change that
+        self.paused: Any = None  # when copies go on, if there is a pause
+        self._bays_a_pause = max(1, _BYTES_A_PAUSE // self.bay_bytes)
 
     def blocks_a_bay(self, pitch: int) -> int:
         return min(self.bay_bytes // pitch, MOST_BLOCKS)
@@ -79,9 +83,25 @@ class Line:
         return self._bays[self.turn % BAYS]
 
     def first_of_too_many(self) -> Any:
-        """What is to be over before another bay is queued for the bus, if anything: small copies of an engine's own,
-        such as a step's inputs, come behind all that is."""
+        """What is to be over before another bay is queued for the bus, if anything. To queue all at once is no
+        faster, and what is queued cannot be called back."""
         return self._queued.popleft() if len(self._queued) >= self._most_queued else None
+
+    def copy_behind_others(self, batch: Any) -> None:
+        """The copies that follow, of one bay, begin some microseconds after those before them: they wait for word from
+        another stream. A copy engine stays with a stream while that has work that can begin. Without these pauses an
+        engine's own copies, such as a step's inputs and its tokens, would wait for the end of all of ours."""
+        paused, self.paused = self.paused, None
+        if paused is not None:
+            batch.after(self.copies, paused)
+
+    def mark_copied(self, batch: Any) -> Any:
+        """When they are over, those of the bay that was taken last."""
+        copied = batch.mark(self.copies)
+        if self.gives_way and self.turn % self._bays_a_pause == 0:
+            batch.after(self._pauses, copied)
+            self.paused = batch.mark(self._pauses)
+        return copied
 
     def queue(self, over: Any) -> None:
         self._queued.append(over)
@@ -103,6 +123,7 @@ class Line:
     def drain(self) -> None:
         """Waits for all that is under way here. Whoever calls this gives memory away afterwards, often because
         something has failed: what fails here, too, must not end the waiting."""
+        self.paused = None  # it may never have been recorded
         try:
             self._device.wait(self._device.mark(self.kernels))
             self._device.wait(self._device.mark(self.copies))
