@@ -32,6 +32,18 @@ def test_another_address_and_another_refusal_are_other_troubles(said: pytest.Log
     assert len(said.messages) == 3
 
 
+def test_what_the_server_says_itself_is_told_once_after_a_guess(said: pytest.LogCaptureFixture) -> None:
+    outages = [Outage("tcp://a:1") for _ in range(3)]
+    for refusal in ("", "its keys and ours do not fit", "its keys and ours do not fit", "too many sessions", ""):
+        for outage in outages:
+            outage.begin("no connection could be made", refusal)
+    assert len(said.messages) == 2, "the guess, and why it really is"
+    assert "kvkeep serve" in said.messages[0] and "its keys and ours do not fit" in said.messages[1]
+    for outage in outages:
+        outage.end()
+    assert said.messages[2:] == ["kvkeep: connected to tcp://a:1"]
+
+
 def test_the_next_outage_is_told_again(said: pytest.LogCaptureFixture) -> None:
     outage = Outage("tcp://a:1")
     for _ in range(2):

@@ -35,9 +35,9 @@ KEY = "num_kvkeep_extra_cached_tokens"
 OTHER = "num_lmcache_extra_cached_tokens"
 POOL = ("--pool-size", "256MiB", "--slab-size", "1MiB", "--session-check-interval", "50ms")
 BRISK = {  # for servers that go away: nobody waits long
-    "kvkeep.lookup_deadline_ms": 300,
-    "kvkeep.store_deadline_ms": 500,
-    "kvkeep.handshake_deadline_ms": 300,
+    "kvkeep.lookup_deadline_ms": 1_000,  # and yet a machine that stands still for a moment misses nothing
+    "kvkeep.store_deadline_ms": 2_000,
+    "kvkeep.handshake_deadline_ms": 1_000,
     "kvkeep.ping_interval_ms": 300,
     "kvkeep.reconnect_interval_ms": 50,
 }

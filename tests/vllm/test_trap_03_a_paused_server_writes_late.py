@@ -27,7 +27,7 @@ from replicas import (
 from kvkeep.testing.process import ServerProcess
 from kvkeep.testing.relay import Relay
 
-EXTRA = {**BRISK, "kvkeep.lookup_deadline_ms": 1_000, "kvkeep.shared_memory": False}
+EXTRA = {**BRISK, "kvkeep.shared_memory": False}
 FEW = {"num_gpu_blocks_override": 24, "max_model_len": 512}
 
 

@@ -1,4 +1,5 @@
-"""What is said about a server that is not there: once when an outage begins, once when it is over."""
+"""What is said about a server that is not there: once when an outage begins, once when the server has said why, and once
+when it is over."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ class Outage:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self.told = False
+        self.told = self._explained = False
 
     def begin(self, why: str, refusal: str) -> None:
-        if self.told:
+        """Said again only if it was a guess before and the server's own words are there now: the remedy is another."""
+        if self.told and (self._explained or not refusal):
             return
-        self.told = True
+        self.told, self._explained = True, bool(refusal)
         what, remedy = trouble(self._address, why, refusal)
         with self._lock:
             others = self._said.setdefault((self._address, refusal), weakref.WeakSet())
@@ -51,12 +53,12 @@ class Outage:
     def stumble(self) -> None:
         """The same for a fault of our own, with its traceback."""
         if not self.told:
-            self.told = True
+            self.told = self._explained = True
             log.exception("kvkeep: the session with %s failed inside the client", self._address)
 
     def end(self) -> None:
         """The last of those who met trouble there says that it is over."""
-        self.told = False
+        self.told = self._explained = False
         with self._lock:
             met = [key for key, others in self._said.items() if key[0] == self._address and self in others]
             for key in met:
