@@ -1,5 +1,5 @@
-"""What is said about a server that is not there: once when an outage begins, once when the server has said why, and once
-when it is over."""
+"""What is said about a server that is not there: once when an outage begins, once when the server has said why, if it
+does, and once when it is over."""
 
 from __future__ import annotations
 
