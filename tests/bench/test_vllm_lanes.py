@@ -20,6 +20,8 @@ class Engine:
         self.now, self.most, self.aborted = 0.0, 0, list[str]()
         self.begun: dict[str, float] = {}
         self.running: dict[str, SimpleNamespace] = {}
+        self.silent_steps = 0  # before the first token of those that arrive
+        self.skips: dict[str, int] = {}  # so many tokens are missed while another begins
         clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self._sleep)
         monkeypatch.setattr(vllm_lanes, "time", clock)
 
@@ -28,7 +30,9 @@ class Engine:
 
     def add_request(self, request_id: str, prompt: dict[str, list[int]], max_tokens: int) -> None:
         self.begun[request_id] = self.now
-        self.running[request_id] = SimpleNamespace(prompt=prompt["prompt_token_ids"], most=max_tokens, tokens=[])
+        self.running[request_id] = SimpleNamespace(
+            prompt=prompt["prompt_token_ids"], most=max_tokens, tokens=[], waited=0
+        )
         self.most = max(self.most, len(self.running))
 
     def abort_request(self, request_ids: list[str]) -> None:
@@ -38,6 +42,12 @@ class Engine:
         self.now += STEP_S + STEP_S * any(not each.tokens for each in self.running.values())
         outputs = []
         for request_id, each in [*self.running.items()]:
+            if request_id.startswith("1.") and each.waited < self.silent_steps:
+                each.waited += 1
+                continue
+            if self.skips.get(request_id) and any(name != request_id for name in self.begun):
+                self.skips[request_id] -= 1
+                continue
             each.tokens.append(each.prompt[0] + len(each.tokens))
             finished = len(each.tokens) == each.most
             reason = "error" if each.prompt[0] == 13 else "length"
@@ -88,7 +98,28 @@ def test_others_arrive_at_a_pace_and_what_they_delay_is_seen(engine: Engine) -> 
     assert [engine.begun[f"1.{at}"] for at in range(4)] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=STEP_S + 1e-6)
     assert (large["done"], large["itl_ms"]["samples"]) == (4, 0)
     assert slow["itl_ms"]["p50"] == pytest.approx(100.0) and slow["itl_ms"]["p99"] == pytest.approx(200.0)
+    alone = slow["itl_decode_ms"]
+    assert alone["p50"] == alone["p99"] == pytest.approx(100.0), "no prompt was computed between those"
+    assert alone["samples"] == slow["itl_ms"]["samples"] - 8, "two requests, four prompts"
     assert slow["done"] == 0 and slow["answers"] == {} and sorted(engine.aborted) == ["0.0", "0.1"]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_steps_before_a_new_prompts_first_token_compute_it(engine: Engine, is_new: bool) -> None:
+    decoding = Lane([[1]], [1000], at_a_time=1)
+    arriving = Lane([[2] * 8] * 9, [1] * 9, every_s=1.0, is_new=is_new)
+    engine.silent_steps = 3  # of one that is loaded, others decode meanwhile
+    [slow, _] = serve(engine, decoding, arriving, seconds=3.99, finish=False)["lanes"]
+    steps = slow["itl_ms"]["samples"] - slow["itl_decode_ms"]["samples"]
+    assert steps == 3 * (4 if is_new else 1)
+
+
+def test_a_token_that_comes_late_has_waited_for_all_steps_since_the_last(engine: Engine) -> None:
+    engine.skips = {"0.0": 2}
+    decoding, arriving = Lane([[1]], [1000], at_a_time=1), Lane([[2] * 8], [1], every_s=1.0)
+    [slow, _] = serve(engine, decoding, arriving, seconds=2.0, finish=False)["lanes"]
+    assert slow["itl_ms"]["samples"] - slow["itl_decode_ms"]["samples"] == 1
+    assert slow["itl_decode_ms"]["p99"] == pytest.approx(100.0)
 
 
 def test_with_nothing_under_way_the_next_is_waited_for(engine: Engine) -> None:
@@ -103,4 +134,9 @@ def test_failed_requests_are_counted(engine: Engine) -> None:
 
 def test_without_samples_there_are_no_figures(engine: Engine) -> None:
     [lane] = serve(engine, Lane([], [], at_a_time=2))["lanes"]
-    assert lane["ttft_ms"] == lane["itl_ms"] == {"samples": 0, "mean": None, "p50": None, "p99": None}
+    assert (
+        lane["ttft_ms"]
+        == lane["itl_ms"]
+        == lane["itl_decode_ms"]
+        == {"samples": 0, "mean": None, "p50": None, "p99": None}
+    )

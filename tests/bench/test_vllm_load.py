@@ -27,7 +27,7 @@ DECODE = ("decode_loads", "decode_stores")
 EVERY = {"connector", "scenario", "requests", "failed", "seconds", "ttft_mean_ms", "ttft_p99_ms", "cached_share"}
 EVERY |= {"same_answers"}
 LOAD = EVERY | {"prompt_tokens", "output_tokens", "output_tokens_per_s", "total_tokens_per_s"}
-ITL = EVERY | {"samples", "itl_p50_ms", "itl_p99_ms"}
+ITL = EVERY | {"samples", "itl_p50_ms", "itl_p99_ms", "itl_decode_p50_ms", "itl_decode_p99_ms"}
 Run = Callable[..., dict[str, Any]]
 
 
@@ -97,7 +97,11 @@ def test_all_is_measured_with_as_few_engines_as_possible(run: Run, made: list[tu
     assert rows["none", "fresh"]["cached_share"] is None and rows["none", "decode_loads"]["samples"] > 10
     assert [(each["connector"], each["scenario"]) for each in result["ratios"]] == [("kvkeep", s) for s in scenarios]
     for ratios in result["ratios"]:
-        own = {"itl_p50", "itl_p99"} if ratios["scenario"] in DECODE else {"output", "total"}
+        own = (
+            {"itl_p50", "itl_p99", "itl_decode_p50", "itl_decode_p99"}
+            if ratios["scenario"] in DECODE
+            else {"output", "total"}
+        )
         names_of_ratios = {f"{name}_ratio{s}" for name in own | {"ttft_mean"} for s in ("", "s")}
         assert set(ratios) == {"connector", "scenario"} | names_of_ratios
     assert [(name, each["enable_prefix_caching"]) for name, each in made] == [
@@ -107,7 +111,7 @@ def test_all_is_measured_with_as_few_engines_as_possible(run: Run, made: list[tu
     ]
     assert {each["num_gpu_blocks_override"] for _, each in made} == {result["engine_blocks"]} == {96}
     assert result["interleaved"] is True and result["prefixes"] == 8
-    assert vllm_load.table(result).count("target ") == 4
+    assert vllm_load.table(result).count("target ") == 6
 
 
 def test_parts_can_be_run_alone_and_repeated(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +232,7 @@ def load(rate: float, answers: dict[str, str], failed: int = 0) -> dict[str, Any
 
 def decode(p99: float | None) -> dict[str, Any]:
     figures = {"samples": 100, "itl_p50_ms": 10.0, "itl_p99_ms": p99, "ttft_mean_ms": None, "ttft_p99_ms": None}
+    figures |= {"itl_decode_p50_ms": 9.0, "itl_decode_p99_ms": p99 and p99 / 2}
     return {"requests": 4, "failed": 0, "seconds": 1.0, "cached_share": None, "answers": {}} | figures
 
 
@@ -246,10 +251,18 @@ def test_the_table_says_all_and_whether_targets_are_met() -> None:
     lines = [" ".join(line.split()) for line in shown.splitlines() if line.startswith("   kvkeep")]
     assert lines == [
         "kvkeep fresh 40 98 tokens/s 0.98× 980 tokens/s 5 ms 9 ms 50% 0 requests 100%",
-        "kvkeep decode_loads 4 100 10 ms 1× 21 ms 1.05× - 0 requests 0%",
+        "kvkeep decode_loads 4 10 ms 21 ms 1.05× 9 ms 10.5 ms 1.05× - 0 requests 0%",
     ]
-    assert shown.count("target met") == 2 and "MISSED" not in shown
-    assert vllm_load.table(bench((100.0, 97.9), (20.0, 21.1)).result()).count("target MISSED") == 2
+    assert shown.count("target met") == 3 and "MISSED" not in shown
+    assert vllm_load.table(bench((100.0, 97.9), (20.0, 21.1)).result()).count("target MISSED") == 3
+
+
+def test_a_load_that_delays_only_steps_without_prompts_is_seen() -> None:
+    done = bench((100.0, 98.0), (20.0, 20.0))
+    done.said["kvkeep", "decode_loads"][0]["itl_decode_p99_ms"] = 14.0
+    shown = vllm_load.table(done.result())
+    assert "target met: decode_loads: p99 between tokens is 1×" in shown
+    assert "target MISSED: decode_loads: p99 where no prompt is computed is 1.4×" in shown
 
 
 def test_what_was_not_seen_is_no_target_met() -> None:
@@ -258,7 +271,7 @@ def test_what_was_not_seen_is_no_target_met() -> None:
     assert (
         ratios["itl_p99_ratio"] is None
         and ratios["itl_p99_ratios"] == [None]
-        and "target MISSED: decode_loads" in vllm_load.table(result)
+        and "target MISSED: decode_loads: nothing was seen" in vllm_load.table(result)
     )
 
 

@@ -22,12 +22,14 @@ _NOTHING_DUE_S = 0.001
 
 @dataclass(frozen=True)
 class Lane:
-    """Prompts of one kind, each with the tokens wanted for it. Exactly one of `at_a_time` and `every_s` is set."""
+    """Prompts of one kind, each with the tokens wanted for it. Exactly one of `at_a_time` and `every_s` is set. With
+    `is_new` nothing is found of them: each step before their first token computes some of them."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
     at_a_time: int = 0
     every_s: float = 0.0
+    is_new: bool = False
 
 
 @dataclass
@@ -35,6 +37,7 @@ class _UnderWay:
     begun_at: float
     last_at: float = 0.0
     tokens: int = 0
+    prompt_steps: int = 0  # of the engine, when its last token came
 
 
 @dataclass
@@ -51,6 +54,7 @@ class _Served:
     cached_tokens: int = 0
     ttfts_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    decode_gaps_s: list[float] = field(default_factory=list)  # without those in which a prompt was computed
 
     @property
     def left(self) -> bool:
@@ -68,18 +72,29 @@ class _Served:
         self.begun += 1
         return place
 
-    def hear(self, place: int, output: Any, now: float) -> None:
-        """vLLM shows all tokens of a request so far."""
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether the next step does, as far as can be told before it."""
+        return self.lane.is_new and any(not request.tokens for request in self.under_way.values())
+
+    def is_first(self, place: int, output: Any) -> bool:
+        """Whether a prompt's last tokens were computed just now."""
+        return not self.under_way[place].tokens and bool(output.outputs[0].token_ids)
+
+    def hear(self, place: int, output: Any, now: float, prompt_steps: int) -> None:
+        """vLLM shows all tokens of a request so far. So many steps have computed prompts."""
         request, shown = self.under_way[place], output.outputs[0].token_ids
         if len(shown) > request.tokens:
             if request.tokens:
                 self.gaps_s.append(now - request.last_at)
+                if prompt_steps == request.prompt_steps:
+                    self.decode_gaps_s.append(now - request.last_at)
             else:
                 self.ttfts_s.append(now - request.begun_at)
                 self.prompt_tokens += len(self.lane.prompts[place])
                 self.cached_tokens += output.num_cached_tokens or 0
             self.tokens += len(shown) - request.tokens
-            request.tokens, request.last_at = len(shown), now
+            request.tokens, request.last_at, request.prompt_steps = len(shown), now, prompt_steps
         if output.finished:
             del self.under_way[place]
             self.failed += output.outputs[0].finish_reason != "length"
@@ -96,6 +111,7 @@ class _Served:
             "cached_tokens": self.cached_tokens,
             "ttft_ms": _figures(self.ttfts_s),
             "itl_ms": _figures(self.gaps_s),
+            "itl_decode_ms": _figures(self.decode_gaps_s),
         }
 
 
@@ -116,7 +132,7 @@ def serve_lanes(
     engine: Any, sampling: Callable[[int], Any], lanes: Sequence[Lane], seconds: float, *, finish: bool
 ) -> dict[str, Any]:
     """Begins no more requests when the time is over; those under way are finished, or else aborted."""
-    served = [_Served(lane) for lane in lanes]
+    served, prompt_steps = [_Served(lane) for lane in lanes], 0
     started = time.perf_counter()
     while True:
         if (now := time.perf_counter() - started) < seconds:
@@ -129,11 +145,15 @@ def serve_lanes(
         elif not finish:
             break
         if any(each.under_way for each in served):
+            computes_prompt = any(each.computes_prompt for each in served)
             outputs = engine.step()
             now = time.perf_counter() - started
-            for output in outputs:
-                number, place = map(int, output.request_id.partition("-")[0].split("."))
-                served[number].hear(place, output, now)
+            heard = [(*map(int, output.request_id.partition("-")[0].split(".")), output) for output in outputs]
+            prompt_steps += computes_prompt or any(
+                served[number].is_first(place, output) for number, place, output in heard
+            )
+            for number, place, output in heard:
+                served[number].hear(place, output, now, prompt_steps)
         elif now < seconds and any(each.left for each in served):
             time.sleep(_NOTHING_DUE_S)
         else:

@@ -146,7 +146,7 @@ class Traffic:
             large.append(prefix + self._tokens(rng, sizes.large_tokens - len(prefix)))
         return [
             Lane(short, [sizes.decoder_answer_tokens] * len(short), sizes.decoders),
-            Lane(large, [1] * len(large), every_s=sizes.every_s),
+            Lane(large, [1] * len(large), every_s=sizes.every_s, is_new=scenario == "decode_stores"),
         ]
 
     # -- memory

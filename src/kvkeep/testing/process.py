@@ -17,6 +17,7 @@ from types import TracebackType
 from kvkeep.errors import Unavailable
 
 _numbers = itertools.count()
+_ENDS_IN_S = 60
 
 
 class ServerProcess:
@@ -81,8 +82,14 @@ class ServerProcess:
             return ""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        self.process.communicate(timeout=60)
-        self.process = None
+        try:
+            self.process.communicate(timeout=_ENDS_IN_S)
+        except subprocess.TimeoutExpired:  # raised again; nobody else would end it
+            self.process.kill()
+            self.process.communicate()
+            raise
+        finally:
+            self.process = None
         self._said = self.log()
         self._log.close()
         return self._said
@@ -103,8 +110,10 @@ class ServerProcess:
     ) -> None:
         if self.process is not None and self.process.poll() is None:
             self.send(signal.SIGCONT)  # a paused process cannot end
-        self.stop()
-        self._clean_up()
+        try:
+            self.stop()
+        finally:
+            self._clean_up()
 
     def _clean_up(self) -> None:
         if self._own_state:
