@@ -86,8 +86,8 @@ class World:
         runs, device = [piece.runs for piece in self.pieces], self.device
         self.copier = GpuCopier(runs, 8 * BAY_BYTES, device)  # type: ignore[arg-type]
         for line in (self.copier._out, self.copier._in):
-            line._bays_a_pause = 1 + seed % 3
-        self.copier.give_way(seed % 4 > 0)
+            line._bytes_a_pause = 1 + seed % 3 * BAY_BYTES
+            line.gives_way = seed % 4 > 0
         assert self.copier._in.bay_bytes == BAY_BYTES
         for pool in self.pool:  # a part of it, which may be none or all
             self.copier.pin(pool.ctypes.data, pool[: self.random.choice([0, SLOTS // 2, SLOTS])].nbytes)
@@ -344,8 +344,17 @@ def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
 
         world.copier._pinned.runs = halt_after_one  # type: ignore[method-assign]
         busy = [bay.busy for bay in world.copier._out._bays]
+        line, paces = world.copier._out, list[Any]()
+        mark, line._bytes_a_pause, line.gives_way = line.mark_copied, 1, True
+
+        def note(batch: Any, nbytes: int, line: Any = line, mark: Any = mark, paces: list[Any] = paces) -> Any:
+            marked = mark(batch, nbytes)
+            paces.append(line.pace)
+            return marked
+
+        line.mark_copied = note  # type: ignore[method-assign]
         assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
-        assert world.copier._out.paused is None, "nobody waits for what was not recorded"
+        assert len(paces) > 1 and line.pace == paces[0], "that of the first bay: no other was recorded"
         assert sum(bay.busy is not before for bay, before in zip(world.copier._out._bays, busy, strict=True)) == 1
         world.copier.shield()
         world.device.give(lambda memory=world.memory[0]: memory.fill(7))

@@ -53,22 +53,26 @@ def test_a_ledger_carries_ids_out_and_sums_back(line: Line) -> None:
     assert ledger.sums_here(2).tolist() == [2**64 - 1] * 2
 
 
-def test_a_line_pauses_after_a_millisecond_of_copies_not_after_each_small_bay() -> None:
-    every = [Line(Pretend(), nbytes, 8)._bays_a_pause for nbytes in (24 << 20, 160 << 20)]  # type: ignore[arg-type]
-    assert every == [6, 1]
+def test_a_line_pauses_after_a_millisecond_of_copies_however_many_they_are(line: Line) -> None:
+    pauses = []
+    for mebibytes in (20, 27, 1, 20, 75, 1, 96, 47, 1):
+        line.copy_behind_others(line._device.batch())
+        line.mark_copied(line._device.batch(), mebibytes << 20)
+        pauses.append(line.pace[0] is not None)
+    assert pauses == [False, False, True, False, True, False, True, False, True]
 
 
 def test_copies_of_a_bay_wait_for_word_that_those_before_them_are_over(line: Line) -> None:
     device: Any = line._device
-    line._bays_a_pause = 2
-    for turn, gives_way in ((1, True), (2, False)):
-        line.turn, line.gives_way = turn, gives_way
-        line.mark_copied(device.batch())
+    line._bytes_a_pause = 200
+    for gives_way in (True, False):
+        line.gives_way = gives_way
+        line.mark_copied(device.batch(), 100)
         line.copy_behind_others(device.batch())
-    line.turn, line.gives_way = 2, True
+    line.gives_way = True
     line.copy_behind_others(device.batch())
     assert not device.waits, "there is none before, it is not yet time, nobody is there to be waited for"
-    copied = line.mark_copied(device.batch())
+    copied = line.mark_copied(device.batch(), 100)
     line.copy_behind_others(device.batch())
     (messenger, when), (who, word) = device.waits
     assert when is copied and copied[0] is line.copies and who is line.copies and word[0] is messenger
@@ -85,9 +89,9 @@ def test_a_bounce_buffer_is_made_once_for_each_bay(line: Line) -> None:
 @pytest.mark.parametrize("marks_left", [0, 1])
 def test_a_line_is_drained_though_no_event_can_be_had(line: Line, marks_left: int) -> None:
     device: Any = line._device
-    line.paused = object()
+    line.pace = (object(), 7)
     line.drain()
-    assert line.paused is None, "it may never have been recorded"
+    assert line.pace == (None, 0), "it may never have been recorded"
     assert len(device.marks) == 2 and not device.drained
     device.marks_left = marks_left
     line.drain()

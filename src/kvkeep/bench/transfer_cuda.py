@@ -8,11 +8,10 @@ stored; the other half, zeroed before, are loaded into, and then compared byte f
     floor, both         a store under new keys and a load, begun together       floor: both copies, on two streams
     latency             a load of 2,000 tokens
 
-What is moved belongs to several requests of 4,096 tokens, all asked for at once, as an engine has them that only waits:
-beside one that may compute, copies pause for its own, which costs up to a hundredth. A floor is a
-plain copy of the same bytes just before what is compared with it. One worker does all of it, as an engine
-has one a GPU. For both directions the rate is the sum of both over the time until the later one has ended. What a GPU
-copies to must be registered with CUDA: a worker does that in the background, so nothing is counted before that is over.
+What is moved belongs to several requests of 4,096 tokens, all asked for at once. A floor is a plain copy of the same
+bytes just before what is compared with it. One worker does all of it, as an engine has one a GPU. For both directions
+the rate is the sum of both over the time until the later one has ended. What a GPU copies to must be registered with
+CUDA: a worker does that in the background, so nothing is counted before that is over.
 """
 
 from __future__ import annotations

@@ -7,14 +7,13 @@ poll tells so. What did not come through whole raises: a part of a transfer has 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.copier import Copier
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
@@ -23,7 +22,6 @@ from kvkeep.errors import Unavailable
 from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.parallel import ParallelStrategy
-from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
 
 BlockIds = NDArray[np.int64]
@@ -48,15 +46,6 @@ class _Ended:
     loaded: dict[Any, int] = field(default_factory=dict)
 
 
-class WaitingWorker(WorkerAdapter):
-    """Of an engine that only waits for it, as one does that loads before its step: copies give way to nobody's."""
-
-    def make_copier(self, runs: Sequence[BlockRuns]) -> Copier:
-        copier = super().make_copier(runs)
-        copier.give_way(False)
-        return copier
-
-
 class EngineSide:
     """A scheduler and a worker with sessions of their own, and the KV in `layers`: block_bytes a block in all of them
     together. An engine polls once a step; `poll_s` is how long a step takes here. `request_blocks` is how many blocks a
@@ -79,7 +68,7 @@ class EngineSide:
         self._poll_s = poll_s
         self._request_blocks = request_blocks
         self.scheduler = SchedulerAdapter(shape, options)
-        self.worker = WaitingWorker(shape, ParallelStrategy.of(), options)
+        self.worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
         try:
             self.worker.register_kv_caches(layers)
             self._wait_for_sessions(address)

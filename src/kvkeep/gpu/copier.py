@@ -112,9 +112,9 @@ class GpuCopier:
             self._device.after(None, self._last_read)
 
     def give_way(self, to_engine: bool) -> None:
-        """Whether copies that are asked for from now on pause for the engine's own, which costs up to a hundredth of
-        the bus. They do, unless the engine only waits for them."""
-        self._in.gives_way = self._out.gives_way = to_engine
+        """Whether copies of loads that are asked for from now on pause for the engine's own, which costs up to a
+        hundredth of the bus. They do, unless the engine only waits for them. Those of stores always do."""
+        self._in.gives_way = to_engine
 
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[Saved]:
         """Copies of these blocks, in memory of our own, ordered before whatever the engine does next. MemoryError if
@@ -237,7 +237,7 @@ class Reading:
             if runs is None:
                 break
             ids, sums, bay = of_bays[number], sums_of_bays[number] if self._verify else None, line.next_bay()
-            bays.append((bay, before := bay.busy))
+            bays.append((bay, before := bay.busy, line.pace))
             if before is not None:
                 batch.wait(before)
             batch.enter(self._gate, number + 1)
@@ -251,10 +251,8 @@ class Reading:
                 if not goes_on:
                     break
         done = len(bays) if goes_on and batch.run() else self._gate.halt()
-        for bay, before in reversed(bays[done:]):
-            bay.busy = before
-        if done < len(bays):
-            line.paused = None  # nobody has recorded that
+        for bay, before, pace in reversed(bays[done:]):
+            bay.busy, line.pace = before, pace
         count = min(done * at_a_time, len(block_ids))
         self._count += count
         self._note_reads(done)
@@ -305,8 +303,9 @@ class Reading:
             self._collect(bay, runs)
             return
         bounce, nbytes = self._line.bounce(bay), len(addresses) * units.pitch
+        self._line.copy_behind_others(batch)
         batch.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
-        bay.busy = batch.mark(copies)
+        bay.busy = self._line.mark_copied(batch, nbytes)
         batch.wait(bay.busy)
         batch.run()
         for at, address in enumerate(addresses.tolist()):
@@ -316,10 +315,12 @@ class Reading:
         """From this bay into slots."""
         batch, copies, units = self._batch, self._line.copies, self._units
         self._line.copy_behind_others(batch)
+        nbytes = 0
         for address, step, at, count in runs:
             place = bay.address + at * units.pitch
             batch.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
-        bay.busy = self._line.mark_copied(batch)
+            nbytes += count * units.nbytes
+        bay.busy = self._line.mark_copied(batch, nbytes)
 
     def put(self, saved: Saved, address: int) -> None:
         """What was set aside goes into its slot."""

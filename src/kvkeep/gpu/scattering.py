@@ -156,10 +156,12 @@ class Way:
         if bay.busy is not None:
             batch.after(line.copies, bay.busy)
         line.copy_behind_others(batch)
+        nbytes = 0
         for address, step, at, rows in runs or [self._bounced(batch, bay, addresses)]:
             place = bay.address + at * units.pitch
             batch.to_device(line.copies, place, units.pitch, address, step, units.nbytes, rows)
-        bay.bounced = arrived = line.mark_copied(batch)
+            nbytes += rows * units.nbytes
+        bay.bounced = arrived = line.mark_copied(batch, nbytes)
         return bay, arrived
 
     def _wait_for_room(self, batch: Any) -> None:

@@ -17,6 +17,7 @@ MOST_BLOCKS = 4096  # of one call; more go in several
 BAYS = 3  # of a line
 _LEDGERS = 4  # at first; more calls than that are seldom under way
 _BYTES_A_PAUSE = 48 << 20  # between two, at least: they take a millisecond, and a pause about a hundredth of that
+_NO_PAUSE = (None, 0)
 _MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all bays once
 
 
@@ -72,8 +73,8 @@ class Line:
         self._most_queued = max(BAYS, _MOST_QUEUED // self.bay_bytes)
         self.kernels, self.copies, self._pauses = device.stream(), device.stream(), device.stream()
         self.gives_way = True  # to copies of the engine's own; its thread may change that
-        self.paused: Any = None  # when copies go on, if there is a pause
-        self._bays_a_pause = max(1, _BYTES_A_PAUSE // self.bay_bytes)
+        self.pace: tuple[Any, int] = _NO_PAUSE  # when copies go on, if there is a pause; bytes since the last one
+        self._bytes_a_pause = _BYTES_A_PAUSE
 
     def blocks_a_bay(self, pitch: int) -> int:
         return min(self.bay_bytes // pitch, MOST_BLOCKS)
@@ -91,16 +92,18 @@ class Line:
         """The copies that follow, of one bay, begin some microseconds after those before them: they wait for word from
         another stream. A copy engine stays with a stream while that has work that can begin. Without these pauses an
         engine's own copies, such as a step's inputs and its tokens, would wait for the end of all of ours."""
-        paused, self.paused = self.paused, None
+        paused, since = self.pace
         if paused is not None:
             batch.after(self.copies, paused)
+            self.pace = (None, since)
 
-    def mark_copied(self, batch: Any) -> Any:
-        """When they are over, those of the bay that was taken last."""
-        copied = batch.mark(self.copies)
-        if self.gives_way and self.turn % self._bays_a_pause == 0:
+    def mark_copied(self, batch: Any, nbytes: int) -> Any:
+        """When they are over, so many bytes."""
+        copied, since = batch.mark(self.copies), self.pace[1] + nbytes
+        self.pace = (None, since)
+        if self.gives_way and since >= self._bytes_a_pause:
             batch.after(self._pauses, copied)
-            self.paused = batch.mark(self._pauses)
+            self.pace = (batch.mark(self._pauses), 0)
         return copied
 
     def queue(self, over: Any) -> None:
@@ -123,7 +126,7 @@ class Line:
     def drain(self) -> None:
         """Waits for all that is under way here. Whoever calls this gives memory away afterwards, often because
         something has failed: what fails here, too, must not end the waiting."""
-        self.paused = None  # it may never have been recorded
+        self.pace = _NO_PAUSE  # it may never have been recorded
         try:
             self._device.wait(self._device.mark(self.kernels))
             self._device.wait(self._device.mark(self.copies))
