@@ -9,7 +9,7 @@ import pytest
 
 from kvkeep.bench import transfer, transfer_cuda
 from kvkeep.bench.transfer_cuda import GEOMETRIES, KV, Bench, Geometry, Measured, Samples
-from kvkeep.bench.transfer_floor import DIRECTIONS, Gpu, PlainCopy
+from kvkeep.bench.transfer_floor import DIRECTIONS, ONE_WAY, Gpu, PlainCopy
 from kvkeep.errors import KVKeepError, SettingsError
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -33,6 +33,8 @@ class HostGpu(Gpu):
     def stream(self, number: int) -> Any:
         return torch.no_grad()
 
+    def wait(self, number: int) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -52,6 +54,9 @@ def check(result: dict[str, Any], geometries: tuple[str, ...], rounds: int) -> N
     assert all(row["gbps"] > 0 and row["floor_gbps"] > 0 and row["fraction_of_floor"] > 0 for row in result["rows"])
     assert [(row["geometry"], row["verify"]) for row in result["latency"]] == cases
     assert all(0 < row["lookup_ms"] < row["ms"] for row in result["latency"])
+    own = [(row["geometry"], row["verify"], row["direction"]) for row in result["own_copies"]]
+    assert own == [(*case, way) for case in cases for way in ONE_WAY]
+    assert all(row["samples"] and 0 < row["p50_ms"] <= row["most_ms"] for row in result["own_copies"])
     assert all(row["registered"] for row in result["warm_up"]) and len(result["warm_up"]) == len(cases)
     assert len(result["verification"]) == len(geometries) * len(DIRECTIONS)
     assert result["rounds"] == rounds and result["floor_gbps"] > 0 and result["gpu"]

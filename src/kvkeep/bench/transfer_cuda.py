@@ -8,6 +8,8 @@ stored; the other half, zeroed before, are loaded into, and then compared byte f
     floor, both         a store under new keys and a load, begun together       floor: both copies, on two streams
     latency             a load of 2,000 tokens
 
+At the end comes a store and a load beside copies of an engine's own, to see how long those wait (transfer_beside).
+
 What is moved belongs to several requests of 4,096 tokens, all asked for at once. A floor is a plain copy of the same
 bytes just before what is compared with it. One worker does all of it, as an engine has one a GPU. For both directions
 the rate is the sum of both over the time until the later one has ended. What a GPU copies to must be registered with
@@ -28,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.bench.transfer_beside import OwnCopies
 from kvkeep.bench.transfer_floor import DIRECTIONS, ONE_WAY, Gpu, PlainCopy, check_device
 from kvkeep.bench.transfer_worker import BlockIds, EngineSide
 from kvkeep.errors import KVKeepError, SettingsError
@@ -91,13 +94,14 @@ class Measured:
     directions: dict[str, Samples] = field(default_factory=lambda: {way: Samples() for way in DIRECTIONS})
     small: list[float] = field(default_factory=list)
     small_lookup: list[float] = field(default_factory=list)
+    own_copies: list[dict[str, Any]] = field(default_factory=list)
 
 
 class KV:
     """An engine's KV: blocks to store from, and as many to load into."""
 
     def __init__(self, gpu: Gpu, geometry: Geometry, blocks: int) -> None:
-        torch, self._gpu = gpu.torch, gpu
+        torch, self.gpu = gpu.torch, gpu
         ids = np.random.default_rng(0).permutation(2 * blocks).astype(np.int64)
         self.sources: BlockIds = ids[:blocks]
         self.targets: BlockIds = ids[blocks:]
@@ -113,11 +117,11 @@ class KV:
     def clear_targets(self) -> None:
         for layer in self.layers.values():
             layer.index_fill_(0, self._at_targets, 0)
-        self._gpu.synchronize()
+        self.gpu.synchronize()
 
     def check_targets(self, blocks: int, what: str) -> None:
         """KVKeepError unless the first `blocks` loaded blocks hold, bit for bit, what was stored."""
-        torch = self._gpu.torch
+        torch = self.gpu.torch
         for name, layer in self.layers.items():
             bits = layer.view(torch.int16)  # as numbers, NaN would differ from itself
             stored, loaded = (bits[ids[:blocks]] for ids in (self._at_sources, self._at_targets))
@@ -135,7 +139,7 @@ class Bench:
         self.nbytes = self.blocks * self.geometry.block_bytes
         self.small_blocks = min(LATENCY_TOKENS // BLOCK_TOKENS, self.blocks)
         self.registered = False
-        self._kv, self._floor = kv, floor
+        self._kv, self._floor, self._gpu = kv, floor, kv.gpu
 
     @property
     def pool_bytes(self) -> int:
@@ -161,6 +165,7 @@ class Bench:
                 self._warm_up(side)
                 for _ in range(rounds):
                     self._round(side, measured)
+                measured.own_copies = list(self._own_copies(side))
         return measured
 
     def _warm_up(self, side: EngineSide) -> None:
@@ -194,6 +199,17 @@ class Bench:
         kv.check_targets(self.small_blocks, f"{self.name}, small load")
         into.small.append(small.seconds)
         into.small_lookup.append(small.lookup_seconds)
+
+    def _own_copies(self, side: EngineSide) -> Iterator[dict[str, Any]]:
+        kv, keys, own = self._kv, os.urandom(self.blocks * KEY_BYTES), OwnCopies(self._gpu)
+        with own.beside("store") as took:
+            side.store(keys, kv.sources)
+        yield own.row("store", took)
+        kv.clear_targets()
+        with own.beside("load") as took:
+            side.load(keys, kv.targets)
+        kv.check_targets(self.blocks, f"{self.name}, load beside other copies")
+        yield own.row("load", took)
 
     # -- what came out
 
@@ -265,6 +281,7 @@ def measure(gpu: Gpu, geometries: Sequence[str], total_bytes: int, rounds: int) 
         "floor_gbps": round(statistics.median(report.floors_gbps), 2),
         "rows": report.rows,
         "latency": report.latency,
+        "own_copies": report.own_copies,
         "verification": verification_costs(report.rows),
         "warm_up": report.warm_up,
         "targets": targets(geometries),
@@ -277,6 +294,7 @@ class Report:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     latency: list[dict[str, Any]] = field(default_factory=list)
+    own_copies: list[dict[str, Any]] = field(default_factory=list)
     warm_up: list[dict[str, Any]] = field(default_factory=list)
     floors_gbps: list[float] = field(default_factory=list)  # of one direction, each round's
 
@@ -291,7 +309,9 @@ class Report:
     def _add(self, bench: Bench, measured: Measured) -> None:
         self.rows += bench.rows(measured)
         self.latency.append(bench.latency(measured))
-        self.warm_up.append({"geometry": bench.name, "verify": bench.verify, "registered": bench.registered})
+        case = {"geometry": bench.name, "verify": bench.verify}
+        self.own_copies += [case | row for row in measured.own_copies]
+        self.warm_up.append(case | {"registered": bench.registered})
         for way in ONE_WAY:
             self.floors_gbps += [bench.nbytes / seconds / 1e9 for seconds in measured.directions[way].floor]
 

@@ -28,7 +28,7 @@ class Gpu:
         self.device = device
         self.name = str(self.torch.cuda.get_device_name(device))
         self.free_bytes = int(self.torch.cuda.mem_get_info(device)[0])
-        self._streams = [self.torch.cuda.Stream(device) for _ in range(2)]
+        self._streams = [self.torch.cuda.Stream(device) for _ in range(3)]
 
     def pinned(self, nbytes: int) -> Any:
         return self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=True)
@@ -36,6 +36,10 @@ class Gpu:
     def stream(self, number: int) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self.torch.cuda.stream(self._streams[number])
         return context
+
+    def wait(self, number: int) -> None:
+        """For what that stream was given."""
+        self._streams[number].synchronize()
 
     def synchronize(self) -> None:
         self.torch.cuda.synchronize(self.device)
