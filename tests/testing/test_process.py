@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvkeep.errors import Unavailable
+from kvkeep.testing import process
 from kvkeep.testing.process import ServerProcess
 
 SMALL = ("--pool-size", "1MiB", "--slab-size", "64KiB")
@@ -65,6 +67,17 @@ def test_state_that_is_given_stays(tmp_path: Path) -> None:
     with ServerProcess(*SMALL, state_dir=tmp_path) as server:
         assert server.state_dir == tmp_path
     assert tmp_path.exists()
+
+
+def test_one_that_does_not_end_is_ended_and_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_ENDS_IN_S", 0.2)
+    with ServerProcess("--pool-size", "1MiB") as server:
+        number = server.pid
+        server.send(signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.stop()
+        assert not Path(f"/proc/{number}").exists()
+    assert not server.pool.exists() and not server.state_dir.exists()
 
 
 def test_the_pool_of_a_killed_server_does_not_stay_behind() -> None:

@@ -90,8 +90,8 @@ class ServerProcess:
             raise
         finally:
             self.process = None
-        self._said = self.log()
-        self._log.close()
+            self._said = self.log()
+            self._log.close()
         return self._said
 
     def log(self) -> str:
