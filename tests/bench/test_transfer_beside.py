@@ -56,8 +56,8 @@ def test_copies_are_made_while_the_block_is_under_way_and_not_after() -> None:
         gpu.takes_s = 0.0
     made = len(took)
     assert not any(thread.name == "own-copies" for thread in threading.enumerate())
-    row = own.row("load", took)
-    assert len(took) == made == row["samples"] and row["bytes"] == COPY_BYTES
+    row = own.row("load", True, took)
+    assert len(took) == made == row["samples"] and row["computes"] and row["bytes"] == COPY_BYTES
     assert row["most_ms"] >= 50 > row["p50_ms"] > 0 and row["alone_ms"] > 0
 
 
@@ -68,5 +68,5 @@ def test_a_transfer_that_fails_ends_them() -> None:
 
 
 def test_what_was_not_seen_has_no_figures() -> None:
-    row = OwnCopies(HostGpu()).row("store", [])
+    row = OwnCopies(HostGpu()).row("store", False, [])
     assert (row["samples"], row["p50_ms"], row["most_ms"]) == (0, None, None)

@@ -54,9 +54,9 @@ def check(result: dict[str, Any], geometries: tuple[str, ...], rounds: int) -> N
     assert all(row["gbps"] > 0 and row["floor_gbps"] > 0 and row["fraction_of_floor"] > 0 for row in result["rows"])
     assert [(row["geometry"], row["verify"]) for row in result["latency"]] == cases
     assert all(0 < row["lookup_ms"] < row["ms"] for row in result["latency"])
-    own = [(row["geometry"], row["verify"], row["direction"]) for row in result["own_copies"]]
-    assert own == [(*case, way) for case in cases for way in ONE_WAY]
-    assert all(row["samples"] and 0 < row["p50_ms"] <= row["most_ms"] for row in result["own_copies"])
+    own = [(row["geometry"], row["verify"], row["computes"], row["direction"]) for row in result["own_copies"]]
+    assert own == [(*case, computes, way) for case in cases for computes in (False, True) for way in ONE_WAY]
+    assert all(row["gbps"] and row["samples"] and 0 < row["p50_ms"] <= row["most_ms"] for row in result["own_copies"])
     assert all(row["registered"] for row in result["warm_up"]) and len(result["warm_up"]) == len(cases)
     assert len(result["verification"]) == len(geometries) * len(DIRECTIONS)
     assert result["rounds"] == rounds and result["floor_gbps"] > 0 and result["gpu"]

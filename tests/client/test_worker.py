@@ -312,6 +312,40 @@ def test_a_store_that_cannot_be_asked_for_costs_no_other(start: Start, caplog: p
     engine.stored([0, 1])
 
 
+def test_an_engine_says_whether_it_computes_something(start: Start) -> None:
+    unreachable_worker().give_way(True)  # it has no memory yet, and nothing to say it to
+    engine = start(contiguous()[0])
+    copier: Any = engine.worker._transfer.copier  # type: ignore[union-attr]
+    copier.give_way = (said := list[bool]()).append
+    for computes in (True, False):
+        engine.worker.give_way(computes)
+    assert said == [True, False]
+
+
+def test_sources_are_made_while_the_thread_that_stores_may_go_on(start: Start) -> None:
+    """Whoever hands over many stores would keep it from the first of them."""
+    layers, _ = contiguous()
+    fill(layers)
+    engine = start(layers)
+    transfer: Any = engine.worker._transfer
+    sources, was_free = transfer.sources, list[bool]()
+
+    def take_it() -> None:
+        was_free.append(engine.worker._wake.acquire(timeout=5))
+        if was_free[-1]:
+            engine.worker._wake.release()
+
+    def note(request: StoreRequest) -> Any:
+        other = threading.Thread(target=take_it)
+        other.start()
+        other.join()
+        return sources(request)
+
+    transfer.sources = note
+    engine.stored([0, 1])
+    assert was_free == [True]
+
+
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
     worker = WorkerAdapter(
         shape_of(768), ParallelStrategy.of(tp_size=8, rank=3, use_mla=True), ClientOptions(address=server.address)

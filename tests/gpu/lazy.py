@@ -29,7 +29,7 @@ from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.runs import BlockRuns
 
-STREAMS = ("out kernels", "out copies", "out pauses", "in kernels", "in copies", "in pauses")  # as a copier asks
+STREAMS = ("out kernels", *["out copies"] * 2, "in kernels", *["in copies"] * 2)  # as a copier asks
 
 
 class Dependency(NamedTuple):

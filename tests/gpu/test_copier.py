@@ -105,25 +105,25 @@ def test_there_and_back(engine: Engine, order: str) -> None:
         assert np.array_equal(engine.bytes_of(block), data)
 
 
-def test_copies_give_way_to_the_engines_own_unless_it_waits_for_a_load(engine: Engine) -> None:
+def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(engine: Engine) -> None:
     lines = engine.copier._in, engine.copier._out
-    assert all(line.gives_way for line in lines)
+    assert all(line.copies.gives_way for line in lines)
     for computes in (False, True):
         engine.copier.give_way(computes)
-        assert [line.gives_way for line in lines] == [computes, True], "a store may outlast the waiting"
+        assert [line.copies.gives_way for line in lines] == [computes] * 2
 
 
 @pytest.mark.skipif(CUDA, reason="a pretended device")
 @pytest.mark.parametrize("way", ["store", "store bay by bay", "load"])
 @pytest.mark.parametrize("gives_way", [True, False])
-def test_between_two_bays_copies_wait_for_word_from_another_stream(way: str, gives_way: bool) -> None:
+def test_copies_take_turns_on_two_streams_each_after_the_one_before(way: str, gives_way: bool) -> None:
     engine = Engine()
     line = engine.copier._in if way == "load" else engine.copier._out
-    line.bay_bytes, line._bytes_a_pause = 2 * engine.runs.nbytes, 1
+    line.bay_bytes, line.copies._bytes_a_turn = 2 * engine.runs.nbytes, {True: 1, False: 1 << 40}
     blocks, device, waits = np.arange(8), engine.device, list[tuple[Any, Any, int]]()
     after = device.after  # type: ignore[union-attr]
     device.after = lambda stream, mark: (waits.append((stream, mark, len(device.copies))), after(stream, mark))  # type: ignore[union-attr, method-assign]
-    line.gives_way = gives_way
+    engine.copier.give_way(gives_way)
     if way == "load":
         engine.copier.scattering(0, blocks, engine.addresses([*range(0, 16, 2)]), None).good()
     elif way == "store":
@@ -133,17 +133,11 @@ def test_between_two_bays_copies_wait_for_word_from_another_stream(way: str, giv
         reading.close()
     else:
         engine.store(blocks.tolist(), [*range(0, 16, 2)], verify=False)
-    assert len(device.copies) == 4  # type: ignore[union-attr]
-    told = [(mark[0], copies) for stream, mark, copies in waits if stream is line._pauses]
-    heard = [copies for stream, mark, copies in waits if stream is line.copies and mark[0] is line._pauses]
-    assert told == ([(line.copies, copies) for copies in (1, 2, 3, 4)] if gives_way else [])
-    assert heard == ([1, 2, 3] if gives_way else []), "before the copies of each bay but the first"
-    engine.close()
-
-
-def test_no_more_staging_memory_is_taken_than_keeps_bays_short() -> None:
-    engine = Engine(staging=8 << 30)
-    assert engine.copier._in.bay_bytes == engine.copier._out.bay_bytes <= 96 << 20
+    first, second = line.copies.streams
+    turns = [(who, mark[0], copies) for who, mark, copies in waits if {who, mark[0]} == {first, second}]
+    to_and_fro = [(second, first), (first, second)] * 4
+    assert turns == ([(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)] if gives_way else [])
+    assert len(device.copies) == (8 if gives_way else 4)  # type: ignore[union-attr]
     engine.close()
 
 
@@ -304,7 +298,7 @@ class TestOrder:
         device.marks_left = 1
         with pytest.raises(DeviceError, match="out of memory"):
             engine.copier.scattering(0, np.array([3, 4]), engine.addresses([1, 2]), sums)
-        assert device.drained == [engine.copier._in.kernels, engine.copier._in.copies]
+        assert device.drained == [engine.copier._in.kernels, *engine.copier._in.copies.streams]
 
     @pytest.mark.parametrize("marks_left", range(5))
     def test_what_was_set_aside_is_free_again_when_the_device_fails_while_it_is_stored(self, marks_left: int) -> None:
@@ -324,7 +318,7 @@ class TestOrder:
         with pytest.raises(DeviceError, match="out of memory"):
             store()
         reading.close()
-        assert device.drained == [engine.copier._out.kernels, engine.copier._out.copies]
+        assert device.drained == [engine.copier._out.kernels, *engine.copier._out.copies.streams]
         assert engine.copier._aside._left == 2 - len(put)
 
     def test_a_host_that_does_not_let_memory_be_registered(self) -> None:

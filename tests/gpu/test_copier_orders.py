@@ -2,8 +2,7 @@
 
 An engine computes, stores and loads at random on a device that is as late as it may be (`lazy`), and everything that
 arrives is compared with what was computed. That the comparison sees what it should is tested as well: for each
-dependency that the copier makes there is an order in which leaving it out goes wrong, but for pauses, which are no
-more than that.
+dependency that the copier makes there is an order in which leaving it out goes wrong.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class World:
         runs, device = [piece.runs for piece in self.pieces], self.device
         self.copier = GpuCopier(runs, 8 * BAY_BYTES, device)  # type: ignore[arg-type]
         for line in (self.copier._out, self.copier._in):
-            line._bytes_a_pause = 1 + seed % 3 * BAY_BYTES
-            line.gives_way = seed % 4 > 0
+            line.copies._bytes_a_turn = {True: 1 + seed % 3 * BAY_BYTES // 2, False: 2 * BAY_BYTES}
+            line.copies.gives_way = seed % 4 > 0
         assert self.copier._in.bay_bytes == BAY_BYTES
         for pool in self.pool:  # a part of it, which may be none or all
             self.copier.pin(pool.ctypes.data, pool[: self.random.choice([0, SLOTS // 2, SLOTS])].nbytes)
@@ -321,7 +320,7 @@ def test_the_first_bay_goes_ahead_of_the_others_if_it_is_free(busy: bool) -> Non
         reading._batch.run = note
         world.device.is_over = lambda event: not busy  # type: ignore[method-assign]
         for bay in world.copier._out._bays if busy else []:
-            bay.busy = world.device.mark(world.copier._out.copies)
+            bay.busy = world.device.mark(world.copier._out.copies.stream)
         assert reading.read(np.arange(9), slots[:9]) == 9
         assert passed == ([3] if busy else [1, 3])
         reading.end()
@@ -344,17 +343,16 @@ def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
 
         world.copier._pinned.runs = halt_after_one  # type: ignore[method-assign]
         busy = [bay.busy for bay in world.copier._out._bays]
-        line, paces = world.copier._out, list[Any]()
-        mark, line._bytes_a_pause, line.gives_way = line.mark_copied, 1, True
+        copies, turns = world.copier._out.copies, list[Any]()
+        mark, copies._bytes_a_turn = copies.mark, {True: 1, False: 1}
 
-        def note(batch: Any, nbytes: int, line: Any = line, mark: Any = mark, paces: list[Any] = paces) -> Any:
-            marked = mark(batch, nbytes)
-            paces.append(line.pace)
-            return marked
+        def note(batch: Any, copies: Any = copies, mark: Any = mark, turns: list[Any] = turns) -> Any:
+            turns.append(copies.turn)
+            return mark(batch)
 
-        line.mark_copied = note  # type: ignore[method-assign]
+        copies.mark = note  # type: ignore[method-assign]
         assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
-        assert len(paces) > 1 and line.pace == paces[0], "that of the first bay: no other was recorded"
+        assert len(turns) > 1 and copies.turn == turns[0], "that of the first bay: no other was given to the device"
         assert sum(bay.busy is not before for bay, before in zip(world.copier._out._bays, busy, strict=True)) == 1
         world.copier.shield()
         world.device.give(lambda memory=world.memory[0]: memory.fill(7))
@@ -378,13 +376,16 @@ def test_a_load_that_fails_writes_nothing_any_more(monkeypatch: pytest.MonkeyPat
     world.device.elsewhere = lambda: None
     with pytest.raises(DeviceError, match="out of memory"):
         world.copier.scattering(0, np.arange(12), row_addresses(world.pool[0])[:12], None)
-    assert not world.copier._in.kernels.work and not world.copier._in.copies.work
+    line = world.copier._in
+    assert not any(stream.work for stream in (line.kernels, *line.copies.streams))
 
 
 DEPENDENCIES = {
     "a store begins after what the engine did": Dependency("out kernels", "engine"),
     "the engine writes after a store has read": Dependency("engine", "out kernels"),
     "a copy to the host begins after its kernel": Dependency("out copies", "out kernels"),
+    "copies to the host begin after those of the turn before": Dependency("out copies", "out copies"),
+    "copies of a load begin after those of the turn before": Dependency("in copies", "in copies"),
     "a store has ended when its checksums are here": Dependency("host", "out kernels"),
     "a store has ended, and a bay is free, after the copies to the host": Dependency("host", "out copies"),
     "a load begins after what the engine did": Dependency("in kernels", "engine"),

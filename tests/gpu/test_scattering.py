@@ -45,6 +45,7 @@ def loaded(most_queued: int, monkeypatch: pytest.MonkeyPatch, *, step_under_way:
     pool = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), dtype=np.uint8)
     assert copier.pin(pool.ctypes.data, pool.nbytes)
     addresses = pool.ctypes.data + np.arange(BLOCKS, dtype=np.uint64) * BLOCK_BYTES
+    copier.give_way(False)  # bays are not cut
     mark = copier.mark()
     if step_under_way:
         device.unfinished.append(mark)

@@ -53,32 +53,6 @@ def test_a_ledger_carries_ids_out_and_sums_back(line: Line) -> None:
     assert ledger.sums_here(2).tolist() == [2**64 - 1] * 2
 
 
-def test_a_line_pauses_after_a_millisecond_of_copies_however_many_they_are(line: Line) -> None:
-    pauses = []
-    for mebibytes in (20, 27, 1, 20, 75, 1, 96, 47, 1):
-        line.copy_behind_others(line._device.batch())
-        line.mark_copied(line._device.batch(), mebibytes << 20)
-        pauses.append(line.pace[0] is not None)
-    assert pauses == [False, False, True, False, True, False, True, False, True]
-
-
-def test_copies_of_a_bay_wait_for_word_that_those_before_them_are_over(line: Line) -> None:
-    device: Any = line._device
-    line._bytes_a_pause = 200
-    for gives_way in (True, False):
-        line.gives_way = gives_way
-        line.mark_copied(device.batch(), 100)
-        line.copy_behind_others(device.batch())
-    line.gives_way = True
-    line.copy_behind_others(device.batch())
-    assert not device.waits, "there is none before, it is not yet time, nobody is there to be waited for"
-    copied = line.mark_copied(device.batch(), 100)
-    line.copy_behind_others(device.batch())
-    (messenger, when), (who, word) = device.waits
-    assert when is copied and copied[0] is line.copies and who is line.copies and word[0] is messenger
-    assert messenger not in (line.copies, line.kernels), "kernels may have to wait for the engine"
-
-
 def test_a_bounce_buffer_is_made_once_for_each_bay(line: Line) -> None:
     bay = line.next_bay()
     assert bay.bounce is None
@@ -86,27 +60,44 @@ def test_a_bounce_buffer_is_made_once_for_each_bay(line: Line) -> None:
     assert bay.bounce is not None and bay.bounce.numel() * 8 == line.bay_bytes
 
 
-@pytest.mark.parametrize("marks_left", [0, 1])
+@pytest.mark.parametrize("marks_left", [0, 1, 2])
 def test_a_line_is_drained_though_no_event_can_be_had(line: Line, marks_left: int) -> None:
     device: Any = line._device
-    line.pace = (object(), 7)
     line.drain()
-    assert line.pace == (None, 0), "it may never have been recorded"
-    assert len(device.marks) == 2 and not device.drained
+    assert [stream for stream, _ in device.marks] == streams_of(line) and not device.drained
     device.marks_left = marks_left
     line.drain()
-    assert device.drained == [line.kernels, line.copies]
+    assert device.drained == streams_of(line)[marks_left:]
 
 
 def test_a_line_is_drained_though_an_event_cannot_be_waited_for(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    device: Any = line._device
-
-    def fail(event: Any) -> None:
-        raise RuntimeError("CUDA error: launch failure")
-
-    monkeypatch.setattr(device, "wait", fail)
+    monkeypatch.setattr(line._device, "wait", failing)
     line.drain()
-    assert device.drained == [line.kernels, line.copies]
+    assert line._device.drained == streams_of(line)  # type: ignore[attr-defined]
+
+
+def test_a_line_is_drained_though_one_of_its_streams_fails(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = line._device
+    for broken in streams_of(line):
+        drained = list[Any]()
+
+        def drain(stream: Any, broken: Any = broken, drained: list[Any] = drained) -> None:
+            failing() if stream is broken else drained.append(stream)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "wait", failing)
+            patched.setattr(device, "drain", drain)
+            with pytest.raises(RuntimeError, match="launch failure"):
+                line.drain()
+        assert drained == [stream for stream in streams_of(line) if stream is not broken]
+
+
+def failing(*_: Any) -> None:
+    raise RuntimeError("CUDA error: launch failure")
+
+
+def streams_of(line: Line) -> list[Any]:
+    return [line.kernels, *line.copies.streams]
 
 
 class Blocks:

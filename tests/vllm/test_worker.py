@@ -33,6 +33,7 @@ class Recording:
     """A WorkerAdapter that remembers what it was asked, and finishes what it is told."""
 
     def __init__(self) -> None:
+        self.gives_way: bool | None = None
         self.calls: list[tuple[str, Any]] = []
         self.finished = Finished(3)
         self.raises: set[str] = set()
@@ -50,6 +51,9 @@ class Recording:
 
     def register_pieces(self, pieces: Any) -> None:
         self._note("register", len(pieces))
+
+    def give_way(self, to_engine: bool) -> None:
+        self.gives_way = to_engine
 
     def wait_for_load(self, seconds: float) -> None:
         self._note("wait", seconds)
@@ -329,6 +333,15 @@ def test_an_engine_waits_for_a_load_only_if_it_has_had_nothing_to_compute_for_tw
     worker.begin(Step(idle=True))
     ask()
     assert not adapter.calls, "nothing is being loaded"
+
+
+def test_copies_give_way_to_an_engine_in_steps_that_compute_something() -> None:
+    worker, adapter = side()
+    gave_way = []
+    for idle in (False, True, False):
+        worker.begin(Step(idle=idle))
+        gave_way.append(adapter.gives_way)
+    assert gave_way == [True, False, True]
 
 
 # --- start-up ---------------------------------------------------------------------------------------------------

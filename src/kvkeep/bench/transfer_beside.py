@@ -60,10 +60,11 @@ class OwnCopies:
             over.set()
             thread.join()
 
-    def row(self, direction: str, took: list[float]) -> dict[str, Any]:
+    def row(self, direction: str, computes: bool, took: list[float]) -> dict[str, Any]:
         alone = [self.seconds(direction) for _ in range(_ALONE)]
         return {
             "direction": direction,
+            "computes": computes,
             "bytes": COPY_BYTES,
             "samples": len(took),
             "alone_ms": round(statistics.median(alone) * 1e3, 3),

@@ -8,7 +8,8 @@ stored; the other half, zeroed before, are loaded into, and then compared byte f
     floor, both         a store under new keys and a load, begun together       floor: both copies, on two streams
     latency             a load of 2,000 tokens
 
-At the end comes a store and a load beside copies of an engine's own, to see how long those wait (transfer_beside).
+All of that is measured with an engine that computes nothing, and says so. At the end come a store and a load beside
+copies of an engine's own, to see how long those wait (transfer_beside): once more so, and with one that computes.
 
 What is moved belongs to several requests of 4,096 tokens, all asked for at once. A floor is a plain copy of the same
 bytes just before what is compared with it. One worker does all of it, as an engine has one a GPU. For both directions
@@ -162,6 +163,7 @@ class Bench:
                 REQUEST_TOKENS // BLOCK_TOKENS,
             )
             with closing(side):
+                side.worker.give_way(to_engine=False)
                 self._warm_up(side)
                 for _ in range(rounds):
                     self._round(side, measured)
@@ -201,15 +203,18 @@ class Bench:
         into.small_lookup.append(small.lookup_seconds)
 
     def _own_copies(self, side: EngineSide) -> Iterator[dict[str, Any]]:
-        kv, keys, own = self._kv, os.urandom(self.blocks * KEY_BYTES), OwnCopies(self._gpu)
-        with own.beside("store") as took:
-            side.store(keys, kv.sources)
-        yield own.row("store", took)
-        kv.clear_targets()
-        with own.beside("load") as took:
-            side.load(keys, kv.targets)
-        kv.check_targets(self.blocks, f"{self.name}, load beside other copies")
-        yield own.row("load", took)
+        kv, own = self._kv, OwnCopies(self._gpu)
+        for computes in (False, True):
+            side.worker.give_way(to_engine=computes)
+            keys = os.urandom(self.blocks * KEY_BYTES)
+            with own.beside("store") as took:
+                stored_s = side.store(keys, kv.sources)
+            yield own.row("store", computes, took) | {"gbps": _gbps(self.nbytes, [stored_s])}
+            kv.clear_targets()
+            with own.beside("load") as took:
+                loaded_s = side.load(keys, kv.targets).seconds
+            kv.check_targets(self.blocks, f"{self.name}, load beside other copies")
+            yield own.row("load", computes, took) | {"gbps": _gbps(self.nbytes, [loaded_s])}
 
     # -- what came out
 

@@ -9,7 +9,7 @@ part of the way needs to know the blocks:
 With verification off nothing would tell that such bytes are not those of a load. So they are for the load of one owner,
 of the same slots, and for no other; and whoever says `fetch` says `load` or `drop` before it lets go of the slots.
 
-No step can begin meanwhile, so the copies need not give way to an engine's own.
+No step can begin meanwhile, so the copies need not give way to an engine's own. The next step says so if they must.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class AtOnce:
         self._owner: Hashable = None
         self._fetched: Fetched | None = None
         self._began_s = 0.0  # with what is fetched
-        self._gives_way = True
         self._pool = contextlib.ExitStack()  # its memory stays ours as long as anything is fetched from it
 
     def fetch(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
@@ -48,7 +47,7 @@ class AtOnce:
             return False
         self._began_s = time.perf_counter()
         try:
-            self._give_way(False)
+            self._transfer.copier.give_way(False)
             addresses = self._pool.enter_context(self._transfer.addresses(0, slots, epoch))
             if addresses is not None:
                 self._owner, self._fetched = owner, self._transfer.copier.fetch_ahead(0, addresses)
@@ -65,7 +64,7 @@ class AtOnce:
         began_s = time.perf_counter() if self._fetched is None else self._began_s
         failed = request.ids_of(slice(None))
         try:
-            self._give_way(False)
+            self._transfer.copier.give_way(False)
             ready = [self._transfer.copier.mark()]
             [loaded] = self._transfer.load_together([request], ready, self._fetched)
             failed = request.ids_of(~loaded)
@@ -77,7 +76,6 @@ class AtOnce:
 
     def drop(self) -> None:
         """Waits for what was fetched; nobody has it after that."""
-        self._give_way(True)
         fetched, self._owner, self._fetched = self._fetched, None, None
         try:
             with self._pool:
@@ -85,8 +83,3 @@ class AtOnce:
                     fetched.close()
         except Exception:  # guard: an engine that drops it wants nothing of it
             self._failed_inside("load")
-
-    def _give_way(self, to_engine: bool) -> None:
-        if to_engine != self._gives_way:
-            self._gives_way = to_engine
-            self._transfer.copier.give_way(to_engine)

@@ -68,8 +68,8 @@ class Copier(Protocol):
     """`mark`, `shield`, `give_way` and `set_aside` are for the engine's thread, `reading` for the one that stores,
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
     and tells whether that was necessary. `fetch_ahead` is for the one that loads, too, when it knows the slots and not
-    yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet. Copies of
-    loads give way to the engine's own, unless it says that there are none; those of stores always do."""
+    yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet. Copies give way
+    to the engine's own, unless it says that it computes nothing."""
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes, costs a part.
     whole_bytes: int  # no larger than that, it goes in one

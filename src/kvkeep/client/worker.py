@@ -111,18 +111,19 @@ class WorkerAdapter:
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
-        with self._wake:
-            if not self.strategy.stores:
-                self._end_store(job, Stored(0, complete=True))
-                return
+        if not self.strategy.stores:
+            self._end_store(job, Stored(0, complete=True))
+            return
+        sources = self._transfer.sources(request) if self._transfer else None
+        with self._wake:  # not for long: the first store can begin while others are handed over
             if job in self._sources:  # which store it means nobody could tell; the first one will be reported
                 self.connection.counters.fail("repeated_job")
                 return
             if not self._has_room(self._stores):
                 self._end_store(job, Stored(0, complete=False))
                 return
-            if self._transfer is not None:
-                self._sources[job] = self._transfer.sources(request)
+            if sources is not None:
+                self._sources[job] = sources
             self._stores.append((job, request))
             self._for_stores.notify_all()
 
@@ -164,20 +165,21 @@ class WorkerAdapter:
             if block_ids is None:
                 for sources in self._sources.values():
                     sources.give_up()
-                self._shield()
-                return
-            ids = np.asarray(block_ids, dtype=np.int64)
-            aside = sum(sources.bytes_aside for sources in self._sources.values())
-            allowance = min(_MOST_BYTES_AT_ONCE, _MOST_BYTES_ASIDE - aside)
-            for sources in self._sources.values():
-                count, nbytes = sources.take_back(ids, allowance)
-                self._finished.withdrawn += count
-                allowance -= nbytes
-            self._shield()
+            else:
+                ids = np.asarray(block_ids, dtype=np.int64)
+                aside = sum(sources.bytes_aside for sources in self._sources.values())
+                allowance = min(_MOST_BYTES_AT_ONCE, _MOST_BYTES_ASIDE - aside)
+                for sources in self._sources.values():
+                    count, nbytes = sources.take_back(ids, allowance)
+                    self._finished.withdrawn += count
+                    allowance -= nbytes
+            if self._transfer is not None:
+                self._transfer.copier.shield()
 
-    def _shield(self) -> None:
+    def give_way(self, to_engine: bool) -> None:
+        """Whether the engine computes something, from now on."""
         if self._transfer is not None:
-            self._transfer.copier.shield()
+            self._transfer.copier.give_way(to_engine)
 
     def wait_for_load(self, seconds: float) -> None:
         """Waits until a load has ended, so long at most; for an engine that has nothing else to do."""

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
-_LARGEST_STAGING = 640 << 20  # with larger bays an engine's own copies would wait longer than 1.8 ms
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
@@ -59,7 +58,7 @@ class GpuCopier:
         self._runs, self._pinned = pieces, Pinned()
         self._last_read: Any = None
         self._warned = False
-        self._take_memory(min(max(staging_bytes, _SMALLEST_STAGING), _LARGEST_STAGING))
+        self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
         self._try_out()
 
     def _take_memory(self, staging_bytes: int) -> None:
@@ -112,9 +111,10 @@ class GpuCopier:
             self._device.after(None, self._last_read)
 
     def give_way(self, to_engine: bool) -> None:
-        """Whether copies of loads that are asked for from now on pause for the engine's own, which costs up to a
-        hundredth of the bus. They do, unless the engine only waits for them. Those of stores always do."""
-        self._in.gives_way = to_engine
+        """Whether copies from now on let the engine's own through as soon as can be, which costs some hundredths of the
+        bus. They do, unless it says that it computes nothing."""
+        for line in (self._out, self._in):
+            line.copies.gives_way = to_engine
 
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[Saved]:
         """Copies of these blocks, in memory of our own, ordered before whatever the engine does next. MemoryError if
@@ -237,22 +237,22 @@ class Reading:
             if runs is None:
                 break
             ids, sums, bay = of_bays[number], sums_of_bays[number] if self._verify else None, line.next_bay()
-            bays.append((bay, before := bay.busy, line.pace))
+            bays.append((bay, before := bay.busy, line.copies.turn))
             if before is not None:
                 batch.wait(before)
             batch.enter(self._gate, number + 1)
             batch.gather(line.kernels, units, ids, bay.memory, sums)
             self._reads.append(batch.mark(line.kernels))
             batch.has_read(self._gate, number + 1)
-            batch.after(line.copies, self._reads[-1])
+            batch.after(line.copies.stream, self._reads[-1])
             self._collect(bay, runs)
             if number == 0 and (before is None or self._device.is_over(before)):
                 goes_on = batch.run()  # the bus has nothing to do: it need not wait until all of them are collected
                 if not goes_on:
                     break
         done = len(bays) if goes_on and batch.run() else self._gate.halt()
-        for bay, before, pace in reversed(bays[done:]):
-            bay.busy, line.pace = before, pace
+        for bay, before, turn in reversed(bays[done:]):
+            bay.busy, line.copies.turn = before, turn
         count = min(done * at_a_time, len(block_ids))
         self._count += count
         self._note_reads(done)
@@ -286,7 +286,7 @@ class Reading:
         sums = self._ledger.sums[some] if self._verify else None
         batch.gather(line.kernels, self._units, ids, self._bay.memory, sums)
         read = batch.mark(line.kernels)
-        batch.after(line.copies, read)
+        batch.after(line.copies.stream, read)
         batch.run()
         self._copier._last_read = read
         self._count = some.stop
@@ -302,10 +302,9 @@ class Reading:
         if runs is not None:
             self._collect(bay, runs)
             return
-        bounce, nbytes = self._line.bounce(bay), len(addresses) * units.pitch
-        self._line.copy_behind_others(batch)
-        batch.to_host(copies, bounce, nbytes, bay.address, nbytes, nbytes, 1)
-        bay.busy = self._line.mark_copied(batch, nbytes)
+        bounce = self._line.bounce(bay)
+        copies.to_host(batch, bounce, units.pitch, bay.address, units.pitch, units.pitch, len(addresses))
+        bay.busy = copies.mark(batch)
         batch.wait(bay.busy)
         batch.run()
         for at, address in enumerate(addresses.tolist()):
@@ -314,13 +313,10 @@ class Reading:
     def _collect(self, bay: Bay, runs: Sequence[Run]) -> None:
         """From this bay into slots."""
         batch, copies, units = self._batch, self._line.copies, self._units
-        self._line.copy_behind_others(batch)
-        nbytes = 0
         for address, step, at, count in runs:
             place = bay.address + at * units.pitch
-            batch.to_host(copies, address, step, place, units.pitch, units.nbytes, count)
-            nbytes += count * units.nbytes
-        bay.busy = self._line.mark_copied(batch, nbytes)
+            copies.to_host(batch, address, step, place, units.pitch, units.nbytes, count)
+        bay.busy = copies.mark(batch)
 
     def put(self, saved: Saved, address: int) -> None:
         """What was set aside goes into its slot."""
@@ -333,7 +329,7 @@ class Reading:
             self._bay.memory[:words].copy_(saved.memory, non_blocking=True)
             if self._verify:
                 self._ledger.sums[self._count : self._count + 1].copy_(saved.sums, non_blocking=True)
-        self._device.after(self._line.copies, self._device.mark(self._line.kernels))
+        self._device.after(self._line.copies.stream, self._device.mark(self._line.kernels))
         self._count += 1
         self._gathered = (self._bay, np.array([address], dtype=np.uint64))
         self.deliver()
@@ -343,7 +339,7 @@ class Reading:
         batch, line = self._batch, self._line
         if self._verify:
             self._ledger.send_sums(batch, line.kernels, self._count)
-        marks = [batch.mark(line.kernels), batch.mark(line.copies)]
+        marks = [batch.mark(line.kernels), line.copies.mark(batch)]
         batch.run()
         self._marks = marks  # not before: who waits for what was never recorded does not wait
 

@@ -154,14 +154,11 @@ class Way:
         self._wait_for_room(batch)
         bay = line.next_bay()
         if bay.busy is not None:
-            batch.after(line.copies, bay.busy)
-        line.copy_behind_others(batch)
-        nbytes = 0
+            batch.after(line.copies.stream, bay.busy)
         for address, step, at, rows in runs or [self._bounced(batch, bay, addresses)]:
             place = bay.address + at * units.pitch
-            batch.to_device(line.copies, place, units.pitch, address, step, units.nbytes, rows)
-            nbytes += rows * units.nbytes
-        bay.bounced = arrived = line.mark_copied(batch, nbytes)
+            line.copies.to_device(batch, place, units.pitch, address, step, units.nbytes, rows)
+        bay.bounced = arrived = line.copies.mark(batch)
         return bay, arrived
 
     def _wait_for_room(self, batch: Any) -> None:

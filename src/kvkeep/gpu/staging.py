@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvkeep.gpu.copies import Copies
 from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 
 MOST_BLOCKS = 4096  # of one call; more go in several
 BAYS = 3  # of a line
 _LEDGERS = 4  # at first; more calls than that are seldom under way
-_BYTES_A_PAUSE = 48 << 20  # between two, at least: they take a millisecond, and a pause about a hundredth of that
-_NO_PAUSE = (None, 0)
 _MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all bays once
 
 
@@ -61,7 +60,7 @@ class Ledger:
 
 
 class Line:
-    """One direction: its streams, bays and ledgers. For one thread, but for `give_back` and `gives_way`."""
+    """One direction: its streams, bays and ledgers. For one thread, but for `give_back`."""
 
     def __init__(self, device: Cuda, staging_bytes: int, largest_pitch: int) -> None:
         self._device = device
@@ -71,10 +70,7 @@ class Line:
         self.turn = 0  # of the bay that was taken last
         self._queued: deque[Any] = deque()  # when each of the last bays is over
         self._most_queued = max(BAYS, _MOST_QUEUED // self.bay_bytes)
-        self.kernels, self.copies, self._pauses = device.stream(), device.stream(), device.stream()
-        self.gives_way = True  # to copies of the engine's own; its thread may change that
-        self.pace: tuple[Any, int] = _NO_PAUSE  # when copies go on, if there is a pause; bytes since the last one
-        self._bytes_a_pause = _BYTES_A_PAUSE
+        self.kernels, self.copies = device.stream(), Copies(device)
 
     def blocks_a_bay(self, pitch: int) -> int:
         return min(self.bay_bytes // pitch, MOST_BLOCKS)
@@ -87,24 +83,6 @@ class Line:
         """What is to be over before another bay is queued for the bus, if anything. To queue all at once is no
         faster, and what is queued cannot be called back."""
         return self._queued.popleft() if len(self._queued) >= self._most_queued else None
-
-    def copy_behind_others(self, batch: Any) -> None:
-        """The copies that follow, of one bay, begin some microseconds after those before them: they wait for word from
-        another stream. A copy engine stays with a stream while that has work that can begin. Without these pauses an
-        engine's own copies, such as a step's inputs and its tokens, would wait for the end of all of ours."""
-        paused, since = self.pace
-        if paused is not None:
-            batch.after(self.copies, paused)
-            self.pace = (None, since)
-
-    def mark_copied(self, batch: Any, nbytes: int) -> Any:
-        """When they are over, so many bytes."""
-        copied, since = batch.mark(self.copies), self.pace[1] + nbytes
-        self.pace = (None, since)
-        if self.gives_way and since >= self._bytes_a_pause:
-            batch.after(self._pauses, copied)
-            self.pace = (batch.mark(self._pauses), 0)
-        return copied
 
     def queue(self, over: Any) -> None:
         self._queued.append(over)
@@ -126,15 +104,20 @@ class Line:
     def drain(self) -> None:
         """Waits for all that is under way here. Whoever calls this gives memory away afterwards, often because
         something has failed: what fails here, too, must not end the waiting."""
-        self.pace = _NO_PAUSE  # it may never have been recorded
-        try:
-            self._device.wait(self._device.mark(self.kernels))
-            self._device.wait(self._device.mark(self.copies))
-        except Exception:  # guard: no event to be had; this takes none
+        failed: Exception | None = None
+        for stream in (self.kernels, *self.copies.streams):
             try:
-                self._device.drain(self.kernels)
-            finally:
-                self._device.drain(self.copies)
+                self._drain(stream)
+            except Exception as error:  # guard: raised when the others have been waited for
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _drain(self, stream: Any) -> None:
+        try:
+            self._device.wait(self._device.mark(stream))
+        except Exception:  # guard: no event to be had; this takes none
+            self._device.drain(stream)
 
 
 class Saved:

@@ -1,0 +1,104 @@
+"""Copies take turns on two streams, of so many bytes, and each turn begins when the one before is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pretend import Stream
+
+from kvkeep.gpu import copies as module
+from kvkeep.gpu.copies import Copies, Turn
+
+MIB = 1 << 20
+
+
+class Noted:
+    """A device, and its batch: what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def stream(self) -> Stream:
+        return Stream("ours")
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*given: Any) -> tuple[Any, ...]:
+            self.asked.append((name, *given))
+            return self.asked[-1]
+
+        return note
+
+
+@pytest.fixture
+def noted() -> Noted:
+    return Noted()
+
+
+@pytest.fixture
+def copies(noted: Noted) -> Copies:
+    return Copies(noted)  # type: ignore[arg-type]
+
+
+def rows_of(noted: Noted, copies: Copies) -> list[tuple[int, int]]:
+    """Which stream each copy goes to, and how many rows it has."""
+    return [(copies.streams.index(asked[1]), asked[-1]) for asked in noted.asked if asked[0].startswith("to_")]
+
+
+@pytest.mark.parametrize(("gives_way", "rows"), [(True, [8, 8, 8, 8, 8, 8, 2]), (False, [48, 2])])
+def test_an_engine_that_computes_waits_for_less(noted: Noted, copies: Copies, gives_way: bool, rows: list[int]) -> None:
+    copies.gives_way = gives_way
+    copies.to_host(noted, 0, 2 * MIB, 0, 2 * MIB, 2 * MIB, 50)
+    assert rows_of(noted, copies) == [(at % 2, count) for at, count in enumerate(rows)]
+
+
+def test_a_turn_goes_on_until_it_is_full(noted: Noted, copies: Copies) -> None:
+    for mebibytes in (5, 10, 3, 20, 1):
+        copies.to_device(noted, 0, MIB, 0, MIB, MIB, mebibytes)
+    assert rows_of(noted, copies) == [(0, 5), (0, 10), (0, 1), (1, 2), (1, 14), (0, 6), (0, 1)]
+    assert copies.turn == Turn(2, 7 * MIB)
+
+
+def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: Copies) -> None:
+    copies.to_host(noted, 0, 40 * MIB, 0, 40 * MIB, 40 * MIB, 3)
+    assert rows_of(noted, copies) == [(0, 1), (1, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("way", ["to_host", "to_device"])
+def test_parts_begin_where_the_one_before_ends(
+    noted: Noted, copies: Copies, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SMALL_TURN_BYTES", 200)
+    copies = Copies(noted)  # type: ignore[arg-type]
+    getattr(copies, way)(noted, 1000, 110, 9000, 130, 100, 5)
+    first, second = copies.streams
+    assert [asked for asked in noted.asked if asked[0] == way] == [
+        (way, first, 1000, 110, 9000, 130, 100, 2),
+        (way, second, 1220, 110, 9260, 130, 100, 2),
+        (way, first, 1440, 110, 9520, 130, 100, 1),
+    ]
+
+
+def test_each_turn_begins_when_the_one_before_is_over(noted: Noted, copies: Copies) -> None:
+    copies.to_host(noted, 0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 3)
+    over = copies.mark(noted)
+    first, second = copies.streams
+    what = [asked[:2] for asked in noted.asked]
+    to_host = [("to_host", first), ("to_host", second), ("to_host", first)]
+    assert what[::3] == [*to_host, ("mark", first)][:3] and over == ("mark", first)
+    assert noted.asked[1:3] == [("mark", first), ("after", second, ("mark", first))]
+    assert noted.asked[4:6] == [("mark", second), ("after", first, ("mark", second))]
+    assert what[7:] == [("mark", first)], "it covers those before, which had to be over"
+
+
+def test_what_the_present_stream_waits_for_later_turns_wait_for_too(noted: Noted, copies: Copies) -> None:
+    """A full turn is left when the next copy is asked for, by a mark behind whatever the stream was told meanwhile."""
+    copies.to_host(noted, 0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 1)
+    noted.after(copies.stream, "a bay is free")
+    copies.to_host(noted, 0, MIB, 0, MIB, MIB, 1)
+    first, second = copies.streams
+    assert noted.asked[1:4] == [
+        ("after", first, "a bay is free"),
+        ("mark", first),
+        ("after", second, ("mark", first)),
+    ]
