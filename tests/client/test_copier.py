@@ -175,12 +175,7 @@ def test_pieces_in_several_places_are_refused(devices: tuple[str, str]) -> None:
 def test_pieces_on_a_gpu_get_the_one_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvkeep.gpu.copier", SimpleNamespace(GpuCopier=lambda *given: given))  # type: ignore[arg-type]
     pieces = [piece_on("cuda:1"), piece_on("cuda:1")]
-    before = sys.getswitchinterval()
-    try:
-        assert copier_for(pieces, 77) == (pieces, 77)
-        assert sys.getswitchinterval() == pytest.approx(0.0002), "an engine's thread gets the interpreter back soon"
-    finally:
-        sys.setswitchinterval(before)
+    assert copier_for(pieces, 77) == (pieces, 77)
 
 
 def test_without_a_compiler_for_it_a_gpu_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

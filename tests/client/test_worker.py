@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -320,6 +321,20 @@ def test_an_engine_says_whether_it_computes_something(start: Start) -> None:
     for computes in (True, False):
         engine.worker.give_way(computes)
     assert said == [True, False]
+
+
+def test_threads_switch_quickly_while_there_is_something_to_do(start: Start) -> None:
+    layers, _ = contiguous()
+    fill(layers)
+    engine = start(layers)
+    assert engine.worker._switches is None, "nobody shares it with a GPU"
+    said = list[bool]()
+    engine.worker._switches = SimpleNamespace(turn=lambda on: said.append(on))  # type: ignore[assignment]
+    engine.stored([0, 1])
+    assert said == [True, False]
+    engine.worker.load("l", engine.looked_up([2, 3]))
+    assert engine.finished().loaded == ["l"]
+    assert said == [True, False] * 2
 
 
 def test_sources_are_made_while_the_thread_that_stores_may_go_on(start: Start) -> None:

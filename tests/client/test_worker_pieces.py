@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvkeep.client import worker as module
+from kvkeep.client import sources as module
+from kvkeep.client import worker as worker_module
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import NO_BLOCK, Piece, physical_fingerprint
@@ -174,7 +175,7 @@ def test_another_number_of_pieces_fails_a_load_and_nothing_else(start: Start) ->
     engine.store("s", STORED)
     engine.finished()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.log, "exception", lambda *_: None)
+        patch.setattr(worker_module.log, "exception", lambda *_: None)
         assert engine.load("l", [8, 9, 10, 11]) == Finished(loaded=["l"], failed={"l": [8, 9, 10, 11]})
     assert engine.worker.connection.counters.failures["internal_error"] == 1
     assert engine.load("again", TARGETS) == Finished(loaded=["again"])

@@ -201,6 +201,9 @@ class StepWorker:
         for sources in self._sources.values():
             sources.take_back(torch.tensor(block_ids).numpy(), 1 << 20)
 
+    def give_way(self, to_engine: bool) -> None:
+        """Nothing: here is no GPU."""
+
     def wait_for_load(self, seconds: float) -> None:
         """Loads are over when somebody polls."""
 

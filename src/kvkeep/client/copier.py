@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ from kvkeep.errors import RequestError
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.runs import BlockRuns
 
-_SWITCH_S = 0.0002
 _BYTES_AT_A_TIME = 16 << 20  # read with a lock held: some two milliseconds
 
 
@@ -217,11 +215,7 @@ def copier_for(pieces: Sequence[BlockRuns], staging_bytes: int) -> Copier:
     except ImportError as error:
         problem = f"blocks on a GPU cannot be moved: {error}"
         raise RequestError("bad_layer", problem, field="layers", hint="install triton") from error
-    copier = GpuCopier(pieces, staging_bytes)
-    # An engine's thread and ours share one interpreter. Who works with a GPU lets go of it all the time, and at
-    # Python's own 5 ms would not get it back for as long, kernel after kernel.
-    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-    return copier
+    return GpuCopier(pieces, staging_bytes)
 
 
 def row_addresses(buffer: NDArray[np.uint8]) -> NDArray[np.uint64]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.runs import BlockRuns
 
 NO_BLOCK = -1  # in a table of block ids: there is nothing here
+_MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
+_MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 
 
 @dataclass(frozen=True)
@@ -233,3 +235,14 @@ class Sources:
         ):
             self._aside[piece, position] = saved
             self._bytes_aside += saved.nbytes
+
+
+def take_back(all_sources: Collection[Sources], block_ids: Sequence[int]) -> int:
+    """The engine will write into these blocks. Returns how many of them were still to be copied."""
+    ids, taken = np.asarray(block_ids, dtype=np.int64), 0
+    allowance = min(_MOST_BYTES_AT_ONCE, _MOST_BYTES_ASIDE - sum(sources.bytes_aside for sources in all_sources))
+    for sources in all_sources:
+        count, nbytes = sources.take_back(ids, allowance)
+        taken += count
+        allowance -= nbytes
+    return taken

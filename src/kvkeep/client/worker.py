@@ -23,11 +23,12 @@ from kvkeep.client.at_once import AtOnce
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
+from kvkeep.client.interpreter import QuickSwitches
 from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.pins import Pins, populate
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
-from kvkeep.client.sources import Piece, Sources, check_sizes, physical_fingerprint
+from kvkeep.client.sources import Piece, Sources, check_sizes, physical_fingerprint, take_back
 from kvkeep.client.transfer import Storing, Transfer
 from kvkeep.errors import RequestError
 from kvkeep.kv.parallel import ParallelStrategy
@@ -39,8 +40,6 @@ log = logging.getLogger(__name__)
 _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
 _LOADS_UNDER_WAY = _STORES_UNDER_WAY = 4
-_MOST_BYTES_ASIDE = 64 << 20  # for blocks that the engine takes back before they are copied
-_MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 _ALL = slice(None)
 _Loads = list[tuple[Hashable, LoadRequest, Any]]  # job, blocks, and a mark of the engine's
 
@@ -63,6 +62,7 @@ class WorkerAdapter:
         self.connection = connection or Connection(shape, options or ClientOptions())
         self._transfer: Transfer | None = None
         self._at_once: AtOnce | None = None  # loads of the engine's own thread
+        self._switches: QuickSwitches | None = None  # with a GPU
         self._loads: deque[tuple[Hashable, LoadRequest, Any]] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
@@ -97,6 +97,7 @@ class WorkerAdapter:
         if self.connection.state != "down":
             self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
         if hasattr(copier, "pin"):
+            self._switches = QuickSwitches()
             self._threads.append(self.connection.threads.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
         for thread in self._threads:
             thread.start()
@@ -125,6 +126,7 @@ class WorkerAdapter:
             if sources is not None:
                 self._sources[job] = sources
             self._stores.append((job, request))
+            self._hurry_if_busy()
             self._for_stores.notify_all()
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
@@ -136,6 +138,7 @@ class WorkerAdapter:
                 return
             self._loads.append((job, request, self._transfer.copier.mark() if self._transfer else None))
             self._began[job] = time.perf_counter()
+            self._hurry_if_busy()
             self._for_loads.notify_all()
 
     def load_ahead(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
@@ -166,13 +169,7 @@ class WorkerAdapter:
                 for sources in self._sources.values():
                     sources.give_up()
             else:
-                ids = np.asarray(block_ids, dtype=np.int64)
-                aside = sum(sources.bytes_aside for sources in self._sources.values())
-                allowance = min(_MOST_BYTES_AT_ONCE, _MOST_BYTES_ASIDE - aside)
-                for sources in self._sources.values():
-                    count, nbytes = sources.take_back(ids, allowance)
-                    self._finished.withdrawn += count
-                    allowance -= nbytes
+                self._finished.withdrawn += take_back(self._sources.values(), block_ids)
             if self._transfer is not None:
                 self._transfer.copier.shield()
 
@@ -378,11 +375,16 @@ class WorkerAdapter:
             return False
         return True
 
+    def _hurry_if_busy(self) -> None:
+        if self._switches is not None:
+            self._switches.turn(on=bool(self._sources or self._began))
+
     def _end_store(self, job: Hashable, stored: Stored) -> None:
         with self._wake:
             sources = self._sources.pop(job, None)
             if sources is not None:
                 sources.close()
+            self._hurry_if_busy()
             self._finished.stored[job] = stored.written
             if not stored.complete:
                 self._finished.incomplete.append(job)
@@ -390,6 +392,7 @@ class WorkerAdapter:
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)
         began = self._began.pop(job, None)
+        self._hurry_if_busy()
         if began is not None:
             self._finished.seconds[job] = time.perf_counter() - began
         self._wake.notify_all()

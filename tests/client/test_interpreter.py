@@ -1,0 +1,72 @@
+"""The interpreter changes hands quickly while there is something to do, and as always otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvkeep.client.interpreter import QUICK_S, QuickSwitches
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[float]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.003)
+    yield interval()
+    sys.setswitchinterval(before)
+
+
+def interval() -> float:
+    return round(sys.getswitchinterval(), 6)
+
+
+def test_on_and_off_however_often_it_is_said(usual: float) -> None:
+    switches = QuickSwitches()
+    for _ in range(2):
+        switches.turn(False)
+        assert interval() == usual
+        for _ in range(2):
+            switches.turn(True)
+            assert interval() == QUICK_S
+        switches.turn(False)
+    assert interval() == usual
+
+
+def test_the_last_of_several_workers_ends_it(usual: float) -> None:
+    workers = [QuickSwitches() for _ in range(3)]
+    for worker in workers:
+        worker.turn(True)
+    for worker in workers:
+        assert interval() == QUICK_S
+        worker.turn(False)
+    assert interval() == usual
+
+
+def test_what_somebody_else_sets_meanwhile_stands() -> None:
+    switches = QuickSwitches()
+    switches.turn(True)
+    sys.setswitchinterval(0.001)
+    switches.turn(False)
+    assert interval() == 0.001
+
+
+def test_who_is_quicker_already_stays_so() -> None:
+    switches = QuickSwitches()
+    sys.setswitchinterval(0.0001)
+    before = interval()
+    for on in (True, False):
+        switches.turn(on)
+        assert interval() == before
+
+
+def test_it_comes_back_to_the_microsecond_however_often() -> None:
+    switches = QuickSwitches()
+    for microseconds in (201, 777, 1234, 5000):
+        sys.setswitchinterval(microseconds / 1e6)
+        before = interval()
+        for _ in range(50):
+            switches.turn(True)
+            switches.turn(False)
+        assert interval() == before
