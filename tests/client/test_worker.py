@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -323,13 +322,13 @@ def test_an_engine_says_whether_it_computes_something(start: Start) -> None:
     assert said == [True, False]
 
 
-def test_threads_switch_quickly_while_there_is_something_to_do(start: Start) -> None:
+def test_a_copier_knows_whether_there_is_something_to_do(start: Start) -> None:
     layers, _ = contiguous()
     fill(layers)
     engine = start(layers)
-    assert engine.worker._switches is None, "nobody shares it with a GPU"
+    copier: Any = engine.worker._transfer.copier  # type: ignore[union-attr]
     said = list[bool]()
-    engine.worker._switches = SimpleNamespace(turn=lambda on: said.append(on))  # type: ignore[assignment]
+    copier.moves = lambda blocks: said.append(blocks)
     engine.stored([0, 1])
     assert said == [True, False]
     engine.worker.load("l", engine.looked_up([2, 3]))

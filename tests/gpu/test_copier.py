@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,9 +109,14 @@ def test_there_and_back(engine: Engine, order: str) -> None:
 def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(engine: Engine) -> None:
     lines = engine.copier._in, engine.copier._out
     assert all(line.copies.gives_way for line in lines)
+    usual_s = sys.getswitchinterval()
+    engine.copier.moves(True)
     for computes in (False, True):
         engine.copier.give_way(computes)
         assert [line.copies.gives_way for line in lines] == [computes] * 2
+        assert (sys.getswitchinterval() < usual_s) == computes, "threads hand the interpreter to each other quickly"
+    engine.copier.moves(False)
+    assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
 @pytest.mark.skipif(CUDA, reason="a pretended device")

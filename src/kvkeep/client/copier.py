@@ -67,7 +67,7 @@ class Copier(Protocol):
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
     and tells whether that was necessary. `fetch_ahead` is for the one that loads, too, when it knows the slots and not
     yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet. Copies give way
-    to the engine's own, unless it says that it computes nothing."""
+    to the engine's own, unless it says that it computes nothing. `moves` is for any thread: there are jobs, or none."""
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes, costs a part.
     whole_bytes: int  # no larger than that, it goes in one
@@ -77,6 +77,7 @@ class Copier(Protocol):
     def mark(self) -> Any: ...
     def shield(self) -> None: ...
     def give_way(self, to_engine: bool) -> None: ...
+    def moves(self, blocks: bool) -> None: ...
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
     def enter(self) -> None: ...
     def wait_for(self, mark: Any) -> bool: ...
@@ -107,6 +108,9 @@ class HostCopier:
 
     def shield(self) -> None:
         """Nothing: what was read was read with a lock held."""
+
+    def moves(self, blocks: bool) -> None:
+        """Nothing: its threads need the interpreter for a moment only."""
 
     def give_way(self, to_engine: bool) -> None:
         """Nothing: memory is nobody's alone."""

@@ -23,7 +23,6 @@ from kvkeep.client.at_once import AtOnce
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
-from kvkeep.client.interpreter import QuickSwitches
 from kvkeep.client.loading import Loading
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.pins import Pins, populate
@@ -62,7 +61,6 @@ class WorkerAdapter:
         self.connection = connection or Connection(shape, options or ClientOptions())
         self._transfer: Transfer | None = None
         self._at_once: AtOnce | None = None  # loads of the engine's own thread
-        self._switches: QuickSwitches | None = None  # with a GPU
         self._loads: deque[tuple[Hashable, LoadRequest, Any]] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
@@ -97,7 +95,6 @@ class WorkerAdapter:
         if self.connection.state != "down":
             self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
         if hasattr(copier, "pin"):
-            self._switches = QuickSwitches()
             self._threads.append(self.connection.threads.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
         for thread in self._threads:
             thread.start()
@@ -126,7 +123,7 @@ class WorkerAdapter:
             if sources is not None:
                 self._sources[job] = sources
             self._stores.append((job, request))
-            self._hurry_if_busy()
+            self._tell_copier()
             self._for_stores.notify_all()
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
@@ -138,7 +135,7 @@ class WorkerAdapter:
                 return
             self._loads.append((job, request, self._transfer.copier.mark() if self._transfer else None))
             self._began[job] = time.perf_counter()
-            self._hurry_if_busy()
+            self._tell_copier()
             self._for_loads.notify_all()
 
     def load_ahead(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
@@ -375,16 +372,16 @@ class WorkerAdapter:
             return False
         return True
 
-    def _hurry_if_busy(self) -> None:
-        if self._switches is not None:
-            self._switches.turn(on=bool(self._sources or self._began))
+    def _tell_copier(self) -> None:
+        if self._transfer is not None:
+            self._transfer.copier.moves(blocks=bool(self._sources or self._began))
 
     def _end_store(self, job: Hashable, stored: Stored) -> None:
         with self._wake:
             sources = self._sources.pop(job, None)
             if sources is not None:
                 sources.close()
-            self._hurry_if_busy()
+            self._tell_copier()
             self._finished.stored[job] = stored.written
             if not stored.complete:
                 self._finished.incomplete.append(job)
@@ -392,7 +389,7 @@ class WorkerAdapter:
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)
         began = self._began.pop(job, None)
-        self._hurry_if_busy()
+        self._tell_copier()
         if began is not None:
             self._finished.seconds[job] = time.perf_counter() - began
         self._wake.notify_all()

@@ -1,4 +1,4 @@
-"""The interpreter changes hands quickly while there is something to do, and as always otherwise."""
+"""The interpreter changes hands quickly while blocks are moved beside an engine that computes, and only then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvkeep.client.interpreter import QUICK_S, QuickSwitches
+from kvkeep.gpu.interpreter import QUICK_S, QuickSwitches
 
 
 @pytest.fixture(autouse=True)
@@ -25,30 +25,30 @@ def interval() -> float:
 def test_on_and_off_however_often_it_is_said(usual: float) -> None:
     switches = QuickSwitches()
     for _ in range(2):
-        switches.turn(False)
+        switches.moves(False)
         assert interval() == usual
         for _ in range(2):
-            switches.turn(True)
+            switches.moves(True)
             assert interval() == QUICK_S
-        switches.turn(False)
+        switches.moves(False)
     assert interval() == usual
 
 
 def test_the_last_of_several_workers_ends_it(usual: float) -> None:
     workers = [QuickSwitches() for _ in range(3)]
     for worker in workers:
-        worker.turn(True)
+        worker.moves(True)
     for worker in workers:
         assert interval() == QUICK_S
-        worker.turn(False)
+        worker.moves(False)
     assert interval() == usual
 
 
 def test_what_somebody_else_sets_meanwhile_stands() -> None:
     switches = QuickSwitches()
-    switches.turn(True)
+    switches.moves(True)
     sys.setswitchinterval(0.001)
-    switches.turn(False)
+    switches.moves(False)
     assert interval() == 0.001
 
 
@@ -57,7 +57,7 @@ def test_who_is_quicker_already_stays_so() -> None:
     sys.setswitchinterval(0.0001)
     before = interval()
     for on in (True, False):
-        switches.turn(on)
+        switches.moves(on)
         assert interval() == before
 
 
@@ -67,6 +67,16 @@ def test_it_comes_back_to_the_microsecond_however_often() -> None:
         sys.setswitchinterval(microseconds / 1e6)
         before = interval()
         for _ in range(50):
-            switches.turn(True)
-            switches.turn(False)
+            switches.moves(True)
+            switches.moves(False)
         assert interval() == before
+
+
+def test_an_engine_that_computes_nothing_is_in_nobodys_way(usual: float) -> None:
+    switches = QuickSwitches()
+    seen = []
+    for moves, computes in ((True, True), (True, False), (True, True), (False, True), (False, False), (True, False)):
+        switches.moves(moves)
+        switches.computes(computes)
+        seen.append(interval() == QUICK_S)
+    assert seen == [True, False, True, False, False, False] and interval() == usual
