@@ -372,6 +372,33 @@ def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProce
     worker.close()
 
 
+@pytest.mark.parametrize("when", ["closed", "repeated"])
+def test_a_store_that_is_refused_is_not_looked_at(start: Start, when: str) -> None:
+    layers, _ = contiguous()
+    engine = start(layers)
+    wrong = StoreRequest("default", b"", engine.keys(2), np.array([[0, 1], [0, 1]]))
+    if when == "closed":
+        engine.worker.close()
+    else:
+        engine.worker._sources["x"] = engine.worker._transfer.sources(  # type: ignore[union-attr]
+            StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
+        )
+    engine.worker.store("x", wrong)
+    assert engine.worker.poll().incomplete == (["x"] if when == "closed" else [])
+    assert engine.connection.counters.failures == {"closed" if when == "closed" else "repeated_job": 1}
+
+
+def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start: Start) -> None:
+    layers, _ = contiguous()
+    engine = start(layers)
+    transfer: Any = engine.worker._transfer
+    sources = transfer.sources
+    transfer.sources = lambda request: (engine.worker.close(), sources(request))[1]
+    engine.worker.store("x", StoreRequest("default", b"", engine.keys(2), np.array([0, 1])))
+    assert engine.worker.poll() == Finished(stored={"x": 0}, incomplete=["x"])
+    assert not engine.worker._stores and not engine.worker._sources
+
+
 def unreachable_worker() -> WorkerAdapter:
     """Its thread never starts: jobs stay where they are."""
     return WorkerAdapter(shape_of(768), ParallelStrategy.of(), ClientOptions(address="tcp://127.0.0.1:1"))

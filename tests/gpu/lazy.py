@@ -39,18 +39,43 @@ class Dependency(NamedTuple):
     whom: str
 
 
-class Event:
-    """Who waits for one that was never recorded does not wait."""
+class Point:
+    """In the work of a stream."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.done = True
+        self.done = False
+
+
+class Event:
+    """Who waits for one that was never recorded does not wait. A handle is used again by the next event, and tells of
+    the last point that was recorded with it, whoever did that."""
+
+    def __init__(self, stream: Stream, unused: list[list[Point]]) -> None:
+        self.stream = stream
+        self._unused = unused
+        self._handle = unused.pop() if unused else []
+
+    def __del__(self) -> None:
+        self._unused.append(self._handle)
+
+    @property
+    def point(self) -> Point | None:
+        return self._handle[0] if self._handle else None
+
+    @property
+    def done(self) -> bool:
+        return self.point is None or self.point.done
+
+    def record(self) -> Point:
+        self._handle[:] = [Point(self.stream)]
+        return self._handle[0]
 
 
 class Begin(NamedTuple):
-    """In a stream: what follows begins after this event."""
+    """In a stream: what follows begins after this point."""
 
-    event: Event
+    point: Point
 
 
 class Stream:
@@ -61,7 +86,7 @@ class Stream:
 
     @property
     def ready(self) -> bool:
-        return bool(self.work) and (not isinstance(self.work[0], Begin) or self.work[0].event.done)
+        return bool(self.work) and (not isinstance(self.work[0], Begin) or self.work[0].point.done)
 
     def run(self) -> None:
         """The next operation."""
@@ -144,6 +169,7 @@ class Lazy:
         self._reachable: list[tuple[int, int]] = []
         self._keep: list[torch.Tensor] = []
         self._streams: list[Stream] = []
+        self._unused_events: list[list[Point]] = []
         self.engine, self._nobody = self._stream("engine"), self._stream("nobody's")
         self._names = iter(STREAMS)
         self._current = self.engine
@@ -204,24 +230,25 @@ class Lazy:
         return event
 
     def event(self, stream: Stream) -> Event:
-        return Event(stream)
+        return Event(stream, self._unused_events)
 
     def record(self, event: Event) -> None:
-        event.done = False
-        self.give(partial(setattr, event, "done", True), event.stream)
+        self.give(partial(setattr, event.record(), "done", True), event.stream)
 
     def after(self, stream: Stream | None, event: Event) -> None:
         stream = stream or self._current
-        if self.forgets != (stream.name, event.stream.name):
-            stream.work.append(Begin(event))
+        if self.forgets != (stream.name, event.stream.name) and event.point is not None:
+            stream.work.append(Begin(event.point))
 
     def wait(self, event: Event) -> None:
         self.elsewhere()
         if self.forgets == ("host", event.stream.name):
             return
-        while not event.done and not self._as_late_as_possible:
+        point = event.point
+        while point is not None and not point.done and not self._as_late_as_possible:
             assert self.step(), "nothing may run, so this would never end"
-        self._hurry(event)
+        if point is not None:
+            self._hurry(point)
 
     def is_over(self, event: Event) -> bool:
         return event.done or self.forgets == ("host", event.stream.name)
@@ -237,13 +264,13 @@ class Lazy:
             self._random.choices(ready, [stream.haste for stream in ready])[0].run()
         return bool(ready)
 
-    def _hurry(self, event: Event) -> None:
-        """Runs what this event needs, and nothing else."""
-        while not event.done:
-            first = event.stream.work[0]
+    def _hurry(self, point: Point) -> None:
+        """Runs what this point needs, and nothing else."""
+        while not point.done:
+            first = point.stream.work[0]
             if isinstance(first, Begin):
-                self._hurry(first.event)
-            event.stream.run()
+                self._hurry(first.point)
+            point.stream.run()
 
     # -- copies
 

@@ -109,13 +109,14 @@ def test_there_and_back(engine: Engine, order: str) -> None:
 def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(engine: Engine) -> None:
     lines = engine.copier._in, engine.copier._out
     assert all(line.copies.gives_way for line in lines)
-    usual_s = sys.getswitchinterval()
+    usual_s, quick = sys.getswitchinterval(), []
     engine.copier.moves(True)
     for computes in (False, True):
         engine.copier.give_way(computes)
         assert [line.copies.gives_way for line in lines] == [computes] * 2
-        assert (sys.getswitchinterval() < usual_s) == computes, "threads hand the interpreter to each other quickly"
+        quick.append(sys.getswitchinterval() < usual_s)
     engine.copier.moves(False)
+    assert quick == [False, True], "threads hand the interpreter to each other quickly"
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
@@ -144,6 +145,12 @@ def test_copies_take_turns_on_two_streams_each_after_the_one_before(way: str, gi
     to_and_fro = [(second, first), (first, second)] * 4
     assert turns == ([(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)] if gives_way else [])
     assert len(device.copies) == (8 if gives_way else 4)  # type: ignore[union-attr]
+    engine.close()
+
+
+def test_no_more_staging_memory_is_taken_than_the_bus_has_a_use_for() -> None:
+    engine = Engine(staging=8 << 30)
+    assert engine.copier._in.bay_bytes == engine.copier._out.bay_bytes <= 96 << 20
     engine.close()
 
 

@@ -131,6 +131,7 @@ class World:
     # -- the engine's thread
 
     def compute(self) -> None:
+        self.copier.give_way(self.random.random() < 0.7)
         blocks = self.some([block for block in range(BLOCKS) if block not in self.targets], 5)
         self.take_back(blocks)
         for piece, memory in enumerate(self.memory):

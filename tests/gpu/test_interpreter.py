@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from kvkeep.gpu.interpreter import QUICK_S, QuickSwitches
+from kvkeep.gpu.interpreter import QUICK_S, QuickSwitches, _here
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +82,28 @@ def test_an_engine_that_computes_nothing_is_in_nobodys_way(usual: float) -> None
         switches.computes(computes)
         seen.append(interval() == QUICK_S)
     assert seen == [True, False, True, False, False, False] and interval() == usual
+
+
+def test_several_threads_of_several_workers_come_to_an_end_together(usual: float) -> None:
+    workers = [QuickSwitches() for _ in range(3)]
+
+    def live(worker: QuickSwitches, seed: int) -> None:
+        flips = random.Random(seed)
+        for _ in range(2000):
+            flips.choice([worker.moves, worker.computes])(flips.random() < 0.5)
+
+    sys.setswitchinterval(1e-5)  # so that they meet
+    threads = [threading.Thread(target=live, args=(workers[at % 3], at)) for at in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for worker in workers:
+        worker.moves(False)
+    assert _here._hurried == 0
+    sys.setswitchinterval(usual)
+    workers[0].computes(True)
+    workers[0].moves(True)
+    assert interval() == QUICK_S
+    workers[0].moves(False)
+    assert interval() == usual

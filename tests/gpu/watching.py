@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -28,6 +29,7 @@ _begun: dict[Hashable, StoreRequest] = {}
 _known: dict[bytes, list[torch.Tensor]] = {}
 _found = {"compared": 0, "wrong": 0, "at_once": 0}
 _begun_copies: list[Any] = []
+_telling = threading.Lock()
 _store, _end_store, _end_loads = WorkerAdapter.store, WorkerAdapter._end_store, WorkerAdapter._end_loads
 _load_now = WorkerAdapter.load_now
 
@@ -78,7 +80,11 @@ def _compare(worker: WorkerAdapter, request: LoadRequest, loaded: Any) -> None:
 
 
 def _tell() -> None:
-    Path(os.environ["KVKEEP_WATCHED"]).write_text(json.dumps(_found))
+    watched = Path(os.environ["KVKEEP_WATCHED"])
+    with _telling:  # of two threads the later one knows more
+        made = watched.with_suffix(".new")
+        made.write_text(json.dumps(_found))
+        made.replace(watched)
 
 
 def then_stop(begin: Callable[..., Any]) -> Callable[..., Any]:

@@ -335,13 +335,13 @@ def test_an_engine_waits_for_a_load_only_if_it_has_had_nothing_to_compute_for_tw
     assert not adapter.calls, "nothing is being loaded"
 
 
-def test_copies_give_way_to_an_engine_in_steps_that_compute_something() -> None:
+def test_copies_give_way_to_an_engine_until_it_has_computed_nothing_for_two_steps() -> None:
     worker, adapter = side()
     gave_way = []
-    for idle in (False, True, False):
+    for idle in (False, True, True, True, False, True):
         worker.begin(Step(idle=idle))
         gave_way.append(adapter.gives_way)
-    assert gave_way == [True, False, True]
+    assert gave_way == [True, True, False, False, True, True], "the tokens of the last step go out first"
 
 
 # --- start-up ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ part of the way needs to know the blocks:
 With verification off nothing would tell that such bytes are not those of a load. So they are for the load of one owner,
 of the same slots, and for no other; and whoever says `fetch` says `load` or `drop` before it lets go of the slots.
 
-No step can begin meanwhile, so the copies need not give way to an engine's own. The next step says so if they must.
+No step can begin meanwhile, so the copies need not give way to an engine's own. Whoever begins one says whether they
+must.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class AtOnce:
             return False
         self._began_s = time.perf_counter()
         try:
-            self._transfer.copier.give_way(False)
             addresses = self._pool.enter_context(self._transfer.addresses(0, slots, epoch))
             if addresses is not None:
+                self._transfer.copier.give_way(False)
                 self._owner, self._fetched = owner, self._transfer.copier.fetch_ahead(0, addresses)
         except Exception:  # guard: the load fetches all of it
             self._failed_inside("load")

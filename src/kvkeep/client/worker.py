@@ -109,15 +109,16 @@ class WorkerAdapter:
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
-        if not self.strategy.stores:
-            self._end_store(job, Stored(0, complete=True))
-            return
-        sources = self._transfer.sources(request) if self._transfer else None
-        with self._wake:  # not for long: the first store can begin while others are handed over
+        with self._wake:
             if job in self._sources:  # which store it means nobody could tell; the first one will be reported
                 self.connection.counters.fail("repeated_job")
                 return
-            if not self._has_room(self._stores):
+            if not self.strategy.stores or not self._has_room(self._stores):
+                self._end_store(job, Stored(0, complete=not self.strategy.stores))
+                return
+        sources = self._transfer.sources(request) if self._transfer else None
+        with self._wake:  # not for long: the first store can begin while others are handed over
+            if self._closing:
                 self._end_store(job, Stored(0, complete=False))
                 return
             if sources is not None:
@@ -152,7 +153,8 @@ class WorkerAdapter:
             self._at_once.drop()
 
     def load_now(self, job: Hashable, request: LoadRequest, owner: Hashable = None) -> Finished:
-        """Loads here and now, for an engine that has nothing else to do, when all other loads have ended."""
+        """Loads here and now, for an engine that has nothing else to do, when all other loads have ended. Copies give
+        way to nobody then, until it says that it computes (`give_way`)."""
         assert self._at_once is not None
         with self._for_loads:
             self._for_loads.wait_for(lambda: not self._is_loading)
@@ -171,7 +173,7 @@ class WorkerAdapter:
                 self._transfer.copier.shield()
 
     def give_way(self, to_engine: bool) -> None:
-        """Whether the engine computes something, from now on."""
+        """Whether the engine computes something, in what is begun from now on; for one that has registered memory."""
         if self._transfer is not None:
             self._transfer.copier.give_way(to_engine)
 

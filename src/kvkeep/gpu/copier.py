@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
+_LARGEST_STAGING = 640 << 20  # bays of 96 MiB: larger ones are no faster, and all of them may be queued at once
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
@@ -60,7 +61,7 @@ class GpuCopier:
         self._last_read: Any = None
         self._switches = QuickSwitches()
         self._warned = False
-        self._take_memory(max(staging_bytes, _SMALLEST_STAGING))
+        self._take_memory(min(max(staging_bytes, _SMALLEST_STAGING), _LARGEST_STAGING))
         self._try_out()
 
     def _take_memory(self, staging_bytes: int) -> None:
@@ -113,8 +114,8 @@ class GpuCopier:
             self._device.after(None, self._last_read)
 
     def give_way(self, to_engine: bool) -> None:
-        """Whether copies from now on let the engine's own through as soon as can be, which costs some hundredths of the
-        bus. They do, unless it says that it computes nothing."""
+        """Whether copies that are asked for from now on let the engine's own through as soon as can be. That costs some
+        hundredths of the bus. They do, unless it says that it computes nothing."""
         for line in (self._out, self._in):
             line.copies.gives_way = to_engine
         self._switches.computes(something=to_engine)

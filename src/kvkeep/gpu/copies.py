@@ -8,7 +8,8 @@ after some megabytes they go on in the other stream, when those before them are 
     stream 1            ▄▄ 1 ▄▄           ▄▄ 3 ▄▄
 
 Between two turns a copy of the engine's goes first. Large turns cost nothing. Small ones cost up to three hundredths of
-the bus, and are for an engine that computes meanwhile: it waits for a third of a millisecond at most, about.
+the bus, and are for an engine that computes meanwhile: it waits for about a third of a millisecond, or for one block
+where those are larger than a turn.
 """
 
 from __future__ import annotations

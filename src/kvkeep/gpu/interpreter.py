@@ -1,4 +1,4 @@
-"""How soon threads hand the interpreter to each other while blocks are moved beside an engine that computes.
+"""How soon threads hand the interpreter to each other while there are jobs beside an engine that computes.
 
 An engine's thread lets go of the interpreter at every call of the GPU's driver. A thread of ours that takes it then may
 keep it for 5 ms, which is Python's own interval, kernel after kernel. So it is 0.2 ms while ours have something to do.
@@ -40,14 +40,15 @@ _here = _Interpreter()
 
 
 class QuickSwitches:
-    """Of one worker, on while its blocks are moved and its engine computes. Safe to use from several threads. The last
-    worker in a process that has no need of them ends them."""
+    """Of one worker, on while it has jobs and its engine computes. Safe to use from several threads. The last worker in
+    a process that says so ends them."""
 
     def __init__(self) -> None:
         self._moves, self._computes = False, True
         self._on = False
 
     def moves(self, blocks: bool) -> None:
+        """Or is about to, or waits for a server that will let it."""
         if blocks != self._moves:
             self._moves = blocks
             self._turn()
