@@ -65,9 +65,7 @@ def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: Copies) ->
 
 
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
-def test_parts_begin_where_the_one_before_ends(
-    noted: Noted, copies: Copies, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_begin_where_the_one_before_ends(noted: Noted, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SMALL_TURN_BYTES", 200)
     copies = Copies(noted)  # type: ignore[arg-type]
     getattr(copies, way)(noted, 1000, 110, 9000, 130, 100, 5)
