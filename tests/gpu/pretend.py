@@ -33,8 +33,11 @@ class Immediate:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._gate: Gate | None = None
-        self.after, self.mark, self.wait = device.after, device.mark, device.wait
+        self.after, self.mark = device.after, device.mark
         self.to_host, self.to_device, self.move = device.to_host, device.to_device, device.move
+
+    def wait(self, event: Any, *, awake: bool = False) -> None:
+        self._device.wait(event)
 
     def enter(self, gate: Gate, bay: int) -> None:
         """As `_drive.c`, but for one thread."""

@@ -32,6 +32,7 @@ _SIGNATURES = {
     "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _u64, _u64),
     "cuLaunchKernel": (_u64, *[_unsigned] * 7, _u64, _pointer, _pointer),
     "cuEventSynchronize": (_u64,),
+    "cuEventQuery": (_u64,),
 }
 
 
@@ -105,6 +106,22 @@ def test_marks_and_orders(world: World) -> None:
         ("cuEventRecord", 1002, world.stream.cuda_stream),
     ]
     assert world.ran() == [], "once"
+
+
+def test_who_stays_awake_asks_until_it_is_over(world: World) -> None:
+    world.batch.wait(world.batch.mark(world.stream), awake=True)
+    world.batch.mark(world.other)
+    world.driver.answers["cuEventQuery"] = 600  # CUDA_ERROR_NOT_READY
+    count = 0
+
+    def count_down(name: str) -> None:
+        nonlocal count
+        count += name == "cuEventQuery"
+        if count == 3:  # what is said now is the answer
+            world.driver.answers[name] = 0
+
+    world.driver.then = count_down
+    assert [name for name, *_ in world.ran()] == ["cuEventRecord", *["cuEventQuery"] * 3, "cuEventRecord"]
 
 
 def test_copies_of_what_lies_together_are_one(world: World) -> None:

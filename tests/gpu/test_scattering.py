@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretend import Pretend
+from pretend import Immediate, Pretend
 
 from kvkeep.gpu import staging
 from kvkeep.gpu.copier import GpuCopier
@@ -37,7 +37,9 @@ class Watched(Pretend):
         super().to_device(*copied)
 
 
-def loaded(most_queued: int, monkeypatch: pytest.MonkeyPatch, *, step_under_way: bool) -> tuple[Watched, Any, Any]:
+def loaded(
+    most_queued: int, monkeypatch: pytest.MonkeyPatch, *, step_under_way: bool, ahead: bool = False
+) -> tuple[Watched, Any, Any]:
     """The device, the engine's mark, and the load of all blocks."""
     monkeypatch.setattr(staging, "_MOST_QUEUED", most_queued)
     device, layer = Watched(), torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
@@ -49,8 +51,9 @@ def loaded(most_queued: int, monkeypatch: pytest.MonkeyPatch, *, step_under_way:
     mark = copier.mark()
     if step_under_way:
         device.unfinished.append(mark)
+    fetched = copier.fetch_ahead(0, addresses.astype(np.uint64)) if ahead else None
     device.said.clear()
-    made = copier.scattering(0, np.arange(BLOCKS), addresses.astype(np.uint64), None, [mark])
+    made = copier.scattering(0, np.arange(BLOCKS), addresses.astype(np.uint64), None, [mark], fetched)
     device.pool = pool  # type: ignore[attr-defined]  # for as long as that
     return device, mark, made
 
@@ -87,6 +90,26 @@ def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.M
 def test_a_load_with_room_for_all_of_it_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     device, _, made = loaded(1 << 30, monkeypatch, step_under_way=True)
     assert device.said == ["copy"] * BAYS and made.ready_s == 0
+
+
+@without_gpu
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engines_own_thread_does_not_sleep_until_its_load_is_over(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    stayed_awake: list[bool] = []
+    wait = Immediate.wait
+
+    def note(batch: Any, event: Any, *, awake: bool = False) -> None:
+        stayed_awake.append(awake)
+        wait(batch, event)
+
+    monkeypatch.setattr(Immediate, "wait", note)
+    device, _, made = loaded(5 * (3 << 20), monkeypatch, step_under_way=False, ahead=ahead)
+    assert stayed_awake and set(stayed_awake) == {ahead}
+    device.said.clear()
+    assert made.good().all()
+    assert len(set(device.said)) == (1 if ahead else 2), "who may sleep does so until nearly all is there"
 
 
 def test_marks_are_waited_for_once() -> None:

@@ -15,6 +15,7 @@
 
 enum { RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT, PASS, READ };
 enum { UNKNOWN = -1, HALTED = -2 }; /* no answers of the driver */
+enum { NOT_READY = 600 };           /* CUDA_ERROR_NOT_READY */
 
 /* CUDA_MEMCPY2D */
 struct copy2d {
@@ -47,7 +48,7 @@ struct driver {
     copy_2d copy_2d;
     zero zero;
     launch launch;
-    one wait;
+    one wait, query;
 };
 
 static int copy_rows(const struct driver *cuda, const uint64_t *w, int to_host) {
@@ -68,6 +69,23 @@ static int start(const struct driver *cuda, uint64_t *w) {
     uint64_t none = 0; /* Triton's kernels take two more pointers that ours do not use */
     void *arguments[] = {&w[7], &w[8], &w[9], &w[10], &w[11], &w[12], &none, &none};
     return cuda->launch(w[1], (unsigned)w[2], (unsigned)w[3], 1, (unsigned)w[4], 1, 1, (unsigned)w[5], w[6], arguments, 0);
+}
+
+static void rest(void) {
+    for (int times = 0; times < 32; times++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("isb");
+#endif
+    }
+}
+
+/* A thread that sleeps meanwhile goes on slowly: its core has rested, too. */
+static int wait_awake(const struct driver *cuda, uint64_t event) {
+    int result;
+    while ((result = cuda->query(event)) == NOT_READY) rest();
+    return result;
 }
 
 /* How many bays have passed, with CLOSED from when no more may; and how many of them are read. */
@@ -113,7 +131,7 @@ EXPORTED int kvkeep_drive(const struct driver *cuda, uint64_t *commands, int64_t
         case TO_DEVICE_2D: result = copy_rows(cuda, w, 0); break;
         case ZERO: result = cuda->zero(w[1], 0, w[2], w[3]); break;
         case LAUNCH: result = start(cuda, w); break;
-        case WAIT: result = cuda->wait(w[1]); break;
+        case WAIT: result = w[2] ? wait_awake(cuda, w[1]) : cuda->wait(w[1]); break;
         case PASS:
             gate = (struct gate *)w[1];
             result = pass(gate, (int64_t)w[2]);

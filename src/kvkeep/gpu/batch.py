@@ -32,6 +32,7 @@ _FUNCTIONS = (
     "cuMemsetD8Async",
     "cuLaunchKernel",
     "cuEventSynchronize",
+    "cuEventQuery",
 )
 
 
@@ -73,10 +74,10 @@ class Batch:
         self._add(RECORD, event.handle, stream.cuda_stream)
         return event
 
-    def wait(self, event: Event) -> None:
-        """What follows is given to the driver when that point has come; `run` takes as long."""
+    def wait(self, event: Event, *, awake: bool = False) -> None:
+        """What follows is given to the driver when that point has come; `run` takes as long, asleep or awake."""
         self._kept.append(event)
-        self._add(WAIT, event.handle)
+        self._add(WAIT, event.handle, awake)
 
     def enter(self, gate: Gate, bay: int) -> None:
         """What follows is for bay number so much, from 1 on. If the gate is closed by then, `run` ends here."""

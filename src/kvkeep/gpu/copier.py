@@ -166,12 +166,13 @@ class GpuCopier:
         ready: Sequence[Any] = (),
         ahead: Fetched | None = None,
     ) -> Scattering:
-        """Slots into engine blocks, after those marks. What was fetched ahead of them is not fetched again."""
+        """Slots into engine blocks, after those marks. What was fetched ahead of them is not fetched again; that is for
+        an engine's own thread, which then does not sleep until all of it is in place."""
         block_ids = _checked(self._runs[piece], block_ids)
         for mark in ready:
             self._device.after(self._in.kernels, mark)
         units, engine, parts = self._units[piece], Ready(ready, self.wait_for), list[Scattered]()
-        way = Way(self._device, self._in, self._pinned, units, engine)
+        way = Way(self._device, self._in, self._pinned, units, engine, awake=ahead is not None)
         fetched = ahead.take(units, addresses) if ahead is not None else []
         try:
             for start in range(0, len(block_ids), MOST_BLOCKS):

@@ -19,7 +19,7 @@ _BAYS_TOGETHER = 8  # in one call, and fewer at first: who comes back from one w
 
 
 class Scattered(NamedTuple):
-    """A part of them: its ledger, how many, when nearly all and when all are in place."""
+    """A part of them: its ledger, how many, when nearly all and when all are in place. Until `nearly` one can sleep."""
 
     ledger: Ledger
     blocks: int
@@ -84,14 +84,18 @@ class Ready:
 
 
 class Way:
-    """From slots into one piece of an engine's blocks. For the thread that loads."""
+    """From slots into one piece of an engine's blocks. For the thread that loads; if that is the engine's own, it stays
+    `awake`: the step that comes next begins on a core that has not rested."""
 
-    def __init__(self, device: Cuda, line: Line, pinned: Pinned, units: Units, engine: Ready) -> None:
+    def __init__(
+        self, device: Cuda, line: Line, pinned: Pinned, units: Units, engine: Ready, *, awake: bool = False
+    ) -> None:
         self._device = device
         self._line = line
         self._pinned = pinned
         self._units = units
         self._engine = engine
+        self._awake = awake
 
     def fetch_ahead(self, addresses: NDArray[np.uint64], most_blocks: int) -> Fetched:
         """Fills as many bays as there are, or fewer: no more than so many blocks, and not from slots that the bus
@@ -146,7 +150,7 @@ class Way:
             ledger.send_sums(batch, line.kernels, count)
         done = batch.mark(line.kernels, urgent=True)
         batch.run()
-        return Scattered(ledger, count, before, done)
+        return Scattered(ledger, count, None if self._awake else before, done)
 
     def _fill(self, batch: Any, runs: Sequence[Run] | None, addresses: NDArray[np.uint64]) -> tuple[Bay, Any]:
         """The next bay, and when it holds what is in these slots. With no runs, they go through a bounce buffer."""
@@ -169,7 +173,7 @@ class Way:
         if self._engine:  # that is what it waits for, too
             batch.run()
             self._engine.wait()
-        batch.wait(earlier)
+        batch.wait(earlier, awake=self._awake)
 
     def _bounced(self, batch: Any, bay: Bay, addresses: NDArray[np.uint64]) -> Run:
         """The same bytes where the bus can reach them."""
