@@ -85,8 +85,9 @@ class EngineSide:
 
     def store(self, keys: bytes, block_ids: BlockIds) -> float:
         """Seconds until all blocks are stored."""
+        stores = self._stores(keys, block_ids)
         started = time.perf_counter()
-        jobs = self._begin_stores(keys, block_ids)
+        jobs = self._begin_stores(stores)
         ended = self._wait(_Ended(), stores=len(jobs))
         seconds = time.perf_counter() - started
         self._check_stored(ended, jobs)
@@ -103,8 +104,9 @@ class EngineSide:
 
     def both(self, store_keys: bytes, store_ids: BlockIds, load_keys: bytes, load_ids: BlockIds) -> float:
         """Seconds until a store and a load of the same worker have both ended, begun together."""
+        requests = self._stores(store_keys, store_ids)
         started = time.perf_counter()
-        stores = self._begin_stores(store_keys, store_ids)
+        stores = self._begin_stores(requests)
         _, loads = self._find_and_load(load_keys, load_ids)
         ended = self._wait(_Ended(), stores=len(stores), loads=len(loads))
         seconds = time.perf_counter() - started
@@ -126,12 +128,16 @@ class EngineSide:
             for start in range(0, len(block_ids), each)
         }
 
-    def _begin_stores(self, keys: bytes, block_ids: BlockIds) -> dict[str, int]:
-        """Job -> blocks."""
+    def _stores(self, keys: bytes, block_ids: BlockIds) -> dict[str, StoreRequest]:
+        """As an engine's scheduler makes them, before its worker is given any."""
         requests = self._requests(keys, block_ids)
-        for job, (some, ids) in requests.items():
-            self.worker.store(job, StoreRequest(DEFAULT_TENANT, b"", some, ids))
-        return {job: len(ids) for job, (_, ids) in requests.items()}
+        return {job: StoreRequest(DEFAULT_TENANT, b"", some, ids) for job, (some, ids) in requests.items()}
+
+    def _begin_stores(self, stores: Mapping[str, StoreRequest]) -> dict[str, int]:
+        """Job -> blocks."""
+        for job, store in stores.items():
+            self.worker.store(job, store)
+        return {job: store.blocks for job, store in stores.items()}
 
     def _find_and_load(self, keys: bytes, block_ids: BlockIds) -> tuple[float, dict[str, int]]:
         """Asks for all at once and begins each load when its answer is there. When the first one was; job -> blocks."""

@@ -220,8 +220,7 @@ class Reading:
         self._units = copier._units[piece]
         self._runs = copier._runs[piece]
         self._verify = verify
-        with self._device.on(self._line.kernels):  # memory of a new one must be that stream's, not the engine's
-            self._ledger = self._line.take_ledger()
+        self._ledger = self._line.take_ledger()
         self._count = 0
         self._bay: Bay | None = None
         self._gathered: tuple[Bay, Addresses] | None = None

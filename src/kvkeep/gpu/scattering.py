@@ -125,9 +125,7 @@ class Way:
     ) -> Scattered:
         """`MOST_BLOCKS` at most. The first of them are in the bays that were fetched."""
         line, units, batch = self._line, self._units, self._device.batch()
-        with self._device.on(line.kernels):  # memory of a new one must be that stream's, not the engine's
-            ledger = line.take_ledger()
-        count, at_a_time = len(block_ids), line.blocks_a_bay(units.pitch)
+        ledger, count, at_a_time = line.take_ledger(), len(block_ids), line.blocks_a_bay(units.pitch)
         rest = self._pinned.runs(addresses[len(fetched) * at_a_time :], units.nbytes, at_a_time)
         ids, bay, before = None, None, None
         for number, start in enumerate(range(0, count, at_a_time)):

@@ -88,8 +88,11 @@ class Line:
         self._queued.append(over)
 
     def take_ledger(self) -> Ledger:
-        """One that nobody has."""
-        return self._ledgers.popleft() if self._ledgers else Ledger(self._device)
+        """One that nobody has. Memory of a new one is the kernels' stream's, not the engine's."""
+        if self._ledgers:
+            return self._ledgers.popleft()
+        with self._device.on(self.kernels):
+            return Ledger(self._device)
 
     def give_back(self, ledger: Ledger) -> None:
         """From any thread."""
