@@ -6,7 +6,7 @@ Every repeat takes a prompt that nobody has sent before, of random tokens, and a
     local hit       the same prompt again: vLLM's own prefix cache has it
     external hit    and again, with that cache dropped: whatever is not computed came through the connector
 
-On a GPU a local and an external hit follow each other three times.
+On a GPU a local and an external hit follow each other seven times.
 
 Before the next one is asked, what is still being stored has arrived. The floor of cold is the engine without a
 connector; that of an external hit is a local one, and a copy of the KV. Noise of the machine must meet all engines
@@ -79,7 +79,7 @@ _CHECKED_TOKENS = 8
 _WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
 _CASES = ("cold", "local", "external")
 # In each repeat, of either kind: on a GPU they are soon over, and noise of the host is a third of a local one.
-_HITS = {"cpu": 1, "cuda": 3}
+_HITS = {"cpu": 1, "cuda": 7}
 _SHORT_TOKENS = 4000  # in a prompt whose floor is a few milliseconds
 _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 

@@ -95,8 +95,13 @@ class Blocks:
         soon as its ancestors are."""
         many, at, shards_in = self.table.many, np.array(rows), self.shards_in
         complete, bit = (1 << layout.shards) - 1, 1 << shard
-        whole = []
-        for row in at[many.state[at] == WRITING].tolist():
+        whole: list[int] = []
+        written: list[int] = at[many.state[at] == WRITING].tolist()
+        if complete == bit:  # most often: there are no others to come
+            whole, written = written, []
+            for row in whole:
+                del shards_in[row]
+        for row in written:
             arrived = shards_in[row] | bit
             if arrived == complete:
                 del shards_in[row]
