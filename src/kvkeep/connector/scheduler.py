@@ -194,12 +194,12 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.asked is None or tracker.answer is not None or tracker.loads:
             return True
-        answer = self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
-        if answer is not None:
+        if not self._cache.lacks(tracker.key(tracker.stored)):  # else whatever the answer is, it changes nothing
+            answer = self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
+            if answer is None:
+                return False
             self.failed_lookups += bool(answer.failure)
             tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else 0)
-        elif not self._cache.lacks(tracker.key(tracker.stored)):
-            return False
         self._let_go(tracker)
         return True
 
