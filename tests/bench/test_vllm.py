@@ -79,8 +79,9 @@ def make(
     connectors: str = "auto",
     repeats: int = 5,
     interleave: bool = False,
+    graphs: bool = False,
 ) -> Plan:
-    return Plan.make(device, prompt_tokens, connectors, repeats, interleave)
+    return Plan.make(device, prompt_tokens, connectors, repeats, interleave, graphs)
 
 
 def test_on_a_cpu_engines_take_turns(installed: set[str]) -> None:
@@ -111,12 +112,36 @@ def test_all_are_compared_with_none(installed: set[str]) -> None:
         ({"device": "tpu"}, '--device "tpu": expected auto, cpu or cuda'),
         ({"prompt_tokens": "many"}, '--prompt-tokens "many": expected at least 64'),
         ({"prompt_tokens": "2000,63"}, '--prompt-tokens "2000,63": expected at least 64'),
+        ({"graphs": True}, "--graphs needs a GPU"),
     ],
 )
-def test_a_wrong_option_is_named(installed: set[str], options: dict[str, str], said: str) -> None:
+def test_a_wrong_option_is_named(installed: set[str], options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        make(**options)  # type: ignore[arg-type]
+        make(**options)
     assert said in caught.value.message
+
+
+def test_with_graphs_a_hit_is_one_launch_whoever_found_it(
+    run: Run, installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Engine(vllm.EngineProcess):
+        def __init__(self, name: str, arguments: dict[str, Any], *given: Any) -> None:
+            made.append(dict(arguments))
+            super().__init__(name, arguments, *given)
+
+    monkeypatch.setattr(vllm, "EngineProcess", Engine)
+    assert run(device="cpu", prompt_tokens="100", repeats=1)["graphs"] is False
+    assert all(each["enforce_eager"] for each in made)
+    made.clear()
+    monkeypatch.setattr(vllm_session.Choice, "check_graphs", lambda choice, wanted: None)
+    assert run(device="cpu", prompt_tokens="100", repeats=1, graphs=True)["graphs"] is True
+    assert len(made) == 2 and not any(each["enforce_eager"] for each in made)
+    for each in made:
+        sizes = each["compilation_config"]["cudagraph_capture_sizes"]
+        assert {1, MODEL.block_tokens} <= set(sizes), "what is left where all is found, and where all but a block is"
+        assert max(sizes) > 2000 % 256, "LMCache finds whole chunks of 256 tokens"
 
 
 def test_without_vllm_there_is_a_hint(installed: set[str]) -> None:

@@ -6,7 +6,7 @@ Every repeat takes a prompt that nobody has sent before, of random tokens, and a
     local hit       the same prompt again: vLLM's own prefix cache has it
     external hit    and again, with that cache dropped: whatever is not computed came through the connector
 
-On a GPU a local and an external hit follow each other seven times.
+On a GPU a local and an external hit follow each other five times.
 
 Before the next one is asked, what is still being stored has arrived. The floor of cold is the engine without a
 connector; that of an external hit is a local one, and a copy of the KV. Noise of the machine must meet all engines
@@ -50,6 +50,7 @@ from kvkeep.bench.vllm_setup import (
     ServedModel,
     arguments,
     connector,
+    decoding_with_graphs,
     environment,
     given_model,
     own_model,
@@ -73,14 +74,16 @@ OPTIONS = {
     "connectors": "Of none, kvkeep, lmcache and native, with commas between; auto is all that can be had.",
     "repeats": "How many prompts of each length.",
     "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
+    "graphs": "Let engines compute a prompt's last tokens with CUDA graphs, as vLLM does by itself.",
 }
 
 _CHECKED_TOKENS = 8
 _WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
 _CASES = ("cold", "local", "external")
 # In each repeat, of either kind: on a GPU they are soon over, and noise of the host is a third of a local one.
-_HITS = {"cpu": 1, "cuda": 7}
+_HITS = {"cpu": 1, "cuda": 5}
 _SHORT_TOKENS = 4000  # in a prompt whose floor is a few milliseconds
+_LAST_TOKENS = 128  # of a prompt: that many, or twice as many, may be left to compute of a hit
 _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 
 
@@ -98,14 +101,18 @@ class Plan:
     interleave: bool
     named: bool
     left_out: dict[str, str]
+    graphs: bool = False
 
     @classmethod
-    def make(cls, device: str, prompt_tokens: str, connectors: str, repeats: int, interleave: bool) -> Plan:
+    def make(
+        cls, device: str, prompt_tokens: str, connectors: str, repeats: int, interleave: bool, graphs: bool = False
+    ) -> Plan:
         choice = Choice.make(device, connectors)
+        choice.check_graphs(graphs)
         lengths = PROMPT_TOKENS[choice.device] if prompt_tokens == "auto" else _lengths(prompt_tokens)
         interleave = interleave or choice.device == "cpu"
         named, left_out = choice.named, choice.left_out
-        return cls(choice.device, lengths, choice.connectors, repeats, interleave, named, left_out)
+        return cls(choice.device, lengths, choice.connectors, repeats, interleave, named, left_out, graphs)
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -134,9 +141,10 @@ def run(
     connectors: str = "auto",
     repeats: int = 5,
     interleave: bool = False,
+    graphs: bool = False,
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
-    plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave)
+    plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave, graphs)
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), plan.device) if model == "auto" else given_model(model, plan.device)
         bench = Bench(plan, served)
@@ -250,6 +258,8 @@ class Bench:
         pool_bytes = _PROMPTS_IN_POOL * longest * self.model.kv_token_bytes + 256 * MIB
         with connector(name, pool_bytes, self.model) as way:
             made = arguments(self.model, longest, engines, way.arguments)
+            if self.plan.graphs:
+                made |= decoding_with_graphs(self.model.block_tokens, _LAST_TOKENS)
             spare = self.spares.get(name)
             with EngineProcess(name, made, self.environment, way.counting, spare, way.ready_when) as engine:
                 yield Subject(engine, way.settle)
@@ -272,6 +282,7 @@ class Bench:
             "block_tokens": self.model.block_tokens,
             "repeats": self.plan.repeats,
             "interleaved": self.plan.interleave,
+            "graphs": self.plan.graphs,
             "rows": [self._row(*each) for each in measured],
             "ratios": [self._ratios(*each, floor_gbps) for each in measured if each[0] != "none"],
             "left_out": dict(self.plan.left_out),
@@ -319,7 +330,7 @@ def _times(ms: dict[str, list[float]]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The result in lines, and whether it is what it should be."""
-    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats")]
+    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
     ratios = {(each["connector"], each["prompt_tokens"]): each for each in result["ratios"]}
     head = ["connector", "prompt tokens", "cold", "against none", "local hit", "against none", "external hit"]
     keys = ["prompt_tokens", "cold_ms", "cold_ratio", "local_hit_ms", "local_hit_ratio", "external_hit_ms", "speedup"]

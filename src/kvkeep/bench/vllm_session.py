@@ -55,6 +55,10 @@ class Choice:
         # All are compared with none.
         return cls(device, tuple(name for name in CONNECTORS if name in {"none", *names}), True, {})
 
+    def check_graphs(self, wanted: bool) -> None:
+        if wanted and self.device != "cuda":
+            raise SettingsError("--graphs needs a GPU", "leave it out, or use --device cuda")
+
 
 def find_device(device: str) -> str:
     if device not in ("auto", "cpu", "cuda"):

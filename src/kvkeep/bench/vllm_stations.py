@@ -50,8 +50,7 @@ class Plan:
             if name not in SCENARIOS:
                 raise SettingsError(f'--scenarios "{name}": expected some of {", ".join(SCENARIOS)}')
         chosen = tuple(each for name, parts in SCENARIOS.items() if name in names for each in parts)
-        if graphs and choice.device != "cuda":
-            raise SettingsError("--graphs needs a GPU", "leave it out, or use --device cuda")
+        choice.check_graphs(graphs)
         return cls(choice, chosen, seconds, repeats, interleave or choice.device == "cpu", graphs)
 
     @property
