@@ -342,22 +342,46 @@ def test_sources_are_made_while_the_thread_that_stores_may_go_on(start: Start) -
     fill(layers)
     engine = start(layers)
     transfer: Any = engine.worker._transfer
-    sources, was_free = transfer.sources, list[bool]()
+    sources, was_free = transfer.sources_of, list[bool]()
 
     def take_it() -> None:
         was_free.append(engine.worker._wake.acquire(timeout=5))
         if was_free[-1]:
             engine.worker._wake.release()
 
-    def note(request: StoreRequest) -> Any:
+    def note(requests: Any) -> Any:
         other = threading.Thread(target=take_it)
         other.start()
         other.join()
-        return sources(request)
+        return sources(requests)
 
-    transfer.sources = note
+    transfer.sources_of = note
     engine.stored([0, 1])
     assert was_free == [True]
+
+
+def test_several_stores_are_handed_over_at_once(start: Start) -> None:
+    layers, _ = contiguous()
+    fill(layers)
+    engine = start(layers)
+    copier: Any = engine.worker._transfer.copier  # type: ignore[union-attr]
+    marks: list[object] = []
+    copier.mark = lambda: marks.append(object()) or marks[-1]
+    every = engine.keys(3)
+    stores = {at: StoreRequest("default", b"", every[at * 16 : (at + 1) * 16], np.array([at])) for at in range(3)}
+    engine.worker.store_all(stores)
+    stored: dict[Any, int] = {}
+    assert eventually(lambda: stored.update(engine.worker.poll().stored) or len(stored) == 3)
+    assert stored == {0: 1, 1: 1, 2: 1} and len(marks) == 1
+
+
+def test_if_one_of_several_is_wrong_none_has_begun(start: Start) -> None:
+    layers, _ = contiguous()
+    engine = start(layers)
+    good, wrong = (StoreRequest("default", b"", engine.keys(2), np.array(ids)) for ids in ([0, 1], [[0, 1], [0, 1]]))
+    with pytest.raises(RequestError):
+        engine.worker.store_all({"good": good, "wrong": wrong})
+    assert not engine.worker._stores and not engine.worker._sources and engine.worker.poll() == Finished()
 
 
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
@@ -392,8 +416,8 @@ def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start:
     layers, _ = contiguous()
     engine = start(layers)
     transfer: Any = engine.worker._transfer
-    sources = transfer.sources
-    transfer.sources = lambda request: (engine.worker.close(), sources(request))[1]
+    sources = transfer.sources_of
+    transfer.sources_of = lambda requests: (engine.worker.close(), sources(requests))[1]
     engine.worker.store("x", StoreRequest("default", b"", engine.keys(2), np.array([0, 1])))
     assert engine.worker.poll() == Finished(stored={"x": 0}, incomplete=["x"])
     assert not engine.worker._stores and not engine.worker._sources
@@ -418,6 +442,10 @@ def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert worker.poll() == Finished(stored={2: 0}, incomplete=[2], loaded=[2], failed={2: [5, 6]})
     assert worker.connection.counters.failures == {"queue_full": 2}
     assert worker.poll() == Finished(), "everything is told once"
+    store = StoreRequest("default", b"", keys(1), np.array([0]))
+    worker._stores.clear()
+    worker.store_all({3: store, 4: store, 5: store})
+    assert worker.poll() == Finished(stored={5: 0}, incomplete=[5]) and len(worker._stores) == 2
     worker.close()
 
 

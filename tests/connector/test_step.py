@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,10 @@ class Recorder:
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         self.begun.append(("load", job, request))
+
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        for job, request in requests.items():
+            self.store(job, request)
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         self.begun.append(("store", job, request))

@@ -213,6 +213,10 @@ class ScriptedRank:
                 self.finished.failed[job] = bad
         self.held_loads.clear()
 
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        for job, request in requests.items():
+            self.store(job, request)
+
     def store(self, job: Hashable, request: StoreRequest) -> None:
         if self.strategy.rank == 0:
             self.cache.stores.append(request)

@@ -221,7 +221,7 @@ def test_a_step_that_breaks_off(
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["simulated", "real"])
-@pytest.mark.parametrize("what", ["load", "store", "withdraw"])
+@pytest.mark.parametrize("what", ["load", "store_all", "withdraw"])
 @modes
 @ranks
 def test_a_job_that_cannot_begin_ends_on_every_rank(

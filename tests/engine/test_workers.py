@@ -43,6 +43,10 @@ class FakeCache:
     def load(self, job: Hashable, request: LoadRequest) -> None:
         self.begun.append(("load", job))
 
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        for job, request in requests.items():
+            self.store(job, request)
+
     def store(self, job: Hashable, request: StoreRequest) -> None:
         self.begun.append(("store", job))
 

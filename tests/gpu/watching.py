@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ _known: dict[bytes, list[torch.Tensor]] = {}
 _found = {"compared": 0, "wrong": 0, "at_once": 0}
 _begun_copies: list[Any] = []
 _telling = threading.Lock()
-_store, _end_store, _end_loads = WorkerAdapter.store, WorkerAdapter._end_store, WorkerAdapter._end_loads
+_store_all, _end_store, _end_loads = WorkerAdapter.store_all, WorkerAdapter._end_store, WorkerAdapter._end_loads
 _load_now = WorkerAdapter.load_now
 
 
@@ -40,9 +40,9 @@ def _bytes_of(worker: WorkerAdapter, block: int) -> list[torch.Tensor]:
     return [layer[block].contiguous().view(torch.uint8) for layer in layers]
 
 
-def store(worker: WorkerAdapter, job: Hashable, request: StoreRequest) -> None:
-    _begun[job] = request
-    _store(worker, job, request)
+def store_all(worker: WorkerAdapter, requests: Mapping[Any, StoreRequest]) -> None:
+    _begun.update(requests)
+    _store_all(worker, requests)
 
 
 def end_store(worker: WorkerAdapter, job: Hashable, stored: Stored) -> None:
@@ -104,7 +104,7 @@ match os.environ.get("KVKEEP_STOPS_AT"):
     case "load":
         Loading.begin = then_stop(Loading.begin)  # type: ignore[method-assign]
 
-WorkerAdapter.store = store  # type: ignore[method-assign, assignment]
+WorkerAdapter.store_all = store_all  # type: ignore[method-assign, assignment]
 WorkerAdapter._end_store = end_store  # type: ignore[method-assign, assignment]
 WorkerAdapter._end_loads = end_loads  # type: ignore[method-assign, assignment]
 WorkerAdapter.load_now = load_now  # type: ignore[method-assign, assignment]

@@ -8,7 +8,7 @@ computes, it looks at all KV that the step reads: one wrong byte, loaded or over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -185,6 +185,10 @@ class StepWorker:
     def register_pieces(self, pieces: Sequence[Piece]) -> None:
         self._transfer = Transfer(self.connection, pieces, 0)
         self.connection.physical = (0, physical_fingerprint(pieces))
+
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        for job, request in requests.items():
+            self.store(job, request)
 
     def store(self, job: Hashable, store: StoreRequest) -> None:
         self.began.append(("store", store))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,6 +40,10 @@ class Recording:
         self.raises: set[str] = set()
         self.strategy = SimpleNamespace(rank=3)
         self.connection = SimpleNamespace(answering=True, wait_until_up=lambda timeout_ms: True)
+
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        for job, request in requests.items():
+            self.store(job, request)
 
     def store(self, job: int, request: StoreRequest) -> None:
         self._note("store", job)

@@ -135,8 +135,7 @@ class EngineSide:
 
     def _begin_stores(self, stores: Mapping[str, StoreRequest]) -> dict[str, int]:
         """Job -> blocks."""
-        for job, store in stores.items():
-            self.worker.store(job, store)
+        self.worker.store_all(stores)
         return {job: store.blocks for job, store in stores.items()}
 
     def _find_and_load(self, keys: bytes, block_ids: BlockIds) -> tuple[float, dict[str, int]]:

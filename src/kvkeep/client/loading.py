@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,20 @@ from kvkeep.kv.checksum import ABSENT
 
 if TYPE_CHECKING:
     from kvkeep.client.transfer import Transfer
+
+
+def take_together(
+    waiting: deque[tuple[Hashable, LoadRequest, Any]], block_bytes: int, most_bytes: int
+) -> list[tuple[Hashable, LoadRequest, Any]]:
+    """The next one, and those behind it that are small enough to come along."""
+    loads: list[tuple[Hashable, LoadRequest, Any]] = []
+    nbytes = 0
+    while waiting:
+        nbytes += waiting[0][1].blocks * block_bytes
+        if loads and nbytes > most_bytes:
+            break
+        loads.append(waiting.popleft())
+    return loads
 
 
 class Loading:

@@ -80,7 +80,7 @@ class Copy:
 
 class Sources:
     """One store's blocks: `block_ids[p, b]` holds piece p of block b. Made in the engine's thread, when the blocks are
-    computed or that is under way; safe to use from two threads."""
+    computed or that is under way; `ready` is the copier's mark of that moment. Safe to use from two threads."""
 
     def __init__(
         self,
@@ -88,10 +88,11 @@ class Sources:
         block_ids: NDArray[np.int64],
         copier: Copier | None = None,
         threads: Threads = threading,
+        ready: Any = None,
     ) -> None:
         self._pieces = pieces
         self._copier = copier or HostCopier([piece.runs for piece in pieces])
-        self._ready: Any = self._copier.mark()
+        self._ready: Any = self._copier.mark() if ready is None else ready
         self._ids = block_ids.copy()
         self._left = np.ones(block_ids.shape, dtype=np.bool_)  # not copied yet
         self._aside: dict[tuple[int, int], Saved] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,12 @@ class Transfer:
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""
-        return Sources(self._pieces, self.table(request.block_ids), self.copier, self.connection.threads)
+        return self.sources_of([request])[0]
+
+    def sources_of(self, requests: Collection[StoreRequest]) -> list[Sources]:
+        tables = [self.table(request.block_ids) for request in requests]
+        ready = self.copier.mark() if tables else None
+        return [Sources(self._pieces, table, self.copier, self.connection.threads, ready) for table in tables]
 
     # -- store
 

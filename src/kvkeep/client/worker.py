@@ -23,7 +23,7 @@ from kvkeep.client.at_once import AtOnce
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
-from kvkeep.client.loading import Loading
+from kvkeep.client.loading import Loading, take_together
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.pins import Pins, populate
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
@@ -109,21 +109,23 @@ class WorkerAdapter:
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
+        self.store_all({job: request})
+
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        """The same for several that are computed by now: an engine's thread is held up once."""
+        taken: dict[Hashable, StoreRequest] = {}
         with self._wake:
-            if job in self._sources:  # which store it means nobody could tell; the first one will be reported
-                self.connection.counters.fail("repeated_job")
-                return
-            if not self.strategy.stores or not self._has_room(self._stores):
-                self._end_store(job, Stored(0, complete=not self.strategy.stores))
-                return
-        sources = self._transfer.sources(request) if self._transfer else None
-        with self._wake:  # not for long: the first store can begin while others are handed over
+            for job, request in requests.items():
+                if self._takes_store(job, len(self._stores) + len(taken)):
+                    taken[job] = request
+        sources = self._transfer.sources_of(taken.values()) if self._transfer else []
+        with self._wake:
             if self._closing:
-                self._end_store(job, Stored(0, complete=False))
+                for job in taken:
+                    self._end_store(job, Stored(0, complete=False))
                 return
-            if sources is not None:
-                self._sources[job] = sources
-            self._stores.append((job, request))
+            self._sources.update(zip(taken, sources, strict=False))
+            self._stores.extend(taken.items())
             self._tell_copier()
             self._for_stores.notify_all()
 
@@ -131,7 +133,7 @@ class WorkerAdapter:
         """Loads blocks in the background."""
         self.drop_ahead()
         with self._wake:
-            if not self._has_room(self._loads):
+            if not self._has_room(len(self._loads)):
                 self._end_load(job, request.ids_of(_ALL))
                 return
             self._loads.append((job, request, self._transfer.copier.mark() if self._transfer else None))
@@ -281,7 +283,7 @@ class WorkerAdapter:
                 self._for_loads.wait_for(
                     lambda: self._closing or (self._loads and len(self._arriving) < _LOADS_UNDER_WAY)
                 )
-                loads = self._next_loads()
+                loads = take_together(self._loads, sum(self.shape.shard_bytes), _BYTES_TOGETHER)
             if loads:
                 self._begin_loads(loads)
         with self._for_arrivals:
@@ -348,16 +350,6 @@ class WorkerAdapter:
     def _run_pins(self) -> None:
         Pins(self.connection, self._enter()).run(self._wake, lambda: self._closing)
 
-    def _next_loads(self) -> _Loads:
-        """With the lock held: the next one, and those behind it that are small enough to come along."""
-        loads, nbytes = _Loads(), 0
-        while self._loads:
-            nbytes += self._loads[0][1].blocks * sum(self.shape.shard_bytes)
-            if loads and nbytes > _BYTES_TOGETHER:
-                break
-            loads.append(self._loads.popleft())
-        return loads
-
     def _failed_inside(self, what: str) -> None:
         self.connection.counters.fail("internal_error")
         log.exception("kvkeep: a %s failed inside the client", what)
@@ -368,8 +360,17 @@ class WorkerAdapter:
     def _is_loading(self) -> bool:
         return bool(self._loads or self._began or self._arriving)
 
-    def _has_room(self, queue: deque[Any]) -> bool:
-        if self._closing or len(queue) >= _JOBS_QUEUED:
+    def _takes_store(self, job: Hashable, queued: int) -> bool:
+        if job in self._sources:  # which store it means nobody could tell; the first one will be reported
+            self.connection.counters.fail("repeated_job")
+            return False
+        if self.strategy.stores and self._has_room(queued):
+            return True
+        self._end_store(job, Stored(0, complete=not self.strategy.stores))
+        return False
+
+    def _has_room(self, queued: int) -> bool:
+        if self._closing or queued >= _JOBS_QUEUED:
             self.connection.counters.fail("closed" if self._closing else "queue_full")
             return False
         return True

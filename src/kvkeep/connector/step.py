@@ -83,7 +83,7 @@ class JobSide(Protocol):
     """The part of a worker's side that takes jobs. Where a call raises an Exception, the job has not begun."""
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None: ...
-    def store(self, job: Hashable, request: StoreRequest) -> None: ...
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None: ...
     def load(self, job: Hashable, request: LoadRequest) -> None: ...
 
 
@@ -114,13 +114,13 @@ def begin(step: StepMetadata, cache: JobSide) -> None:
 
 def save(step: StepMetadata, cache: JobSide) -> None:
     """The first half of it, where an engine itself writes between the two. What is stored was computed before."""
-    for number, store in step.stores.items():
-        cache.store(number, store)
+    if step.stores:
+        cache.store_all(step.stores)
     if step.withdrawn:
         cache.withdraw(step.withdrawn)
 
 
 def finish(step: StepMetadata, cache: JobSide) -> None:
     """Begins what a step left to its end: its blocks are computed now."""
-    for number, store in step.stores_after.items():
-        cache.store(number, store)
+    if step.stores_after:
+        cache.store_all(step.stores_after)

@@ -8,7 +8,8 @@ the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -38,18 +39,18 @@ class _Side:
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
         self._cache.withdraw(block_ids)
 
-    def store(self, job: Hashable, request: StoreRequest) -> None:
-        self._begin(job, lambda: self._cache.store(job, request))
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        self._begin(requests, lambda: self._cache.store_all(requests))
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
-        self._begin(job, lambda: self._cache.load(job, request))
+        self._begin([job], lambda: self._cache.load(job, request))
 
-    def _begin(self, job: Hashable, begin_job: Callable[[], None]) -> None:
-        self._under_way.add(job)
+    def _begin(self, jobs: Collection[Hashable], begin_jobs: Callable[[], None]) -> None:
+        self._under_way.update(jobs)
         try:
-            begin_job()
+            begin_jobs()
         except Exception:  # guard: an interrupt may come when it has begun, and blocks that are read or written then
-            self._under_way.discard(job)  # must not be anybody else's; other errors come before that
+            self._under_way.difference_update(jobs)  # must not be anybody else's; other errors come before that
             raise
 
     def poll(self) -> None:

@@ -157,6 +157,10 @@ class SimulatedWorker:
     def load(self, job: Hashable, request: LoadRequest) -> None:
         self._waiting.append((self._cache.random.randint(*self._cache.faults.delay), job, request))
 
+    def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
+        for job, request in requests.items():
+            self.store(job, request)
+
     def store(self, job: Hashable, request: StoreRequest) -> None:
         if self._strategy.stores:
             self._waiting.append((self._cache.random.randint(*self._cache.faults.delay), job, request))
