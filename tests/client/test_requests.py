@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.errors import RequestError
 
@@ -137,3 +137,12 @@ def test_ids_of_names_exactly_the_engine_blocks_that_are_there(data: st.DataObje
     for ids in [array, array[0]] if pieces == 1 else [array]:
         got = loading(ids).ids_of(np.array(chosen, dtype=np.bool_))
         assert got == expected and all(type(block) is int for block in got)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"stored": {1: 0}}, {"incomplete": [1]}, {"loaded": [1]}, {"failed": {1: [2]}}, {"withdrawn": 3}],
+    ids=lambda said: next(iter(said)),
+)
+def test_whoever_has_something_to_say_does_not_say_nothing(said: dict[str, Any]) -> None:
+    assert Finished(3).is_nothing and not Finished(3, **said).is_nothing

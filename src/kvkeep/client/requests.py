@@ -115,3 +115,7 @@ class Finished:
     failed: dict[Hashable, list[int]] = field(default_factory=dict)
     withdrawn: int = 0  # blocks that the engine took back before they were copied
     seconds: dict[Hashable, float] = field(default_factory=dict, compare=False)  # how long each load took
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.stored or self.incomplete or self.loaded or self.failed or self.withdrawn)

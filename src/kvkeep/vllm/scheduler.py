@@ -357,16 +357,16 @@ class RequestSide:
 
     def stats(self) -> KVKeepStats | None:
         """vLLM asks for them at the end of each step, also of one without any news; nothing else tells of that."""
-        if self._side is None:
+        if (side := self._side) is None:
             return None
-        self._side.end_step()
-        self._counts["lookup_failures"] += self._side.failed_lookups
-        self._counts["skipped_loads"] += self._side.skipped_loads
-        self._counts["skipped_tokens"] += self._side.skipped_tokens
-        self._side.failed_lookups = self._side.skipped_loads = self._side.skipped_tokens = 0
+        side.end_step()
+        if side.failed_lookups or side.skipped_loads:
+            self._counts.update(lookup_failures=side.failed_lookups, skipped_loads=side.skipped_loads)
+            self._counts["skipped_tokens"] += side.skipped_tokens
+            side.failed_lookups = side.skipped_loads = side.skipped_tokens = 0
+        if not any(self._counts.values()):  # most steps
+            return None
         counts, self._counts = +self._counts, Counter()
-        if not counts:
-            return None
         answering = self._adapter.connection.answering and (self._worker is None or self._worker.is_answered)
         return KVKeepStats.of(**counts, connected=int(answering), **self._worth.figures())
 

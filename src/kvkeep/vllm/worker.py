@@ -222,7 +222,7 @@ class WorkerSide:
             self._take_in(finished)
             return set(), []
         received = {self._loading.pop(job) for job in finished.loaded if job in self._loading}
-        return received, [] if finished == Finished(finished.rank) else [finished]
+        return received, [] if finished.is_nothing else [finished]
 
     def _wait_if_idle(self) -> None:
         """Not right after a step that computed something: its tokens may still be on their way out."""
@@ -235,7 +235,7 @@ class WorkerSide:
             if job in self._loading:
                 self._tell_failed(self._loading[job], block_ids)
         self.received.update(self._loading.pop(job) for job in finished.loaded if job in self._loading)
-        if finished != Finished(finished.rank):
+        if not finished.is_nothing:
             self._reports.append(finished)
 
     def take_received(self) -> tuple[set[str], set[str]]:
