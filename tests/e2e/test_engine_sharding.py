@@ -59,14 +59,14 @@ def test_what_two_ranks_store_last_is_whole_in_a_pool_that_is_full(monkeypatch: 
     model, prompts = oracle(), [prompt(22) for _ in range(60)]
     with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB") as small:
         with engine(small, model, tensor_parallel_size=2) as llm:
-            since, late, waiting = Since(small), llm.engine.workers._caches[1], list[tuple[Any, Any]]()
-            store = late.store
-            monkeypatch.setattr(late, "store", lambda *job: waiting.append(job))
+            since, late, waiting = Since(small), llm.engine.workers._caches[1], list[Any]()
+            store_all = late.store_all
+            monkeypatch.setattr(late, "store_all", waiting.append)
             for first in range(0, len(prompts), 3):
                 llm.generate(prompts[first : first + 3], SamplingParams(max_tokens=1))
                 assert eventually(lambda ahead=first + 3: since("stored_blocks") == 5 * (2 * ahead - 3))
-                for job in waiting:
-                    store(*job)
+                for jobs in waiting:
+                    store_all(jobs)
                 waiting.clear()
                 assert llm.engine.flush()
             counted = status(small)
