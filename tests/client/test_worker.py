@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -384,6 +385,41 @@ def test_if_one_of_several_is_wrong_none_has_begun(start: Start) -> None:
     assert not engine.worker._stores and not engine.worker._sources and engine.worker.poll() == Finished()
 
 
+def test_if_an_interrupt_comes_all_are_told(start: Start) -> None:
+    """Nobody else knows that none has begun."""
+    layers, _ = contiguous()
+    engine = start(layers)
+    engine.worker._sources["repeated"] = mock.Mock()
+    engine.worker._transfer.sources_of = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[union-attr, method-assign]
+    store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
+    with pytest.raises(KeyboardInterrupt):
+        engine.worker.store_all({1: store, 2: store, "repeated": store})
+    assert engine.worker.poll() == Finished(stored={1: 0, 2: 0}, incomplete=[1, 2])
+    assert not engine.worker._stores and list(engine.worker._sources) == ["repeated"]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_is_refused_is_told_once_and_wakes_nobody(
+    monkeypatch: pytest.MonkeyPatch, start: Start, wrong: bool
+) -> None:
+    monkeypatch.setattr(module, "_JOBS_QUEUED", int(wrong))
+    layers, _ = contiguous()
+    engine = start(layers)
+    ids = np.array([[0, 1], [0, 1]])
+    woken = mock.Mock()
+    monkeypatch.setattr(engine.worker._for_stores, "notify_all", woken)
+    stores = {at: StoreRequest("default", b"", engine.keys(2), ids) for at in range(2)}
+    if wrong:  # the first one, and the second is refused: then it is as if nothing had been said
+        with pytest.raises(RequestError):
+            engine.worker.store_all(stores)
+        assert engine.worker.poll() == Finished()
+    else:
+        engine.worker.store_all(stores)
+        assert engine.worker.poll() == Finished(stored={0: 0, 1: 0}, incomplete=[0, 1])
+    woken.assert_not_called()
+    monkeypatch.undo()
+
+
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
     worker = WorkerAdapter(
         shape_of(768), ParallelStrategy.of(tp_size=8, rank=3, use_mla=True), ClientOptions(address=server.address)
@@ -418,8 +454,9 @@ def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start:
     transfer: Any = engine.worker._transfer
     sources = transfer.sources_of
     transfer.sources_of = lambda requests: (engine.worker.close(), sources(requests))[1]
-    engine.worker.store("x", StoreRequest("default", b"", engine.keys(2), np.array([0, 1])))
-    assert engine.worker.poll() == Finished(stored={"x": 0}, incomplete=["x"])
+    store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
+    engine.worker.store_all({"x": store, "y": store})
+    assert engine.worker.poll() == Finished(stored={"x": 0, "y": 0}, incomplete=["x", "y"])
     assert not engine.worker._stores and not engine.worker._sources
 
 

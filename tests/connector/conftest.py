@@ -26,10 +26,12 @@ class ScriptedCache:
         self.surely_lacking: set[bytes] = set()
         self.closed = 0
         self.asked: list[tuple[Hashable, str | None, int, int]] = []  # request, salt, number of keys, skip
+        self.looked_at: list[Hashable] = []  # requests, each time
         self.released: list[Hashable] = []
         self.ended: list[tuple[Hashable, str | None, bytes, bool]] = []
 
     def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
+        self.looked_at.append(request)
         question = (request, salt, len(keys) // KEY_BYTES, skip)
         if question not in self.asked:  # asking again is free
             self.asked.append(question)

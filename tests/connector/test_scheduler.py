@@ -86,7 +86,9 @@ def test_what_the_server_surely_lacks_is_stored_without_waiting_either(side: Sch
     assert side.lookup("r", 0, 5) == 0
     side.no_load("r")
     assert not cache.released, "the server may still tell"
+    times, cache.silent = len(cache.looked_at), False
     assert side.knows_stored("r") and cache.released == [1], "no lease comes of an answer that nobody waits for"
+    assert len(cache.looked_at) == times, "nor does anybody look whether it has come"
     job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
     assert job is not None and (job.first_block, job.block_ids) == (0, [1, 2, 3, 4, 5])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,25 @@ def test_however_many_ledgers_are_out_each_is_ones_own(line: Line) -> None:
     assert len({id(ledger) for ledger in taken}) == 9
     line.give_back(taken[3])
     assert line.take_ledger() is taken[3]
+
+
+def test_a_new_ledger_is_made_for_the_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives memory of one stream to others when that one is done with it."""
+    device, inside, made_on = Pretend(), list[Any](), list[Any]()
+    line = Line(device, 3 << 12, 4096)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        inside.append(stream)
+        yield
+        inside.pop()
+
+    memory = device.memory
+    monkeypatch.setattr(device, "on", on)
+    monkeypatch.setattr(device, "memory", lambda words: (made_on.append(list(inside)), memory(words))[1])
+    while not made_on:
+        line.take_ledger()
+    assert {tuple(streams) for streams in made_on} == {(line.kernels,)}
 
 
 def test_a_ledger_carries_ids_out_and_sums_back(line: Line) -> None:

@@ -100,8 +100,7 @@ class WorkerAdapter:
             thread.start()
 
     @property
-    def is_near(self) -> bool:
-        """Whether it shares memory with the server."""
+    def is_near(self) -> bool:  # whether it shares memory with the server
         return self.connection.segments is not None
 
     def make_copier(self, runs: Sequence[BlockRuns]) -> Copier:
@@ -112,22 +111,32 @@ class WorkerAdapter:
         self.store_all({job: request})
 
     def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
-        """The same for several that are computed by now: an engine's thread is held up once."""
-        taken: dict[Hashable, StoreRequest] = {}
+        """The same for several that are computed by now, which holds an engine's thread up once: all begin, or none."""
+        taken, ended = dict[Hashable, StoreRequest](), dict[Hashable, Stored]()
         with self._wake:
             for job, request in requests.items():
-                if self._takes_store(job, len(self._stores) + len(taken)):
+                if job in self._sources:  # which store it means nobody could tell; the first one will be reported
+                    self.connection.counters.fail("repeated_job")
+                elif self.strategy.stores and self._has_room(len(self._stores) + len(taken)):
                     taken[job] = request
-        sources = self._transfer.sources_of(taken.values()) if self._transfer else []
+                else:
+                    ended[job] = Stored(0, complete=not self.strategy.stores)
+        try:
+            sources = self._transfer.sources_of(taken.values()) if self._transfer else []
+        except BaseException as error:  # guard: raised again; of an interrupt nobody knows that none has begun
+            for job in () if isinstance(error, Exception) else (*taken, *ended):
+                self._end_store(job, Stored(0, complete=False))
+            raise
         with self._wake:
             if self._closing:
-                for job in taken:
-                    self._end_store(job, Stored(0, complete=False))
-                return
-            self._sources.update(zip(taken, sources, strict=False))
-            self._stores.extend(taken.items())
-            self._tell_copier()
-            self._for_stores.notify_all()
+                ended |= dict.fromkeys(taken, Stored(0, complete=False))
+            elif taken:
+                self._sources.update(zip(taken, sources, strict=self._transfer is not None))
+                self._stores.extend(taken.items())
+                self._tell_copier()
+                self._for_stores.notify_all()
+            for job, stored in ended.items():
+                self._end_store(job, stored)
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         """Loads blocks in the background."""
@@ -359,15 +368,6 @@ class WorkerAdapter:
     @property
     def _is_loading(self) -> bool:
         return bool(self._loads or self._began or self._arriving)
-
-    def _takes_store(self, job: Hashable, queued: int) -> bool:
-        if job in self._sources:  # which store it means nobody could tell; the first one will be reported
-            self.connection.counters.fail("repeated_job")
-            return False
-        if self.strategy.stores and self._has_room(queued):
-            return True
-        self._end_store(job, Stored(0, complete=not self.strategy.stores))
-        return False
 
     def _has_room(self, queued: int) -> bool:
         if self._closing or queued >= _JOBS_QUEUED:

@@ -84,8 +84,8 @@ class Ready:
 
 
 class Way:
-    """From slots into one piece of an engine's blocks. For the thread that loads; if that is the engine's own, it stays
-    `awake`: the step that comes next begins on a core that has not rested."""
+    """From slots into one piece of an engine's blocks. For the thread that loads. If that is the engine's own, and some
+    of it was fetched ahead, it stays `awake`: the step that comes next begins on a core that has not rested."""
 
     def __init__(
         self, device: Cuda, line: Line, pinned: Pinned, units: Units, engine: Ready, *, awake: bool = False

@@ -29,7 +29,7 @@ COUNTERS = {
     "incomplete_stores": "Stores that left something out.",
     "withdrawn_blocks": "Blocks that the engine reused before they were copied.",
     "lookups": "Lookups that were asked.",
-    "lookup_failures": "Lookups that were not answered in time, or had no server to ask.",
+    "lookup_failures": "Lookups that mattered and were not answered in time, or had no server to ask.",
     "faults": "Errors inside the connector that a guard caught.",
 }
 GAUGES = {
