@@ -80,7 +80,8 @@ class EngineSide:
         deadline = time.monotonic() + _CONNECT_S
         while not (self.scheduler.connection.up and self.worker.connection.up):
             if time.monotonic() > deadline:
-                raise Unavailable(f"no session with {address}: {self.worker.connection.refusal}")
+                why = self.worker.connection.refusal or "nobody answers there"
+                raise Unavailable(f"no session with {address}: {why}")
             time.sleep(0.01)
 
     def store(self, keys: bytes, block_ids: BlockIds) -> float:

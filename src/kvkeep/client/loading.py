@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from kvkeep.client.transfer import Transfer
 
 
-def take_together(
-    waiting: deque[tuple[Hashable, LoadRequest, Any]], block_bytes: int, most_bytes: int
-) -> list[tuple[Hashable, LoadRequest, Any]]:
+Load = tuple[Hashable, LoadRequest, Any]  # job, blocks, and a mark of the engine's
+
+
+def take_together(waiting: deque[Load], block_bytes: int, most_bytes: int) -> list[Load]:
     """The next one, and those behind it that are small enough to come along."""
-    loads: list[tuple[Hashable, LoadRequest, Any]] = []
-    nbytes = 0
+    loads, nbytes = list[Load](), 0
     while waiting:
         nbytes += waiting[0][1].blocks * block_bytes
         if loads and nbytes > most_bytes:

@@ -102,9 +102,8 @@ class Sources:
         self.stop = block_ids.shape[1]  # blocks from here on are lost
         lacks_some = bool(block_ids.size) and block_ids.min() < 0
         for row, piece in zip(block_ids, pieces, strict=True):
-            if (
-                lacks_some and not piece.may_lack and NO_BLOCK in row
-            ):  # the engine has no such block, so nothing after it either
+            # The engine has no such block, so nothing after it either.
+            if lacks_some and not piece.may_lack and NO_BLOCK in row:
                 self.stop = min(self.stop, int(np.flatnonzero(row == NO_BLOCK)[0]))
 
     @property

@@ -23,7 +23,7 @@ from kvkeep.client.at_once import AtOnce
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
-from kvkeep.client.loading import Loading, take_together
+from kvkeep.client.loading import Load, Loading, take_together
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.pins import Pins, populate
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
@@ -40,7 +40,6 @@ _JOBS_QUEUED = 1024
 _BYTES_TOGETHER = 64 << 20  # of loads that wait at the same time: few launches for many small ones
 _LOADS_UNDER_WAY = _STORES_UNDER_WAY = 4
 _ALL = slice(None)
-_Loads = list[tuple[Hashable, LoadRequest, Any]]  # job, blocks, and a mark of the engine's
 
 
 class WorkerAdapter:
@@ -61,7 +60,7 @@ class WorkerAdapter:
         self.connection = connection or Connection(shape, options or ClientOptions())
         self._transfer: Transfer | None = None
         self._at_once: AtOnce | None = None  # loads of the engine's own thread
-        self._loads: deque[tuple[Hashable, LoadRequest, Any]] = deque()
+        self._loads: deque[Load] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
         self._began: dict[Hashable, float] = {}  # when loads that are queued or under way did
@@ -75,7 +74,7 @@ class WorkerAdapter:
         runs = {"stores": self._run_stores, "loads": self._run_loads}
         runs |= {"arrivals": self._run_arrivals, "departures": self._run_departures}
         self._threads = [threads.Thread(target=run, name=f"kvkeep-{name}", daemon=True) for name, run in runs.items()]
-        self._arriving: deque[tuple[_Loads, Loading]] = deque()
+        self._arriving: deque[tuple[list[Load], Loading]] = deque()
 
     def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
         """Says, once, where the engine's blocks are, one tensor a layer. Raises for tensors that do not fit."""
@@ -299,7 +298,7 @@ class WorkerAdapter:
             self._all_begun = True
             self._for_arrivals.notify_all()
 
-    def _begin_loads(self, loads: _Loads) -> None:
+    def _begin_loads(self, loads: list[Load]) -> None:
         assert self._transfer is not None
         try:
             marks = [mark for _, _, mark in loads if mark is not None]
@@ -340,7 +339,7 @@ class WorkerAdapter:
                 self._arriving.popleft()
                 self._for_loads.notify_all()
 
-    def _wait_for_engine(self, loads: _Loads, ready_s: float) -> None:
+    def _wait_for_engine(self, loads: list[Load], ready_s: float) -> None:
         """A load begins when the step that was under way has ended: computing its blocks would have waited for that,
         too, and what a load takes is compared with computing."""
         assert self._transfer is not None
@@ -350,7 +349,7 @@ class WorkerAdapter:
                 self._engine_got_there_s = time.perf_counter()
             self._began[job] = max(self._began[job], self._engine_got_there_s)  # also for others of the same step
 
-    def _end_loads(self, loads: _Loads, loaded: list[NDArray[np.bool_]] | None) -> None:
+    def _end_loads(self, loads: list[Load], loaded: list[NDArray[np.bool_]] | None) -> None:
         """None: nothing was loaded."""
         with self._wake:
             for number, (job, request, _) in enumerate(loads):
