@@ -263,12 +263,17 @@ class SchedulerSide:
         computes so many `tokens` of so many `requests`."""
         self.worth.begin_step(tokens, requests)
         withdrawn = self._readers.among(written_blocks) if written_blocks else []
+        whose = {number: self._jobs[number].request_id for number in self._loads}
+        metadata = StepMetadata(self._loads, self._stores, self.take_stores_after(), withdrawn, whose)
+        self._loads, self._stores = {}, {}
+        return metadata
+
+    def take_stores_after(self) -> dict[int, StoreRequest]:
+        """Those of what a step computes; also of the last one that was built, while it is under way."""
         for number in self._stores_after:  # from now on they are under way
             self._readers.add(number, self._jobs[number].block_ids)
-        whose = {number: self._jobs[number].request_id for number in self._loads}
-        metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, whose)
-        self._loads, self._stores, self._stores_after = {}, {}, {}
-        return metadata
+        stores, self._stores_after = self._stores_after, {}
+        return stores
 
     def complete(self, reports: Sequence[Finished]) -> Completed:
         """Takes in what workers report. A job that nobody knows is nobody's business."""

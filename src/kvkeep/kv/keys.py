@@ -228,12 +228,14 @@ def keys_from_engine_hashes(root: bytes, hashes: Sequence[bytes]) -> bytes:
     bound = _ENGINE.copy()
     bound.update(root)
     # The hashes are digests already: what is left to do is to keep roots apart, and that takes no hash for each block.
-    pad = np.frombuffer(bound.digest(), dtype=np.uint64)
+    pad = bound.digest()
+    if len(hashes) == 1:  # arrays would take several times as long
+        return bytes(a ^ b for a, b in zip(hashes[0][:KEY_BYTES], pad, strict=True))
     if len(lengths) > 1:
         hashes = [block_hash[:KEY_BYTES] for block_hash in hashes]
     rows = np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(len(hashes), -1)
     heads = np.ascontiguousarray(rows[:, :KEY_BYTES]).view(np.uint64)
-    return (heads ^ pad).tobytes()
+    return (heads ^ np.frombuffer(pad, dtype=np.uint64)).tobytes()
 
 
 def _little_endian(tokens: Tokens) -> bytes:

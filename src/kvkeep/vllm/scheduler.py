@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
-from kvkeep.client.requests import Finished
+from kvkeep.client.requests import Finished, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.params import CacheParams
@@ -30,9 +29,9 @@ from kvkeep.connector.step import Job
 from kvkeep.connector.worth import LoadWhen, Worth
 from kvkeep.units import format_size
 from kvkeep.vllm import versions
+from kvkeep.vllm.arrivals import Arrivals, Known
 from kvkeep.vllm.events import CacheEvents
 from kvkeep.vllm.groups import pieces_of
-from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, can_be_keyed, counts_media, root_of
 from kvkeep.vllm.messages import Handshake, Step
 from kvkeep.vllm.stats import KVKeepStats, counts_of
 from kvkeep.vllm.step_loads import StepLoads
@@ -42,18 +41,6 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_MS = 2  # where vLLM itself would sleep for one, and then some
 _NULL_BLOCK = 0  # stands in vLLM's tables where a request needs no block
-
-
-@dataclass
-class _Known:
-    """A request that vLLM has told us of."""
-
-    request: Any
-    keys: RequestKeys
-    local_tokens: int = 0  # what the prefix cache had when it was last asked
-    failed: bool = False  # a load of it did
-    in_step: bool = False  # what is found of it is loaded before the step that computes the rest
-    next_store: int = 0  # with so many tokens computed there may be something to store; most steps end here
 
 
 class RequestSide:
@@ -66,7 +53,7 @@ class RequestSide:
         self._options, self._worth = options, Worth(load_when)
         self._side: SchedulerSide | None = None
         self._worker: WorkerSide | None = None  # the only one, if it is in this process
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self._alive: set[str] = set()  # all requests, also those that are not cached
         self._written: list[int] = []  # blocks that the next step may write into, some of them more than once
         self._all_withdrawn = False
@@ -77,7 +64,7 @@ class RequestSide:
         self._may_wait = True
         self._others_first = False  # before requests whose loads failed
         self._lost: dict[str, list[int]] = {}
-        self._generation = b""
+        self._due: list[tuple[Known, int]] = []  # what is to be stored of the last step, if it is still to be prepared
         self._counts: Counter[str] = Counter()
         self.faults = 0
         self.tables = versions.BlockTables()
@@ -97,26 +84,25 @@ class RequestSide:
         shape = handshakes[0].shape
         assert shape is not None
         self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
-        self._identity = shape.identity
         block_tokens = [group.block_tokens for group in self._pieces.groups]
         self._hash_tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
-        self._uses_hashes = versions.hashes_are_stable(self._vllm_config.cache_config.prefix_caching_hash_algo)
-        self._counts_media = counts_media(self._vllm_config)
         self._adapter = SchedulerAdapter(shape, self._options)
+        self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
+        side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
+        self._arrivals = Arrivals(self._vllm_config, shape.identity, self._hash_tokens, side, self._adapter)
         if self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS):
             log.info("kvkeep: connected to %s", self._options.address)
         log.info(
             "kvkeep: blocks of %d tokens and %s, model %s, weights %s, keys from %s",
             self._pieces.block_tokens,
             format_size(sum(shape.shard_bytes)),
-            self._identity.model,
-            self._identity.revision[:12],
-            "vLLM's hashes" if self._uses_hashes else "tokens",
+            *(shape.identity.model, shape.identity.revision[:12]),
+            "vLLM's hashes" if self._arrivals.uses_hashes else "tokens",
         )
-        self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
-        self._side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
+        self._side = side
         worker = find_here(handshakes[0].name) if world_size == 1 else None
         self._worker = worker if worker is not None and worker.join() else None
+        self._arrivals.may_leave = self._worker is not None
         # When a step begins vLLM zeroes new blocks of some models, and other connectors read what they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
         self._may_begin_loads = is_alone(self._worker) and self._pieces.whole and not zeroes
@@ -127,23 +113,17 @@ class RequestSide:
 
     def arrive(self, request: Any) -> None:
         self._alive.add(request.request_id)
-        if self._side is None or not can_be_keyed(request, self._counts_media):
-            return
-        root = root_of(self._identity, request, self._generation)
-        about = root, request, self._pieces.block_tokens
-        keys: RequestKeys = EngineKeys(*about, self._hash_tokens) if self._uses_hashes else OwnKeys(*about)
-        first = keys.grow()
-        self._known[request.request_id] = _Known(request, keys)
-        reads = not getattr(request, "skip_reading_prefix_cache", False)
-        self._side.arrive(request.request_id, request.cache_salt, request.kv_transfer_params, first, reads=reads)
-        self._counts["lookups"] += reads
+        if self._side is not None and (known := self._arrivals.arrive(request)):
+            self._known[request.request_id] = known
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens after the first `local_tokens` can be loaded; None: not known yet."""
         known = self._known.get(request.request_id)
-        if self._side is None or known is None or not self._grow(known):
+        if self._side is None or known is None:
             return 0
         known.local_tokens = local_tokens
+        if (not local_tokens and self._arrivals.is_missing(known)) or not self._grow(known):
+            return 0
         self._is_idle |= not self._under_way and len(self._alive) == 1
         if known.failed and self._others_first:
             return None
@@ -170,7 +150,7 @@ class RequestSide:
         """Whether what was found is there when the step begins, so that vLLM need not wait for it."""
         return request.request_id in self._known and self._known[request.request_id].in_step
 
-    def _may_load_in_step(self, known: _Known) -> bool:
+    def _may_load_in_step(self, known: Known) -> bool:
         """It is the only one, nothing is loaded, stored or computed, and vLLM itself brings no part of a block."""
         alone = self._is_idle and len(self._alive) == 1 and self._side is not None and self._side.idle
         return alone and not known.local_tokens % self._pieces.block_tokens and self.step_loads.may_load(known.request)
@@ -209,7 +189,7 @@ class RequestSide:
                     self._lost[request.request_id] = lost
                 self._forget(request.request_id)  # or vLLM asks again, is offered the same, and so on for ever
 
-    def _prepare_load(self, known: _Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> Job:
+    def _prepare_load(self, known: Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> Job:
         assert self._side is not None
         first = known.local_tokens // self._pieces.block_tokens
         stop = -(-(known.local_tokens + loaded_tokens) // self._pieces.block_tokens)
@@ -231,7 +211,7 @@ class RequestSide:
             log.exception("kvkeep: a load could not be begun at once")
             self.faults += 1
 
-    def _load_in_step(self, job: Job, known: _Known, tables: Sequence[Sequence[int]]) -> None:
+    def _load_in_step(self, job: Job, known: Known, tables: Sequence[Sequence[int]]) -> None:
         """Now, and waits for it: the engine has nothing else to do."""
         assert self._side is not None
         self._take_in([self.step_loads.load_now(self._side, job)], counted=False)
@@ -254,6 +234,7 @@ class RequestSide:
         except Exception:  # guard: whatever becomes of a store, the request is over, and so is what it holds
             log.exception("kvkeep: a store could not be prepared")
             self.faults += 1
+        self._arrivals.forget(request.request_id)
         self.tables.forget(request.request_id)
         reply = self._side.end(request.request_id, request.kv_transfer_params)
         # A preempted request may be given back what it had generated itself. That was no part of its prompt.
@@ -274,15 +255,15 @@ class RequestSide:
         # States that vLLM copies for itself go into blocks that no table shows.
         self._written += (copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
         self._written += scheduled.new_block_ids_to_zero or ()
-        try:
-            for request_id, count in scheduled.num_scheduled_tokens.items():
-                known = self._known.get(request_id)
-                if known is not None and known.request.num_computed_tokens + count >= known.next_store:
-                    self._store(known, known.request.num_computed_tokens + count, after_step=True)
-        except Exception:  # guard: loads that vLLM waits for must go out with this step, whatever a store does
-            log.exception("kvkeep: a store could not be prepared")
-            self.faults += 1
         work = scheduled.num_scheduled_tokens
+        self._due = [
+            (known, computed)
+            for request_id, count in work.items()
+            if (known := self._known.get(request_id))
+            and (computed := known.request.num_computed_tokens + count) >= known.next_store
+        ]
+        if self._worker is None:
+            self._store_due()
         jobs = self._side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
         self._is_idle, self._has_waited = not scheduled.total_num_scheduled_tokens, False
         self._under_way += 1
@@ -290,9 +271,30 @@ class RequestSide:
         # blocks than it gave back, and those behind it, whose loads have ended too, hold them: where nothing else is
         # computed they go first in every other step.
         self._others_first = self._is_idle and not self._others_first
-        step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle)
+        later = partial(self._stores_of_step, self._due) if self._worker is not None else None
+        step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle, later)
         self._written, self._lost, self._all_withdrawn = [], {}, False
         return step
+
+    def _stores_of_step(self, due: list[tuple[Known, int]]) -> Mapping[int, StoreRequest]:
+        """The step has begun, so there is time. If the next one is built by now, that has to store it all."""
+        assert self._side is not None
+        if due is not self._due:
+            return {}
+        self._store_due()
+        return self._side.take_stores_after()
+
+    def _store_due(self) -> None:
+        due, self._due = self._due, []
+        try:
+            for known in self._arrivals.left:
+                self._grow(known)
+            for known, computed in due:
+                if self._known.get(known.request.request_id) is known:
+                    self._store(known, computed, after_step=True)
+        except Exception:  # guard: loads that vLLM waits for must go out with this step, whatever a store does
+            log.exception("kvkeep: a store could not be prepared")
+            self.faults += 1
 
     def complete(self, reports: Sequence[Finished]) -> set[str]:
         """A step has ended, and this came with its results. Requests whose loads have ended besides, all of them well:
@@ -321,7 +323,7 @@ class RequestSide:
                 self._known[job.request_id].failed = True
         self.events.completed(completed)
 
-    def _store(self, known: _Known, computed_tokens: int, *, after_step: bool) -> None:
+    def _store(self, known: Known, computed_tokens: int, *, after_step: bool) -> None:
         """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
         assert self._side is not None
         request_id, pieces = known.request.request_id, self._pieces
@@ -349,7 +351,8 @@ class RequestSide:
     def reset(self) -> bool:
         """Nothing that was stored so far is found again by this engine, nor by others what it stores from now on:
         whoever asks for this may have changed the weights."""
-        self._generation = os.urandom(16)
+        if self._side is not None:
+            self._arrivals.generation = os.urandom(16)
         for request_id in list(self._known):
             self._forget(request_id)
         self.events.reset()
@@ -360,10 +363,11 @@ class RequestSide:
         if (side := self._side) is None:
             return None
         side.end_step()
-        if side.failed_lookups or side.skipped_loads:
+        if self._arrivals.lookups or side.failed_lookups or side.skipped_loads:
+            self._counts["lookups"] += self._arrivals.lookups
             self._counts.update(lookup_failures=side.failed_lookups, skipped_loads=side.skipped_loads)
             self._counts["skipped_tokens"] += side.skipped_tokens
-            side.failed_lookups = side.skipped_loads = side.skipped_tokens = 0
+            self._arrivals.lookups = side.failed_lookups = side.skipped_loads = side.skipped_tokens = 0
         if not any(self._counts.values()):  # most steps
             return None
         counts, self._counts = +self._counts, Counter()
@@ -374,19 +378,14 @@ class RequestSide:
         if self._side is not None:
             self._side.close()
 
-    def _grow(self, known: _Known) -> bool:
+    def _grow(self, known: Known) -> bool:
         """Takes in the keys of new blocks. False if the request has become another one, and is not cached any more."""
-        assert self._side is not None
-        try:
-            keys = known.keys.grow()
-        except TokensChanged:
-            self._forget(known.request.request_id)
-            return False
-        if keys:
-            self._side.extend(known.request.request_id, keys)
-        return True
+        if self._arrivals.grow(known):
+            return True
+        self._forget(known.request.request_id)
+        return False
 
-    def _note(self, job: Job, known: _Known) -> None:
+    def _note(self, job: Job, known: Known) -> None:
         try:
             self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
         except Exception:  # guard: the job goes out with the next step, whether or not there is an event of it
@@ -396,5 +395,6 @@ class RequestSide:
     def _forget(self, request_id: str) -> None:
         assert self._side is not None
         self._known.pop(request_id, None)
+        self._arrivals.forget(request_id)
         self.step_loads.drop_ahead()
         self._side.end(request_id)

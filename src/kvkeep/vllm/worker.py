@@ -29,7 +29,7 @@ from kvkeep.client.requests import Finished, LoadRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.pieces import Pieces
-from kvkeep.connector.step import finish, save
+from kvkeep.connector.step import save
 from kvkeep.errors import KVKeepError
 from kvkeep.vllm.groups import locate, pieces_of
 from kvkeep.vllm.identity import parts_of_all_ranks, shape_of, strategy_of
@@ -194,12 +194,15 @@ class WorkerSide:
         step, self._unfinished = self._unfinished, None
         if self._adapter is None or step is None:
             return
+        stores = dict(step.step.stores_after)
         try:
-            finish(step.step, self._adapter)
+            stores |= step.later() if step.later is not None else {}
+            if stores:
+                self._adapter.store_all(stores)
         except Exception:  # guard: the scheduler must hear of these stores, and those that have begun must not read on
             log.exception("kvkeep: stores could not be begun")
             self.faults += 1
-            self._never_began(step.step.stores_after)
+            self._never_began(stores)
             self._adapter.withdraw(None)
 
     def _never_began(self, stores: Mapping[int, Any]) -> None:
