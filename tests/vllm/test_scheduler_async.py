@@ -69,6 +69,7 @@ class Life:
         self.often = 0.25 if mode == "async" else self.chance.choice([0.05, 0.1, 0.25])  # to be alone now and then
         room = {"num_blocks": self.chance.choice([24, 40, 64]), "budget": self.chance.choice([16, 64])}
         self.engine = AsyncEngine(SimulatedCache(seed), *specs, extra={"kvkeep.load": mode}, **room)
+        self.engine.cache.is_seen = seed % 2 == 0
         self.in_step = 0
         if (worker := self.engine.rank._worker) is not None:
             load_now = worker.load_now

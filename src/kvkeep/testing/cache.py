@@ -50,6 +50,7 @@ class SimulatedCache:
 
     def __init__(self, seed: int, faults: CacheFaults | None = None, *, pool_bytes: int = 1 << 20) -> None:
         self.load_when: LoadWhen = "always"
+        self.is_seen = False  # what the server lacks, as by an engine that shares memory with it
         self.faults = faults or CacheFaults()
         self.random = random.Random(seed)
         self.counts = dict.fromkeys(
@@ -64,7 +65,7 @@ class SimulatedCache:
     # -- what an engine's backend does
 
     def lookup_side(self, shape: BlockShape) -> SchedulerAdapter:
-        return SchedulerAdapter(shape, connection=self._connection(shape))
+        return SeeingAdapter(self, shape, self._connection(shape))
 
     def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> SimulatedWorker:
         return SimulatedWorker(self, self._connection(shape), strategy)
@@ -99,6 +100,10 @@ class SimulatedCache:
         for connection in self._connections:
             connection.poll()
 
+    def lacks(self, epoch: int, key: bytes) -> bool:
+        """Whether the server of that epoch, if it is the one that is there, has no such block."""
+        return epoch == self._epoch and self.server.store.blocks.presence.lacks(key)
+
     def maybe_flip_a_bit(self) -> None:
         if self.random.random() < self.faults.bit_flip:
             self.counts["bit_flips"] += 1
@@ -132,6 +137,17 @@ class SimulatedCache:
         connection = Connection(shape, options, self.network.transport(), self.network.clock)
         self._connections.append(connection)
         return connection
+
+
+class SeeingAdapter(SchedulerAdapter):
+    """Sees what the server lacks without any shared memory, if it may."""
+
+    def __init__(self, cache: SimulatedCache, shape: BlockShape, connection: Connection) -> None:
+        super().__init__(shape, connection=connection)
+        self._cache = cache
+
+    def lacks(self, key: bytes) -> bool:
+        return self._cache.is_seen and self._cache.lacks(self.connection.epoch, key)
 
 
 class SimulatedWorker:

@@ -1,0 +1,234 @@
+"""What a prompt that nobody has stored waits for: nothing. And that the server hears of it all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+
+from engine_parts import BLOCK, Engine, answer_to, request
+
+from kvkeep.testing.cache import SimulatedCache
+from kvkeep.vllm.arrivals import Arrivals
+from kvkeep.vllm.keys import EngineKeys, TokensChanged
+
+PROMPT = list(range(100, 123))  # five blocks and three tokens
+COUNT = {"num_kvkeep_extra_cached_tokens": None}
+
+
+@pytest.fixture
+def cache() -> SimulatedCache:
+    cache = SimulatedCache(seed=1)
+    cache.is_seen = True
+    return cache
+
+
+@pytest.fixture
+def make(cache: SimulatedCache) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def engine(**options: Any) -> Engine:
+        made.append(Engine(cache, **options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.settle()
+    for each in made:
+        each.check_nothing_left()
+        each.rank.shutdown()
+        each.scheduler.shutdown()
+
+
+def arrivals_of(engine: Engine) -> Arrivals:
+    assert engine.connector._requests is not None
+    return engine.connector._requests._arrivals
+
+
+def lookups(cache: SimulatedCache) -> int:
+    return cache.server.service.counters.lookups
+
+
+def loaded(engine: Engine, name: str) -> int:
+    return int(engine.params[name]["num_kvkeep_extra_cached_tokens"])
+
+
+def stored(engine: Engine) -> int:
+    return sum(asked.blocks for what, asked in engine.worker.began if what == "store")
+
+
+def before_the_step(engine: Engine, look: Callable[[Any], None]) -> None:
+    """Calls it with what vLLM has decided, when the worker first hears of the next step."""
+    begin = engine.rank.bind_connector_metadata
+
+    def spy(metadata: Any) -> None:
+        engine.rank.bind_connector_metadata = begin  # type: ignore[method-assign]
+        look(metadata)
+        begin(metadata)
+
+    engine.rank.bind_connector_metadata = spy  # type: ignore[method-assign]
+
+
+def test_what_the_server_surely_lacks_is_asked_for_when_the_step_has_begun(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    derived: list[int] = []
+    grow = EngineKeys.grow
+
+    def spy(self: EngineKeys) -> bytes:
+        keys = grow(self)
+        derived.append(len(keys))
+        return keys
+
+    monkeypatch.setattr(EngineKeys, "grow", spy)
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+    assert [known.request.request_id for known in arrivals_of(engine).left] == ["a"]
+
+    def look(metadata: Any) -> None:
+        assert not derived, "no more than the first key"
+        assert not engine.side._trackers and engine.side.idle
+        assert not metadata.step.stores_after and metadata.later is not None
+
+    before_the_step(engine, look)
+    engine.step()
+    assert derived and not arrivals_of(engine).left and stored(engine) == 5
+    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT)
+    assert make().run(request(PROMPT, "b", params=COUNT)).answers["b"] == answer_to(PROMPT)
+
+
+def test_the_server_counts_it_as_a_lookup(make: Callable[..., Engine], cache: SimulatedCache) -> None:
+    engine = make()
+    engine.run(request(PROMPT, "a"))
+    engine.settle()
+    assert lookups(cache) == 1
+
+
+def test_what_it_has_by_the_time_that_it_is_asked_for_is_loaded(make: Callable[..., Engine]) -> None:
+    engine, other = make(), make()
+    engine.add(request(PROMPT, "a", params=COUNT))
+    assert arrivals_of(engine).left
+    other.run(request(PROMPT, "b"))
+    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT) and loaded(engine, "a") == 5 * BLOCK
+
+
+def test_what_it_may_have_is_asked_for_at_once(make: Callable[..., Engine]) -> None:
+    make().run(request(PROMPT, "a"))
+    engine = make()
+    engine.add(request(PROMPT, "b", params=COUNT))
+    assert not arrivals_of(engine).left and engine.side._trackers
+    engine.run()
+    assert loaded(engine, "b") == 5 * BLOCK
+
+
+def test_a_prompt_that_vllm_has_itself_is_stored_all_the_same(
+    make: Callable[..., Engine], cache: SimulatedCache
+) -> None:
+    engine = make()
+    engine.run(request(PROMPT, "a"))
+    cache.restart_server()
+    engine.settle()
+    turn = [*PROMPT, *range(9)]
+    assert engine.run(request(turn, "b")).answers["b"] == answer_to(turn)
+    other = make().run(request(turn, "c", params=COUNT))
+    assert loaded(other, "c") == 8 * BLOCK, "the first five, too, though nothing of them was computed"
+
+
+def test_one_that_is_aborted_before_its_step_leaves_nothing(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+    engine.abort("a")
+    assert not arrivals_of(engine).left
+
+
+def test_after_a_reset_nothing_of_it_is_asked_for_or_stored(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+    engine.connector.reset_cache()
+    assert not arrivals_of(engine).left
+    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine)
+
+
+def test_a_reset_while_the_step_runs_stores_nothing_of_it(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+    before_the_step(engine, lambda metadata: engine.connector.reset_cache())
+    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine)
+
+
+def test_one_whose_tokens_have_changed_is_served_without_the_cache(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def grow(self: EngineKeys) -> bytes:
+        raise TokensChanged("they have")
+
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+    monkeypatch.setattr(EngineKeys, "grow", grow)
+    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine) and not arrivals_of(engine).left
+
+
+def test_a_worker_elsewhere_hears_of_its_stores_with_the_step(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "apart", True)
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+    assert not arrivals_of(engine).left, "nobody would tell when the step has begun"
+    metadata = engine.step().kv_connector_metadata
+    assert metadata.later is None and [store.blocks for store in metadata.step.stores_after.values()] == [5]
+    engine.run()
+
+
+def test_a_step_whose_end_nobody_tells_of_is_stored_with_the_next(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(budget=2 * BLOCK)
+    engine.add(request(PROMPT, "a"))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.rank, "wait_for_save", lambda: None)
+        engine.step()
+    assert not stored(engine)
+    engine.step()
+    assert stored(engine) == 4
+    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT)
+
+
+def test_what_fails_then_fails_nobody(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    engine.add(request(PROMPT, "a"), request(PROMPT[::-1], "b"))
+    with monkeypatch.context() as patched:
+
+        def fail(known: Any) -> bool:
+            raise RuntimeError("a bug")
+
+        patched.setattr(arrivals_of(engine), "grow", fail)
+        engine.step()
+    assert "a store could not be prepared" in caplog.text
+    engine.run()
+    assert (engine.answers["a"], engine.answers["b"]) == (answer_to(PROMPT), answer_to(PROMPT[::-1]))
+
+
+def test_metadata_of_a_worker_elsewhere_is_plain_data(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pickle
+
+    monkeypatch.setattr(Engine, "apart", True)
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+    metadata = engine.step().kv_connector_metadata
+    assert replace(pickle.loads(pickle.dumps(metadata)), step=metadata.step) == metadata
+    engine.run()
