@@ -50,10 +50,10 @@ def look_up(connection: Connection, count: int, ids: list[int]) -> LoadRequest:
     return LoadRequest("default", keys(count), 0, np.array(ids, dtype=np.int64), call.epoch, slots, checksums)
 
 
-def in_parts_of(monkeypatch: pytest.MonkeyPatch, nbytes: int, first: int = 0, whole: int = 0) -> None:
+def in_parts_of(monkeypatch: pytest.MonkeyPatch, nbytes: int, *first: int, whole: int = 0) -> None:
     monkeypatch.setattr(HostCopier, "part_bytes", nbytes)
-    monkeypatch.setattr(HostCopier, "first_bytes", first or nbytes)
-    monkeypatch.setattr(HostCopier, "whole_bytes", whole or first or nbytes)
+    monkeypatch.setattr(HostCopier, "first_bytes", first or (nbytes,))
+    monkeypatch.setattr(HostCopier, "whole_bytes", whole or (*first, nbytes)[0])
 
 
 def prepared_by(sim: Any) -> list[m.PrepareStore]:
@@ -112,7 +112,7 @@ def test_parts_of_small_blocks_are_no_longer_than_their_own_limit(sim: Any, monk
 
 
 def test_the_first_part_may_be_smaller_than_the_others(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES, first=2 * NBYTES)
+    in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES)
     connection, engine = sim.connected(), memory()
     assert transfer(connection, engine).offer(storing([*range(12)])) == Stored(12, True)
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == [2, 5, 5]
@@ -131,7 +131,7 @@ def test_the_first_part_may_be_smaller_than_the_others(sim: Any, monkeypatch: py
 def test_what_is_not_too_large_goes_in_one_part_unless_others_wait(
     sim: Any, monkeypatch: pytest.MonkeyPatch, alone: bool, count: int, parts: list[int]
 ) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES, first=2 * NBYTES, whole=8 * NBYTES)
+    in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES, whole=8 * NBYTES)
     moving, asked = transfer(sim.connected(), memory()), storing([*range(count)])
     store = moving.storing(asked, moving.sources(asked))
     store.begin(alone=alone)
@@ -140,10 +140,25 @@ def test_what_is_not_too_large_goes_in_one_part_unless_others_wait(
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == parts
 
 
+@pytest.mark.parametrize(
+    ("count", "parts"), [(3, [3]), (4, [1, 3]), (5, [1, 3, 1]), (12, [1, 3, 4, 4]), (13, [1, 3, 5, 4])]
+)
+def test_several_parts_may_grow_at_first(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]
+) -> None:
+    in_parts_of(monkeypatch, 4 * NBYTES, NBYTES, 3 * NBYTES)
+    moving, asked = transfer(sim.connected(), memory()), storing([*range(count)])
+    store = moving.storing(asked, moving.sources(asked))
+    store.begin(alone=False)
+    store.copy()
+    assert store.finish() == Stored(count, True)
+    assert [len(request.keys) // 16 for request in prepared_by(sim)] == parts
+
+
 def test_the_first_part_is_as_large_as_the_others_where_nobody_is_in_a_hurry(
     sim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_parts_of(monkeypatch, 4 * NBYTES, first=2 * NBYTES)
+    in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES)
     moving = transfer(sim.connected(), memory())
     store = moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)])))
     store.begin(hurry=False)

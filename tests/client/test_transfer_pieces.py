@@ -147,8 +147,9 @@ def test_blocks_are_counted_and_what_is_there_is_not_stored_again(engine: Engine
 def test_a_store_in_parts_is_the_same_as_one_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, blocks_a_part: int
 ) -> None:
-    for name in ("whole_bytes", "first_bytes", "part_bytes"):
+    for name in ("whole_bytes", "part_bytes"):
         monkeypatch.setattr(HostCopier, name, blocks_a_part * 1000)
+    monkeypatch.setattr(HostCopier, "first_bytes", (blocks_a_part * 1000,))
     assert engine.store(STORED) == Stored(4, complete=True)
     assert engine.load(TARGETS) == [True] * 4
     for piece in range(3):
@@ -438,8 +439,9 @@ def test_without_room_to_set_aside_pieces_go_missing_and_no_new_byte_is_stored(
 def test_without_room_to_set_aside_a_store_ends_before_the_block_and_leaves_nothing_behind(
     sim: Any, engine: Engine, passing: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("whole_bytes", "first_bytes", "part_bytes"):
+    for name in ("whole_bytes", "part_bytes"):
         monkeypatch.setattr(HostCopier, name, 1400)  # two blocks of the first piece
+    monkeypatch.setattr(HostCopier, "first_bytes", (1400,))
     request = engine.request(STORED)
     sources = engine.transfer.sources(request)
     when_asked(sim, passing, 0, 2, lambda: take_back(engine, sources, [STORED[0][2]], 0))

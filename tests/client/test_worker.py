@@ -343,20 +343,20 @@ def test_sources_are_made_while_the_thread_that_stores_may_go_on(start: Start) -
     fill(layers)
     engine = start(layers)
     transfer: Any = engine.worker._transfer
-    sources, was_free = transfer.sources_of, list[bool]()
+    hand_over, was_free = transfer.hand_over, list[bool]()
 
     def take_it() -> None:
         was_free.append(engine.worker._wake.acquire(timeout=5))
         if was_free[-1]:
             engine.worker._wake.release()
 
-    def note(requests: Any) -> Any:
+    def note(requests: Any, **words: Any) -> Any:
         other = threading.Thread(target=take_it)
         other.start()
         other.join()
-        return sources(requests)
+        return hand_over(requests, **words)
 
-    transfer.sources_of = note
+    transfer.hand_over = note
     engine.stored([0, 1])
     assert was_free == [True]
 
@@ -390,7 +390,7 @@ def test_if_an_interrupt_comes_all_are_told(start: Start) -> None:
     layers, _ = contiguous()
     engine = start(layers)
     engine.worker._sources["repeated"] = mock.Mock()
-    engine.worker._transfer.sources_of = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[union-attr, method-assign]
+    engine.worker._transfer.hand_over = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[union-attr, method-assign]
     store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
     with pytest.raises(KeyboardInterrupt):
         engine.worker.store_all({1: store, 2: store, "repeated": store})
@@ -452,8 +452,8 @@ def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start:
     layers, _ = contiguous()
     engine = start(layers)
     transfer: Any = engine.worker._transfer
-    sources = transfer.sources_of
-    transfer.sources_of = lambda requests: (engine.worker.close(), sources(requests))[1]
+    hand_over = transfer.hand_over
+    transfer.hand_over = lambda requests, **words: (engine.worker.close(), hand_over(requests, **words))[1]
     store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
     engine.worker.store_all({"x": store, "y": store})
     assert engine.worker.poll() == Finished(stored={"x": 0, "y": 0}, incomplete=["x", "y"])

@@ -6,7 +6,8 @@ Every repeat takes a prompt that nobody has sent before, of random tokens, and a
     local hit       the same prompt again: vLLM's own prefix cache has it
     external hit    and again, with that cache dropped: whatever is not computed came through the connector
 
-On a GPU a local and an external hit follow each other five times.
+On a GPU a local and an external hit follow each other five times, and of a short prompt there are two more that are
+only cold.
 
 Before the next one is asked, what is still being stored has arrived. The floor of cold is the engine without a
 connector; that of an external hit is a local one, and a copy of the KV. Noise of the machine must meet all engines
@@ -21,7 +22,9 @@ without a connector: `same_tokens`.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -82,7 +85,9 @@ _WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
 _CASES = ("cold", "local", "external")
 # In each repeat, of either kind: on a GPU they are soon over, and noise of the host is a third of a local one.
 _HITS = {"cpu": 1, "cuda": 5}
+_REST_S = {"cpu": 0.0, "cuda": 0.25}
 _SHORT_TOKENS = 4000  # in a prompt whose floor is a few milliseconds
+_MORE_COLD = 2  # on a GPU, in each repeat of such a prompt: a millisecond of noise is as much as is wanted
 _LAST_TOKENS = 128  # of a prompt: that many, or twice as many, may be left to compute of a hit
 _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 
@@ -205,12 +210,16 @@ class Bench:
 
     def _round(self, subjects: Sequence[Subject], length: int, turn: int, turns: Turns) -> None:
         """Turn 0 warms up and compares tokens, all others are measured."""
-        rng = np.random.default_rng([length, turn])
-        prompt: list[int] = rng.integers(0, self.model.vocab_size, length).tolist()
-        first = turn % max(len(subjects), 1)
-        order = [*subjects[first:], *subjects[:first]]
-        for case in ("cold", *_CASES[1:] * (_HITS[self.plan.device] if turn else 1)):
-            for subject in order:
+        is_short = self.plan.device == "cuda" and length < _SHORT_TOKENS
+        prompts: list[list[int]] = [
+            np.random.default_rng([length, turn, number]).integers(0, self.model.vocab_size, length).tolist()
+            for number in range(1 + _MORE_COLD * bool(is_short and turn))
+        ]
+        asked = [("cold", prompt) for prompt in reversed(prompts)]
+        asked += [(case, prompts[0]) for case in _CASES[1:] * (_HITS[self.plan.device] if turn else 1)]
+        for number, (case, prompt) in enumerate(asked):
+            first = (turn + (number if case == "cold" else 0)) % max(len(subjects), 1)
+            for subject in [*subjects[first:], *subjects[:first]]:
                 if subject.engine.name not in self.plan.left_out:
                     with self._forgiving(subject.engine.name), turns.turn(subject.engine.name):
                         self._case(subject, case, prompt, turn)
@@ -223,8 +232,11 @@ class Bench:
         engine, samples = subject.engine, self._samples(subject, len(prompt))
         if case == "external" and turn and engine.name == "none":
             return  # it would find nothing
-        if case == "external" or (case == "cold" and engine.name == "none"):  # none has more to evict than the others
+        if case != "local":  # also before a cold one: none has more to evict than the others
             engine.drop_local_cache()
+        if case == "cold":
+            # A GPU that has just computed another engine's prompt is slower. Engines wait here as long as each other.
+            time.sleep(_REST_S[self.plan.device])
         if turn:
             engine.ask(prompt[:_WAKING_TOKENS])  # an engine that has been idle for a while answers up to a second late
         answer = engine.ask(prompt, 1 if turn else _CHECKED_TOKENS)
@@ -303,7 +315,8 @@ class Bench:
     def _ratios(self, name: str, length: int, floor_gbps: float | None) -> dict[str, Any]:
         """Cold and local hit against none, how much faster than cold an external hit is, and that against its floor."""
         mine, none = self.samples[name, length].ms, self.samples["none", length].ms
-        hits = len(mine["external"]) // len(mine["cold"])  # of each repeat
+        repeats, hits = self.plan.repeats, len(mine["external"]) // self.plan.repeats
+        colds = [statistics.median(some) for some in np.array_split(mine["cold"], repeats)]
         against_floor: dict[str, Any] = {}
         if floor_gbps:
             floors = [local + length * self.model.kv_token_bytes / floor_gbps / 1e6 for local in none["local"]]
@@ -314,7 +327,7 @@ class Bench:
             "prompt_tokens": length,
             "cold_ratio": median_ratio(mine["cold"], none["cold"]),
             "local_hit_ratio": median_ratio(mine["local"], none["local"]),
-            "speedup": median_ratio([cold for cold in mine["cold"] for _ in range(hits)], mine["external"]),
+            "speedup": median_ratio([cold for cold in colds for _ in range(hits)], mine["external"]),
             **against_floor,
         }
 

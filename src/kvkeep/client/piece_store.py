@@ -170,18 +170,19 @@ class PieceStore:
         self._completions.append((part.call, self._connection.call(message, self._deadline_ms)))
 
     def _parts(self, hurry: bool, alone: bool) -> Iterator[tuple[int, int]]:
-        """At least one. If there are several, all but the first are about as large."""
+        """At least one. If there are several, all but those that come soonest are about as large."""
         count, nbytes, copier = self._request.blocks, self._transfer.nbytes(self._piece), self._transfer.copier
         welcome = self._connection.welcome
         most = min(_BLOCKS_A_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART)
-        first, whole = (max(1, min(most, each // nbytes)) for each in (copier.first_bytes, copier.whole_bytes))
-        if count <= (first if hurry and not alone else whole):
+        soonest = [max(1, min(most, each // nbytes)) for each in copier.first_bytes]
+        whole = max(1, min(most, copier.whole_bytes // nbytes))
+        if count <= (soonest[-1] if hurry and not alone else whole):
             yield 0, count
             return
         start = 0
-        if hurry:
-            start = first
-            yield 0, start
+        for size in soonest if hurry else ():
+            yield start, min(start + size, count)
+            start += size
         parts = max(round((count - start) * nbytes / copier.part_bytes), math.ceil((count - start) / most), 1)
         size = math.ceil((count - start) / parts)
         while start < count:

@@ -55,6 +55,7 @@ class Transfer:
         self.copier: Copier = copier or HostCopier([piece.runs for piece in pieces])
         self._pieces = pieces
         self._first_shard = first_shard
+        self._block_bytes = sum(piece.runs.nbytes for piece in pieces)
         # What an engine may need back soonest is copied first.
         self._order = sorted(range(len(pieces)), key=lambda piece: not pieces[piece].may_lack)
         self._store_deadline_ms = connection.options.store_deadline_ms
@@ -63,12 +64,35 @@ class Transfer:
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""
-        return self.sources_of([request])[0]
+        return self.hand_over([request])[0][0]
 
-    def sources_of(self, requests: Collection[StoreRequest]) -> list[Sources]:
+    def hand_over(
+        self, requests: Collection[StoreRequest], *, asks: bool = False
+    ) -> tuple[list[Sources], Storing | None]:
+        """Their sources, for the engine's thread. Where there are many and it `asks`, the server is at work on slots
+        for the first one meanwhile, and that store has begun: without this the bus would wait for both."""
         tables = [self.table(request.block_ids) for request in requests]
         ready = self.copier.mark() if tables else None
-        return [Sources(self._pieces, table, self.copier, self.connection.threads, ready) for table in tables]
+        is_much = sum(table.shape[1] for table in tables) * self._block_bytes > self.copier.whole_bytes
+        sources, first = list[Sources](), None
+        try:
+            for request, table in zip(requests, tables, strict=True):
+                sources.append(Sources(self._pieces, table, self.copier, self.connection.threads, ready))
+                if asks and is_much and len(sources) == 1 < len(tables):
+                    first = self._asked_for(request, sources[0])
+        except BaseException:  # guard: raised again; what was asked for goes back
+            if first is not None:
+                first.end_copy()
+            raise
+        return sources, first
+
+    def _asked_for(self, request: StoreRequest, sources: Sources) -> Storing | None:
+        storing = self.storing(request, sources)
+        try:
+            storing.begin(alone=False)
+        except Exception:  # guard: the thread that stores will find the same, and tell of it
+            return None
+        return storing
 
     # -- store
 

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ class WorkerAdapter:
         self._loads: deque[Load] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
+        self._begun: tuple[Hashable, Storing] | None = None  # the next one to be copied, if the server has been asked
         self._began: dict[Hashable, float] = {}  # when loads that are queued or under way did
         self._engine_got_there_s = 0.0  # where a load had to wait for it last
         self._finished = Finished(strategy.rank)
@@ -113,6 +115,7 @@ class WorkerAdapter:
         """The same for several that are computed by now, which holds an engine's thread up once: all begin, or none."""
         taken, ended = dict[Hashable, StoreRequest](), dict[Hashable, Stored]()
         with self._wake:
+            is_idle = self.is_near and self.connection.up and not self._sources  # nobody has the connection's lock
             for job, request in requests.items():
                 if job in self._sources:  # which store it means nobody could tell; the first one will be reported
                     self.connection.counters.fail("repeated_job")
@@ -121,7 +124,7 @@ class WorkerAdapter:
                 else:
                     ended[job] = Stored(0, complete=not self.strategy.stores)
         try:
-            sources = self._transfer.sources_of(taken.values()) if self._transfer else []
+            sources, first = self._transfer.hand_over(taken.values(), asks=is_idle) if self._transfer else ([], None)
         except BaseException as error:  # guard: raised again; of an interrupt nobody knows that none has begun
             for job in () if isinstance(error, Exception) else (*taken, *ended):
                 self._end_store(job, Stored(0, complete=False))
@@ -132,10 +135,13 @@ class WorkerAdapter:
             elif taken:
                 self._sources.update(zip(taken, sources, strict=self._transfer is not None))
                 self._stores.extend(taken.items())
+                self._begun = (self._stores.popleft()[0], first) if first else self._begun
                 self._tell_copier()
                 self._for_stores.notify_all()
             for job, stored in ended.items():
                 self._end_store(job, stored)
+            if self._closing and first is not None:
+                first.end_copy()
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         """Loads blocks in the background."""
@@ -230,46 +236,41 @@ class WorkerAdapter:
     def _run_stores(self) -> None:
         """This one keeps the session, too."""
         copier, populating = self._enter(), False
-        begun: tuple[Hashable, Storing] | None = None
         while not self._closing:
             self.connection.poll()
             self._departures.settle()
             room = len(self._departures) < _STORES_UNDER_WAY
             may_begin = room and not self.connection.coming_up  # an engine's first blocks are stored, too
             with self._for_stores:
-                if not ((may_begin and self._stores) or self._closing or populating or begun or self._departures):
+                if not ((may_begin and self._stores) or self._closing or populating or self._begun or self._departures):
                     self._for_stores.wait(self.connection.rest_s)
-            begun = begun or (self._begin_store() if may_begin else None)
-            if begun is not None and room:
-                now, begun = begun, None
-
-                def begin_another() -> None:
-                    nonlocal begun
-                    begun = self._begin_store(hurry=False)
-
-                self._copy_store(*now, begin_another)
+            if may_begin:
+                self._begin_store()
+            if self._begun is not None and room:
+                now, self._begun = self._begun, None
+                self._copy_store(*now, partial(self._begin_store, hurry=False))
             elif self._departures:
                 self._departures.wait(lambda more=may_begin: more and bool(self._stores))  # type: ignore[misc]
             elif not hasattr(copier, "pin"):  # nobody else does it
                 populating = populate(self.connection)
-        if begun is not None:
-            begun[1].end_copy()
-            self._departures.add(*begun)
+        if self._begun is not None:
+            self._begun[1].end_copy()
+            self._departures.add(*self._begun)
         self._departures.close()
 
-    def _begin_store(self, *, hurry: bool = True) -> tuple[Hashable, Storing] | None:
-        """The next one that waits; the server is asked for slots."""
+    def _begin_store(self, *, hurry: bool = True) -> None:
+        """The next one that waits, unless one has begun; the server is asked for slots."""
         assert self._transfer is not None
         while True:
-            with self._wake:
-                if not self._stores or self._closing:
-                    return None
+            with self._wake:  # the engine's thread may have begun one, but never while this one does
+                if self._begun is not None or not self._stores or self._closing:
+                    return
                 job, request = self._stores.popleft()
                 sources, alone = self._sources.get(job), not self._stores
             try:
                 storing = self._transfer.storing(request, sources or self._transfer.sources(request))
                 storing.begin(hurry=hurry, alone=alone)
-                return job, storing
+                self._begun = job, storing
             except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
                 self._failed_inside("store")
                 self._end_store(job, Stored(0, complete=False))

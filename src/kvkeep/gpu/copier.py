@@ -51,7 +51,9 @@ _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on thei
 class GpuCopier:
     """For one engine worker. Stores are for one thread, loads for another."""
 
-    whole_bytes, first_bytes, part_bytes = 1 << 30, 128 << 20, 512 << 20  # each part holds the engine up a dozen times
+    # Each part holds the engine up a dozen times. While the first is on the bus the second one's slots are found.
+    whole_bytes, part_bytes = 1 << 30, 512 << 20
+    first_bytes: tuple[int, ...] = (48 << 20, 128 << 20)
 
     def __init__(self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None) -> None:
         """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be moved."""
