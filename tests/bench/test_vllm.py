@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,6 +198,33 @@ def test_hits_follow_each_other_several_times_where_they_are_soon_over(
     cold, external = row["samples_ms"]["cold"], row["samples_ms"]["external"]
     speedups = [cold[at // 3] / ms for at, ms in enumerate(external)]
     assert result["ratios"][0]["speedup"] == pytest.approx(statistics.median(speedups), rel=0.1)
+
+
+def test_short_prompts_are_cold_several_times_and_each_after_a_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_MORE_COLD", {"cpu": 2})
+    monkeypatch.setattr(vllm, "_REST_S", {"cpu": 0.125})
+    monkeypatch.setattr(vllm, "_SHORT_TOKENS", 200)
+    rests: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(
+        vllm.time, "sleep", lambda seconds: rests.append(seconds) if seconds == 0.125 else sleep(seconds)
+    )
+    asked: list[tuple[str, str, list[int]]] = []
+    case = Bench._case
+    monkeypatch.setattr(
+        Bench,
+        "_case",
+        lambda self, *each: (asked.append((each[0].engine.name, each[1], each[2])), case(self, *each)),
+    )
+    result = run(device="cpu", prompt_tokens="100,200", repeats=2)
+    counts = [len(row["samples_ms"]["cold"]) for row in result["rows"]]
+    assert counts == [6, 6, 2, 2] and all(len(row["samples_ms"]["local"]) == 2 for row in result["rows"])
+    assert len(rests) == 2 * (1 + 6 + 1 + 2), "of both engines, with the rounds that warm up"
+    cold = {name: [prompt for who, at, prompt in asked if (who, at) == (name, "cold")] for name in ("none", "kvkeep")}
+    assert cold["none"] == cold["kvkeep"], "the same prompts"
+    assert len({tuple(prompt) for prompt in cold["none"]}) == len(cold["none"]), "and each of them once"
+    firsts = [name for name, at, _ in asked if at == "cold"][2::2]
+    assert firsts[:3] in (["none", "kvkeep", "none"], ["kvkeep", "none", "kvkeep"])
 
 
 def test_an_engine_works_in_its_own_turn_only(run: Run, worked: list[tuple[str, Any]]) -> None:

@@ -87,7 +87,7 @@ _CASES = ("cold", "local", "external")
 _HITS = {"cpu": 1, "cuda": 5}
 _REST_S = {"cpu": 0.0, "cuda": 0.25}
 _SHORT_TOKENS = 4000  # in a prompt whose floor is a few milliseconds
-_MORE_COLD = 2  # on a GPU, in each repeat of such a prompt: a millisecond of noise is as much as is wanted
+_MORE_COLD = {"cpu": 0, "cuda": 2}  # in each repeat of such a prompt: a millisecond of noise is as much as is wanted
 _LAST_TOKENS = 128  # of a prompt: that many, or twice as many, may be left to compute of a hit
 _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 
@@ -210,10 +210,10 @@ class Bench:
 
     def _round(self, subjects: Sequence[Subject], length: int, turn: int, turns: Turns) -> None:
         """Turn 0 warms up and compares tokens, all others are measured."""
-        is_short = self.plan.device == "cuda" and length < _SHORT_TOKENS
+        more = _MORE_COLD[self.plan.device] if turn and length < _SHORT_TOKENS else 0
         prompts: list[list[int]] = [
             np.random.default_rng([length, turn, number]).integers(0, self.model.vocab_size, length).tolist()
-            for number in range(1 + _MORE_COLD * bool(is_short and turn))
+            for number in range(1 + more)
         ]
         asked = [("cold", prompt) for prompt in reversed(prompts)]
         asked += [(case, prompts[0]) for case in _CASES[1:] * (_HITS[self.plan.device] if turn else 1)]
