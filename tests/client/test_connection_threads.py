@@ -112,7 +112,7 @@ def test_many_threads_get_each_its_own_reply(silent: Any) -> None:
 def test_a_reply_that_one_thread_takes_in_reaches_the_other_that_waits_for_it(silent: Any) -> None:
     connection = silent.connected()
     waiting = [Waiting(connection) for _ in range(3)]
-    with connection._lock:
+    with connection.lock:
         for blocks, each in enumerate(reversed(waiting)):
             frames = encode(Header(each.call.session, each.call.number), m.Found(blocks, b"", b""))
             connection._transport._transport.inbox.append([bytes(frame) for frame in frames])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,13 +42,16 @@ def eventually(happens: Callable[[], bool]) -> bool:
 class Engine:
     """A worker with its memory: half of it to store from, half to load into."""
 
-    def __init__(self, server: ServerProcess, **options: Any) -> None:
+    def __init__(self, server: ServerProcess, early: int = 0, **options: Any) -> None:
+        """With so many `early` stores, before its memory is known."""
         self.memory = np.random.default_rng(7).integers(0, 128, (2 * BLOCKS, NBYTES), dtype=np.uint8)
         self.name = f"wh{next(_models)}"  # a model that no other test uses
         identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, layout="l")
         self.worker = WorkerAdapter(
             BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)
         )
+        if early:
+            self.worker.store_all(self.stores(early))
         self.worker.register_pieces([Piece(BlockRuns.of([self.memory]))])
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
 
@@ -169,6 +173,44 @@ def test_else_the_thread_that_stores_asks(start: Start, asked_after: list[int], 
     engine.worker._sources.clear()
 
 
+def test_stores_that_came_before_the_memory_was_registered_are_no_others(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCopier, "whole_bytes", 2 * EACH * NBYTES)
+    go_on = threading.Event()
+    begin = WorkerAdapter._begin_store
+    monkeypatch.setattr(WorkerAdapter, "_begin_store", lambda self, **words: (go_on.wait(30), begin(self, **words))[1])
+    engine = Engine(server, early=1)
+    later = engine.stores()
+    del later[0]
+    engine.worker.store_all(later)
+    assert engine.worker._begun is None
+    go_on.set()
+    assert engine.finished(6).stored == dict.fromkeys(range(6), EACH)
+    assert all(engine.loaded(job) for job in range(6))
+    engine.worker.close()
+
+
+def test_an_engine_does_not_wait_for_who_has_the_connection(start: Start, asked_after: list[int]) -> None:
+    engine = start()
+    has_it, let_go = threading.Event(), threading.Event()
+
+    def keep_it() -> None:
+        with engine.worker.connection.lock:
+            has_it.set()
+            let_go.wait(30)
+
+    other = threading.Thread(target=keep_it)
+    other.start()
+    assert has_it.wait(30)
+    engine.worker.store_all(engine.stores())  # or it would wait for ever
+    assert not asked_after and engine.worker._begun is None
+    let_go.set()
+    other.join()
+    assert engine.finished(6) == Finished(stored=dict.fromkeys(range(6), EACH))
+    assert asked_after == [6] * 6
+
+
 def test_a_worker_that_is_closed_meanwhile_gives_the_slots_back_and_tells_of_all(
     start: Start, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +240,21 @@ def test_a_worker_that_is_closed_with_a_store_begun_tells_of_all(start: Start) -
     assert sorted(ended.stored) == [*range(6)] and not engine.worker._sources
     assert ended.incomplete in ([*range(1, 6)], [*range(1, 6), 0]), "the first one is in hand, or is not begun any more"
     assert sum(ended.stored.values()) == (0 if 0 in ended.incomplete else EACH)
+
+
+def test_one_that_has_begun_while_another_is_copied_ends_undone_if_the_worker_is_closed(start: Start) -> None:
+    engine = start()
+    copy = engine.worker._copy_store
+
+    def copy_until_closed(*args: Any) -> None:
+        copy(*args)  # begins another
+        assert eventually(lambda: engine.worker._closing)
+
+    engine.worker._copy_store = copy_until_closed  # type: ignore[method-assign]
+    engine.worker.store_all(engine.stores(2))
+    assert eventually(lambda: engine.worker._begun is not None)
+    engine.worker.close()
+    assert engine.worker.poll() == Finished(stored={0: EACH, 1: 0}, incomplete=[1])
 
 
 @pytest.mark.parametrize("what", [MemoryError, KeyboardInterrupt])

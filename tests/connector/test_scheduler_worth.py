@@ -49,7 +49,7 @@ def load(side: SchedulerSide, request_id: str, blocks: int) -> None:
     job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
     side.build_step()
     side.complete([Finished(loaded=[job.number])])
-    side.end_step()
+    side.worth.end_step()
 
 
 def test_a_load_that_is_not_worth_it_is_not_offered_and_its_lease_goes_back(
@@ -160,7 +160,7 @@ class Timed:
         self.side.build_step(tokens=tokens, requests=1)
         self.now_s += took_s
         self.side.complete([])
-        self.side.end_step()
+        self.side.worth.end_step()
 
     def serve(self, blocks: int, loading_s: float, failed: tuple[int, ...] = ()) -> int | None:
         """A request of its own prefix; how many of its blocks were loaded, one load taking so long."""
@@ -174,7 +174,7 @@ class Timed:
             self.now_s += loading_s
             bad = {job.number: [10 + each for each in failed]} if failed else {}
             self.side.complete([Finished(loaded=[job.number], failed=bad)])
-            self.side.end_step()
+            self.side.worth.end_step()
         self.side.end(name)
         return found
 
@@ -197,7 +197,7 @@ def test_steps_without_reports_are_told_all_the_same(cache: Any) -> None:
     for _ in range(4):
         timed.side.build_step(tokens=400, requests=1)
         timed.now_s += 0.4
-        timed.side.end_step()
+        timed.side.worth.end_step()
     assert timed.side.worth.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
 
 
@@ -216,7 +216,7 @@ def test_a_step_that_fails_is_forgotten(cache: Any) -> None:
     for _ in range(8):
         timed.side.build_step(tokens=400, requests=1)
         timed.now_s += 99.0
-        timed.side.drop_step()
+        timed.side.worth.drop_step()
     for _ in range(4):
         timed.compute(400, took_s=0.4)
     assert timed.side.worth.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
@@ -233,7 +233,7 @@ def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
             timed.side.build_step()
             timed.now_s += 0.5
             timed.side.complete([Finished(rank, loaded=[job.number])])
-            timed.side.end_step()
+            timed.side.worth.end_step()
     assert timed.side.worth.figures() == {"load_fixed_us": 0, "load_block_us": 100_000}
 
 

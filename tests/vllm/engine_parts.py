@@ -33,7 +33,7 @@ import kvkeep.vllm.identity
 import kvkeep.vllm.scheduler
 import kvkeep.vllm.worker
 from kvkeep.client.connection import Connection
-from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece, Sources, physical_fingerprint
 from kvkeep.client.transfer import Transfer
 from kvkeep.testing.cache import SimulatedCache
@@ -179,6 +179,8 @@ class StepWorker:
         )  # what failed holds anything but what it should
         self.began: list[tuple[str, Any]] = []
         self.ahead: Any = None  # for whom, and from where
+        self.hasty: Callable[[], bool] = lambda: False  # whether a store is copied when it is handed over
+        self._early: list[tuple[Hashable, Stored]] = []
         self._jobs: list[tuple[Hashable, LoadRequest | StoreRequest]] = []
         self._sources: dict[Hashable, Sources] = {}
 
@@ -192,7 +194,11 @@ class StepWorker:
 
     def store(self, job: Hashable, store: StoreRequest) -> None:
         self.began.append(("store", store))
-        self._sources[job] = self._transfer.sources(store)
+        sources = self._transfer.sources(store)
+        if self.hasty():
+            self._early.append((job, self._transfer.offer(store, sources=sources)))
+            return
+        self._sources[job] = sources
         self._jobs.append((job, store))
 
     def load(self, job: Hashable, load: LoadRequest) -> None:
@@ -234,9 +240,10 @@ class StepWorker:
             if isinstance(asked, LoadRequest):
                 self._load(job, asked, finished)
             else:
-                stored = self._transfer.offer(asked, sources=self._sources.pop(job))
-                finished.stored[job] = stored.written
-                finished.incomplete += [] if stored.complete else [job]
+                self._early.append((job, self._transfer.offer(asked, sources=self._sources.pop(job))))
+        early, self._early = self._early, []
+        finished.stored |= {job: stored.written for job, stored in early}
+        finished.incomplete += [job for job, stored in early if not stored.complete]
         return finished
 
     def _load(self, job: Hashable, load: LoadRequest, finished: Finished) -> None:
@@ -327,6 +334,7 @@ class Engine:
         assert isinstance(connector, KVKeepConnector)
         self.connector = connector
         self.free = self.free_blocks
+        self.is_told: Callable[[], bool] = lambda: True  # whether a worker hears that a step is computed
         self._unread: list[tuple[Any, ModelRunnerOutput]] = []  # steps whose results the scheduler has not read
         self._start()
 
@@ -383,7 +391,8 @@ class Engine:
             counted = self.scheduler.requests[new.req_id].num_computed_tokens
             assert new.num_computed_tokens == counted - scheduled.num_scheduled_tokens[new.req_id]
         sampled = {name: self._compute(name, tokens, scheduled) for name, tokens in self._work(scheduled)}
-        self.rank.wait_for_save()
+        if self.is_told():
+            self.rank.wait_for_save()
         output = ModelRunnerOutput(
             req_ids=list(sampled),
             req_id_to_index={name: at for at, name in enumerate(sampled)},

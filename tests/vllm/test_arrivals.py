@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -177,6 +178,54 @@ def test_one_whose_tokens_have_changed_is_served_without_the_cache(
     assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine) and not arrivals_of(engine).left
 
 
+def test_one_that_waits_for_its_turn_is_asked_for_when_anothers_step_has_begun(
+    make: Callable[..., Engine], cache: SimulatedCache
+) -> None:
+    engine = make(budget=2 * BLOCK)
+    engine.add(request(PROMPT, "a"), request(PROMPT[::-1], "b"))
+    assert len(arrivals_of(engine).left) == 2
+    engine.step()
+    assert [each.request_id for each in engine.scheduler.waiting] == ["b"] and not arrivals_of(engine).left
+    engine.step()
+    assert lookups(cache) == 2
+    engine.run()
+
+
+def test_what_vllm_has_of_a_prompt_does_not_hide_what_the_server_has_beyond(
+    make: Callable[..., Engine], cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first block looks as if the server had none, and the rest is there."""
+    engine = make()
+    engine.run(request(PROMPT[: BLOCK + 1], "a"))
+    make().run(request(PROMPT, "b"))
+    with monkeypatch.context() as patched:
+        patched.setattr(arrivals_of(engine)._adapter, "lacks", lambda key: True)
+        engine.add(request(PROMPT, "c", params=COUNT))
+        assert arrivals_of(engine).left
+        arrivals_of(engine)._adapter.lacks = lambda key: key == known_first  # type: ignore[method-assign]
+        [known] = arrivals_of(engine).left
+        known_first = known.first_key
+        engine.run()
+    assert engine.answers["c"] == answer_to(PROMPT) and loaded(engine, "c") == 4 * BLOCK
+
+
+def test_a_name_that_is_used_again_is_another_request(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add(request(PROMPT, "a"))
+
+    def replace_it(metadata: Any) -> None:
+        requests = engine.connector._requests
+        assert requests is not None
+        requests._forget("a")
+        requests.arrive(request(PROMPT[::-1], "a"))
+
+    before_the_step(engine, replace_it)
+    engine.step()
+    assert not stored(engine), "what was computed is not the other one's"
+    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT)
+
+
 def test_a_worker_elsewhere_hears_of_its_stores_with_the_step(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,21 +253,67 @@ def test_a_step_whose_end_nobody_tells_of_is_stored_with_the_next(
     assert engine.answers["a"] == answer_to(PROMPT)
 
 
-def test_what_fails_then_fails_nobody(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("where", ["left", "due"])
+def test_what_fails_then_costs_its_own_request_the_cache_and_no_other(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    engine = make()
-    engine.add(request(PROMPT, "a"), request(PROMPT[::-1], "b"))
-    with monkeypatch.context() as patched:
+    engine = make(budget=64)
+    requests, arrivals = engine.connector._requests, arrivals_of(engine)
+    assert requests is not None
+    owner, name = (arrivals, "grow") if where == "left" else (requests, "_store")
+    real = getattr(owner, name)
 
-        def fail(known: Any) -> bool:
+    def fail(known: Any, *args: Any, **words: Any) -> Any:
+        if known.request.request_id == "a":
             raise RuntimeError("a bug")
+        return real(known, *args, **words)
 
-        patched.setattr(arrivals_of(engine), "grow", fail)
-        engine.step()
+    monkeypatch.setattr(owner, name, fail)
+    engine.add(request(PROMPT, "a"), request(PROMPT[::-1], "b"))
+    engine.step()
     assert "a store could not be prepared" in caplog.text
+    assert stored(engine) == 5 and not arrivals.left
     engine.run()
     assert (engine.answers["a"], engine.answers["b"]) == (answer_to(PROMPT), answer_to(PROMPT[::-1]))
+    other = make().run(request(PROMPT[::-1], "c", params=COUNT))
+    assert loaded(other, "c") == 5 * BLOCK
+
+
+@pytest.mark.parametrize("where", ["later", "step"])
+def test_stores_of_a_step_that_is_lost_are_not_made_in_the_next(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """By then their blocks may be somebody else's."""
+    monkeypatch.setattr(Engine, "apart", where == "step")
+    engine = make(num_blocks=8)
+    engine.add(request(PROMPT, "a", max_tokens=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.side._readers, "add", mock.Mock(side_effect=MemoryError))
+        patched.setattr(engine.worker, "withdraw", lambda block_ids: None)
+        engine.step()
+    assert engine.side.idle and not stored(engine)
+    engine.run(request(PROMPT[::-1], "b"))
+    assert engine.answers["b"] == answer_to(PROMPT[::-1])
+    other = make(num_blocks=32).run(request(PROMPT, "c", params=COUNT), request(PROMPT[::-1], "d"))
+    assert (other.answers["c"], other.answers["d"]) == (answer_to(PROMPT), answer_to(PROMPT[::-1]))
+
+
+def test_stores_of_a_request_that_is_over_do_not_outlive_a_step_that_could_not_be_made(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(num_blocks=8)
+    engine.add(request(PROMPT[:6], "a", max_tokens=12))
+    while not engine.side._stores:  # what it has generated is stored with the next step
+        engine.step()
+    assert not engine.scheduler.requests
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.side.worth, "begin_step", mock.Mock(side_effect=MemoryError))
+        patched.setattr(engine.worker, "withdraw", lambda block_ids: None)
+        engine.step()
+    assert engine.side.idle
+    engine.run(request(PROMPT[::-1], "b"))
+    turn = [*PROMPT[:6], *answer_to(PROMPT[:6], 12)]
+    assert make(num_blocks=32).run(request(turn, "c")).answers["c"] == answer_to(turn)
 
 
 def test_metadata_of_a_worker_elsewhere_is_plain_data(

@@ -70,6 +70,8 @@ class Life:
         room = {"num_blocks": self.chance.choice([24, 40, 64]), "budget": self.chance.choice([16, 64])}
         self.engine = AsyncEngine(SimulatedCache(seed), *specs, extra={"kvkeep.load": mode}, **room)
         self.engine.cache.is_seen = seed % 2 == 0
+        self.engine.worker.hasty = lambda: self.chance.random() < 0.5
+        self.engine.is_told = lambda: self.chance.random() < 0.9
         self.in_step = 0
         if (worker := self.engine.rank._worker) is not None:
             load_now = worker.load_now

@@ -59,7 +59,7 @@ class Connection:
         by_zmq = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
         self._transport = Ways(by_zmq, may_go_direct=transport is None)
         self._pid, self._clock = os.getpid(), clock
-        self._lock, self._outage = Turns(threads), Outage(options.address)
+        self.lock, self._outage = Turns(threads), Outage(options.address)
         self._calls, self._debts = Calls(), Debts()
         self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
@@ -126,7 +126,7 @@ class Connection:
         """Sends a request. Never blocks, never raises: what cannot go out has failed when this returns."""
         if os.getpid() != self._pid:
             return Call(0, 0, failure="forked")
-        with self._lock:
+        with self.lock:
             if not self.up:
                 return self._failed("not_connected")
             if self.breaker.is_open:
@@ -140,7 +140,7 @@ class Connection:
         it. Copies to or from those slots must have ended. One that will give nothing need not be said to anybody."""
         if os.getpid() != self._pid:
             return
-        with self._lock:
+        with self.lock:
             if when_answered and not call.done:
                 call.unwanted = True
                 return
@@ -153,7 +153,7 @@ class Connection:
         """Takes in what has arrived, ends what is overdue, keeps the session alive."""
         if os.getpid() != self._pid:
             return  # a forked child has no use of the socket, nor perhaps of the lock: it needs its own connection
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             now_ms = self._clock()
@@ -174,7 +174,7 @@ class Connection:
             if os.getpid() != self._pid:
                 call.failure = "forked"
                 break
-            with self._lock:
+            with self.lock:
                 self.poll()
                 if not call.done:
                     self._transport.wait(min(_WAIT_SLICE_MS, max(1, until_ms - self._clock())))
@@ -184,7 +184,7 @@ class Connection:
         """Waits for the session, for those who may block."""
         deadline_ms = self._clock() + timeout_ms
         while not (self.up or self._closed) and self._clock() < deadline_ms and os.getpid() == self._pid:
-            with self._lock:
+            with self.lock:
                 self.poll()
                 if not (self.up or self._closed):
                     self._transport.wait(_WAIT_SLICE_MS)
@@ -192,7 +192,7 @@ class Connection:
 
     def start_over(self) -> None:
         """Ends the session; the next poll makes another one."""
-        with self._lock:
+        with self.lock:
             if self.welcome is not None:
                 self._send(m.Goodbye(), self.options.handshake_deadline_ms)
             self._go_down()
@@ -201,14 +201,14 @@ class Connection:
         """Says goodbye if somebody listens, and lets go of everything. A forked child's copy lets go of nothing."""
         if os.getpid() != self._pid:
             return
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._closing = True
             goodbye = self._send(m.Goodbye(), self.options.lookup_deadline_ms) if self.welcome is not None else None
         if goodbye is not None:
             self.wait(goodbye)
-        with self._lock:
+        with self.lock:
             if not self._closed:  # another thread closes it, too
                 self._go_down()
                 self._closed = True

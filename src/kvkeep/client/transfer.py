@@ -87,11 +87,16 @@ class Transfer:
         return sources, first
 
     def _asked_for(self, request: StoreRequest, sources: Sources) -> Storing | None:
+        """A store of these that has begun; None: the thread that stores has to begin it."""
         storing = self.storing(request, sources)
+        if not self.connection.lock.enter_at_once():
+            return None  # an engine waits for nobody
         try:
             storing.begin(alone=False)
-        except Exception:  # guard: the thread that stores will find the same, and tell of it
+        except Exception:  # guard: that thread will find the same, and tell of it
             return None
+        finally:
+            self.connection.lock.leave()
         return storing
 
     # -- store

@@ -115,7 +115,7 @@ class WorkerAdapter:
         """The same for several that are computed by now, which holds an engine's thread up once: all begin, or none."""
         taken, ended = dict[Hashable, StoreRequest](), dict[Hashable, Stored]()
         with self._wake:
-            is_idle = self.is_near and self.connection.up and not self._sources  # nobody has the connection's lock
+            is_idle = self.is_near and self.connection.up and not (self._sources or self._stores)
             for job, request in requests.items():
                 if job in self._sources:  # which store it means nobody could tell; the first one will be reported
                     self.connection.counters.fail("repeated_job")

@@ -275,6 +275,13 @@ class SchedulerSide:
         stores, self._stores_after = self._stores_after, {}
         return stores
 
+    def drop_stores(self) -> None:
+        """What waits for a step is not stored: one was lost, and by the next one blocks may be somebody else's."""
+        for number in (*self._stores, *self._stores_after):
+            self._jobs[number].incomplete = True
+            self._end_job(self._jobs[number])
+        self._stores, self._stores_after = {}, {}
+
     def complete(self, reports: Sequence[Finished]) -> Completed:
         """Takes in what workers report. A job that nobody knows is nobody's business."""
         completed = Completed()
@@ -299,14 +306,6 @@ class SchedulerSide:
                         self._end_job(job)
                         (completed.loads if job.is_load else completed.stores).append(job)
         return completed
-
-    def end_step(self) -> None:
-        """A step has ended, in the order in which they were built, and what workers reported with it is taken in."""
-        self.worth.end_step()
-
-    def drop_step(self) -> None:
-        """The step that was built last has failed."""
-        self.worth.drop_step()
 
     def close(self) -> None:
         self._cache.close()
@@ -352,11 +351,11 @@ class SchedulerSide:
         self._next_job += 1
         block_ids, blocks = table[table != NO_BLOCK].tolist(), table.shape[1]
         job = Job(self._next_job, tracker.request_id, first_block, block_ids, is_load, blocks, self._pieces.whole)
+        if not is_load and not after_step:
+            self._readers.add(job.number, block_ids)
         self._jobs[job.number] = job
         self._owners[job.number] = tracker
         tracker.jobs += 1
-        if not is_load and not after_step:
-            self._readers.add(job.number, block_ids)
         if is_load:
             tracker.loads += 1
             self._loading[job.number] = job

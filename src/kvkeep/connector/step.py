@@ -118,9 +118,3 @@ def save(step: StepMetadata, cache: JobSide) -> None:
         cache.store_all(step.stores)
     if step.withdrawn:
         cache.withdraw(step.withdrawn)
-
-
-def finish(step: StepMetadata, cache: JobSide) -> None:
-    """Begins what a step left to its end: its blocks are computed now."""
-    if step.stores_after:
-        cache.store_all(step.stores_after)

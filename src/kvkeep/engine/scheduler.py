@@ -202,7 +202,7 @@ class Scheduler:
         self._given = set()
         if self.connector is not None:
             completed = self.connector.complete(output.reports)
-            self.connector.end_step()
+            self.connector.worth.end_step()
             void = self._recover(step, completed.invalid_block_ids)
             for job in completed.loads:
                 self._end_load(job)
@@ -215,7 +215,7 @@ class Scheduler:
         """The step failed in the middle, nobody knows where. What it was to fill is not there, nor what it was to load:
         its requests begin again, and nobody finds those blocks."""
         if self.connector is not None:
-            self.connector.drop_step()
+            self.connector.worth.drop_step()
         for load in step.metadata.loads.values():
             self.pool.forget(load.block_ids.tolist())
         unfilled: set[int] = set()
@@ -231,7 +231,7 @@ class Scheduler:
         nothing; only loads hold blocks, and nobody finds any. Who had its last token ends."""
         loads = [job for job in self.connector.jobs if job.is_load] if self.connector is not None else []
         if self.connector is not None:
-            self.connector.drop_step()
+            self.connector.worth.drop_step()
         self.pool.start_over(block for job in loads for block in job.block_ids)
         self.waiting, self.loading, self.running, self._rebuilding = [], [], [], Rebuilding()
         for request in requests:

@@ -70,11 +70,13 @@ class SimulatedLock:
         self._waiting: list[Task] = []
         self._owner: Task | None = None
 
-    def acquire(self) -> bool:
+    def acquire(self, blocking: bool = True) -> bool:
         self._simulation.step()
         task = self._simulation.current
         assert task is not None or self._simulation.over, "a lock outside of all threads"
         while task is not None and self._owner is not None:
+            if not blocking:
+                return False
             self._waiting.append(task)
             self._simulation.block()
         self._owner = task
@@ -102,9 +104,10 @@ class SimulatedRLock(SimulatedLock):
         super().__init__(simulation)
         self._depth = 0
 
-    def acquire(self) -> bool:
-        if self._owner is None or self._owner is not self._simulation.current:
-            super().acquire()
+    def acquire(self, blocking: bool = True) -> bool:
+        is_others = self._owner is None or self._owner is not self._simulation.current
+        if is_others and not super().acquire(blocking):
+            return False
         self._depth += 1
         return True
 

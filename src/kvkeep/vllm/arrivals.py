@@ -35,7 +35,8 @@ class Known:
 
 
 class Arrivals:
-    """Those of one engine. With `may_leave`, somebody grows those that are `left` once a step has begun."""
+    """Those of one engine, which are `known` until they are over. With `may_leave`, somebody grows those that are
+    `left` once a step has begun."""
 
     def __init__(
         self,
@@ -44,38 +45,39 @@ class Arrivals:
         hash_tokens: int,
         side: SchedulerSide,
         adapter: SchedulerAdapter,
+        known: dict[str, Known],
     ) -> None:
         self._hash_tokens = hash_tokens
         self._counts_media = counts_media(vllm_config)
-        self._identity, self._side, self._adapter = identity, side, adapter
-        self._left: dict[str, Known] = {}
+        self._identity, self._side, self._adapter, self._known = identity, side, adapter, known
+        self._left: list[Known] = []  # and some that have been asked for or are over
         self.uses_hashes = versions.hashes_are_stable(vllm_config.cache_config.prefix_caching_hash_algo)
         self.generation = b""
         self.may_leave = False
         self.lookups = 0  # for whoever counts
 
-    def arrive(self, request: Any) -> Known | None:
-        """None if it cannot be cached."""
+    def arrive(self, request: Any) -> None:
         if not can_be_keyed(request, self._counts_media):
-            return None
+            return
         about = root_of(self._identity, request, self.generation), request, self._identity.block_tokens
         keys: RequestKeys = EngineKeys(*about, self._hash_tokens) if self.uses_hashes else OwnKeys(*about)
         known = Known(request, keys, keys.first() if self.may_leave else b"")
         if self.is_missing(known):
-            self._left[request.request_id] = known
+            self._left.append(known)
         else:
             self._ask_for(known, keys.grow())
-        return known
+        self._known[request.request_id] = known
 
     def is_missing(self, known: Known) -> bool:
         """Whether the server need not be asked yet: it still has nothing of this prompt."""
         return bool(known.first_key) and self._adapter.lacks(known.first_key)
 
     def grow(self, known: Known) -> bool:
-        """Takes in the keys of new blocks. False if the request has become another one."""
+        """Takes in the keys of new blocks. False if the request has become another one, and is not cached any more."""
         try:
             keys = known.keys.grow()
         except TokensChanged:
+            self.forget(known.request.request_id)
             return False
         if known.first_key:
             self._ask_for(known, keys)
@@ -86,14 +88,20 @@ class Arrivals:
     @property
     def left(self) -> Sequence[Known]:
         """Those that the server is still to be asked for."""
-        return list(self._left.values())
+        self._left = [each for each in self._left if each.first_key and self.has(each)]
+        return self._left
+
+    def has(self, known: Known) -> bool:
+        """Whether that request is not over, nor another one of the same name has come."""
+        return self._known.get(known.request.request_id) is known
 
     def forget(self, request_id: str) -> None:
-        self._left.pop(request_id, None)
+        """It is not cached any more."""
+        self._known.pop(request_id, None)
+        self._side.end(request_id)
 
     def _ask_for(self, known: Known, keys: bytes) -> None:
         request, known.first_key = known.request, b""
-        self._left.pop(request.request_id, None)
         reads = not getattr(request, "skip_reading_prefix_cache", False)
         self._side.arrive(request.request_id, request.cache_salt, request.kv_transfer_params, keys, reads=reads)
         self.lookups += reads

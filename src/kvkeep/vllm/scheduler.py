@@ -89,7 +89,8 @@ class RequestSide:
         self._adapter = SchedulerAdapter(shape, self._options)
         self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
         side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
-        self._arrivals = Arrivals(self._vllm_config, shape.identity, self._hash_tokens, side, self._adapter)
+        about = self._vllm_config, shape.identity, self._hash_tokens
+        self._arrivals = Arrivals(*about, side, self._adapter, self._known)
         if self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS):
             log.info("kvkeep: connected to %s", self._options.address)
         log.info(
@@ -113,8 +114,8 @@ class RequestSide:
 
     def arrive(self, request: Any) -> None:
         self._alive.add(request.request_id)
-        if self._side is not None and (known := self._arrivals.arrive(request)):
-            self._known[request.request_id] = known
+        if self._side is not None:
+            self._arrivals.arrive(request)
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens after the first `local_tokens` can be loaded; None: not known yet."""
@@ -122,7 +123,7 @@ class RequestSide:
         if self._side is None or known is None:
             return 0
         known.local_tokens = local_tokens
-        if (not local_tokens and self._arrivals.is_missing(known)) or not self._grow(known):
+        if (not local_tokens and self._arrivals.is_missing(known)) or not self._arrivals.grow(known):
             return 0
         self._is_idle |= not self._under_way and len(self._alive) == 1
         if known.failed and self._others_first:
@@ -176,8 +177,7 @@ class RequestSide:
                 self.step_loads.drop_ahead()
                 self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
-            log.exception("kvkeep: a load could not be prepared")
-            self.faults += 1
+            self._failed("a load could not be prepared")
             self._all_withdrawn = True
             if loaded_tokens:
                 first = (known.local_tokens if known else 0) // self._pieces.block_tokens
@@ -208,8 +208,7 @@ class RequestSide:
         try:
             self._side.begin_load(job, partial(self._worker.begin_load, job.request_id))
         except Exception:  # guard: it begins with the step
-            log.exception("kvkeep: a load could not be begun at once")
-            self.faults += 1
+            self._failed("a load could not be begun at once")
 
     def _load_in_step(self, job: Job, known: Known, tables: Sequence[Sequence[int]]) -> None:
         """Now, and waits for it: the engine has nothing else to do."""
@@ -232,9 +231,7 @@ class RequestSide:
             if known is not None and computed:
                 self._store(known, computed, after_step=False)
         except Exception:  # guard: whatever becomes of a store, the request is over, and so is what it holds
-            log.exception("kvkeep: a store could not be prepared")
-            self.faults += 1
-        self._arrivals.forget(request.request_id)
+            self._failed("a store could not be prepared")
         self.tables.forget(request.request_id)
         reply = self._side.end(request.request_id, request.kv_transfer_params)
         # A preempted request may be given back what it had generated itself. That was no part of its prompt.
@@ -247,6 +244,13 @@ class RequestSide:
         self.step_loads.correct(scheduled)
         if self._side is None:
             return Step()
+        try:
+            return self._build_step(self._side, scheduled)
+        except Exception:  # guard: raised again; workers hear of none of it
+            self._side.drop_stores()
+            raise
+
+    def _build_step(self, side: SchedulerSide, scheduled: Any) -> Step:
         cached = scheduled.scheduled_cached_reqs
         for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if more is not None and request_id not in cached.resumed_req_ids:
@@ -264,7 +268,7 @@ class RequestSide:
         ]
         if self._worker is None:
             self._store_due()
-        jobs = self._side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
+        jobs = side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
         self._is_idle, self._has_waited = not scheduled.total_num_scheduled_tokens, False
         self._under_way += 1
         # vLLM looks no further than the first request for which it has no room. One whose load failed may need more
@@ -281,20 +285,25 @@ class RequestSide:
         assert self._side is not None
         if due is not self._due:
             return {}
-        self._store_due()
-        return self._side.take_stores_after()
+        try:
+            self._store_due()
+            return self._side.take_stores_after()
+        except Exception:  # guard: the step goes on, and what it computes is not stored
+            self._failed("a store could not be prepared")
+            self._side.drop_stores()
+            return {}
 
     def _store_due(self) -> None:
         due, self._due = self._due, []
-        try:
-            for known in self._arrivals.left:
-                self._grow(known)
-            for known, computed in due:
-                if self._known.get(known.request.request_id) is known:
+        for known, computed in [*((known, 0) for known in self._arrivals.left), *due]:
+            try:
+                if computed and self._arrivals.has(known):
                     self._store(known, computed, after_step=True)
-        except Exception:  # guard: loads that vLLM waits for must go out with this step, whatever a store does
-            log.exception("kvkeep: a store could not be prepared")
-            self.faults += 1
+                elif not computed:
+                    self._arrivals.grow(known)
+            except Exception:  # guard: the others' blocks are stored, and loads that vLLM waits for go out
+                self._failed("a store could not be prepared")
+                self._forget(known.request.request_id)
 
     def complete(self, reports: Sequence[Finished]) -> set[str]:
         """A step has ended, and this came with its results. Requests whose loads have ended besides, all of them well:
@@ -308,8 +317,7 @@ class RequestSide:
                 if some:
                     self._take_in(some, counted=counted)
         except Exception:  # guard: vLLM waits for what has arrived, and nobody would tell it again
-            log.exception("kvkeep: the results of a step could not be taken in")
-            self.faults += 1
+            self._failed("the results of a step could not be taken in")
         return arrived
 
     def _take_in(self, reports: Sequence[Finished], *, counted: bool = True) -> None:
@@ -327,7 +335,7 @@ class RequestSide:
         """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
         assert self._side is not None
         request_id, pieces = known.request.request_id, self._pieces
-        if not self._grow(known) or (not self._side.knows_stored(request_id) and after_step):
+        if not self._arrivals.grow(known) or (not self._side.knows_stored(request_id) and after_step):
             return  # in the latter case the next step looks again
         # Old blocks of a window and old states are gone soon: only full attention can wait for company.
         at_once = not pieces.whole or not after_step or computed_tokens <= known.request.num_prompt_tokens
@@ -362,11 +370,10 @@ class RequestSide:
         """vLLM asks for them at the end of each step, also of one without any news; nothing else tells of that."""
         if (side := self._side) is None:
             return None
-        side.end_step()
+        side.worth.end_step()
         if self._arrivals.lookups or side.failed_lookups or side.skipped_loads:
-            self._counts["lookups"] += self._arrivals.lookups
-            self._counts.update(lookup_failures=side.failed_lookups, skipped_loads=side.skipped_loads)
-            self._counts["skipped_tokens"] += side.skipped_tokens
+            self._counts.update(lookups=self._arrivals.lookups, lookup_failures=side.failed_lookups)
+            self._counts.update(skipped_loads=side.skipped_loads, skipped_tokens=side.skipped_tokens)
             self._arrivals.lookups = side.failed_lookups = side.skipped_loads = side.skipped_tokens = 0
         if not any(self._counts.values()):  # most steps
             return None
@@ -378,23 +385,16 @@ class RequestSide:
         if self._side is not None:
             self._side.close()
 
-    def _grow(self, known: Known) -> bool:
-        """Takes in the keys of new blocks. False if the request has become another one, and is not cached any more."""
-        if self._arrivals.grow(known):
-            return True
-        self._forget(known.request.request_id)
-        return False
+    def _failed(self, what: str) -> None:
+        log.exception("kvkeep: %s", what)
+        self.faults += 1
 
     def _note(self, job: Job, known: Known) -> None:
         try:
             self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
         except Exception:  # guard: the job goes out with the next step, whether or not there is an event of it
-            log.exception("kvkeep: the event of a job could not be noted")
-            self.faults += 1
+            self._failed("the event of a job could not be noted")
 
     def _forget(self, request_id: str) -> None:
-        assert self._side is not None
-        self._known.pop(request_id, None)
-        self._arrivals.forget(request_id)
         self.step_loads.drop_ahead()
-        self._side.end(request_id)
+        self._arrivals.forget(request_id)
