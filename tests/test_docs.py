@@ -238,7 +238,7 @@ def messages_in(*places: str) -> set[str]:
 
 
 def _said_by(node: ast.Call, scopes: Sequence[ast.AST]) -> set[str]:
-    if ast.unparse(node.func).startswith(("log.", "_log.")):
+    if ast.unparse(node.func).startswith(("log.", "_log.", "self._failed")):
         at, before = 0, ""
     elif _called(node) in ERRORS:
         at, before = ERRORS[_called(node)], f"layer {VARIES} " if _called(node) == "_refused" else ""

@@ -177,7 +177,7 @@ class RequestSide:
                 self.step_loads.drop_ahead()
                 self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
-            self._failed("a load could not be prepared")
+            self._failed("kvkeep: a load could not be prepared")
             self._all_withdrawn = True
             if loaded_tokens:
                 first = (known.local_tokens if known else 0) // self._pieces.block_tokens
@@ -208,7 +208,7 @@ class RequestSide:
         try:
             self._side.begin_load(job, partial(self._worker.begin_load, job.request_id))
         except Exception:  # guard: it begins with the step
-            self._failed("a load could not be begun at once")
+            self._failed("kvkeep: a load could not be begun at once")
 
     def _load_in_step(self, job: Job, known: Known, tables: Sequence[Sequence[int]]) -> None:
         """Now, and waits for it: the engine has nothing else to do."""
@@ -231,7 +231,7 @@ class RequestSide:
             if known is not None and computed:
                 self._store(known, computed, after_step=False)
         except Exception:  # guard: whatever becomes of a store, the request is over, and so is what it holds
-            self._failed("a store could not be prepared")
+            self._failed("kvkeep: a store could not be prepared")
         self.tables.forget(request.request_id)
         reply = self._side.end(request.request_id, request.kv_transfer_params)
         # A preempted request may be given back what it had generated itself. That was no part of its prompt.
@@ -289,7 +289,7 @@ class RequestSide:
             self._store_due()
             return self._side.take_stores_after()
         except Exception:  # guard: the step goes on, and what it computes is not stored
-            self._failed("a store could not be prepared")
+            self._failed("kvkeep: a store could not be prepared")
             self._side.drop_stores()
             return {}
 
@@ -302,7 +302,7 @@ class RequestSide:
                 elif not computed:
                     self._arrivals.grow(known)
             except Exception:  # guard: the others' blocks are stored, and loads that vLLM waits for go out
-                self._failed("a store could not be prepared")
+                self._failed("kvkeep: a store could not be prepared")
                 self._forget(known.request.request_id)
 
     def complete(self, reports: Sequence[Finished]) -> set[str]:
@@ -317,7 +317,7 @@ class RequestSide:
                 if some:
                     self._take_in(some, counted=counted)
         except Exception:  # guard: vLLM waits for what has arrived, and nobody would tell it again
-            self._failed("the results of a step could not be taken in")
+            self._failed("kvkeep: the results of a step could not be taken in")
         return arrived
 
     def _take_in(self, reports: Sequence[Finished], *, counted: bool = True) -> None:
@@ -385,15 +385,15 @@ class RequestSide:
         if self._side is not None:
             self._side.close()
 
-    def _failed(self, what: str) -> None:
-        log.exception("kvkeep: %s", what)
+    def _failed(self, message: str) -> None:
+        log.exception(message)
         self.faults += 1
 
     def _note(self, job: Job, known: Known) -> None:
         try:
             self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
         except Exception:  # guard: the job goes out with the next step, whether or not there is an event of it
-            self._failed("the event of a job could not be noted")
+            self._failed("kvkeep: the event of a job could not be noted")
 
     def _forget(self, request_id: str) -> None:
         self.step_loads.drop_ahead()
