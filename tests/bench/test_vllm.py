@@ -80,9 +80,9 @@ def make(
     connectors: str = "auto",
     repeats: int = 5,
     interleave: bool = False,
-    graphs: bool = False,
+    eager: bool = False,
 ) -> Plan:
-    return Plan.make(device, prompt_tokens, connectors, repeats, interleave, graphs)
+    return Plan.make(device, prompt_tokens, connectors, repeats, interleave, eager)
 
 
 def test_on_a_cpu_engines_take_turns(installed: set[str]) -> None:
@@ -113,7 +113,7 @@ def test_all_are_compared_with_none(installed: set[str]) -> None:
         ({"device": "tpu"}, '--device "tpu": expected auto, cpu or cuda'),
         ({"prompt_tokens": "many"}, '--prompt-tokens "many": expected at least 64'),
         ({"prompt_tokens": "2000,63"}, '--prompt-tokens "2000,63": expected at least 64'),
-        ({"graphs": True}, "--graphs needs a GPU"),
+        ({"eager": True}, "--eager needs a GPU"),
     ],
 )
 def test_a_wrong_option_is_named(installed: set[str], options: dict[str, Any], said: str) -> None:
@@ -136,8 +136,8 @@ def test_with_graphs_a_hit_is_one_launch_whoever_found_it(
     assert run(device="cpu", prompt_tokens="100", repeats=1)["graphs"] is False
     assert all(each["enforce_eager"] for each in made)
     made.clear()
-    monkeypatch.setattr(vllm_session.Choice, "check_graphs", lambda choice, wanted: None)
-    assert run(device="cpu", prompt_tokens="100", repeats=1, graphs=True)["graphs"] is True
+    monkeypatch.setattr(vllm_session.Choice, "has_graphs", lambda choice, eager: not eager)
+    assert run(device="cpu", prompt_tokens="100", repeats=1)["graphs"] is True
     assert len(made) == 2 and not any(each["enforce_eager"] for each in made)
     for each in made:
         sizes = each["compilation_config"]["cudagraph_capture_sizes"]

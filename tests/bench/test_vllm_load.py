@@ -182,12 +182,14 @@ def test_on_a_gpu_engines_take_turns_if_asked_to(
     assert waits == [0.0] * 3, "there are cores enough for engines that spin"
 
 
-def test_engines_decode_with_graphs_if_asked_to(on_a_gpu: Run, made: list[tuple[str, dict[str, Any]]]) -> None:
+def test_engines_decode_with_graphs_unless_they_are_to_be_eager(
+    on_a_gpu: Run, made: list[tuple[str, dict[str, Any]]]
+) -> None:
     asked = {"device": "auto", "seconds": 1, "scenarios": "fresh", "connectors": "kvkeep"}
-    assert on_a_gpu(**asked)["graphs"] is False
+    assert on_a_gpu(**asked, eager=True)["graphs"] is False
     assert all(each["enforce_eager"] and "compilation_config" not in each for _, each in made)
     made.clear()
-    assert on_a_gpu(**asked, graphs=True)["graphs"] is True
+    assert on_a_gpu(**asked)["graphs"] is True
     assert len(made) == 2 and not any(each["enforce_eager"] for _, each in made)
     sizes, asked_for = [each["compilation_config"]["cudagraph_capture_sizes"] for _, each in made], SIZES["cpu"]
     assert sizes[0] == sizes[1] == sorted(set(sizes[0])) and asked_for.at_a_time in sizes[0]

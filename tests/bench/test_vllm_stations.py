@@ -18,9 +18,9 @@ def plan(
     scenarios: str = "mixed,fresh,decode",
     named: bool = False,
     interleave: bool = False,
-    graphs: bool = False,
+    eager: bool = False,
 ) -> Plan:
-    return Plan.make(Choice(device, connectors, named, {}), scenarios, 1, 1, interleave, graphs)
+    return Plan.make(Choice(device, connectors, named, {}), scenarios, 1, 1, interleave, eager)
 
 
 def test_on_a_cpu_all_engines_live_together() -> None:
@@ -36,9 +36,9 @@ def test_on_a_gpu_they_come_one_after_the_other_unless_asked_to_take_turns() -> 
 
 
 def test_graphs_are_a_gpus() -> None:
-    assert plan("cuda", graphs=True).graphs and not plan("cuda").graphs
-    with pytest.raises(SettingsError, match="--graphs needs a GPU"):
-        plan("cpu", graphs=True)
+    assert plan("cuda").graphs and not plan("cuda", eager=True).graphs and not plan("cpu").graphs
+    with pytest.raises(SettingsError, match="--eager needs a GPU"):
+        plan("cpu", eager=True)
 
 
 def test_peers_decode_only_if_named() -> None:

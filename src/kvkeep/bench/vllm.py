@@ -77,7 +77,7 @@ OPTIONS = {
     "connectors": "Of none, kvkeep, lmcache and native, with commas between; auto is all that can be had.",
     "repeats": "How many prompts of each length.",
     "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
-    "graphs": "Let engines compute a prompt's last tokens with CUDA graphs, as vLLM does by itself.",
+    "eager": "Let engines on a GPU start each kernel alone, also for a prompt's last tokens, without CUDA graphs.",
 }
 
 _CHECKED_TOKENS = 8
@@ -110,13 +110,12 @@ class Plan:
 
     @classmethod
     def make(
-        cls, device: str, prompt_tokens: str, connectors: str, repeats: int, interleave: bool, graphs: bool = False
+        cls, device: str, prompt_tokens: str, connectors: str, repeats: int, interleave: bool, eager: bool = False
     ) -> Plan:
         choice = Choice.make(device, connectors)
-        choice.check_graphs(graphs)
         lengths = PROMPT_TOKENS[choice.device] if prompt_tokens == "auto" else _lengths(prompt_tokens)
         interleave = interleave or choice.device == "cpu"
-        named, left_out = choice.named, choice.left_out
+        named, left_out, graphs = choice.named, choice.left_out, choice.has_graphs(eager)
         return cls(choice.device, lengths, choice.connectors, repeats, interleave, named, left_out, graphs)
 
     @property
@@ -146,10 +145,10 @@ def run(
     connectors: str = "auto",
     repeats: int = 5,
     interleave: bool = False,
-    graphs: bool = False,
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
-    plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave, graphs)
+    plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave, eager)
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), plan.device) if model == "auto" else given_model(model, plan.device)
         bench = Bench(plan, served)

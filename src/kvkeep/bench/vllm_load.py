@@ -68,7 +68,7 @@ OPTIONS = {
     "seconds": "About how long each scenario takes without a connector.",
     "repeats": "How often each scenario is measured.",
     "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
-    "graphs": "Let engines decode with CUDA graphs, as vLLM does by itself, also beside a prompt's last tokens.",
+    "eager": "Let engines on a GPU start each kernel alone, also those of decoding, without CUDA graphs.",
 }
 
 _BEGINS_IN = 1 / 3  # of the time
@@ -88,10 +88,10 @@ def run(
     seconds: int = 15,
     repeats: int = 1,
     interleave: bool = False,
-    graphs: bool = False,
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
-    plan = Plan.make(Choice.make(device, connectors), scenarios, seconds, repeats, interleave, graphs)
+    plan = Plan.make(Choice.make(device, connectors), scenarios, seconds, repeats, interleave, eager)
     device = plan.choice.device
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), device) if model == "auto" else given_model(model, device)

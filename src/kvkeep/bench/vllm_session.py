@@ -55,9 +55,11 @@ class Choice:
         # All are compared with none.
         return cls(device, tuple(name for name in CONNECTORS if name in {"none", *names}), True, {})
 
-    def check_graphs(self, wanted: bool) -> None:
-        if wanted and self.device != "cuda":
-            raise SettingsError("--graphs needs a GPU", "leave it out, or use --device cuda")
+    def has_graphs(self, eager: bool) -> bool:
+        """Whether engines use CUDA graphs: on a GPU, unless they are to be `eager`."""
+        if eager and self.device != "cuda":
+            raise SettingsError("--eager needs a GPU", "leave it out, or use --device cuda")
+        return self.device == "cuda" and not eager
 
 
 def find_device(device: str) -> str:
