@@ -502,3 +502,23 @@ def test_how_long_a_load_took_is_what_its_slowest_rank_says(cache: Any) -> None:
         side.complete(reports)
         side.end("r")
     assert told == [0.3, None]
+
+
+def test_stores_that_wait_for_a_step_end_undone_when_they_are_dropped(side: SchedulerSide, cache: Any) -> None:
+    for name in ("under way", "over", "waits", "after"):
+        side.arrive(name, None, None, keys(5))
+    first = side.prepare_store("under way", [1, 2, 3, 4, 5], 5)
+    side.build_step()
+    jobs = [
+        side.prepare_store("over", [6, 7, 8, 9, 10], 5),
+        side.prepare_store("waits", [11, 12, 13, 14, 15], 5),
+        side.prepare_store("after", [16, 17, 18, 19, 20], 5, after_step=True),
+    ]
+    side.end("over")
+    assert not cache.ended
+    assert side.drop_stores().stores == jobs and all(job is not None and job.incomplete for job in jobs)
+    assert side.jobs == [first] and [ended[0] for ended in cache.ended] == [2], "who is over has no job any more"
+    assert side.build_step(range(21)).withdrawn == [1, 2, 3, 4, 5], "nobody reads the others"
+    assert not side.drop_stores().stores
+    again = side.prepare_store("waits", [11, 12, 13, 14, 15], 5)
+    assert again is not None and again.blocks == 5, "they are offered again"

@@ -286,12 +286,14 @@ def test_stores_of_a_step_that_is_lost_are_not_made_in_the_next(
     """By then their blocks may be somebody else's."""
     monkeypatch.setattr(Engine, "apart", where == "step")
     engine = make(num_blocks=8)
+    assert engine.connector._requests is not None
+    engine.connector._requests.events._enabled = True
     engine.add(request(PROMPT, "a", max_tokens=1))
     with monkeypatch.context() as patched:
         patched.setattr(engine.side._readers, "add", mock.Mock(side_effect=MemoryError))
         patched.setattr(engine.worker, "withdraw", lambda block_ids: None)
         engine.step()
-    assert engine.side.idle and not stored(engine)
+    assert engine.side.idle and not stored(engine) and not engine.connector._requests.events._jobs
     engine.run(request(PROMPT[::-1], "b"))
     assert engine.answers["b"] == answer_to(PROMPT[::-1])
     other = make(num_blocks=32).run(request(PROMPT, "c", params=COUNT), request(PROMPT[::-1], "d"))

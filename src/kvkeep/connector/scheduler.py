@@ -275,12 +275,14 @@ class SchedulerSide:
         stores, self._stores_after = self._stores_after, {}
         return stores
 
-    def drop_stores(self) -> None:
+    def drop_stores(self) -> Completed:
         """What waits for a step is not stored: one was lost, and by the next one blocks may be somebody else's."""
-        for number in (*self._stores, *self._stores_after):
-            self._jobs[number].incomplete = True
-            self._end_job(self._jobs[number])
-        self._stores, self._stores_after = {}, {}
+        dropped, self._stores, self._stores_after = [*self._stores, *self._stores_after], {}, {}
+        completed = Completed(stores=[self._jobs[number] for number in dropped])
+        for job in completed.stores:
+            job.incomplete = True
+            self._end_job(job)
+        return completed
 
     def complete(self, reports: Sequence[Finished]) -> Completed:
         """Takes in what workers report. A job that nobody knows is nobody's business."""
@@ -353,8 +355,7 @@ class SchedulerSide:
         job = Job(self._next_job, tracker.request_id, first_block, block_ids, is_load, blocks, self._pieces.whole)
         if not is_load and not after_step:
             self._readers.add(job.number, block_ids)
-        self._jobs[job.number] = job
-        self._owners[job.number] = tracker
+        self._jobs[job.number], self._owners[job.number] = job, tracker
         tracker.jobs += 1
         if is_load:
             tracker.loads += 1

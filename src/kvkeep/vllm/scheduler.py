@@ -247,7 +247,7 @@ class RequestSide:
         try:
             return self._build_step(self._side, scheduled)
         except Exception:  # guard: raised again; workers hear of none of it
-            self._side.drop_stores()
+            self.events.completed(self._side.drop_stores())
             raise
 
     def _build_step(self, side: SchedulerSide, scheduled: Any) -> Step:
@@ -290,7 +290,7 @@ class RequestSide:
             return self._side.take_stores_after()
         except Exception:  # guard: the step goes on, and what it computes is not stored
             self._failed("kvkeep: a store could not be prepared")
-            self._side.drop_stores()
+            self.events.completed(self._side.drop_stores())
             return {}
 
     def _store_due(self) -> None:
