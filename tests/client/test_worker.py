@@ -243,7 +243,7 @@ def test_tensors_are_registered_once(start: Start) -> None:
 
 
 def test_a_strategy_that_does_not_fit_the_shape_is_refused() -> None:
-    with pytest.raises(RequestError, match="the strategy has 2 shards, the block shape 1"):
+    with pytest.raises(RequestError, match="the strategy has 2 shards, the shape 1"):
         WorkerAdapter(shape_of(64), ParallelStrategy.of(tp_size=2))
 
 

@@ -191,6 +191,28 @@ def test_stores_that_came_before_the_memory_was_registered_are_no_others(
     engine.worker.close()
 
 
+def test_nor_is_one_of_them_lost_that_is_about_to_begin(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCopier, "whole_bytes", 2 * EACH * NBYTES)
+    begin, is_inside, go_on = PieceStore.begin, threading.Event(), threading.Event()
+
+    def begin_slowly(self: PieceStore, **words: bool) -> None:
+        begin(self, **words)
+        if not is_inside.is_set():
+            is_inside.set()
+            go_on.wait(30)
+
+    monkeypatch.setattr(PieceStore, "begin", begin_slowly)
+    engine = Engine(server, early=1)
+    assert is_inside.wait(30)
+    later = engine.stores()
+    del later[0]
+    engine.worker.store_all(later)
+    go_on.set()
+    assert engine.finished(6).stored == dict.fromkeys(range(6), EACH)
+    assert all(engine.loaded(job) for job in range(6))
+    engine.worker.close()
+
+
 def test_an_engine_does_not_wait_for_who_has_the_connection(start: Start, asked_after: list[int]) -> None:
     engine = start()
     has_it, let_go = threading.Event(), threading.Event()

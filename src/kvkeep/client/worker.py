@@ -55,8 +55,7 @@ class WorkerAdapter:
         connection: Connection | None = None,
     ) -> None:
         if (given := strategy.kv_world_size) != (expected := shape.identity.kv_world_size):
-            problem = f"the strategy has {given} shards, the block shape {expected}"
-            raise RequestError("bad_shards", problem, field="strategy")
+            raise RequestError("bad_shards", f"the strategy has {given} shards, the shape {expected}", field="strategy")
         self.shape, self.strategy = shape, strategy
         self.connection = connection or Connection(shape, options or ClientOptions())
         self._transfer: Transfer | None = None
@@ -71,7 +70,7 @@ class WorkerAdapter:
         threads, lock = self.connection.threads, self.connection.threads.RLock()
         # One lock, and a condition for each who waits: nobody is woken, and takes the interpreter, for another's news.
         self._wake, self._for_stores, self._for_loads, self._for_arrivals = (threads.Condition(lock) for _ in range(4))
-        self._closing = self._all_begun = False
+        self._closing = self._all_begun = self._is_late = False  # late: stores came before the memory was known
         self._departures = Departures(self.connection, self._for_stores, self._end_store, self._failed_inside)
         runs = {"stores": self._run_stores, "loads": self._run_loads}
         runs |= {"arrivals": self._run_arrivals, "departures": self._run_departures}
@@ -115,7 +114,8 @@ class WorkerAdapter:
         """The same for several that are computed by now, which holds an engine's thread up once: all begin, or none."""
         taken, ended = dict[Hashable, StoreRequest](), dict[Hashable, Stored]()
         with self._wake:
-            is_idle = self.is_near and self.connection.up and not (self._sources or self._stores)
+            self._is_late |= self._transfer is None
+            is_idle = self.is_near and self.connection.up and not (self._sources or self._is_late)
             for job, request in requests.items():
                 if job in self._sources:  # which store it means nobody could tell; the first one will be reported
                     self.connection.counters.fail("repeated_job")

@@ -227,9 +227,7 @@ class SchedulerSide:
         first = tracker.stored
         ids = block_ids(first, computed_blocks) if callable(block_ids) else block_ids[first:computed_blocks]
         table = np.atleast_2d(np.asarray(ids, dtype=np.int64))
-        tracker.stored = computed_blocks
-        job = self._new_job(tracker, first, table, is_load=False, after_step=after_step)
-        (self._stores_after if after_step else self._stores)[job.number] = StoreRequest(
+        request = StoreRequest(
             tracker.tenant,
             tracker.key(first - 1),
             tracker.keys_of(first, computed_blocks),
@@ -237,6 +235,9 @@ class SchedulerSide:
             tracker.params.priority,
             tracker.params.ttl_ms,
         )
+        job = self._new_job(tracker, first, table, is_load=False, after_step=after_step)
+        (self._stores_after if after_step else self._stores)[job.number] = request
+        tracker.stored = computed_blocks
         return job
 
     def loaded_blocks(self, request_id: str) -> int:
@@ -277,12 +278,11 @@ class SchedulerSide:
 
     def drop_stores(self) -> Completed:
         """What waits for a step is not stored: one was lost, and by the next one blocks may be somebody else's."""
-        dropped, self._stores, self._stores_after = [*self._stores, *self._stores_after], {}, {}
-        completed = Completed(stores=[self._jobs[number] for number in dropped])
-        for job in completed.stores:
+        waiting, self._stores, self._stores_after = [*self._stores, *self._stores_after], {}, {}
+        for job in (dropped := [self._jobs[number] for number in waiting]):
             job.incomplete = True
             self._end_job(job)
-        return completed
+        return Completed(stores=dropped)
 
     def complete(self, reports: Sequence[Finished]) -> Completed:
         """Takes in what workers report. A job that nobody knows is nobody's business."""

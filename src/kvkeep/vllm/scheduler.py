@@ -85,12 +85,11 @@ class RequestSide:
         assert shape is not None
         self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
         block_tokens = [group.block_tokens for group in self._pieces.groups]
-        self._hash_tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
+        self._hash_tokens = tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
         self._adapter = SchedulerAdapter(shape, self._options)
         self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
         side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
-        about = self._vllm_config, shape.identity, self._hash_tokens
-        self._arrivals = Arrivals(*about, side, self._adapter, self._known)
+        self._arrivals = Arrivals(self._vllm_config, shape.identity, tokens, side, self._adapter, self._known)
         if self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS):
             log.info("kvkeep: connected to %s", self._options.address)
         log.info(
@@ -240,14 +239,15 @@ class RequestSide:
     # -- steps
 
     def build_step(self, scheduled: Any) -> Step:
-        self.step_loads.drop_ahead()
-        self.step_loads.correct(scheduled)
-        if self._side is None:
-            return Step()
         try:
-            return self._build_step(self._side, scheduled)
-        except Exception:  # guard: raised again; workers hear of none of it
-            self.events.completed(self._side.drop_stores())
+            self.step_loads.drop_ahead()
+            self.step_loads.correct(scheduled)
+            return Step() if self._side is None else self._build_step(self._side, scheduled)
+        except Exception:  # guard: raised again; it is computed, and nobody knows any more which blocks are whose
+            self._is_idle, self._under_way = False, self._under_way + 1
+            if self._side is not None:
+                self.events.completed(self._side.drop_stores())
+            self._forget(*self._known)
             raise
 
     def _build_step(self, side: SchedulerSide, scheduled: Any) -> Step:
@@ -361,8 +361,7 @@ class RequestSide:
         whoever asks for this may have changed the weights."""
         if self._side is not None:
             self._arrivals.generation = os.urandom(16)
-        for request_id in list(self._known):
-            self._forget(request_id)
+        self._forget(*self._known)
         self.events.reset()
         return True
 
@@ -395,6 +394,7 @@ class RequestSide:
         except Exception:  # guard: the job goes out with the next step, whether or not there is an event of it
             self._failed("kvkeep: the event of a job could not be noted")
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, *request_ids: str) -> None:
         self.step_loads.drop_ahead()
-        self._arrivals.forget(request_id)
+        for request_id in request_ids:
+            self._arrivals.forget(request_id)

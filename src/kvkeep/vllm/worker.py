@@ -194,8 +194,9 @@ class WorkerSide:
         step, self._unfinished = self._unfinished, None
         if self._adapter is None or step is None:
             return
-        stores = {**step.step.stores_after, **(step.later() if step.later is not None else {})}
+        stores = dict(step.step.stores_after)
         try:
+            stores |= step.later() if step.later is not None else {}
             if stores:
                 self._adapter.store_all(stores)
         except Exception:  # guard: the scheduler must hear of these stores, and those that have begun must not read on

@@ -1,0 +1,168 @@
+"""What fails inside the connector while a step is made or has begun: nothing of it is stored under a wrong key, and no
+job stays. Blocks are few, so that another request has them in the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+
+from engine_parts import Engine, answer_to, request
+
+import kvkeep.connector.scheduler
+from kvkeep.testing.cache import SimulatedCache
+
+A, B = list(range(100, 122)), list(range(300, 322))
+
+
+@pytest.fixture
+def cache() -> SimulatedCache:
+    return SimulatedCache(seed=1)
+
+
+@pytest.fixture
+def make(cache: SimulatedCache) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def engine(**options: Any) -> Engine:
+        each = Engine(cache, **options)
+        withdraw = each.worker.withdraw
+
+        def withdraw_all_too(block_ids: Any) -> None:
+            for sources in each.worker._sources.values() if block_ids is None else ():
+                sources.give_up()
+            withdraw(block_ids or ())
+
+        each.worker.withdraw = withdraw_all_too  # type: ignore[method-assign]
+        made.append(each)
+        return each
+
+    yield engine
+    for each in made:
+        each.settle()
+    for each in made:
+        each.check_nothing_left()
+        each.rank.shutdown()
+        each.scheduler.shutdown()
+
+
+def fails() -> mock.Mock:
+    return mock.Mock(side_effect=MemoryError)
+
+
+def check_right(engine: Engine, prompt: list[int], generated: int) -> None:
+    """The next turn of a conversation that the server may have."""
+    turn = [*prompt, *answer_to(prompt, generated)]
+    assert engine.run(request(turn, "next")).answers["next"] == answer_to(turn)
+
+
+def with_a_store_that_waits(make: Callable[..., Engine]) -> Engine:
+    """A request is over, and what it has generated is stored with the next step."""
+    engine = make(num_blocks=8)
+    engine.add(request(A, "a", max_tokens=6))
+    while engine.scheduler.requests:
+        engine.step()
+    assert engine.side._stores
+    return engine
+
+
+@pytest.mark.parametrize("where", ["correct", "begin_step"])
+def test_a_step_that_cannot_be_made_takes_its_stores_with_it(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    engine = with_a_store_that_waits(make)
+    requests = engine.connector._requests
+    assert requests is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.side.worth if where == "begin_step" else requests.step_loads, where, fails())
+        engine.add(request(B, "b", max_tokens=6))
+        engine.step()
+    assert not engine.side._stores and requests._under_way == 0
+    engine.run()
+    assert engine.answers["b"] == answer_to(B, 6)
+    check_right(make(), A, 6)
+
+
+def test_if_even_that_fails_they_go_with_no_later_step(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = with_a_store_that_waits(make)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.side.worth, "begin_step", fails())
+        patched.setattr(engine.side._cache, "end_session", fails())
+        engine.add(request(B, "b", max_tokens=6))
+        engine.step()
+    assert not engine.side._stores
+    engine.run()
+    check_right(make(), A, 6)
+
+
+@pytest.mark.parametrize("where", ["correct", "grown", "begin_step"])
+def test_blocks_that_a_lost_step_added_are_missed_in_no_table(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Before 0.30 vLLM shows a request's blocks once, and the tables are our own."""
+    engine = make()
+    requests = engine.connector._requests
+    assert requests is not None
+    requests.tables.manager = None
+    owner: Any = {"correct": requests.step_loads, "grown": requests.tables, "begin_step": engine.side.worth}[where]
+    build, lost = requests.build_step, list[Any]()
+
+    def lose_one(scheduled: Any) -> Any:
+        grows = any(scheduled.scheduled_cached_reqs.new_block_ids)
+        with monkeypatch.context() as patched:
+            if grows and not lost:
+                lost.append(scheduled)
+                patched.setattr(owner, where, fails())
+            return build(scheduled)
+
+    monkeypatch.setattr(requests, "build_step", lose_one)
+    engine.run(request(A, "a", max_tokens=40))
+    assert lost and engine.answers["a"] == answer_to(A, 40)
+    check_right(make(num_blocks=96), A, 40)
+
+
+def test_a_worker_that_cannot_ask_for_a_steps_stores_saves_blocks_all_the_same(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(num_blocks=8)
+    worker = engine.rank._worker
+    assert worker is not None
+    engine.worker.holds = True
+    engine.add(request(A, "a", max_tokens=1))
+    engine.step()  # its store is under way, and nothing of it is read
+    engine.is_told = lambda: False
+    engine.add(request([7, 8, 9], "x", max_tokens=8))
+    engine.step()
+    assert worker._unfinished is not None
+    worker._unfinished = replace(worker._unfinished, later=fails())  # asked for when the next step comes
+    engine.add(request(B, "b", max_tokens=1))
+    engine.step()
+    engine.is_told, engine.worker.holds = lambda: True, False
+    engine.run()
+    check_right(make(), A, 1)
+
+
+@pytest.mark.parametrize("after_step", [True, False])
+def test_a_store_that_cannot_be_described_is_no_job(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, after_step: bool
+) -> None:
+    engine = make()
+    if not after_step:
+        engine.add(request(A, "a", max_tokens=6))
+        engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(kvkeep.connector.scheduler, "StoreRequest", fails())
+        if after_step:
+            engine.add(request(A, "a", max_tokens=1))
+        while engine.scheduler.requests:
+            engine.step()
+    engine.settle()
+    assert engine.side.idle and not engine.side._readers._blocks
+    check_right(make(), A, 6)
