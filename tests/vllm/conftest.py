@@ -11,12 +11,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvkeep.testing.cache import SimulatedCache
 from kvkeep.testing.process import ServerProcess
+
+if TYPE_CHECKING:
+    from engine_parts import Engine
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -105,3 +110,28 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(Engine, "apart", request.param == "two processes")
     monkeypatch.setattr(Engine, "ahead", request.param == "ahead")
     return str(request.param)
+
+
+@pytest.fixture
+def cache() -> SimulatedCache:
+    return SimulatedCache(seed=1)
+
+
+@pytest.fixture
+def make(cache: SimulatedCache) -> Iterator[Callable[..., Engine]]:
+    """Engines of one server, with vLLM's scheduler and no process. At the end nothing is left of what they did."""
+    from engine_parts import Engine
+
+    made: list[Engine] = []
+
+    def engine(*specs: Any, **options: Any) -> Engine:
+        made.append(Engine(cache, *specs, **options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.settle()
+    for each in made:
+        each.check_nothing_left()
+        each.rank.shutdown()
+        each.scheduler.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -26,23 +26,6 @@ def cache() -> SimulatedCache:
     cache = SimulatedCache(seed=1)
     cache.is_seen = True
     return cache
-
-
-@pytest.fixture
-def make(cache: SimulatedCache) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def engine(**options: Any) -> Engine:
-        made.append(Engine(cache, **options))
-        return made[-1]
-
-    yield engine
-    for each in made:
-        each.settle()
-    for each in made:
-        each.check_nothing_left()
-        each.rank.shutdown()
-        each.scheduler.shutdown()
 
 
 def arrivals_of(engine: Engine) -> Arrivals:

@@ -3,7 +3,7 @@ job stays. Blocks are few, so that another request has them in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,40 +15,18 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 from engine_parts import Engine, answer_to, request
 
 import kvkeep.connector.scheduler
-from kvkeep.testing.cache import SimulatedCache
 
 A, B = list(range(100, 122)), list(range(300, 322))
 
 
 @pytest.fixture
-def cache() -> SimulatedCache:
-    return SimulatedCache(seed=1)
-
-
-@pytest.fixture
-def make(cache: SimulatedCache) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
+def make(make: Callable[..., Engine]) -> Callable[..., Engine]:
     def engine(**options: Any) -> Engine:
-        each = Engine(cache, **options)
-        withdraw = each.worker.withdraw
-
-        def withdraw_all_too(block_ids: Any) -> None:
-            for sources in each.worker._sources.values() if block_ids is None else ():
-                sources.give_up()
-            withdraw(block_ids or ())
-
-        each.worker.withdraw = withdraw_all_too  # type: ignore[method-assign]
-        made.append(each)
+        each = make(**options)
+        each.worker.may_lose_all = True
         return each
 
-    yield engine
-    for each in made:
-        each.settle()
-    for each in made:
-        each.check_nothing_left()
-        each.rank.shutdown()
-        each.scheduler.shutdown()
+    return engine
 
 
 def fails() -> mock.Mock:

@@ -6,7 +6,7 @@ The model in place of the workers checks every byte of KV that a step reads, so 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,28 +27,6 @@ COUNT = {"num_kvkeep_extra_cached_tokens": None}
 
 HYBRID = pytest.param((full(), window()), id="full and window", marks=needs_named_failures)
 MODELS = pytest.mark.parametrize("specs", [pytest.param((full(),), id="full"), HYBRID])
-
-
-@pytest.fixture
-def cache() -> SimulatedCache:
-    return SimulatedCache(seed=1)
-
-
-@pytest.fixture
-def make(cache: SimulatedCache) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def engine(*specs: Any, **options: Any) -> Engine:
-        made.append(Engine(cache, *specs, **options))
-        return made[-1]
-
-    yield engine
-    for each in made:
-        each.settle()
-    for each in made:
-        each.check_nothing_left()
-        each.rank.shutdown()
-        each.scheduler.shutdown()
 
 
 def filled(make: Callable[..., Engine], *specs: Any, **options: Any) -> Engine:
