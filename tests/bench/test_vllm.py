@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 
 from kvkeep.bench import vllm, vllm_session
 from kvkeep.bench.vllm import Bench, Plan
+from kvkeep.bench.vllm_memory import FreeMemory
 from kvkeep.bench.vllm_setup import Connector, ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.units import GIB
 
 ROW = ["connector", "prompt_tokens", "cold_ms", "local_hit_ms", "external_hit_ms", "cached_tokens", "same_tokens"]
 ROW += ["samples_ms"]
@@ -79,7 +82,7 @@ def make(
     prompt_tokens: str = "auto",
     connectors: str = "auto",
     repeats: int = 5,
-    interleave: bool = False,
+    interleave: bool = True,
     eager: bool = False,
 ) -> Plan:
     return Plan.make(device, prompt_tokens, connectors, repeats, interleave, eager)
@@ -94,12 +97,14 @@ def test_on_a_cpu_engines_take_turns(installed: set[str]) -> None:
     assert make().connectors == ("none", "kvkeep", "lmcache")
 
 
-def test_on_a_gpu_they_come_one_after_the_other(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_they_take_turns_or_come_one_after_the_other(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_session, "find_device", lambda device: "cuda")
     plan = make("auto")
     assert plan.prompt_tokens == (2000, 8000, 32000) and plan.left_out == {"lmcache": "not installed"}
-    assert plan.groups == [("none",), ("kvkeep",), ("native",)]
-    assert make("auto", interleave=True).groups == [("none", "kvkeep", "native")]
+    assert plan.groups == [("none", "kvkeep", "native")]
+    assert make("auto", interleave=False).groups == [("none",), ("kvkeep",), ("native",)]
 
 
 def test_all_are_compared_with_none(installed: set[str]) -> None:
@@ -198,6 +203,24 @@ def test_hits_follow_each_other_several_times_where_they_are_soon_over(
     cold, external = row["samples_ms"]["cold"], row["samples_ms"]["external"]
     speedups = [cold[at // 3] / ms for at, ms in enumerate(external)]
     assert result["ratios"][0]["speedup"] == pytest.approx(statistics.median(speedups), rel=0.1)
+
+
+def test_on_a_gpu_without_room_for_all_engines_come_one_after_the_other(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_session, "find_device", lambda device: "cuda")
+    monkeypatch.setattr(vllm, "own_model", lambda folder, device: replace(MODEL, device="cuda"))
+    monkeypatch.setattr(vllm, "bus_gbps", lambda: 50.0)
+    monkeypatch.setattr(vllm, "gpu_name", lambda: "Some GPU")
+    asked = {"device": "auto", "prompt_tokens": "100", "repeats": 1, "connectors": "kvkeep"}
+    ready = "waiting until their pools are as fast as they will be"
+    for gpu_bytes, interleave, together in ((12, True, True), (6, True, False), (12, False, False)):
+        monkeypatch.setattr(FreeMemory, "find", lambda free=gpu_bytes: FreeMemory(free * GIB, 8 * GIB, 8 * GIB))
+        result = run(**asked, interleave=interleave)
+        assert result["interleaved"] is together and [row["connector"] for row in result["rows"]] == ["none", "kvkeep"]
+        said = capsys.readouterr().err.splitlines()
+        assert said.count(ready) == (1 if together else 2), "so many groups of engines"
+        assert any(line.startswith("2 engines at a time do not fit, so") for line in said) == (gpu_bytes == 6)
 
 
 def test_short_prompts_are_cold_several_times_and_each_after_a_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

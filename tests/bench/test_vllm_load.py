@@ -158,7 +158,7 @@ def on_a_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_on_a_gpu_engines_take_turns_if_asked_to(
+def test_on_a_gpu_engines_take_turns_where_they_fit(
     on_a_gpu: Run,
     made: list[tuple[str, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
@@ -167,19 +167,23 @@ def test_on_a_gpu_engines_take_turns_if_asked_to(
     waits, on = [], Turns.on
     monkeypatch.setattr(Turns, "on", lambda device: (waits.append(on(device).silent_after_s), on(device))[1])
     asked = {"device": "auto", "seconds": 1, "scenarios": "fresh", "repeats": 2, "connectors": "kvkeep"}
-    result = on_a_gpu(**asked, interleave=True)
+    result = on_a_gpu(**asked)
     assert result["interleaved"] is True and result["gpu"] == "Some GPU"
     turns = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines() if line.startswith("fresh, ")]
     assert turns == ["none", "kvkeep", "kvkeep", "none"]
     blocks = {each["num_gpu_blocks_override"] for _, each in made}
     assert blocks == {result["engine_blocks"]} == {3072 // 16}, "as many as one alone has"
     assert [each["gpu_memory_utilization"] for _, each in made] == [0.425] * 2
-    made.clear()
-    result = on_a_gpu(**asked)
-    assert result["interleaved"] is False and [each["gpu_memory_utilization"] for _, each in made] == [0.85] * 2
-    turns = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines() if line.startswith("fresh, ")]
-    assert turns == ["none", "none", "kvkeep", "kvkeep"]
-    assert waits == [0.0] * 3, "there are cores enough for engines that spin"
+    monkeypatch.setattr(FreeMemory, "find", lambda: FreeMemory(6 * GIB, 8 * GIB, 8 * GIB))
+    for interleave in (True, False):
+        made.clear()
+        result = on_a_gpu(**asked, interleave=interleave)
+        assert result["interleaved"] is False and [each["gpu_memory_utilization"] for _, each in made] == [0.85] * 2
+        lines = capsys.readouterr().err.splitlines()
+        assert interleave == any(line.startswith("2 engines at a time do not fit, so") for line in lines)
+        turns = [line.split(": ")[1] for line in lines if line.startswith("fresh, ")]
+        assert turns == ["none", "none", "kvkeep", "kvkeep"]
+    assert waits == [0.0] * 5, "there are cores enough for engines that spin"
 
 
 def test_engines_decode_with_graphs_unless_they_are_to_be_eager(
@@ -203,7 +207,7 @@ def test_engines_that_share_a_gpu_have_fewer_blocks(
     kv_bytes = 2048 * MODEL.kv_token_bytes
     each = int(3.5 * GIB) + kv_bytes
     monkeypatch.setattr(FreeMemory, "find", lambda: FreeMemory(int(2 * each / 0.97) + 2, 8 * GIB, 8 * GIB))
-    result = on_a_gpu(device="auto", seconds=1, scenarios="fresh", connectors="kvkeep", interleave=True)
+    result = on_a_gpu(device="auto", seconds=1, scenarios="fresh", connectors="kvkeep")
     assert {made["num_gpu_blocks_override"] for _, made in made} == {result["engine_blocks"]} == {2048 // 16}
 
 

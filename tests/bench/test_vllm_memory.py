@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvkeep.bench import vllm_memory
-from kvkeep.bench.vllm_memory import FreeMemory, fitted, pool_bytes
+from kvkeep.bench.vllm_memory import FreeMemory, fit_together, fitted, pool_bytes
 from kvkeep.bench.vllm_session import Choice
 from kvkeep.bench.vllm_setup import own_model
 from kvkeep.bench.vllm_stations import Plan, Station
 from kvkeep.bench.vllm_traffic import SIZES, Traffic
-from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB, MIB
 
 H200 = FreeMemory(139 * GIB, 120 * GIB, 64 * GIB)
@@ -50,6 +50,7 @@ def test_up_to_five_engines_fit_into_an_h200(
     all_stations = stations(connectors, scenarios)
     assert len(all_stations) == engines
     fit = fitted(traffic, all_stations, H200)
+    assert fit
     kv_bytes = fit.sizes.engine_tokens * fit.model.kv_token_bytes
     assert engines * (16 * GIB + kv_bytes + 3 * GIB) + 2 * 512 * MIB <= 139 * GIB
     pools = {station: pool_bytes(fit, station) for station in all_stations}
@@ -66,6 +67,7 @@ def test_the_gpu_is_not_left_unused(traffic: Traffic) -> None:
     """With room in the host, four engines take all but a little."""
     roomy = FreeMemory(139 * GIB, 1024 * GIB, 1024 * GIB)
     fit = fitted(traffic, stations(EVERYBODY, "mixed,fresh"), roomy)
+    assert fit
     used = 4 * (fit.model.weight_bytes + fit.sizes.engine_tokens * fit.model.kv_token_bytes + 3 * GIB + 512 * MIB)
     assert 0.96 * roomy.gpu < used <= 0.97 * roomy.gpu and fit.sizes.prefixes == traffic.sizes.prefixes
 
@@ -78,11 +80,40 @@ def test_the_gpu_is_not_left_unused(traffic: Traffic) -> None:
         FreeMemory(139 * GIB, 1024 * GIB, 24 * GIB),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(traffic: Traffic, free: FreeMemory) -> None:
-    with pytest.raises(SettingsError, match="5 engines at a time do not fit: free are ") as caught:
-        fitted(traffic, stations(EVERYBODY), free)
-    assert f"{free.gpu // GIB} GiB of the GPU, {free.host // GIB} GiB of the host" in caught.value.message
-    assert "leave out --interleave" in caught.value.hint
+def test_what_does_not_fit_is_said(traffic: Traffic, free: FreeMemory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fitted(traffic, stations(EVERYBODY), free) is None
+    said = capsys.readouterr().err
+    assert said.startswith("5 engines at a time do not fit, so they come one after the other: free are ")
+    assert f"{free.gpu // GIB} GiB of the GPU, {free.host // GIB} GiB of the host" in said
+
+
+@pytest.mark.parametrize(
+    ("free", "longest_prompt", "fit"),
+    [
+        (H200, 32_000, True),
+        (H200, 92_000, False),
+        (FreeMemory(80 * GIB, 1024 * GIB, 1024 * GIB), 2_000, False),
+        (FreeMemory(139 * GIB, 47 * GIB, 64 * GIB), 32_000, False),
+        (FreeMemory(139 * GIB, 48 * GIB, 64 * GIB), 32_000, True),
+        (FreeMemory(139 * GIB, 120 * GIB, 11 * GIB), 32_000, False),
+        (FreeMemory(139 * GIB, 120 * GIB, 12 * GIB), 32_000, True),
+    ],
+)
+def test_engines_fit_together_if_each_holds_a_prompt_and_all_have_pools(
+    traffic: Traffic, free: FreeMemory, longest_prompt: int, fit: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit_together(traffic.model, longest_prompt, EVERYBODY, 12 * GIB, free) is fit
+    said = capsys.readouterr().err
+    assert not said if fit else said.startswith("4 engines at a time do not fit, so they come one after the other: ")
+
+
+def test_one_engine_more_may_be_too_many(traffic: Traffic) -> None:
+    """Each takes its weights, 4 GiB for a prompt of 32,000 tokens, and 3.5 beside."""
+    each = traffic.model.weight_bytes + (32_064 * 128 << 10) + 3 * GIB + 512 * MIB
+    free = FreeMemory(int(3 * each / 0.85) + 64, 1024 * GIB, 1024 * GIB)
+    assert fit_together(traffic.model, 32_000, EVERYBODY[:3], 0, free)
+    assert not fit_together(traffic.model, 32_000, EVERYBODY, 0, free)
+    assert not fit_together(traffic.model, 32_001, EVERYBODY[:3], 0, free)
 
 
 def test_an_engine_without_a_connector_has_no_pool(traffic: Traffic) -> None:

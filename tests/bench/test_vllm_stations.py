@@ -17,7 +17,7 @@ def plan(
     connectors: tuple[str, ...] = ("none", "kvkeep"),
     scenarios: str = "mixed,fresh,decode",
     named: bool = False,
-    interleave: bool = False,
+    interleave: bool = True,
     eager: bool = False,
 ) -> Plan:
     return Plan.make(Choice(device, connectors, named, {}), scenarios, 1, 1, interleave, eager)
@@ -29,8 +29,8 @@ def test_on_a_cpu_all_engines_live_together() -> None:
     assert plan().interleave
 
 
-def test_on_a_gpu_they_come_one_after_the_other_unless_asked_to_take_turns() -> None:
-    apart, together = plan("cuda", ALL), plan("cuda", ALL, interleave=True)
+def test_on_a_gpu_they_take_turns_or_come_one_after_the_other() -> None:
+    apart, together = plan("cuda", ALL, interleave=False), plan("cuda", ALL)
     assert apart.groups == [[station] for station in apart.stations] and not apart.interleave
     assert together.groups == [apart.stations] and together.interleave
 

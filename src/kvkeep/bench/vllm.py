@@ -11,10 +11,10 @@ only cold.
 
 Before the next one is asked, what is still being stored has arrived. The floor of cold is the engine without a
 connector; that of an external hit is a local one, and a copy of the KV. Noise of the machine must meet all engines
-alike, so on a CPU all of them live at the same time and take turns, in changing order, one at work while others are
-silent; ratios are medians of the repeats' ratios. On a GPU, whose memory one engine fills, they come one after the
-other unless they are asked to take turns; there the floor of an external hit is told, too: the local hit without a
-connector, and one plain copy of the prompt's KV over the bus, measured at the end.
+alike, so all of them live at the same time and take turns, in changing order, one at work while others are silent;
+ratios are medians of the repeats' ratios. On a GPU that has no room for all they come one after the other. On a GPU the
+floor of an external hit is told, too: the local hit without a connector, and one plain copy of the prompt's KV over the
+bus, measured at the end.
 
 A round before the measured ones warms up and compares eight tokens, cold, local and external, with those of the engine
 without a connector: `same_tokens`.
@@ -27,13 +27,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvkeep.bench.figures import with_unit
+from kvkeep.bench.vllm_memory import FreeMemory, fit_together
 from kvkeep.bench.vllm_run import Answer, EngineProcess, ImportingProcess, importing
 from kvkeep.bench.vllm_session import (
     PEERS,
@@ -76,7 +77,7 @@ OPTIONS = {
     "prompt_tokens": "Tokens in a prompt, several with commas between; auto is 2000, and on a GPU 2000,8000,32000.",
     "connectors": "Of none, kvkeep, lmcache and native, with commas between; auto is all that can be had.",
     "repeats": "How many prompts of each length.",
-    "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
+    "interleave": "Let engines take turns, all of them alive, where the GPU and the host have room for that.",
     "eager": "Let engines on a GPU start each kernel alone, also for a prompt's last tokens, without CUDA graphs.",
 }
 
@@ -135,6 +136,10 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(lengths))
 
 
+def _pool_bytes(model: ServedModel, plan: Plan) -> int:
+    return _PROMPTS_IN_POOL * max(plan.prompt_tokens) * model.kv_token_bytes + 256 * MIB
+
+
 # -- the run
 
 
@@ -144,13 +149,16 @@ def run(
     prompt_tokens: str = "auto",
     connectors: str = "auto",
     repeats: int = 5,
-    interleave: bool = False,
+    interleave: bool = True,
     eager: bool = False,
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
     plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave, eager)
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), plan.device) if model == "auto" else given_model(model, plan.device)
+        if plan.interleave and plan.device == "cuda":
+            longest, pool = max(plan.prompt_tokens), _pool_bytes(served, plan)
+            plan = replace(plan, interleave=fit_together(served, longest, plan.connectors, pool, FreeMemory.find()))
         bench = Bench(plan, served)
         with importing(plan.connectors, bench.environment) as bench.spares:
             for group in plan.groups:
@@ -266,8 +274,7 @@ class Bench:
     @contextmanager
     def _subject(self, name: str, engines: int) -> Iterator[Subject]:
         longest = max(self.plan.prompt_tokens)
-        pool_bytes = _PROMPTS_IN_POOL * longest * self.model.kv_token_bytes + 256 * MIB
-        with connector(name, pool_bytes, self.model) as way:
+        with connector(name, _pool_bytes(self.model, self.plan), self.model) as way:
             made = arguments(self.model, longest, engines, way.arguments)
             if self.plan.graphs:
                 made |= decoding_with_graphs(self.model.block_tokens, _LAST_TOKENS)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ OPTIONS = {
     "scenarios": "Of mixed, fresh and decode, with commas between.",
     "seconds": "About how long each scenario takes without a connector.",
     "repeats": "How often each scenario is measured.",
-    "interleave": "Keep all engines on the GPU and let them take turns, as they always do on a CPU.",
+    "interleave": "Let engines take turns, all of them alive, where the GPU and the host have room for that.",
     "eager": "Let engines on a GPU start each kernel alone, also those of decoding, without CUDA graphs.",
 }
 
@@ -87,7 +87,7 @@ def run(
     scenarios: str = "mixed,fresh,decode",
     seconds: int = 15,
     repeats: int = 1,
-    interleave: bool = False,
+    interleave: bool = True,
     eager: bool = False,
 ) -> dict[str, Any]:
     """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
@@ -97,7 +97,8 @@ def run(
         served = own_model(Path(folder), device) if model == "auto" else given_model(model, device)
         traffic = Traffic(SIZES[device], served)
         if plan.interleave and device == "cuda":
-            traffic = fitted(traffic, plan.stations, FreeMemory.find())
+            together = fitted(traffic, plan.stations, FreeMemory.find())
+            plan, traffic = replace(plan, interleave=together is not None), together or traffic
         bench = Bench(plan, traffic)
         with importing(plan.stations, bench.environment) as bench.spares:
             for group in plan.groups:

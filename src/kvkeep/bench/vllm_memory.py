@@ -5,7 +5,8 @@
     host      │ pool of kvkeep │ pool of a peer │ …             processes, and what is pinned │
     /dev/shm  │ pool of kvkeep │
 
-An engine with less KV loses a prefix sooner, so there need be fewer of them, and pools may be smaller.
+An engine with less KV loses a prefix sooner, so there need be fewer of them, and pools may be smaller. Engines that do
+not fit at all come one after the other.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvkeep.bench.vllm_session import say
+from kvkeep.bench.vllm_setup import GPU_SHARE, SPARE_TOKENS, ServedModel
 from kvkeep.bench.vllm_stations import DECODE, Station
 from kvkeep.bench.vllm_traffic import Traffic
-from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.errors import KVKeepError
 from kvkeep.server.host_memory import available_bytes
 from kvkeep.units import GIB, MIB
 
@@ -42,6 +45,25 @@ class FreeMemory:
         space = os.statvfs(_SHM)
         return cls(_free_gpu_bytes(), available_bytes(), space.f_bavail * space.f_frsize)
 
+    def engine_tokens(self, model: ServedModel, engines: int, shared: float) -> int:
+        """Of KV, for each of several that share so much of the GPU."""
+        share = int(self.gpu * shared) // engines
+        return (share - model.weight_bytes - _BESIDE_KV_BYTES) // model.kv_token_bytes
+
+    def hold(self, pools: Iterable[tuple[str, int]]) -> bool:
+        """Whether there is room for pools in the host, each named by its connector."""
+        sizes = list(pools)
+        in_shm = sum(size for name, size in sizes if name == "kvkeep")
+        return sum(size for _, size in sizes) <= self.host * _POOLED and in_shm <= self.shm
+
+    def say_too_little(self, engines: int) -> None:
+        """To whoever waits for `engines` that were to live at the same time."""
+        say(
+            f"{engines} engines at a time do not fit, so they come one after the other: free are "
+            f"{self.gpu / GIB:.0f} GiB of the GPU, {self.host / GIB:.0f} GiB of the host and {self.shm / GIB:.0f} GiB "
+            f"in {_SHM}"
+        )
+
 
 def _free_gpu_bytes() -> int:
     """Asked in a process of its own: a context would stay in ours, and take half a GiB."""
@@ -52,6 +74,19 @@ def _free_gpu_bytes() -> int:
     return int(done.stdout)
 
 
+def fit_together(
+    model: ServedModel, longest_prompt: int, connectors: Sequence[str], pool_bytes: int, free: FreeMemory
+) -> bool:
+    """Whether an engine for each connector can be alive at the same time, with the longest prompt in its KV, and a pool
+    of its own, unless that is `none`. If not, that is said."""
+    tokens = free.engine_tokens(model, len(connectors), GPU_SHARE)
+    pools = [(name, pool_bytes) for name in connectors if name != "none"]
+    fit = tokens >= longest_prompt + SPARE_TOKENS and free.hold(pools)
+    if not fit:
+        free.say_too_little(len(connectors))
+    return fit
+
+
 def pool_bytes(traffic: Traffic, station: Station) -> int:
     """What its connector keeps outside the engine."""
     if station.connector == "none":
@@ -59,24 +94,19 @@ def pool_bytes(traffic: Traffic, station: Station) -> int:
     return traffic.decode_pool_bytes if station.decodes else traffic.pool_bytes
 
 
-def fitted(traffic: Traffic, stations: Sequence[Station], free: FreeMemory) -> Traffic:
+def fitted(traffic: Traffic, stations: Sequence[Station], free: FreeMemory) -> Traffic | None:
     """The traffic for engines that all live at the same time: as much KV as fits for each, not more than one alone has,
-    and as many prefixes as have room in pools. SettingsError if that is too little to measure anything."""
-    share = int(free.gpu * _SHARED) // len(stations)
-    tokens = (share - traffic.model.weight_bytes - _BESIDE_KV_BYTES) // traffic.model.kv_token_bytes
+    and as many prefixes as have room in pools. None if that is too little to measure anything, and then that is
+    said."""
+    tokens = free.engine_tokens(traffic.model, len(stations), _SHARED)
     decodes = any(scenario in DECODE for station in stations for scenario in station.scenarios)
     least = traffic.sizes.least_engine_tokens(decodes)
     for prefixes in traffic.sizes.fewer_prefixes():
         sizes = replace(traffic.sizes, prefixes=prefixes)
         sizes = replace(sizes, engine_tokens=min(sizes.engine_tokens, sizes.lost_after_tokens, tokens))
         smaller = replace(traffic, sizes=sizes)
-        pools = [(station.connector, pool_bytes(smaller, station)) for station in stations]
-        in_shm = sum(size for name, size in pools if name == "kvkeep")
-        fit = sum(size for _, size in pools) <= free.host * _POOLED and in_shm <= free.shm
-        if fit and sizes.engine_tokens >= least:
+        pools = ((station.connector, pool_bytes(smaller, station)) for station in stations)
+        if sizes.engine_tokens >= least and free.hold(pools):
             return smaller
-    raise SettingsError(
-        f"{len(stations)} engines at a time do not fit: free are {free.gpu / GIB:.0f} GiB of the GPU, "
-        f"{free.host / GIB:.0f} GiB of the host and {free.shm / GIB:.0f} GiB in {_SHM}",
-        "name fewer --connectors or --scenarios, or leave out --interleave",
-    )
+    free.say_too_little(len(stations))
+    return None

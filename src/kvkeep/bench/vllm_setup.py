@@ -25,7 +25,8 @@ from kvkeep.testing.process import ServerProcess
 from kvkeep.units import GIB, MIB
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}  # what vLLM takes on each
-_SPARE_TOKENS = 64  # room for an answer behind the longest prompt
+GPU_SHARE = 0.85  # of its memory, for engines
+SPARE_TOKENS = 64  # room for an answer behind the longest prompt
 _STORED_WITHIN_S = 60.0
 _LMCACHE_WITHIN_S = 120.0
 
@@ -163,14 +164,14 @@ def arguments(model: ServedModel, longest_prompt: int, engines: int, extra: Mapp
         "model": model.path,
         "dtype": _dtype(model.device),
         "block_size": model.block_tokens,
-        "max_model_len": longest_prompt + _SPARE_TOKENS,
+        "max_model_len": longest_prompt + SPARE_TOKENS,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
         "seed": 0,
     }
     if model.device == "cuda":
-        made["gpu_memory_utilization"] = round(0.85 / engines, 3)
+        made["gpu_memory_utilization"] = round(GPU_SHARE / engines, 3)
     if model.dummy:
         made["load_format"] = "dummy"
     return made | dict(extra)
@@ -190,7 +191,7 @@ def environment(model: ServedModel, longest_prompt: int) -> dict[str, str]:
     """Ours, without the caller's own kvkeep settings; what the caller says to vLLM itself goes before what we say."""
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     if model.device == "cpu":
-        kv_bytes = 4 * (longest_prompt + _SPARE_TOKENS) * model.kv_token_bytes
+        kv_bytes = 4 * (longest_prompt + SPARE_TOKENS) * model.kv_token_bytes
         ours["VLLM_CPU_KVCACHE_SPACE"] = str(-(-kv_bytes // GIB))
         # Threads that spin after their work, for a second and more, would slow down the engine whose turn is next.
         ours["OMP_WAIT_POLICY"], ours["KMP_BLOCKTIME"] = "PASSIVE", "0"
