@@ -29,7 +29,7 @@ from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.readers import Readers
-from kvkeep.connector.step import Completed, Job, LookupSide, StepMetadata
+from kvkeep.connector.step import NOTHING, Completed, Job, LookupSide, StepMetadata
 from kvkeep.connector.tracker import Tracker, usable_tenant
 from kvkeep.connector.worth import Worth
 from kvkeep.kv.keys import KEY_BYTES
@@ -259,15 +259,15 @@ class SchedulerSide:
     # -- steps
 
     def build_step(self, written_blocks: Collection[int] = (), *, tokens: int = 0, requests: int = 0) -> StepMetadata:
-        """The jobs that were prepared since the last step. They go to every worker. `written_blocks` are the engine
-        blocks that the step may write into, where an engine gives blocks to others before they are stored. The step
-        computes so many `tokens` of so many `requests`."""
+        """The jobs that were prepared since the last step, for every worker. It may write into these blocks, where an
+        engine gives them to others before they are stored, and computes so many `tokens` of so many `requests`."""
         self.worth.begin_step(tokens, requests)
         withdrawn = self._readers.among(written_blocks) if written_blocks else []
-        whose = {number: self._jobs[number].request_id for number in self._loads}
-        metadata = StepMetadata(self._loads, self._stores, self.take_stores_after(), withdrawn, whose)
-        self._loads, self._stores = {}, {}
-        return metadata
+        if not (self._loads or self._stores or self._stores_after or withdrawn):
+            return NOTHING  # most steps
+        loads, stores, self._loads, self._stores = self._loads, self._stores, {}, {}
+        whose = {number: self._jobs[number].request_id for number in loads}
+        return StepMetadata(loads, stores, self.take_stores_after(), withdrawn, whose)
 
     def take_stores_after(self) -> dict[int, StoreRequest]:
         """Those of what a step computes; also of the last one that was built, while it is under way."""

@@ -31,6 +31,9 @@ class StepMetadata:
     requests: Mapping[int, str] = field(default_factory=dict)
 
 
+NOTHING = StepMetadata()  # for most steps
+
+
 @dataclass
 class Job:
     """One load or store under way. A load's engine blocks are its own until it is over; a store's are only read, and

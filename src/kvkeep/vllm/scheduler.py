@@ -30,6 +30,7 @@ from kvkeep.connector.worth import LoadWhen, Worth
 from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.arrivals import Arrivals, Known
+from kvkeep.vllm.due import Due
 from kvkeep.vllm.events import CacheEvents
 from kvkeep.vllm.groups import pieces_of
 from kvkeep.vllm.messages import Handshake, Step
@@ -64,6 +65,7 @@ class RequestSide:
         self._may_wait = True
         self._others_first = False  # before requests whose loads failed
         self._lost: dict[str, list[int]] = {}
+        self._stores_due = Due(self._known)
         self._due: list[tuple[Known, int]] = []  # what is to be stored of the last step, if it is still to be prepared
         self._counts: Counter[str] = Counter()
         self.faults = 0
@@ -257,15 +259,12 @@ class RequestSide:
                 self.tables.grown(request_id, more)
                 self._written += chain(*more)
         # States that vLLM copies for itself go into blocks that no table shows.
-        self._written += (copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
+        if scheduled.kv_cache_block_copies:
+            self._written += (copy.dst_block_id for copy in scheduled.kv_cache_block_copies)
         self._written += scheduled.new_block_ids_to_zero or ()
         work = scheduled.num_scheduled_tokens
-        self._due = [
-            (known, computed)
-            for request_id, count in work.items()
-            if (known := self._known.get(request_id))
-            and (computed := known.request.num_computed_tokens + count) >= known.next_store
-        ]
+        is_new = bool(scheduled.scheduled_new_reqs or cached.resumed_req_ids)
+        self._due = self._stores_due.after(work, is_new=is_new)
         if self._worker is None:
             self._store_due()
         jobs = side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
@@ -275,7 +274,8 @@ class RequestSide:
         # blocks than it gave back, and those behind it, whose loads have ended too, hold them: where nothing else is
         # computed they go first in every other step.
         self._others_first = self._is_idle and not self._others_first
-        later = partial(self._stores_of_step, self._due) if self._worker is not None else None
+        is_later = self._worker is not None and (self._due or self._arrivals.left)  # in few steps
+        later = partial(self._stores_of_step, self._due) if is_later else None
         step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle, later)
         self._written, self._lost, self._all_withdrawn = [], {}, False
         return step

@@ -48,6 +48,7 @@ class StepLoads:
         self._short: dict[str, tuple[Any, int]] = {}  # requests, and how many of their tokens are there
         self._not_before_s = 0.0
         self._ahead_for = ""  # the last request that was fetched for and is not loaded
+        self._is_ahead = False  # something may be fetched
         self.pool: BlockPool | None = None
         self.worker: WorkerSide | None = None  # the only one, if it may load before a step and be waited for
 
@@ -79,8 +80,9 @@ class StepLoads:
         """vLLM hears that this request is loaded, and will say where to. If it does not, for want of blocks, it asks
         again and again: the bus is busy for nothing once."""
         assert self.worker is not None
-        if request_id != self._ahead_for and self.worker.load_ahead(request_id, epoch, slots):
-            self._ahead_for = request_id
+        if request_id != self._ahead_for:
+            self._is_ahead = True
+            self._ahead_for = request_id if self.worker.load_ahead(request_id, epoch, slots) else self._ahead_for
 
     def load_now(self, side: SchedulerSide, job: Job) -> Finished:
         """That load, in the thread that asks for it."""
@@ -92,7 +94,8 @@ class StepLoads:
 
     def drop_ahead(self) -> None:
         """What was fetched ahead is of no use: the slots may be somebody else's from now on."""
-        if self.worker is not None:
+        if self._is_ahead and self.worker is not None:
+            self._is_ahead = False
             self.worker.drop_ahead()
 
     def fell_short(self, request: Any, tokens: int, block_ids: list[int]) -> None:

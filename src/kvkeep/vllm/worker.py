@@ -192,7 +192,7 @@ class WorkerSide:
     def finish(self) -> None:
         """The step is computed: what it computed is stored from now on."""
         step, self._unfinished = self._unfinished, None
-        if self._adapter is None or step is None:
+        if self._adapter is None or step is None or not (step.later or step.step.stores_after):
             return
         stores = dict(step.step.stores_after)
         try:
