@@ -70,6 +70,11 @@ def test_a_given_model_is_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(size))
     made = given_model(str(tmp_path), "cuda")
     assert made.weight_bytes == 123
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
+    assert given_model(str(tmp_path), "cuda").weight_bytes == 123, "the same weights once more"
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert given_model(str(tmp_path), "cuda").weight_bytes == 1000
     assert made.vocab_size == 64 and made.kv_token_bytes == 2 * 2 * 8 * 4 * 2 and not made.dummy
 
 

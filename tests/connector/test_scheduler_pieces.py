@@ -185,10 +185,10 @@ def test_a_step_withdraws_what_stores_under_way_may_not_have_read(side: Schedule
     step = side.build_step({1, 2, 3, 5, 7, 9})
     assert step.withdrawn == [3, 5]
     assert new is not None and after is not None and under_way is not None
-    assert side.build_step().withdrawn == []
+    assert not side.build_step().withdrawn
     assert side.build_step({7}).withdrawn == [7], "by now it has begun"
     side.complete([stored(under_way, new, after)])
-    assert side.build_step({*range(20)}).withdrawn == [] and side.idle
+    assert not side.build_step({*range(20)}).withdrawn and side.idle
 
 
 def test_a_block_that_one_store_reads_and_another_will_is_withdrawn_from_the_first(side: SchedulerSide) -> None:
@@ -216,7 +216,7 @@ def test_a_store_is_under_way_until_every_rank_has_reported_it(cache: Any) -> No
     side.complete([stored(job, rank=1)])
     assert side.build_step({2}).withdrawn == [2], "the other rank may not have read it"
     side.complete([stored(job, rank=0)])
-    assert side.build_step({2}).withdrawn == []
+    assert not side.build_step({2}).withdrawn
 
 
 def test_every_piece_is_withdrawn_and_what_is_no_block_is_not(cache: Any) -> None:
@@ -248,7 +248,7 @@ def test_withdrawn_is_exactly_what_is_written_and_may_be_unread(data: st.DataObj
             (later if after else begun)[job.number] = set(ids)
         written = data.draw(st.sets(st.integers(0, 8)), "written")
         expected = written & {block for blocks in begun.values() for block in blocks}
-        assert side.build_step(written).withdrawn == sorted(expected)
+        assert list(side.build_step(written).withdrawn) == sorted(expected)
         begun |= later
         for over in data.draw(st.sets(st.sampled_from(sorted(begun))), "over") if begun else ():
             del begun[over]

@@ -144,3 +144,30 @@ def test_a_store_that_cannot_be_described_is_no_job(
     engine.settle()
     assert engine.side.idle and not engine.side._readers._blocks
     check_right(make(), A, 6)
+
+
+def test_a_load_goes_with_the_next_step_if_its_own_cannot_be_made(make: Callable[..., Engine]) -> None:
+    make().run(request(A, "a", max_tokens=1))
+    engine, turn, failed = make(), [*A, 5], list[str]()
+    assert engine.connector._requests is not None
+    engine.connector._requests._may_begin_loads = False  # it goes with a step
+    take = engine.side.take_stores_after
+
+    def fails_once() -> Any:
+        if engine.side._loads and not failed:
+            failed.append("x")
+            raise MemoryError
+        return take()
+
+    with mock.patch.object(engine.side, "take_stores_after", fails_once):
+        engine.run(request(turn, "x", max_tokens=2))
+    assert failed and engine.answers["x"] == answer_to(turn, 2) and engine.side.idle
+
+
+def test_stores_are_over_if_their_step_cannot_be_made(make: Callable[..., Engine]) -> None:
+    engine = with_a_store_that_waits(make)
+    with mock.patch.object(engine.side, "take_stores_after", fails()):
+        engine.step()
+    engine.settle()
+    assert engine.side.idle
+    check_right(make(), A, 6)

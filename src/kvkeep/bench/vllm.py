@@ -77,7 +77,8 @@ OPTIONS = {
     "prompt_tokens": "Tokens in a prompt, several with commas between; auto is 2000, and on a GPU 2000,8000,32000.",
     "connectors": "Of none, kvkeep, lmcache and native, with commas between; auto is all that can be had.",
     "repeats": "How many prompts of each length.",
-    "interleave": "Let engines take turns, all of them alive, where the GPU and the host have room for that.",
+    "interleave": "Let engines take turns, all of them alive: on a CPU, and where a GPU and its host have room. "
+    "--no-interleave: one after the other.",
     "eager": "Let engines on a GPU start each kernel alone, also for a prompt's last tokens, without CUDA graphs.",
 }
 

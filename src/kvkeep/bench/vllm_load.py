@@ -12,9 +12,8 @@ What is loaded while others decode must cost no computing, and must be loaded ev
 connector finds those prompts in its own prefix cache, and that of the others is off: they have an engine of their own
 for decode.
 
-On a CPU all engines live at the same time and take turns, in changing order, one at work while others are silent. On a
-GPU they come one after the other, unless they are asked to take turns: then each gets as much of the GPU as fits.
-Ratios are those of the same repeat.
+All engines live at the same time and take turns, in changing order, one at work while others are silent; each gets as
+much of a GPU as fits. Where that is too little they come one after the other. Ratios are those of the same repeat.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ OPTIONS = {
     "scenarios": "Of mixed, fresh and decode, with commas between.",
     "seconds": "About how long each scenario takes without a connector.",
     "repeats": "How often each scenario is measured.",
-    "interleave": "Let engines take turns, all of them alive, where the GPU and the host have room for that.",
+    "interleave": "Let engines take turns, all of them alive: on a CPU, and where a GPU and its host have room. "
+    "--no-interleave: one after the other.",
     "eager": "Let engines on a GPU start each kernel alone, also those of decoding, without CUDA graphs.",
 }
 

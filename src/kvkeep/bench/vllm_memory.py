@@ -3,7 +3,7 @@
     GPU       │ weights │ KV │ beside it ║ weights │ KV │ beside it ║ …                 spare │
               └── an equal share for each engine, the same KV ──────┘
     host      │ pool of kvkeep │ pool of a peer │ …             processes, and what is pinned │
-    /dev/shm  │ pool of kvkeep │
+    /dev/shm  │ pool of kvkeep │ pool of native │
 
 An engine with less KV loses a prefix sooner, so there need be fewer of them, and pools may be smaller. Engines that do
 not fit at all come one after the other.
@@ -30,6 +30,7 @@ _SHARED = 0.97  # of the GPU's memory; a peer's server has a context and buffers
 _BESIDE_KV_BYTES = 3 * GIB + 512 * MIB  # activations of a step and CUDA's context; then staging memory of kvkeep
 _POOLED = 0.75  # of the host's memory
 _SHM = Path("/dev/shm")
+_IN_SHM = ("kvkeep", "native")
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ class FreeMemory:
     def hold(self, pools: Iterable[tuple[str, int]]) -> bool:
         """Whether there is room for pools in the host, each named by its connector."""
         sizes = list(pools)
-        in_shm = sum(size for name, size in sizes if name == "kvkeep")
+        in_shm = sum(size for name, size in sizes if name in _IN_SHM)
         return sum(size for _, size in sizes) <= self.host * _POOLED and in_shm <= self.shm
 
     def say_too_little(self, engines: int) -> None:
         """To whoever waits for `engines` that were to live at the same time."""
+        if engines == 1:
+            return
         say(
             f"{engines} engines at a time do not fit, so they come one after the other: free are "
             f"{self.gpu / GIB:.0f} GiB of the GPU, {self.host / GIB:.0f} GiB of the host and {self.shm / GIB:.0f} GiB "

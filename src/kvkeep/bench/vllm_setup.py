@@ -101,7 +101,8 @@ def given_model(path: str, device: str) -> ServedModel:
     """A checkpoint on this machine."""
     try:
         config = json.loads((Path(path) / "config.json").read_text())
-        weight_bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+        files = [file for kind in ("safetensors", "bin", "pt", "pth") for file in Path(path).glob(f"*.{kind}")]
+        weight_bytes = sum(file.stat().st_size for file in files if file.suffix == files[0].suffix)
         return _served(path, path, config.get("text_config", config), device, weight_bytes, dummy=False)
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f'--model "{path}": no checkpoint: {error}', "name a folder with a config.json") from None

@@ -46,9 +46,7 @@ class SchedulerSide:
     be loaded is."""
 
     def __init__(self, cache: LookupSide, pieces: Pieces, world_size: int, worth: Worth | None = None) -> None:
-        self._cache = cache
-        self._pieces = pieces
-        self._world_size = world_size
+        self._cache, self._pieces, self._world_size = cache, pieces, world_size
         self._trackers: dict[str, Tracker] = {}
         self._jobs: dict[int, Job] = {}
         self._owners: dict[int, Tracker] = {}  # of jobs
@@ -265,9 +263,10 @@ class SchedulerSide:
         withdrawn = self._readers.among(written_blocks) if written_blocks else []
         if not (self._loads or self._stores or self._stores_after or withdrawn):
             return NOTHING  # most steps
-        loads, stores, self._loads, self._stores = self._loads, self._stores, {}, {}
-        whose = {number: self._jobs[number].request_id for number in loads}
-        return StepMetadata(loads, stores, self.take_stores_after(), withdrawn, whose)
+        whose = {number: self._jobs[number].request_id for number in self._loads}
+        metadata = StepMetadata(self._loads, self._stores, self.take_stores_after(), withdrawn, whose)
+        self._loads, self._stores = {}, {}  # only now: if the step cannot be made, loads go with the next one
+        return metadata
 
     def take_stores_after(self) -> dict[int, StoreRequest]:
         """Those of what a step computes; also of the last one that was built, while it is under way."""
