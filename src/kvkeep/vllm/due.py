@@ -29,13 +29,11 @@ class Due:
         if is_quiet and work.keys() == self._looked_at:
             self._quiet_steps -= 1
             return []
-        due, quiet_steps = [], None
-        for request_id, count in work.items():
-            if (known := self._known.get(request_id)) is None:
-                continue
-            computed = known.request.num_computed_tokens + count
-            if (left := known.next_store - computed) <= 0:
-                due.append((known, computed))
-            quiet_steps = left if quiet_steps is None else min(quiet_steps, left)
-        self._looked_at, self._quiet_steps = set(work), max(0, (quiet_steps or 0) - 1)
-        return due
+        found = [
+            (known, known.request.num_computed_tokens + count)
+            for request_id, count in work.items()
+            if (known := self._known.get(request_id))
+        ]
+        left = min((known.next_store - computed for known, computed in found), default=1)
+        self._looked_at, self._quiet_steps = set(work), max(0, left - 1)
+        return [(known, computed) for known, computed in found if computed >= known.next_store]
