@@ -39,7 +39,7 @@ def test_options_are_the_arguments_of_run() -> None:
     assert read_options(run, ["--block-bytes", "4096,64KiB", "--seed=0"]) == {"block_bytes": (4096, 65536), "seed": 0}
     assert read_options(run, ["--no-verify"]) == {"verify": False}
     assert read_options(run, ["--verify"]) == {"verify": True}
-    assert read_options(run, ["--verify=false"]) == {"verify": False}
+    assert read_options(run, ["--verify=false"]) == read_options(run, ["--verify=0"]) == {"verify": False}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,8 @@ def test_options_are_the_arguments_of_run() -> None:
         ["9"],
         ["--sizes="],
         ["--no-blocks"],
+        ["--verify=maybe"],
+        ["--no-verify=false"],
         ["--kind"],
     ],
 )

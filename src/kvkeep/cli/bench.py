@@ -155,7 +155,8 @@ def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]
     for argument in rest:
         flag, equals, text = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--no-") and isinstance(_default(parameters, name.removeprefix("no_")), bool):
+        is_off = flag.startswith("--no-") and isinstance(_default(parameters, name.removeprefix("no_")), bool)
+        if is_off and not equals:
             options[name.removeprefix("no_")] = False
             continue
         if not flag.startswith("--") or name not in parameters:
@@ -181,7 +182,9 @@ def _convert(name: str, default: Any, text: str) -> Any:
     if isinstance(default, tuple | list):
         return type(default)(_convert(name, default[0], part) for part in text.split(","))
     if isinstance(default, bool):
-        return {"true": True, "false": False}.get(text, text == "1")
+        if text not in (switch := {"true": True, "1": True, "false": False, "0": False}):
+            raise ValueError
+        return switch[text]
     if isinstance(default, int | float):
         value = parse_size(text) if name.endswith("bytes") else type(default)(text)
         if not value >= min(default, 1):
@@ -270,7 +273,9 @@ def _flag(name: str) -> str:
 def _expected(name: str, default: Any) -> str:
     """What a value looks like: "at least 1, such as 8"."""
     first = default[0] if isinstance(default, tuple | list) else default
-    number = isinstance(first, int | float) and not isinstance(first, bool)
+    if isinstance(first, bool):
+        return "true or false"
+    number = isinstance(first, int | float)
     return (f"at least {min(first, 1)}, such as " if number else "a value such as ") + _text(default, name)
 
 
