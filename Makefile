@@ -16,17 +16,24 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 VLLM_READY := $(VLLM_VENV)/.vllm-installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# A newer release that has no build for CPUs: its Python sources, in the environment of one that has.
+CONTRACT ?= 0.33.0
+CONTRACT_BESIDE := 0.32.0
+CONTRACT_SOURCES := .vllm/$(CONTRACT)-sources
+CONTRACT_PYTHON := .vllm/$(CONTRACT_BESIDE)/bin/python
+
 # The editable install is redone when what it is made from changes: metadata, build script, C sources.
 INSTALL_INPUTS := pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-gpu check audit bench fuzz chaos clean
+.PHONY: help setup demo test test-vllm test-vllm-contract vllm-environment test-gpu check audit bench fuzz chaos clean
 
 help:
 	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
 	@echo "make demo       a server, two engine processes that share it, and its sudden end"
 	@echo "make test       check, then all tests, those with vLLM last"
 	@echo "make test-vllm  tests with a real vLLM, in $(VLLM_VENV): make test-vllm VLLM=0.30.0"
+	@echo "make test-vllm-contract  tests that compute nothing, with the Python sources of vLLM $(CONTRACT)"
 	@echo "make test-gpu   tests on this host's NVIDIA GPU, with its own python: make test-gpu PYTHON=python3.12"
 	@echo "make check      ruff, mypy --strict and the audit of dependencies"
 	@echo "make audit      known vulnerabilities in what is installed, where their database can be reached"
@@ -55,10 +62,23 @@ test: check
 	@echo "test: pytest"
 	@$(BIN)/python -m pytest -q --ignore tests/vllm
 	@$(MAKE) --no-print-directory test-vllm
+	@$(MAKE) --no-print-directory test-vllm-contract
 
 test-vllm: $(VLLM_STAMP)
 	@echo "test-vllm: pytest, with vLLM $(VLLM)"
 	@$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
+
+vllm-environment: $(VLLM_STAMP)
+
+# Exit code 75: the sources cannot be had here, which is said loudly and fails nothing.
+test-vllm-contract:
+	@$(MAKE) --no-print-directory vllm-environment VLLM=$(CONTRACT_BESIDE)
+	@$(CONTRACT_PYTHON) .ci/vllm_sources.py $(CONTRACT) $(CONTRACT_SOURCES) || { code=$$?; test $$code = 75 || exit $$code; }
+	@if test -d $(CONTRACT_SOURCES); then \
+		echo "test-vllm-contract: pytest, with the Python sources of vLLM $(CONTRACT)"; \
+		PYTHONPATH=$(CURDIR)/$(CONTRACT_SOURCES)$${PYTHONPATH:+:$$PYTHONPATH} VLLM_TARGET_DEVICE=cpu \
+			KVKEEP_TEST_VLLM_SOURCES=$(CURDIR)/$(CONTRACT_SOURCES) $(CONTRACT_PYTHON) -m pytest -q tests/vllm; \
+	fi
 
 # On a GPU host, with the torch and triton that serve there; in $(VENV) they are builds for CPUs.
 test-gpu:

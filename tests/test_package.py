@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,17 @@ def test_a_bad_line_is_found(requirement: str, installed: str | None, word: str)
 # -- the audit
 
 
-@pytest.fixture(scope="module")
-def audit() -> Any:
-    spec = importlib.util.spec_from_file_location("audit", ROOT / ".ci" / "audit.py")
+def ci_module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def audit() -> Any:
+    return ci_module("audit")
 
 
 def said(*packages: dict[str, Any]) -> str:
@@ -183,3 +188,52 @@ def test_the_check_that_everybody_runs_has_the_audit_in_it() -> None:
     audited = rules.partition("\naudit:")[2].partition("\n\n")[0]
     assert re.search(r"^\t@\$\(MAKE\) .*\baudit$", check, re.MULTILINE)
     assert re.search(r"^\t@\S+/python \.ci/audit\.py$", audited, re.MULTILINE), "its exit code is make's"
+
+
+# -- the sources of a vLLM release
+
+
+@pytest.fixture
+def sources() -> Any:
+    return ci_module("vllm_sources")
+
+
+def test_modules_and_metadata_are_taken_from_the_wheel_and_nothing_compiled(
+    sources: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, target = tmp_path / "index", tmp_path / "made" / "9.9.9-sources"
+    index.mkdir()
+    info = "vllm-9.9.9.dist-info"
+    with zipfile.ZipFile(index / "vllm-9.9.9-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("vllm/__init__.py", "")
+        wheel.writestr("vllm/v1/core.py", "")
+        wheel.writestr("vllm/_C.abi3.so", "compiled")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.9\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    assert sources.main("9.9.9", str(target)) == 0
+    found = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    assert found == [f"{info}/METADATA", f"{info}/RECORD", f"{info}/WHEEL", "vllm/__init__.py", "vllm/v1/core.py"]
+    assert list(target.parent.iterdir()) == [target], "the wheel is gone"
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert sources.main("9.9.9", str(target)) == 0, "what is there is not downloaded again"
+
+
+def test_sources_that_cannot_be_had_are_said_loudly_and_leave_nothing(
+    sources: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert sources.main("9.9.9", str(tmp_path / "sources")) == sources.CANNOT_BE_HAD == 75
+    said = capsys.readouterr().out
+    assert "vLLM 9.9.9 NOT TESTED" in said and "!" * 80 in said and "make test-vllm-contract" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_make_tests_the_contract_and_does_not_fail_where_its_sources_cannot_be_had() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\ntest: check\n" in makefile
+    recipe = makefile.partition("\ntest: check\n")[2].partition("\n\n")[0]
+    assert "test-vllm-contract" in recipe
+    assert "test $$code = 75 || exit $$code" in makefile

@@ -2,11 +2,15 @@
 
 An engine starts in seconds once its process is there, so there are few processes, and each has one engine after the
 other. Tests share what they have stored: each asks with prompts of its own.
+
+With KVKEEP_TEST_VLLM_SOURCES, vLLM is a folder with the Python sources of a release and nothing that is compiled
+(`make test-vllm-contract`). Its scheduler runs and its engines do not, so tests that need one are left out.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -28,14 +32,24 @@ sys.path.insert(0, str(HERE))
 from replicas import POOL, Replica, Server, at_rest, cores  # noqa: E402  (beside this file)
 
 HAS_VLLM = (_spec := importlib.util.find_spec("vllm")) is not None and _spec.origin is not None
+SOURCES = os.environ.get("KVKEEP_TEST_VLLM_SOURCES", "")
 THEIRS = "vllm|torch|transformers|triton|ray|importlib|swig|google|pydantic"  # modules that warn when vLLM is imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if SOURCES and not (_spec is not None and _spec.origin and Path(_spec.origin).is_relative_to(SOURCES)):
+        raise pytest.UsageError(f"vLLM is not imported from {SOURCES}: put it into PYTHONPATH")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated"))  # fixtures end what they have started
     config.addinivalue_line("filterwarnings", f"ignore:::({THEIRS})")
     config.addinivalue_line("filterwarnings", "ignore:builtin type .* has no __module__:DeprecationWarning")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if SOURCES:
+        computing = [item for item in items if "models" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=computing)
+        items[:] = [item for item in items if item not in set(computing)]
 
 
 class _Skipped(pytest.Module):

@@ -98,14 +98,14 @@ def test_a_bad_setting_is_refused_and_named(role: KVConnectorRole, key: str, val
 
 
 @BOTH
-@pytest.mark.parametrize(("version", "allowed"), [("0.33.0", True), ("0.33.0", False), ("0.25.0", True)])
+@pytest.mark.parametrize(("version", "allowed"), [("0.34.0", True), ("0.34.0", False), ("0.25.0", True)])
 def test_a_release_that_is_not_served_is_refused(role: KVConnectorRole, version: str, allowed: bool) -> None:
     extra = {"kvkeep.allow_untested_vllm": allowed}
     with mock.patch.object(kvkeep.vllm.connector.vllm, "__version__", version):
-        if version == "0.33.0" and allowed:
+        if version == "0.34.0" and allowed:
             connector(role, extra)
         else:
-            with pytest.raises(SettingsError, match=r"0\.26 to 0\.32"):
+            with pytest.raises(SettingsError, match=r"0\.26 to 0\.33"):
                 connector(role, extra)
 
 

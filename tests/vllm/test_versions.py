@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
 
-from engine_parts import BLOCK, Engine, cache_config, full, request, window
+from engine_parts import BLOCK, Engine, cache_config, full, request, vllm_config, window
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -32,7 +32,7 @@ RELEASE = (int(found[1]), int(found[2]))
 # --- which releases are served ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.30.0rc1", "0.32.0", "0.32.1", "0.32.1.dev5+g1", vllm.__version__])
+@pytest.mark.parametrize("version", ["0.26.0", "0.30.0rc1", "0.33.0", "0.33.1", "0.33.1.dev5+g1", vllm.__version__])
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_release_in_the_range_is_served(version: str, allowed: bool) -> None:
     assert versions.refusal(version, allowed) == ""
@@ -46,7 +46,7 @@ def test_an_older_one_is_refused_whatever_is_allowed(version: str, allowed: bool
     assert "allow_untested" not in said, "that would not help"
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.33.0.dev1+g1234", "1.0.0", "nonsense", "", "dev"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.34.0.dev1+g1234", "1.0.0", "nonsense", "", "dev"])
 def test_a_newer_or_unknown_one_needs_a_word(version: str) -> None:
     said = versions.refusal(version, False)
     assert version in said and versions.SUPPORTED in said and "kvkeep.allow_untested_vllm" in said
@@ -144,6 +144,21 @@ def test_how_many_ranks_hold_the_same_kv() -> None:
     assert versions.kv_tp_replicas(SimpleNamespace()) is None
     assert versions.kv_tp_replicas(SimpleNamespace(kv_tp_replicas=4)) == 4
     assert versions.kv_tp_replicas(config) == (1 if RELEASE >= (0, 31) else None)
+
+
+@pytest.mark.skipif(RELEASE < (0, 33), reason="before 0.33 a hash covers its own block only")
+def test_hashes_beside_a_connector_do_not_look_ahead() -> None:
+    """Blocks of a drafting engine would otherwise be keyed by tokens that come after them."""
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(
+        use_eagle=lambda: True,
+        use_eagle_block_drop=lambda: True,
+        use_multi_module_mtp=lambda: False,
+        disable_lookahead_block_hashes=False,
+    )
+    assert config.num_hash_lookahead_tokens == 0
+    config.kv_transfer_config = None
+    assert config.num_hash_lookahead_tokens == 1, "without one they do"
 
 
 # --- block tables -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What differs between the releases of vLLM that one connector serves: 0.26 to 0.32.
+"""What differs between the releases of vLLM that one connector serves: 0.26 to 0.33.
 
 since   what                                      before
 0.30    a failed load can name its request        only blocks can be named, and of one group of full attention only:
@@ -10,6 +10,11 @@ since   what                                      before
         the same KV                               groups
 0.32    kv_cache_config says how many tokens      what divides all blocks, and each request's hashes are
         a hash covers                             counted to make sure
+
+What 0.33 moved besides, and why nothing here has to follow it: block hashes can cover tokens after their block, but
+not beside a connector; a step's results can be collected before `wait_for_save`, which we do not rely on; an external
+hit can be refused as a whole for want of routed experts, which is a hit that is not loaded, as before; loads are put
+off for caches in host memory only, which we refuse; groups and tensors of the KV are planned in other modules.
 """
 
 from __future__ import annotations
@@ -23,8 +28,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
-OLDEST, NEWEST = (0, 26), (0, 32)
-SUPPORTED = "0.26 to 0.32"
+OLDEST, NEWEST = (0, 26), (0, 33)
+SUPPORTED = "0.26 to 0.33"
 
 # Both have 256 bits and cannot be made to collide. The others are fast and neither.
 _SOUND_HASHES = ("sha256", "sha256_cbor")
