@@ -28,7 +28,11 @@ TWO = Pieces([CacheGroup("full", 16), CacheGroup("window", 16, 64)])
 def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """What is found of the weights."""
     found: dict[str, str | None] = {"fingerprint": "f1"}
-    monkeypatch.setattr(identity, "weights_fingerprint", lambda model, revision: found["fingerprint"])
+
+    def digest(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(value=found["fingerprint"], wait=lambda timeout_s: True)
+
+    monkeypatch.setattr(identity.CheckpointDigest, "of", digest)
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvkeep.client.sources import Piece
+from kvkeep.connector.checkpoint import CheckpointDigest
 from kvkeep.connector.options import revision
 from kvkeep.connector.pieces import Pieces
 from kvkeep.errors import KVKeepError, SettingsError
@@ -23,7 +24,6 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.vllm import versions
-from kvkeep.vllm.weights import weights_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,15 @@ def _revision(model: Any, extra: Mapping[str, Any]) -> str:
     said = revision(extra)
     if said is not None:
         return said
-    found = weights_fingerprint(str(model.model), model.revision)
-    if found is not None:
-        return found
+    digest = CheckpointDigest.of(
+        str(model.model),
+        model.revision,
+        remote_code=bool(getattr(model, "trust_remote_code", False)),
+        code_revision=getattr(model, "code_revision", None),
+    )
+    digest.wait(None)
+    if digest.value is not None:
+        return digest.value
     log.warning(
         "kvkeep: the weights of %s were not found on this host, so its name and revision (%s) stand for them. "
         "If they can change under that name, set kvkeep.revision in kv_connector_extra_config.",
