@@ -74,7 +74,7 @@ def status(**changes: Any) -> dict[str, Any]:
             "degraded": "no more memory",
         },
         "counters": counters | {"lookups": 2, "lookup_blocks": 8, "hit_blocks": 6, "bad_blocks": 3},
-        "quotas": {"promised_bytes": 0, "in_force_bytes": 1 << 31, "overcommitted": True},
+        "quotas": {"promised_bytes": 0, "in_force_bytes": 1 << 31, "overcommitted": True, "scaled_down": True},
         "sessions": [],
         "leases": 0,
         "writes": 0,
@@ -92,7 +92,7 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["blocks"] == "1,234 ready"
     assert lines["lookups"] == "2, 6 of 8 blocks found (75.0%)"
     assert lines["degraded"] == "no more memory"
-    assert "2GiB" in lines["warning"]
+    assert "2GiB" in lines["warning"] and "scaled down" in lines["quotas"]
     assert lines["bad blocks"] == "3"
     assert lines["turned away"] == "1 mechanism, 3 unknown_key"
     assert "internal errors" not in lines

@@ -87,8 +87,12 @@ def test_clearing_everything_must_be_meant(kvkeep: Run, server: ServerProcess) -
         (("set-quota", TENANT), "", 2, "expected TENANT and SIZE"),
         (("set-quota", TENANT, "1GiB", "--salt-stdin"), "s", 2, "expected TENANT and SIZE"),
         (("set-quota", TENANT, "1TiB"), "", 1, "does not fit"),
-        (("unset-quota", TENANT), "", 1, "has no blocks and no quota"),
-        (("clear", TENANT), "", 1, "has no blocks and no quota"),
+        (("unset-quota", TENANT), "", 1, "has no blocks, and no quota or limit"),
+        (("clear", TENANT), "", 1, "has no blocks, and no quota or limit"),
+        (("set-limit", TENANT, "none"), "", 2, "kvkeep tenants unset-limit"),
+        (("set-limit", TENANT, "-1"), "", 2, "never negative"),
+        (("set-limit", TENANT, "65TiB"), "", 1, "is not in 0 to 64TiB"),
+        (("unset-limit", TENANT), "", 1, "has no blocks, and no quota or limit"),
         (("clear",), "", 2, "either TENANT or --salt-stdin"),
         (("clear", TENANT, "--salt-stdin"), "s", 2, "either TENANT or --salt-stdin"),
         (("clear", "--salt-stdin"), "", 2, "no salt"),
@@ -113,6 +117,63 @@ def test_a_salt_given_as_a_tenant_is_not_repeated(kvkeep: Run, server: ServerPro
     done = kvkeep("tenants", "clear", SALT, "--http", server.http)
     assert done.returncode == 2 and "--salt-stdin" in done.stderr
     assert SALT not in done.stderr + done.stdout
+
+
+def test_limits_are_set_shown_and_taken_back(kvkeep: Run, server: ServerProcess) -> None:
+    """A limit of 0 drops what was there and nothing is stored after it; unset, all is as before."""
+    salt = "a tenant with a limit"
+    tenant, http = tenant_of(salt), ("--http", server.http)
+    assert put_blocks(server, salt) == 4
+    done = kvkeep("tenants", "set-limit", tenant, "8KiB", *http)
+    assert (done.returncode, done.stdout) == (0, f"{tenant} has a limit of 8KiB\n")
+    row = usage(kvkeep, server)[tenant]
+    assert row["usage_bytes"] == row["limit_bytes"] == 8192 and row["own_limit"] is True
+    assert "8KiB" in next(line for line in kvkeep("tenants", "list", *http).stdout.splitlines() if tenant in line)
+    done = kvkeep("tenants", "set-limit", "--salt-stdin", "0", *http, "--json", stdin=salt)
+    assert json.loads(done.stdout) == {"tenant": tenant, "limit_bytes": 0}
+    assert put_blocks(server, salt) == 0 and usage(kvkeep, server)[tenant]["usage_bytes"] == 0
+    done = kvkeep("tenants", "unset-limit", tenant, *http, "--json")
+    assert json.loads(done.stdout) == {"tenant": tenant, "limit_bytes": None}
+    assert put_blocks(server, salt) == 4
+    assert kvkeep("tenants", "clear", tenant, *http).returncode == 0
+
+
+def test_limits_survive_a_restart_and_hold_for_what_is_adopted(kvkeep: Run, tmp_path: Path) -> None:
+    server = ServerProcess("--pool-size", "32MiB", name="limited", state_dir=tmp_path)
+    with server:
+        assert put_blocks(server, SALT, 8) == 8 and put_blocks(server, "other", 8) == 8
+        words = ("tenants", "set-limit", "--salt-stdin", "20KiB", "--http", server.http)
+        assert kvkeep(*words, stdin=SALT).returncode == 0
+        server.stop()
+        server.start("--default-limit", "8KiB")
+        shown = {name: (row["usage_bytes"], row["limit_bytes"]) for name, row in usage(kvkeep, server).items()}
+        assert shown == {tenant_of(SALT): (20480, 20480), tenant_of("other"): (8192, 8192)}
+        assert put_blocks(server, SALT, 8) == 0, "the blocks of the same chain that were evicted find no room"
+        changed = kvkeep("settings", "set", "default_limit", "12KiB", "--http", server.http)
+        assert changed.returncode == 0
+        server.stop()
+        server.start()
+        assert usage(kvkeep, server)[tenant_of("other")]["limit_bytes"] == 12288
+
+
+def test_quotas_of_a_larger_pool_are_scaled_down_and_return_with_it(kvkeep: Run, tmp_path: Path) -> None:
+    quotas, sizes = {TENANT: 24 * MIB, "default": 8 * MIB}, ("32MiB", "16MiB", "32MiB")
+    for pool, factor in zip(sizes, (1, 2, 1), strict=True):
+        with ServerProcess("--pool-size", pool, name="shrunk", state_dir=tmp_path) as server:
+            if "scaled down" not in (before := server.log()) and pool == sizes[0]:
+                for tenant, nbytes in quotas.items():
+                    kvkeep("tenants", "set-quota", tenant, str(nbytes), "--http", server.http)
+            shown = {name: (row["quota_bytes"], row["set_quota_bytes"]) for name, row in usage(kvkeep, server).items()}
+            assert shown == {name: (nbytes // factor, nbytes) for name, nbytes in quotas.items()}
+            listed = kvkeep("tenants", "list", "--http", server.http).stdout
+            assert ("12MiB (set: 24MiB)" in listed) == (factor == 2)
+            status = json.loads(kvkeep("status", "--http", server.http, "--json").stdout)
+            assert status["quotas"]["scaled_down"] == (factor == 2)
+            assert ("32MiB together" in before and "scaled down to 16MiB" in before) == (factor == 2)
+            refused = kvkeep("tenants", "set-quota", TENANT, "30MiB", "--http", server.http)
+            assert refused.returncode == 1 and "does not fit" in refused.stderr, "at run time nothing is scaled"
+            kept = json.loads((tmp_path / "shrunk" / "quotas.json").read_bytes())
+            assert kept["tenants"] == quotas
 
 
 def test_quotas_survive_a_restart(kvkeep: Run, tmp_path: Path) -> None:

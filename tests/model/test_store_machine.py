@@ -20,7 +20,7 @@ from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store import operators
 from kvkeep.store.integrity import check_integrity
-from kvkeep.store.plans import Hit, Limits, StorePlan
+from kvkeep.store.plans import Hit, Limits, StorePlan, TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.table import NO_ROW, READY, STATE_NAMES
 from kvkeep.testing.store_model import ModelBlock, StoreModel
@@ -51,6 +51,7 @@ TENANTS = ["ann", "ann", "ann", "bob", "bob", "cy", "dee"]
 LAYOUTS = [1, 1, 1, 2, 2, 3]
 
 QUOTAS = [None, *(slots * SLOT for slots in range(9))]
+LIMIT_BYTES = [None, 0, 1, SLOT, 2 * SLOT, 3 * SLOT + 1, 4 * SLOT, 6 * SLOT - 1, 8 * SLOT, 1000 * SLOT]
 
 # Hypothesis chooses seeds, and shortens a failing run to the steps that matter. What each step does is chosen evenly
 # from its seed, because most choices depend on what is in the store at the time.
@@ -103,7 +104,10 @@ def snapshot(store: Store) -> dict[str, Any]:
             row: (table.keys[row], *(getattr(table, name)[row] for name in columns))
             for row in table.live_rows().tolist()
         },
-        "tenants": {t.name: (t.number, t.own_quota_bytes, t.usage_bytes, dict(t.index)) for t in store.tenants},
+        "tenants": {
+            t.name: (t.number, t.own_quota_bytes, t.own_limit_bytes, t.usage_bytes, dict(t.index))
+            for t in store.tenants
+        },
         "usage": operators.usage(store),
         "sessions": {
             number: (dict(s.leases), {w: (work.shard, list(work.rows)) for w, work in s.writes.items()})
@@ -170,6 +174,7 @@ class PromisesMachine(RuleBasedStateMachine):
         held = {slot for slots in held_slots(self.store).values() for slot in slots}
         in_use = set(self.store.blocks.table.many.slot[self.store.blocks.table.live_rows()].tolist())
         plan = prepare()
+        self.check_limits({name: usage.usage_bytes for name, usage in before.items()})
         after = {usage.tenant: usage.usage_bytes for usage in operators.usage(self.store)}
         # Who has a quota of its own, or is one tenant too many, takes also from those that have only the default quota.
         takes_more = before[tenant].own_quota if tenant in before else len(before) >= LIMITS.tenants
@@ -188,8 +193,21 @@ class PromisesMachine(RuleBasedStateMachine):
             assert row in self.store.blocks.shards_in or lacks, "a slot was handed out that somebody still holds"
         return plan
 
+    def check_limits(self, before: dict[str, int] | None = None) -> None:
+        """Nobody uses more than its limit. The one exception: after a limit was lowered, blocks that somebody reads or
+        writes are on their way out; then nothing is added."""
+        for tenant in self.store.tenants:
+            if tenant.limit_bytes is None:
+                continue
+            if before is not None and tenant.is_over_limit:
+                assert tenant.usage_bytes <= before[tenant.name], f"{tenant.name} stored while over its limit"
+            sizes = [self.store.layouts.get(self.store.blocks.table.layout[row]) for row in tenant.index.values()]
+            indexed = sum(layout.slot_bytes for layout in sizes)
+            assert tenant.usage_bytes <= tenant.limit_bytes or indexed <= tenant.limit_bytes
+
     def check_promises(self) -> None:
         check_integrity(self.store)
+        self.check_limits()
         held = held_slots(self.store)
         for holding, slots in held.items():
             if holding in self.held:
@@ -214,8 +232,9 @@ class StoreMachine(PromisesMachine):
         slabs=st.sampled_from([2, 3, 4, 1]),
         per_slab=st.sampled_from([3, 4, 2, 1]),
         default_quota=st.sampled_from(QUOTAS),
+        pick=picks,
     )
-    def start(self, slabs: int, per_slab: int, default_quota: int | None) -> None:
+    def start(self, slabs: int, per_slab: int, default_quota: int | None, pick: Random) -> None:
         pool_bytes = slabs * per_slab * SLOT
         default_quota = None if default_quota is None else min(default_quota, pool_bytes)
         self.store = Store(pool_bytes, per_slab * SLOT, LIMITS, default_quota)
@@ -228,6 +247,18 @@ class StoreMachine(PromisesMachine):
             layout = self.store.open_layout(1, b"layout %d" % shards, (64,) * shards)
             assert layout.slot_bytes == SLOT
             self.model.layouts[layout.number] = shards
+        self.restore(pick)
+
+    def restore(self, pick: Random) -> None:
+        """What a start finds kept, half of the time: perhaps set when the pool was larger."""
+        if pick.randrange(2):
+            return
+        names = [name for name in ("ann", "bob", "cy") if pick.randrange(2)]
+        quotas = {name: pick.randint(0, 20) * SLOT for name in names if pick.randrange(2)}
+        limits = {name: pick.randint(0, 12) * SLOT for name in names if pick.randrange(2)}
+        defaults = (pick.choice([*QUOTAS, 100 * SLOT]), pick.choice([None, *LIMIT_BYTES]))
+        self.model.restore(quotas, limits, *defaults)
+        operators.restore(self.store, quotas, limits, *defaults, self.now_ms)
 
     def both(self, in_model: Callable[[], Any], in_store: Callable[[], Any]) -> tuple[Any, Any] | None:
         """Runs a request in both. None if both refuse it, and the store then has not changed."""
@@ -248,6 +279,7 @@ class StoreMachine(PromisesMachine):
         engine |= {self.lookup: 6, self.release: 4, self.finish: 2, self.wait: 2}
         engine |= {self.open_session: 1, self.close_session: 1}
         operator = {self.drop_block: 2, self.set_quota: 2, self.set_default_quota: 1, self.clear: 1}
+        operator |= {self.set_limit: 3, self.set_default_limit: 1}
         nonsense = {self.store_garbage: 2, self.lookup_garbage: 2, self.store_out_of_bounds: 1}
         nonsense |= {self.lookup_out_of_bounds: 1}
         self.one_of(pick, engine | operator | nonsense)
@@ -450,6 +482,22 @@ class StoreMachine(PromisesMachine):
             lambda: operators.set_default_quota(self.store, quota, self.now_ms),
         )
 
+    def set_limit(self, pick: Random) -> None:
+        tenant, limit = pick.choice(TENANTS), pick.choice(LIMIT_BYTES)
+        answers = self.both(
+            lambda: self.model.set_limit(tenant, limit, self.now_ms),
+            lambda: operators.set_limit(self.store, tenant, limit, self.now_ms),
+        )
+        assert answers is None or answers[1]
+
+    def set_default_limit(self, pick: Random) -> None:
+        limit = pick.choice([None, None, *LIMIT_BYTES])
+        answers = self.both(
+            lambda: self.model.set_default_limit(limit, self.now_ms),
+            lambda: operators.set_default_limit(self.store, limit, self.now_ms),
+        )
+        assert answers is None or answers[1]
+
     # -- what holds after every rule -------------------------------------------------------------------------------
 
     @invariant()
@@ -458,13 +506,16 @@ class StoreMachine(PromisesMachine):
             return
         self.check_promises()
         table, model = self.store.blocks.table, self.model
-        usages = {u.tenant: (u.blocks, u.usage_bytes, u.quota_bytes, u.own_quota) for u in operators.usage(self.store)}
-        assert usages == {
-            name: (
+        assert {usage.tenant: usage for usage in operators.usage(self.store)} == {
+            name: TenantUsage(
+                name,
                 sum(block.tenant == name for block in model.blocks),
                 model.usage(name),
                 model.quota(name),
                 name in model.own_quotas,
+                model.own_quotas.get(name),
+                model.limit(name),
+                name in model.own_limits,
             )
             for name in model.tenants()
         }
@@ -507,7 +558,7 @@ class SlabMachine(PromisesMachine):
     @rule(pick=picks)
     def step(self, pick: Random) -> None:
         engine = {self.store_chain: 9, self.complete_store: 3, self.abandon_store: 1, self.lookup: 5, self.release: 4}
-        rare = {self.restart_session: 1, self.drop_block: 2, self.set_quota: 2, self.wait: 1}
+        rare = {self.restart_session: 1, self.drop_block: 2, self.set_quota: 2, self.set_limit: 2, self.wait: 1}
         self.one_of(pick, engine | rare)
 
     def quietly(self, request: Callable[[], Any]) -> Any:
@@ -568,6 +619,13 @@ class SlabMachine(PromisesMachine):
     def set_quota(self, pick: Random) -> None:
         tenant, quota = pick.choice(TENANTS), pick.choice(QUOTAS)
         self.quietly(lambda: operators.set_quota(self.store, tenant, quota, self.now_ms))
+
+    def set_limit(self, pick: Random) -> None:
+        """Sometimes in pieces, as the server does it between engines' requests."""
+        tenant, limit, most = pick.choice(TENANTS), pick.choice(LIMIT_BYTES), pick.choice([1, 2, 100])
+        done = self.quietly(lambda: operators.set_limit(self.store, tenant, limit, self.now_ms, most))
+        while done is False:
+            done = operators.shrink_to_limits(self.store, [tenant], self.now_ms, most)
 
     def wait(self, pick: Random) -> None:
         self.now_ms += pick.randint(1, 30)

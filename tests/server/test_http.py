@@ -117,14 +117,72 @@ def test_a_server_that_stops_is_not_ready(start: Start) -> None:
     running.in_loop(lambda: running.daemon.store.close_session(1, 0))
 
 
-# -- tenants and quotas
+# -- tenants, quotas and limits
+
+
+def test_limits_are_set_shown_kept_and_taken_back(running: Any) -> None:
+    running.store(TENANT, 5)
+    assert running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": 3 * 4096}) == (204, "")
+    _, said = running.ask(f"/v1/tenants/{TENANT}")
+    assert (said["blocks"], said["usage_bytes"], said["limit_bytes"], said["own_limit"]) == (3, 12288, 12288, True)
+    assert running.daemon.quotas.load().limits == {TENANT: 12288}
+    _, text = running.ask("/metrics")
+    assert f'kvkeep_tenant_limit_bytes{{tenant="{TENANT}"}} 12288.0' in text
+    assert running.ask("/v1/status")[1]["largest_tenants"][0]["limit_bytes"] == 12288
+    assert running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": 0}) == (204, "")
+    assert running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 0
+    assert running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": None}) == (204, "")
+    assert running.daemon.quotas.load().limits == {}
+
+
+def test_the_default_limit_is_a_live_setting_that_is_kept(running: Any) -> None:
+    running.store(TENANT, 5)
+    running.store("default", 3000)
+    status, rows = running.ask("/v1/settings", "PATCH", {"default_limit": "8KiB"})
+    assert status == 200 and {row["name"]: row["value"] for row in rows}["default_limit"] == "8KiB"
+    listed = running.ask("/v1/tenants")[1]["tenants"]
+    assert {each["tenant"]: (each["blocks"], each["limit_bytes"], each["own_limit"]) for each in listed} == {
+        TENANT: (2, 8192, False),
+        "default": (2, 8192, False),
+    }
+    kept = running.daemon.quotas.load()
+    assert (kept.default_limit_set, kept.default_limit_bytes) == (True, 8192)
+    assert "kvkeep_default_limit_bytes 8192.0" in running.ask("/metrics")[1]
+
+
+def test_a_limit_below_the_quota_is_refused_and_names_both_fields(running: Any) -> None:
+    running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 2 * MIB})
+    status, said = running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": MIB})
+    assert (status, said["error"], said["field"]) == (409, "limit_below_quota", "limit_bytes")
+    assert "limit_bytes = 1MiB" in said["message"] and "quota_bytes = 2MiB" in said["message"]
+    status, said = running.ask("/v1/settings", "PATCH", {"default_quota": "2MiB", "default_limit": "1MiB"})
+    assert status == 422 and "default_limit = 1MiB is less than default_quota = 2MiB" in said["message"]
+    status, said = running.ask("/v1/settings", "PATCH", {"default_limit": "1MiB"})
+    assert (status, said["error"], said["field"]) == (409, "limit_below_quota", "default_limit")
+    assert running.daemon.quotas.load().limits == {} and not running.daemon.quotas.load().default_limit_set
+
+
+def test_defaults_that_fit_together_can_change_together(running: Any) -> None:
+    for limit, quota in (("2MiB", "1MiB"), ("8MiB", "4MiB"), ("1MiB", "1MiB")):
+        changes = {"default_quota": quota, "default_limit": limit}
+        assert running.ask("/v1/settings", "PATCH", changes)[0] == 200
+    assert running.daemon.store.tenants.default_limit_bytes == MIB
 
 
 def test_quotas_are_set_and_taken_back(running: Any) -> None:
     assert running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 8 * MIB}) == (204, "")
     assert running.ask(f"/v1/tenants/{TENANT}") == (
         200,
-        {"tenant": TENANT, "blocks": 0, "usage_bytes": 0, "quota_bytes": 8 * MIB, "own_quota": True},
+        {
+            "tenant": TENANT,
+            "blocks": 0,
+            "usage_bytes": 0,
+            "quota_bytes": 8 * MIB,
+            "own_quota": True,
+            "set_quota_bytes": 8 * MIB,
+            "limit_bytes": None,
+            "own_limit": False,
+        },
     )
     assert running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": None}) == (204, "")
     assert running.ask(f"/v1/tenants/{TENANT}")[0] == 404
@@ -174,6 +232,10 @@ def test_clearing_everything_must_be_confirmed(running: Any) -> None:
         (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1 << 200}, 409, "quota_too_large", "quota_bytes"),
         (f"/v1/tenants/{TENANT}/quota", "PUT", {}, 422, "bad_request", "quota_bytes"),
         (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1, "more": 1}, 422, "bad_request", "more"),
+        (f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": None}, 404, "unknown_tenant", "tenant"),
+        (f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": -1}, 422, "bad_request", "limit_bytes"),
+        (f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": 1 << 200}, 422, "bad_limit", "limit_bytes"),
+        (f"/v1/tenants/{TENANT}/limit", "PUT", {"quota_bytes": 1}, 422, "bad_request", "limit_bytes"),
         (f"/v1/tenants/{TENANT}/quota", "PUT", [1], 422, "bad_request", ""),
         (f"/v1/tenants/{TENANT}/quota", "PUT", b"{", 422, "bad_request", ""),
         (f"/v1/tenants/{TENANT}/quota", "PUT", b"\xff\xfe", 422, "bad_request", ""),

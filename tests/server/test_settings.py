@@ -228,7 +228,7 @@ def test_live_settings_change_in_a_copy() -> None:
         (
             "pool_size",
             "1g",
-            ["pool_size cannot change while the server runs", "default_quota, verify, log_level"],
+            ["pool_size cannot change while the server runs", "default_quota, default_limit, verify, log_level"],
         ),
         ("log_levle", "info", ['unknown setting "log_levle"', "log_level"]),
         ("verify", "perhaps", ["verify", '"perhaps"', "true or false"]),

@@ -18,7 +18,7 @@ def test_usage_shows_blocks_bytes_and_whose_quota_it_is(hand: Callable[..., Any]
     h.quota("bob", 3)
     assert operators.usage(h.store) == [
         TenantUsage("ann", 2, 8192, 8192, False),
-        TenantUsage("bob", 0, 0, 3 * 4096, True),
+        TenantUsage("bob", 0, 0, 3 * 4096, True, 3 * 4096),
     ]
 
 

@@ -87,6 +87,9 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("held", f"{held} for {restart['old_sessions']} {processes} of the server before"))
     if pool["degraded"]:
         lines.append(("degraded", pool["degraded"]))
+    if said["quotas"]["scaled_down"]:
+        promised = format_size(said["quotas"]["promised_bytes"])
+        lines.append(("quotas", f"{promised} do not fit the pool: scaled down until --pool-size is that large"))
     if said["quotas"]["overcommitted"]:
         lines.append(("warning", f"quotas in force add up to {format_size(said['quotas']['in_force_bytes'])}"))
     if turned_away := said["auth_failures"]:

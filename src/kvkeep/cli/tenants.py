@@ -1,4 +1,4 @@
-"""`kvkeep tenants ...`: usage, quotas, clearing.
+"""`kvkeep tenants ...`: usage, quotas, limits, clearing.
 
 A tenant is named by its id. Who knows only the salt gives it on stdin, or types it unseen: the id is made here, so the
 salt reaches neither server nor log, neither the shell's history nor the list of processes.
@@ -23,9 +23,9 @@ from kvkeep.units import format_size, parse_size
 
 MAX_SALT_BYTES = 64 * 1024
 _CLEAR_WITHIN_S = 600.0
-_NO_QUOTA = ("none", "null", "default", "unset", "unlimited", "max", "auto")
+_NO_SIZE = ("none", "null", "default", "unset", "unlimited", "max", "auto")
 
-app = typer.Typer(no_args_is_help=True, help="Show tenants, set their quotas, clear their blocks.")
+app = typer.Typer(no_args_is_help=True, help="Show tenants, set their quotas and limits, clear their blocks.")
 
 SaltStdin = Annotated[
     bool,
@@ -41,7 +41,7 @@ def list_tenants(
     token_file: TokenFile = None,
     json: Json = False,
 ) -> None:
-    """Show tenants with their usage and quota, largest first."""
+    """Show tenants with their usage, quota and limit, largest first."""
     said = ask(http, f"/v1/tenants?limit={limit}", token_file=token_file)
     if json:
         show_json(said)
@@ -72,26 +72,47 @@ def set_quota(
     json: Json = False,
 ) -> None:
     """Promise a tenant memory. Kept over restarts."""
-    words = [word for word in (tenant, size) if word is not None]
-    for word in words:
-        if re.match(r"-[^0-9.]", word):
-            raise SettingsError(f"no such option: {word}", "`kvkeep tenants set-quota --help` lists them")
-    if len(words) != (1 if salt_stdin else 2):
-        raise SettingsError("expected TENANT and SIZE, or --salt-stdin and SIZE")
-    quota_bytes = _quota(words[-1])
-    name = named(None if salt_stdin else words[0], salt_stdin)
+    name, quota_bytes = _tenant_and_size(tenant, size, salt_stdin, "quota", "0 promises nothing")
     ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": quota_bytes}, token_file=token_file)
     _say(json, {"tenant": name, "quota_bytes": quota_bytes}, f"{name} has a quota of {format_size(quota_bytes)}")
 
 
-def _quota(text: str) -> int:
+@app.command("set-limit", cls=QuotaCommand, context_settings={"ignore_unknown_options": True})
+def set_limit(
+    tenant: Tenant = None,
+    size: Annotated[
+        str | None,
+        typer.Argument(help="A size such as 8GiB. 0: nothing of the tenant is stored.", show_default=False),
+    ] = None,
+    salt_stdin: SaltStdin = False,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
+) -> None:
+    """Let a tenant use so much memory and no more. Kept over restarts."""
+    name, limit_bytes = _tenant_and_size(tenant, size, salt_stdin, "limit", "0 means that nothing is stored")
+    body = {"limit_bytes": limit_bytes}
+    ask(http, f"/v1/tenants/{name}/limit", "PUT", body, timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
+    _say(json, {"tenant": name, **body}, f"{name} has a limit of {format_size(limit_bytes)}")
+
+
+def _tenant_and_size(tenant: str | None, size: str | None, salt_stdin: bool, what: str, zero: str) -> tuple[str, int]:
+    """Who is meant, and how many bytes. The tenant may be left out, and then the first word is the size."""
+    words = [word for word in (tenant, size) if word is not None]
+    for word in words:
+        if re.match(r"-[^0-9.]", word):
+            raise SettingsError(f"no such option: {word}", f"`kvkeep tenants set-{what} --help` lists them")
+    if len(words) != (1 if salt_stdin else 2):
+        raise SettingsError("expected TENANT and SIZE, or --salt-stdin and SIZE")
+    text = words[-1]
     if text.startswith("-"):
-        raise SettingsError("the quota: expected a size, which is never negative", "0 promises nothing")
+        raise SettingsError(f"the {what}: expected a size, which is never negative", zero)
     try:
-        return parse_size(text)
+        nbytes = parse_size(text)
     except ValueError as error:
-        hint = "to give a tenant the default quota again: kvkeep tenants unset-quota"
-        raise SettingsError(f"the quota: expected {error}", hint if text.lower() in _NO_QUOTA else "") from None
+        hint = f"to give a tenant the default {what} again: kvkeep tenants unset-{what}"
+        raise SettingsError(f"the {what}: expected {error}", hint if text.lower() in _NO_SIZE else "") from None
+    return named(None if salt_stdin else words[0], salt_stdin), nbytes
 
 
 @app.command("unset-quota")
@@ -106,6 +127,21 @@ def unset_quota(
     name = named(tenant, salt_stdin)
     ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": None}, token_file=token_file)
     _say(json, {"tenant": name, "quota_bytes": None}, f"{name} has the default quota")
+
+
+@app.command("unset-limit")
+def unset_limit(
+    tenant: Tenant = None,
+    salt_stdin: SaltStdin = False,
+    http: Http = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    json: Json = False,
+) -> None:
+    """Give a tenant the default limit again."""
+    name = named(tenant, salt_stdin)
+    body = {"limit_bytes": None}
+    ask(http, f"/v1/tenants/{name}/limit", "PUT", body, timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
+    _say(json, {"tenant": name, **body}, f"{name} has the default limit")
 
 
 @app.command("clear")
@@ -178,16 +214,25 @@ def read_salt() -> str:
 
 def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[Any]]]:
     """Columns and rows of a table of tenants."""
-    return ("tenant", "blocks", "usage", "quota", ""), [
+    return ("tenant", "blocks", "usage", "quota", "limit", "own"), [
         (
             t["tenant"],
             t["blocks"],
             format_size(t["usage_bytes"]),
-            None if t["quota_bytes"] is None else format_size(t["quota_bytes"]),
-            "own" if t["own_quota"] else "",
+            _quota_shown(t),
+            None if t["limit_bytes"] is None else format_size(t["limit_bytes"]),
+            ", ".join(what for what in ("quota", "limit") if t[f"own_{what}"]),
         )
         for t in tenants
     ]
+
+
+def _quota_shown(tenant: dict[str, Any]) -> str | None:
+    """The quota in force, and the one that was set where that is more."""
+    in_force, was_set = tenant["quota_bytes"], tenant["set_quota_bytes"]
+    if in_force is None:
+        return None
+    return format_size(in_force) + (f" (set: {format_size(was_set)})" if was_set not in (None, in_force) else "")
 
 
 def _out_of_use(blocks: int, whose: str = "") -> str:

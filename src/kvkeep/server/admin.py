@@ -32,7 +32,20 @@ from kvkeep.server.snapshot import (
     largest_tenants,
     take,
 )
-from kvkeep.store.operators import check_default_quota, check_quota, drop_blocks, set_default_quota, set_quota, usage_of
+from kvkeep.store.operators import (
+    check_default_limit,
+    check_default_quota,
+    check_limit,
+    check_quota,
+    drop_blocks,
+    on_default_limit,
+    set_default_limit,
+    set_default_quota,
+    set_limit,
+    set_quota,
+    shrink_to_limits,
+    usage_of,
+)
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.tenants import Tenant
@@ -44,6 +57,7 @@ T = TypeVar("T")
 
 LOOP_WAIT_S = 4.0  # less than our commands wait, so that they hear of it
 _BLOCKS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their turn
+_TENANTS_LOOKED_AT_A_TURN = 4096
 
 
 @dataclass(frozen=True)
@@ -201,20 +215,37 @@ class Admin:
                 self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
         log.info("quota of tenant %s: %s", tenant, "the default" if quota_bytes is None else format_size(quota_bytes))
 
+    def set_limit(self, tenant: str, limit_bytes: int | None) -> None:
+        """Lets a tenant use so much at most, or with None as much as the default limit. Saved before it is in force;
+        and in force, so that nothing more is stored, before the blocks that are too many go, a few at a time."""
+        _check_tenant(tenant)
+        store, now_ms = self.daemon.store, self.daemon.now_ms()
+        with self._one_change_at_a_time():
+            self.in_loop(lambda: check_limit(store, tenant, limit_bytes))
+            others = {name: limit for name, limit in self.daemon.kept_quotas.limits.items() if name != tenant}
+            kept = others if limit_bytes is None else others | {tenant: limit_bytes}
+            with self._saved(replace(self.daemon.kept_quotas, limits=kept)):
+                fits = self.in_loop(lambda: set_limit(store, tenant, limit_bytes, now_ms, _BLOCKS_CLEARED_A_TURN))
+            if not fits:
+                self._shrink([tenant])
+        log.info("limit of tenant %s: %s", tenant, "the default" if limit_bytes is None else format_size(limit_bytes))
+
     def change_settings(self, changes: Mapping[str, str]) -> list[SettingShown]:
-        """Changes live settings, all or none. A default quota is saved like a tenant's; others last until the end."""
+        """Changes live settings, all or none. Defaults of quota and limit are saved like a tenant's; others last until
+        the end."""
         store = self.daemon.store
         with self._one_change_at_a_time():
-            changed = self.daemon.settings
-            for name, text in changes.items():
-                changed = changed.changed(name, text)
+            changed, kept = self.daemon.settings.changed_all(changes), self.daemon.kept_quotas
             if "default_quota" in changes:
                 self.in_loop(lambda: check_default_quota(store, changed.default_quota))
-                kept = replace(self.daemon.kept_quotas, default_set=True, default_bytes=changed.default_quota)
-                with self._saved(kept):
-                    self.in_loop(lambda: self._put_in_force(changed))
-            else:
-                self.in_loop(lambda: self._put_in_force(changed))
+                kept = replace(kept, default_set=True, default_bytes=changed.default_quota)
+            if "default_limit" in changes:
+                self.in_loop(lambda: check_default_limit(store, changed.default_limit))
+                kept = replace(kept, default_limit_set=True, default_limit_bytes=changed.default_limit)
+            with self._saved(kept) if kept != self.daemon.kept_quotas else contextlib.nullcontext():
+                fits = self.in_loop(lambda: self._put_in_force(changed))
+            if not fits:
+                self._shrink(self.in_loop(lambda: on_default_limit(store)))
         for name in changes:
             log.info("%s = %s", name, TABLE[name].kind.show(getattr(changed, name)))
         return self.settings()
@@ -256,13 +287,25 @@ class Admin:
             dropped += self.in_loop(lambda piece=piece: drop_blocks(store, tenant, piece))  # type: ignore[misc]
         return dropped
 
-    def _put_in_force(self, changed: Settings) -> None:
-        daemon = self.daemon
+    def _shrink(self, tenants: list[str]) -> None:
+        """Brings tenants down to their limits, in pieces between engines' requests."""
+        store, now_ms, most = self.daemon.store, self.daemon.now_ms(), _BLOCKS_CLEARED_A_TURN
+        for at in range(0, len(tenants), _TENANTS_LOOKED_AT_A_TURN):
+            some = tenants[at : at + _TENANTS_LOOKED_AT_A_TURN]
+            while not self.in_loop(lambda some=some: shrink_to_limits(store, some, now_ms, most)):  # type: ignore[misc]
+                pass
+
+    def _put_in_force(self, changed: Settings) -> bool:
+        """Returns whether every tenant is within its limit."""
+        daemon, fits = self.daemon, True
         if changed.default_quota != daemon.settings.default_quota:
             set_default_quota(daemon.store, changed.default_quota, daemon.now_ms())
+        if changed.default_limit != daemon.settings.default_limit:
+            fits = set_default_limit(daemon.store, changed.default_limit, daemon.now_ms(), most=0)
         daemon.service.verify = changed.verify
         logging.getLogger("kvkeep").setLevel(changed.log_level.upper())
         daemon.settings = changed
+        return fits
 
     @contextlib.contextmanager
     def _one_change_at_a_time(self) -> Iterator[None]:

@@ -368,7 +368,7 @@ class Daemon:
         store, self.warm_start = open_store(self.pool, limits, self.now_ms())
         self.kept_quotas = self.quotas.load()
         self.quotas.check_writable()
-        self.settings = apply_kept(store, self.settings, self.kept_quotas, self.quotas.path)
+        self.settings = apply_kept(store, self.settings, self.kept_quotas, self.quotas.path, self.now_ms())
         return store
 
     def _make_service(self) -> Service:

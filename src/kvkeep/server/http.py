@@ -3,7 +3,7 @@
     /healthz             is the server alive? Red while its loop is stuck, however well this thread still answers
     /readyz              may engines be sent here? Not while the pool is being filled, nor while the server stops
     /metrics             for Prometheus
-    /v1/...              status, tenants, quotas, settings; described by /openapi.json
+    /v1/...              status, tenants, quotas, limits, settings; described by /openapi.json
 
 Where `admin_token` is set, all of it but /healthz asks for that token.
 Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
@@ -50,6 +50,7 @@ _CONNECTIONS = 256  # above this the longest idle one makes way
 _STATUS: Final = {
     "unknown_tenant": 404,
     "quota_too_large": 409,
+    "limit_below_quota": 409,
     "too_many_tenants": 409,
     "loop_busy": 503,
     "outcome_unknown": 504,
@@ -72,6 +73,13 @@ class QuotaChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     quota_bytes: int | None = Field(ge=0)
+
+
+class LimitChange(BaseModel):
+    """A limit in bytes, 0 for nothing at all, or null for the default again."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    limit_bytes: int | None = Field(ge=0)
 
 
 class Cleared(BaseModel):
@@ -201,6 +209,10 @@ def _add_tenants(app: FastAPI, admin: Admin) -> None:
     @app.put("/v1/tenants/{tenant}/quota", tags=["tenants"], summary="Set a tenant's quota", status_code=204)
     def put_quota(tenant: Tenant, change: QuotaChange) -> None:
         admin.set_quota(tenant, change.quota_bytes)
+
+    @app.put("/v1/tenants/{tenant}/limit", tags=["tenants"], summary="Set a tenant's limit", status_code=204)
+    def put_limit(tenant: Tenant, change: LimitChange) -> None:
+        admin.set_limit(tenant, change.limit_bytes)
 
     @app.delete("/v1/tenants/{tenant}/blocks", tags=["tenants"], summary="Clear a tenant")
     def clear_tenant(tenant: Tenant) -> Cleared:

@@ -130,16 +130,27 @@ def _holders(now: Snapshot) -> Iterator[Metric]:
     yield _gauge("kvkeep_leases", "Lookups whose blocks are being loaded.", now.leases)
     yield _gauge("kvkeep_writes", "Stores under way.", now.writes)
     yield _gauge("kvkeep_layouts", "Block layouts in use.", now.layouts)
-    yield _gauge("kvkeep_tenants", "Tenants with blocks or a quota of their own.", now.tenants)
+    yield _gauge("kvkeep_tenants", "Tenants with blocks, or a quota or limit of their own.", now.tenants)
 
 
 def _quotas(now: Snapshot) -> Iterator[Metric]:
     quotas = now.quotas
-    yield _gauge("kvkeep_quota_promised_bytes", "Sum of the tenants' own quotas.", quotas.promised_bytes)
+    yield _gauge("kvkeep_quota_promised_bytes", "Sum of the tenants' own quotas, as set.", quotas.promised_bytes)
     yield _gauge(
         "kvkeep_quota_in_force_bytes", "Sum of all tenants' quotas, the default included.", quotas.in_force_bytes
     )
     yield _gauge("kvkeep_quotas_overcommitted", "1 when quotas in force exceed the pool.", quotas.overcommitted)
+    yield _gauge(
+        "kvkeep_quotas_scaled_down",
+        "1 when own quotas exceed the pool and less than each is in force.",
+        quotas.scaled_down,
+    )
+    default_limit = GaugeMetricFamily(
+        "kvkeep_default_limit_bytes", "Limit of tenants without one of their own; absent if none."
+    )
+    if quotas.default_limit_bytes is not None:
+        default_limit.add_metric([], quotas.default_limit_bytes)
+    yield default_limit
     default = GaugeMetricFamily(
         "kvkeep_default_quota_bytes", "Quota of tenants without one of their own; absent if none."
     )
@@ -150,12 +161,18 @@ def _quotas(now: Snapshot) -> Iterator[Metric]:
     quota = GaugeMetricFamily(
         "kvkeep_tenant_quota_bytes", "Quota in force, largest tenants only; absent if none.", labels=["tenant"]
     )
+    limit = GaugeMetricFamily(
+        "kvkeep_tenant_limit_bytes", "Limit in force, largest tenants only; absent if none.", labels=["tenant"]
+    )
     for tenant in now.largest_tenants:
         usage.add_metric([tenant.tenant], tenant.usage_bytes)
         if tenant.quota_bytes is not None:
             quota.add_metric([tenant.tenant], tenant.quota_bytes)
+        if tenant.limit_bytes is not None:
+            limit.add_metric([tenant.tenant], tenant.limit_bytes)
     yield usage
     yield quota
+    yield limit
 
 
 def _restart(now: Snapshot) -> Iterator[Metric]:

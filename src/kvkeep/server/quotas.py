@@ -1,4 +1,4 @@
-"""Quotas that were set at run time, kept on disk so that they survive a restart.
+"""Quotas and limits that were set at run time, kept on disk so that they survive a restart.
 
 The file holds tenant ids (digests, never salts) and bytes. It is replaced whole and synced, so a crash leaves the
 old one or the new one.
@@ -9,35 +9,46 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import msgspec
 
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant
-from kvkeep.server.settings import TABLE, Settings
-from kvkeep.store.operators import set_default_quota, set_quota
+from kvkeep.server.settings import AUTO, TABLE, Settings
+from kvkeep.store.operators import restore
 from kvkeep.store.store import Store
 from kvkeep.units import format_size
 
 log = logging.getLogger(__name__)
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    version: int
-    tenants: dict[str, int]
-    default_set: bool = False
-    default_bytes: int | None = None
-
-
 @dataclass
 class KeptQuotas:
-    """Quotas of tenants, and the default if it was set at run time."""
+    """Quotas and limits of tenants, and the defaults if they were set at run time."""
 
     tenants: dict[str, int] = field(default_factory=dict)
     default_set: bool = False
     default_bytes: int | None = None
+    limits: dict[str, int] = field(default_factory=dict)
+    default_limit_set: bool = False
+    default_limit_bytes: int | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What is not set is left out: a file without limits can be read by a server that knows none."""
+
+    version: int
+    tenants: dict[str, int]
+    default_set: bool = False
+    default_bytes: int | None = None
+    limits: dict[str, int] = {}
+    default_limit_set: bool = False
+    default_limit_bytes: int | None = None
+
+
+_KEPT = [each.name for each in fields(KeptQuotas)]
 
 
 class QuotaFile:
@@ -58,16 +69,18 @@ class QuotaFile:
             kept = msgspec.json.decode(data, type=_File)
             if kept.version != 1:
                 raise msgspec.ValidationError(f"version {kept.version} is unknown")
-            for tenant, quota_bytes in kept.tenants.items():
-                if not is_tenant(tenant) or quota_bytes < 0:
-                    raise msgspec.ValidationError(f"{tenant!r}: {quota_bytes} is no quota of a tenant")
-            if kept.default_bytes is not None and kept.default_bytes < 0:
-                raise msgspec.ValidationError(f"{kept.default_bytes} is no default quota")
+            for kind, by_tenant in (("quota", kept.tenants), ("limit", kept.limits)):
+                for tenant, nbytes in by_tenant.items():
+                    if not is_tenant(tenant) or nbytes < 0:
+                        raise msgspec.ValidationError(f"{tenant!r}: {nbytes} is no {kind} of a tenant")
+            for kind, default in (("quota", kept.default_bytes), ("limit", kept.default_limit_bytes)):
+                if default is not None and default < 0:
+                    raise msgspec.ValidationError(f"{default} is no default {kind}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SettingsError(
                 f"{self.path} cannot be read: {error}", "mend it, or remove it to start without the quotas kept there"
             ) from error
-        return KeptQuotas(kept.tenants, kept.default_set, kept.default_bytes)
+        return KeptQuotas(**{name: getattr(kept, name) for name in _KEPT})
 
     def check_writable(self) -> None:
         """Makes the directory. SettingsError if no file can be made in it: better now than at the first change."""
@@ -85,9 +98,7 @@ class QuotaFile:
         """Replaces the file. OSError if that fails; then the old one is still there."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = self.path.with_suffix(".new")
-        data = msgspec.json.format(
-            msgspec.json.encode(_File(1, quotas.tenants, quotas.default_set, quotas.default_bytes))
-        )
+        data = msgspec.json.format(msgspec.json.encode(_File(1, **{name: getattr(quotas, name) for name in _KEPT})))
         with open(draft, "wb") as file:
             os.fchmod(file.fileno(), 0o600)  # who has how much is the operator's business
             file.write(data)
@@ -101,32 +112,89 @@ class QuotaFile:
             os.close(directory)
 
 
-def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path) -> Settings:
-    """Puts the default quota and the kept ones in force at start-up. Returns the settings, with a kept default in them.
+def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path, now_ms: int = 0) -> Settings:
+    """Puts the defaults and what is kept in force at start-up. Returns the settings, with kept defaults in them.
 
-    What does not fit stops the start: to drop a promise silently would be worse than not to serve.
+    What no longer fits is in force as far as it does, with a warning; the file stays as it is, so that all of it is in
+    force again with a larger pool. Only a default quota and a pool size that were both given stop the start if they
+    contradict each other.
     """
+    _check_given(settings, kept, store.pool_bytes)
     if kept.default_set:
-        text = TABLE["default_quota"].kind.show(kept.default_bytes)
-        if settings.sources.get("default_quota", "default") != "default":
-            log.warning("default_quota = %s was set at run time (%s) and overrules the one given", text, path)
-        settings = settings.changed("default_quota", text)
-        settings = replace(settings, sources={**settings.sources, "default_quota": f"kept in {path}"})
-    pool = format_size(store.pool_bytes)
+        settings = _overrule(settings, "default_quota", kept.default_bytes, path)
+    if kept.default_limit_set:
+        settings = _overrule(settings, "default_limit", kept.default_limit_bytes, path)
+    settings = _lower_to_limit(settings)
     try:
-        set_default_quota(store, settings.default_quota, 0)
+        restore(store, kept.tenants, kept.limits, settings.default_quota, settings.default_limit, now_ms)
     except RequestError as error:
-        source = settings.sources.get("default_quota", "default")
-        raise SettingsError(
-            f"default_quota = {format_size(settings.default_quota or 0)} ({source}) does not fit a pool of {pool}",
-            "lower it, or use a larger --pool-size",
-        ) from error
-    for tenant, quota_bytes in kept.tenants.items():
-        try:
-            set_quota(store, tenant, quota_bytes, 0)
-        except RequestError as error:
-            raise SettingsError(
-                f"the quotas kept in {path} do not fit a pool of {pool}: {error.message}",
-                "use a --pool-size as large as before, or lower or remove quotas in that file",
-            ) from error
+        raise SettingsError(f"quotas and limits kept in {path}: {error.message}", error.hint) from error
+    _warn_of_quotas(store, path)
     return settings
+
+
+def _check_given(settings: Settings, kept: KeptQuotas, pool_bytes: int) -> None:
+    sources, quota_bytes = settings.sources, settings.default_quota
+    is_auto = AUTO in sources.get("pool_size", "")
+    if quota_bytes is not None and quota_bytes > pool_bytes and not kept.default_set and not is_auto:
+        raise SettingsError(
+            f"default_quota = {format_size(quota_bytes)} ({sources.get('default_quota', 'default')}) does not fit a "
+            f"pool of {format_size(pool_bytes)}",
+            "lower it, or use a larger --pool-size",
+        )
+
+
+def _overrule(settings: Settings, name: str, value: int | None, path: Path) -> Settings:
+    """The settings with a default that was set at run time."""
+    if settings.sources.get(name, "default") != "default":
+        shown = TABLE[name].kind.show(value)
+        log.warning("%s = %s was set at run time (%s) and overrules the one given", name, shown, path)
+    return _with(settings, name, value, f"kept in {path}")
+
+
+def _lower_to_limit(settings: Settings) -> Settings:
+    """Each is fine alone, but one may be kept and the other given: then the limit holds."""
+    quota_bytes, limit_bytes = settings.default_quota, settings.default_limit
+    if quota_bytes is None or limit_bytes is None or quota_bytes <= limit_bytes:
+        return settings
+    log.warning(
+        "default_quota = %s (%s) is more than default_limit = %s (%s): the quota in force is the limit. Set them with "
+        "`kvkeep settings set default_quota ...` or `default_limit`",
+        *(format_size(quota_bytes), settings.sources.get("default_quota", "default")),
+        *(format_size(limit_bytes), settings.sources.get("default_limit", "default")),
+    )
+    source = settings.sources.get("default_quota", "default") + ", lowered to default_limit"
+    return _with(settings, "default_quota", limit_bytes, source)
+
+
+def _with(settings: Settings, name: str, value: int | None, source: str) -> Settings:
+    return replace(settings, **{name: value}, sources={**settings.sources, name: source})  # type: ignore[arg-type]
+
+
+def _warn_of_quotas(store: Store, path: Path) -> None:
+    """Says what of the quotas is not in force, and what helps."""
+    tenants, pool = store.tenants, format_size(store.pool_bytes)
+    default_bytes = tenants.default_quota_bytes
+    if default_bytes is not None and default_bytes > store.pool_bytes:
+        log.warning(
+            "default_quota = %s does not fit a pool of %s: the quota in force is the pool. Lower it, or use a larger "
+            "--pool-size",
+            format_size(default_bytes),
+            pool,
+        )
+    own = [tenant for tenant in tenants if tenant.own_quota_bytes is not None]
+    promised, in_force = tenants.promised_bytes(), sum(tenant.quota_bytes or 0 for tenant in own)
+    if tenants.is_scaled:
+        log.warning(
+            "the quotas of %d tenants kept in %s are %s together and do not fit a pool of %s: they are scaled down to "
+            "%s together. With a --pool-size of %s they are in force in full; or lower them with `kvkeep tenants "
+            "set-quota`, which `kvkeep tenants list` shows",
+            *(len(own), path, format_size(promised), pool, format_size(in_force), format_size(promised)),
+        )
+    capped = sum(tenant.limit_bytes is not None and tenant.own_quota_bytes > tenant.limit_bytes for tenant in own)  # type: ignore[operator]
+    if capped:
+        log.warning(
+            "the quotas of %d tenants are more than default_limit: the quota in force is the limit. Give those tenants "
+            "limits of their own with `kvkeep tenants set-limit`, or lower their quotas",
+            capped,
+        )

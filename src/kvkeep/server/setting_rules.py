@@ -27,6 +27,13 @@ def check_together(settings: Settings, table: Mapping[str, Setting]) -> None:
         raise SettingsError(
             f"slab_size = {settings.slab_size} is no multiple of 4KiB", "use a round size such as 64MiB"
         )
+    if None not in (settings.default_quota, settings.default_limit) and settings.default_limit < settings.default_quota:  # type: ignore[operator]
+        shown = table["default_limit"].kind.show
+        raise SettingsError(
+            f"default_limit = {shown(settings.default_limit)} is less than default_quota = "
+            f"{shown(settings.default_quota)}",
+            "a tenant cannot be promised more than it may use: lower default_quota, or raise default_limit",
+        )
     for name, least, why in (
         ("pool_size", settings.slab_size, "slab_size: the pool must hold at least one slab"),
         (

@@ -41,6 +41,7 @@ from kvkeep.tiers.memory import pool_bytes_left, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, TIB
 
 ENV_PREFIX: Final = "KVKEEP_"
+AUTO: Final = "(auto"  # in the source of a size that was not given but found
 # Variables with our prefix that are no settings: where the file is, whether to use the C kernel, where the command
 # line finds the admin API, and the keys of clients.
 ENV_OTHERS: Final = frozenset(
@@ -145,7 +146,17 @@ class Settings:
         Setting(DIRECTORY, "~/.local/state/kvkeep", "What outlives a restart of the host, such as quotas."),
     ]
     default_quota: Annotated[
-        int | None, Setting(QUOTA, "none", "Bytes for each tenant without a quota of its own.", live=True)
+        int | None, Setting(QUOTA, "none", "Bytes promised to each tenant without a quota of its own.", live=True)
+    ]
+    default_limit: Annotated[
+        int | None,
+        Setting(
+            QUOTA,
+            "none",
+            "Bytes that each tenant without a limit of its own may use at most; 0: nothing is stored.",
+            live=True,
+            high=64 * TIB,
+        ),
     ]
     max_sessions: Annotated[int, Setting(COUNT, "256", "Engine processes connected at one time.", low=1, high=65536)]
     max_sessions_per_client: Annotated[
@@ -211,25 +222,31 @@ class Settings:
         if values["pool_size"] is None:
             left = pool_bytes_left(values["shm_dir"], values["name"]) if values["keep_pool"] else 0
             values["pool_size"] = left or auto_pool_bytes(values["shm_dir"])
-            sources["pool_size"] += " (auto, as the server before)" if left else " (auto)"
+            sources["pool_size"] += f" {AUTO}, as the server before)" if left else f" {AUTO})"
         if values["slab_size"] is None:
             values["slab_size"] = slab_bytes_for(values["pool_size"])
-            sources["slab_size"] += " (auto)"
+            sources["slab_size"] += f" {AUTO})"
         settings = cls(**values, sources=sources)
         check_together(settings, TABLE)
         return settings
 
     def changed(self, name: str, text: str) -> Self:
         """A copy with one live setting changed. Raises SettingsError where it is unknown or not live."""
-        if name not in TABLE:
-            raise _unknown(name, "change", "{}".format)
-        if not TABLE[name].live:
-            live = ", ".join(other for other in TABLE if TABLE[other].live)
-            raise SettingsError(
-                f"{name} cannot change while the server runs", f"restart with it; these can change: {live}"
-            )
-        value = TABLE[name].parse(name, text, "change")
-        settings = replace(self, **{name: value}, sources={**self.sources, name: "changed while running"})
+        return self.changed_all({name: text})
+
+    def changed_all(self, changes: Mapping[str, str]) -> Self:
+        """A copy with several live settings changed, which must fit together when all are."""
+        values: dict[str, Any] = {}
+        for name, text in changes.items():
+            if name not in TABLE:
+                raise _unknown(name, "change", "{}".format)
+            if not TABLE[name].live:
+                live = ", ".join(other for other in TABLE if TABLE[other].live)
+                raise SettingsError(
+                    f"{name} cannot change while the server runs", f"restart with it; these can change: {live}"
+                )
+            values[name] = TABLE[name].parse(name, text, "change")
+        settings = replace(self, **values, sources={**self.sources, **dict.fromkeys(values, "changed while running")})
         check_together(settings, TABLE)
         return settings
 

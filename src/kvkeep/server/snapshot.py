@@ -52,14 +52,17 @@ class PoolShown:
 
 @dataclass(frozen=True)
 class QuotasShown:
-    """What is promised. `promised_bytes` is the sum of tenants' own quotas; `in_force_bytes` adds the default for
-    every tenant without one. The first always fits the pool; where the second does not, quotas are overcommitted and
-    a tenant may find that its default quota cannot be had."""
+    """What is promised. `promised_bytes` is the sum of tenants' own quotas as they were set; where that exceeds the
+    pool they are `scaled_down` to fit. `in_force_bytes` is the sum of all quotas in force, with the default for every
+    tenant without one of its own; where that exceeds the pool, quotas are overcommitted, and a tenant may find that
+    its default quota cannot be had."""
 
     default_bytes: int | None
     promised_bytes: int
     in_force_bytes: int
     overcommitted: bool
+    scaled_down: bool = False
+    default_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,11 +173,16 @@ def _restart(daemon: Daemon) -> RestartShown:
 
 
 def _quotas(store: Store) -> QuotasShown:
-    own = [tenant.own_quota_bytes for tenant in store.tenants if tenant.own_quota_bytes is not None]
-    default_bytes = store.tenants.default_quota_bytes
-    promised_bytes = sum(own)
-    in_force_bytes = promised_bytes + (default_bytes or 0) * (len(store.tenants) - len(own))
-    return QuotasShown(default_bytes, promised_bytes, in_force_bytes, in_force_bytes > store.pool_bytes)
+    tenants = store.tenants
+    in_force_bytes = sum(tenant.quota_bytes or 0 for tenant in tenants)
+    return QuotasShown(
+        default_bytes=tenants.default_in_force,
+        promised_bytes=tenants.promised_bytes(),
+        in_force_bytes=in_force_bytes,
+        overcommitted=in_force_bytes > store.pool_bytes,
+        scaled_down=tenants.is_scaled,
+        default_limit_bytes=tenants.default_limit_bytes,
+    )
 
 
 def _sessions(daemon: Daemon) -> list[SessionShown]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class Blocks:
     def create(
         self, tenant: Tenant, layout: Layout, parent: int, keys: list[bytes], priority: int, expires_ms: int
     ) -> NDArray[np.int64]:
-        """Makes a chain of new WRITING blocks under `parent`. The caller has made room for them."""
+        """Makes a chain of new WRITING blocks under `parent`. The caller has made room for them, within the limit."""
         table, n = self.table, len(keys)
         rows = table.take(n)
         row_list, many = rows.tolist(), table.many
@@ -75,6 +76,7 @@ class Blocks:
             self.order.await_shards(row_list)
         layout.blocks += n
         self.tenants.charge(tenant, n, n * layout.slot_bytes)
+        assert not tenant.is_over_limit
         if expires_ms:
             for row in row_list:
                 self.order.expire_later(row)
@@ -217,6 +219,38 @@ class Blocks:
             if table.state[row] == EVICTING:
                 self._free_evicting(row)
         return len(dropped)
+
+    def withdraw(self, tenant: Tenant, keep_bytes: int, now_ms: int, most: int) -> int:
+        """Takes blocks that somebody reads or writes out of the index, leaves first and least recently used first,
+        until the tenant's blocks in the index take no more than `keep_bytes`; `most` at a time. Returns how many left.
+
+        The tenant has no evictable block. What leaves is EVICTING: freed when the last lease or write on it ends.
+        """
+        table, many, order = self.table, self.table.many, self.order
+        rows = np.fromiter(tenant.index.values(), dtype=np.int64, count=len(tenant.index))
+        sizes = {number: self.layouts[number].slot_bytes for number in np.unique(many.layout[rows]).tolist()}
+        indexed_bytes = sum(sizes[number] * int((many.layout[rows] == number).sum()) for number in sizes)
+        parents, counts = np.unique(many.parent[rows], return_counts=True)
+        children = dict(zip(parents.tolist(), counts.tolist(), strict=True))  # those in the index
+        leaves = [(order.rank(row, now_ms), row) for row in rows[~np.isin(rows, parents)].tolist()]
+        heapify(leaves)
+        withdrawn = 0
+        while indexed_bytes > keep_bytes and withdrawn < most:
+            _, row = heappop(leaves)
+            del tenant.index[table.keys[row]]
+            table.state[row] = EVICTING
+            self._no_longer_half(row)
+            indexed_bytes -= sizes[table.layout[row]]
+            withdrawn += 1
+            parent = table.parent[row]
+            if parent == NO_ROW:
+                continue
+            if table.used[row] >= table.used[parent]:
+                table.used[parent], table.finished[parent] = table.used[row], table.finished[row]
+            children[parent] -= 1
+            if not children[parent]:
+                heappush(leaves, (order.rank(parent, now_ms), parent))
+        return withdrawn
 
     def drop_coldest(self, column: NDArray[np.int32], numbers: Iterable[int]) -> None:
         """Frees all blocks of the tenant or layout (as `column` of the table says), among those with these numbers,

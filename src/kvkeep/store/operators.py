@@ -1,8 +1,8 @@
-"""What operators do to the store: quotas, usage, clearing, and the end of a block that proved bad."""
+"""What operators do to the store: quotas, limits, usage, clearing, and the end of a block that proved bad."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from kvkeep.store.store import Store
 from kvkeep.store.table import NO_ROW
 from kvkeep.store.tenants import Tenant
 from kvkeep.units import TIB, format_size
+
+LARGEST_LIMIT_BYTES = 64 * TIB  # as much as the largest pool
+_ALL = 1 << 62
 
 
 def drop_blocks(store: Store, tenant: str, keys: Iterable[bytes]) -> int:
@@ -34,12 +37,15 @@ def clear(store: Store, tenant: str | None = None) -> int:
 
 
 def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
-    """Raises what `set_quota` would raise for a quota that does not fit, or a tenant nobody knows. Changes nothing."""
+    """Raises what `set_quota` would raise: for a quota that does not fit the pool or exceeds the tenant's limit, or a
+    tenant that the store does not know. Changes nothing. Lowering a quota is never refused."""
     if quota_bytes is None:
         _known(store, tenant)
         return
-    promised = store.tenants.promised_bytes(without=store.tenants.get(tenant))
-    if not 0 <= quota_bytes <= store.pool_bytes - promised:
+    owner = store.tenants.get(tenant)
+    promised = store.tenants.promised_bytes(without=owner)
+    set_now = (owner.own_quota_bytes if owner else None) or 0
+    if not 0 <= quota_bytes <= max(store.pool_bytes - promised, set_now):
         raise RequestError(
             "quota_too_large",
             f"a quota of {_size(quota_bytes)} does not fit: the pool has {_size(store.pool_bytes)}, of which "
@@ -47,16 +53,119 @@ def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
             field="quota_bytes",
             hint="lower another tenant's quota first, or start the server with a larger --pool-size",
         )
+    limit_bytes = store.tenants.limit_of(tenant)
+    if limit_bytes is not None and set_now < quota_bytes and limit_bytes < quota_bytes:
+        raise RequestError(
+            "limit_below_quota",
+            f"quota_bytes = {_size(quota_bytes)} is more than limit_bytes = {_size(limit_bytes)}, which the tenant may "
+            "use at most",
+            field="quota_bytes",
+            hint="use a lower quota, or give the tenant a higher limit first: kvkeep tenants set-limit",
+        )
 
 
 def set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
     """Promises a tenant memory, or with None puts it back to the default. All own quotas together fit the pool."""
     check_quota(store, tenant, quota_bytes)
-    owner = store.tenants.get_or_add(tenant)
-    before = owner.owner
-    store.tenants.set_quota(owner, quota_bytes)
-    _requeue(store, owner, before, now_ms)
-    store.tenants.forget_if_idle(owner)
+    _set_quota(store, tenant, quota_bytes, now_ms)
+
+
+def restore(
+    store: Store,
+    quotas: Mapping[str, int],
+    limits: Mapping[str, int],
+    default_quota_bytes: int | None,
+    default_limit_bytes: int | None,
+    now_ms: int,
+) -> None:
+    """Puts in force at a start what was set before, perhaps for a larger pool. Nothing is refused for its size: own
+    quotas that exceed the pool together are scaled down by one factor until they fit again, a default quota is at most
+    the pool, and limits lower the quotas that exceed them."""
+    before = [(tenant, tenant.owner) for tenant in store.tenants]
+    store.tenants.set_default_quota(default_quota_bytes)
+    store.tenants.set_default_limit(default_limit_bytes)
+    for tenant, owner in before:
+        _requeue(store, tenant, owner, now_ms)
+    for name, quota_bytes in quotas.items():
+        _set_quota(store, name, quota_bytes, now_ms)
+    for name, limit_bytes in limits.items():
+        _set_limit(store, name, limit_bytes, now_ms)
+    shrink_to_limits(store, [tenant.name for tenant in store.tenants], now_ms)
+
+
+def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
+    """Raises what `set_limit` would raise: for a limit out of range or below the tenant's own quota, or a tenant that
+    the store does not know. Changes nothing."""
+    if limit_bytes is None:
+        _known(store, tenant)
+    _check_limit_range(limit_bytes, "limit_bytes")
+    owner = store.tenants.get(tenant)
+    in_force = store.tenants.default_limit_bytes if limit_bytes is None else limit_bytes
+    quota_bytes = owner.own_quota_bytes if owner else None
+    if in_force is not None and quota_bytes is not None and in_force < quota_bytes:
+        kind = "default_limit" if limit_bytes is None else "limit_bytes"
+        raise RequestError(
+            "limit_below_quota",
+            f"{kind} = {_size(in_force)} is less than quota_bytes = {_size(quota_bytes)}, which the tenant is promised",
+            field="limit_bytes",
+            hint="lower or unset the tenant's quota first: kvkeep tenants set-quota, unset-quota",
+        )
+
+
+def set_limit(store: Store, tenant: str, limit_bytes: int | None, now_ms: int, most: int = _ALL) -> bool:
+    """Lets a tenant use so much at most, 0: nothing, or with None puts it back to the default limit.
+
+    Where the tenant uses more, its blocks go at once, least recently used leaves first, as `shrink_to_limits` says.
+    Returns whether all are gone that are to go; False: `most` are, and `shrink_to_limits` goes on.
+    """
+    check_limit(store, tenant, limit_bytes)
+    _set_limit(store, tenant, limit_bytes, now_ms)
+    return shrink_to_limits(store, [tenant], now_ms, most)
+
+
+def check_default_limit(store: Store, limit_bytes: int | None) -> None:
+    """Raises what `set_default_limit` would raise. Changes nothing."""
+    _check_limit_range(limit_bytes, "default_limit")
+    if limit_bytes is None:
+        return
+    promised = [t.own_quota_bytes or 0 for t in store.tenants if t.own_limit_bytes is None]
+    if max(promised, default=0) > limit_bytes:
+        count = sum(quota_bytes > limit_bytes for quota_bytes in promised)
+        raise RequestError(
+            "limit_below_quota",
+            f"default_limit = {_size(limit_bytes)} is less than quota_bytes of {count} tenants without limit_bytes of "
+            "their own",
+            field="default_limit",
+            hint="give those tenants limits of their own first: kvkeep tenants set-limit; or lower their quotas",
+        )
+
+
+def set_default_limit(store: Store, limit_bytes: int | None, now_ms: int, most: int = _ALL) -> bool:
+    """Changes the limit of every tenant that has none of its own. Returns the same as `set_limit`."""
+    check_default_limit(store, limit_bytes)
+    before = [(tenant, tenant.owner) for tenant in store.tenants]
+    store.tenants.set_default_limit(limit_bytes)
+    for tenant, owner in before:
+        _requeue(store, tenant, owner, now_ms)
+    return shrink_to_limits(store, on_default_limit(store), now_ms, most)
+
+
+def on_default_limit(store: Store) -> list[str]:
+    """The tenants without a limit of their own."""
+    return [tenant.name for tenant in store.tenants if tenant.own_limit_bytes is None]
+
+
+def shrink_to_limits(store: Store, tenants: Iterable[str], now_ms: int, most: int = _ALL) -> bool:
+    """Evicts blocks of those of the tenants that use more than their limit, `most` in all; True when it is done.
+
+    Blocks that somebody reads or writes can no longer be looked up, but count until the last lease or write on them
+    ends. Until a tenant is within its limit nothing of it is stored."""
+    owners = [owner for name in tenants if (owner := store.tenants.get(name)) and owner.is_over_limit]
+    for owner in owners:
+        if most <= 0:
+            return False
+        most -= store.room.shrink_to_limit(owner, now_ms, most)
+    return most > 0 or not owners
 
 
 def check_default_quota(store: Store, quota_bytes: int | None) -> None:
@@ -81,8 +190,16 @@ def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> Non
 
 def usage_of(tenant: Tenant) -> TenantUsage:
     """One tenant as operators see it."""
-    own_quota = tenant.own_quota_bytes is not None
-    return TenantUsage(tenant.name, tenant.blocks, tenant.usage_bytes, tenant.quota_bytes, own_quota)
+    return TenantUsage(
+        tenant.name,
+        tenant.blocks,
+        tenant.usage_bytes,
+        tenant.quota_bytes,
+        tenant.own_quota_bytes is not None,
+        tenant.own_quota_bytes,
+        tenant.limit_bytes,
+        tenant.own_limit_bytes is not None,
+    )
 
 
 def usage(store: Store) -> list[TenantUsage]:
@@ -94,11 +211,37 @@ def _known(store: Store, tenant: str) -> Tenant:
     if owner is None:
         raise RequestError(
             "unknown_tenant",
-            f"tenant {tenant} has no blocks and no quota of its own",
+            f"tenant {tenant} has no blocks, and no quota or limit of its own",
             field="tenant",
             hint="`kvkeep tenants list` shows those that have",
         )
     return owner
+
+
+def _set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
+    owner = store.tenants.get_or_add(tenant)
+    before = owner.owner
+    store.tenants.set_quota(owner, quota_bytes)
+    _requeue(store, owner, before, now_ms)
+    store.tenants.forget_if_idle(owner)
+
+
+def _set_limit(store: Store, tenant: str, limit_bytes: int | None, now_ms: int) -> None:
+    owner = store.tenants.get_or_add(tenant)
+    before = owner.owner
+    store.tenants.set_limit(owner, limit_bytes)
+    _requeue(store, owner, before, now_ms)
+    store.tenants.forget_if_idle(owner)
+
+
+def _check_limit_range(limit_bytes: int | None, field: str) -> None:
+    if limit_bytes is not None and not 0 <= limit_bytes <= LARGEST_LIMIT_BYTES:
+        raise RequestError(
+            "bad_limit",
+            f"a limit of {_size(limit_bytes)} is not in 0 to {_size(LARGEST_LIMIT_BYTES)}",
+            field=field,
+            hint="0: nothing is stored; unset it for no limit",
+        )
 
 
 def _size(nbytes: int) -> str:
@@ -107,8 +250,8 @@ def _size(nbytes: int) -> str:
 
 
 def _requeue(store: Store, tenant: Tenant, owner_before: int, now_ms: int) -> None:
-    """A tenant that gains or loses its quota moves to a queue of its own or back to the common one. Only leaves wait
-    in queues."""
+    """A tenant that gains or loses its quota or limit moves to a queue of its own or back to the common one. Only
+    leaves wait in queues."""
     if tenant.owner != owner_before:
         rows = np.fromiter(tenant.index.values(), dtype=np.int64, count=len(tenant.index))
         for row in rows[store.blocks.table.many.first_child[rows] == NO_ROW].tolist():

@@ -148,6 +148,12 @@ class EvictionOrder:
                 heapreplace(heap, current << _ROW_BITS | row)
         return NO_ROW
 
+    def peek_any(self, owner: int, now_ms: int) -> int:
+        """The next block to go of this owner, whatever its size, or NO_ROW."""
+        sizes = self._queues.get(owner, {})
+        rows = [row for slot_bytes in sizes if (row := self.peek(owner, slot_bytes, now_ms)) != NO_ROW]
+        return min(rows, key=lambda row: self._table.queued[row], default=NO_ROW)
+
     def next_after(self, first: int) -> list[int]:
         """Some of those that are next in line in the queue that `first` heads, oldest first. Not exactly the next:
         the beginning of a heap is only nearly sorted, but costs nothing."""

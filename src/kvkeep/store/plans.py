@@ -65,10 +65,19 @@ class Stored:
 
 @dataclass(frozen=True)
 class TenantUsage:
-    """One tenant as operators see it."""
+    """One tenant as operators see it.
+
+    quota_bytes, limit_bytes   in force; None: none
+    set_quota_bytes            the tenant's own quota as it was set; more than is in force where the own quotas of all
+                               tenants exceed the pool, or where the limit is less
+    own_quota, own_limit       whether they are the tenant's own, and not the default ones
+    """
 
     tenant: str
     blocks: int
     usage_bytes: int
     quota_bytes: int | None
     own_quota: bool
+    set_quota_bytes: int | None = None
+    limit_bytes: int | None = None
+    own_limit: bool = False

@@ -7,6 +7,7 @@ Who gives way, in a full pool:
     it stays within the default quota         the oldest among those that borrow, then the tenant's own
     the tenant has a quota and exceeds it     its own
     the tenant has no quota                   the oldest among those that borrow (it is one of them)
+    the tenant would exceed its limit         its own, before anything else; what then does not fit is refused
 
 so that nobody's flood takes memory from a tenant that is within its own quota. If no block of the same size can go,
 the coldest slab of another size is emptied and changes its size. Failing that, a tenant within its own quota empties a
@@ -71,6 +72,7 @@ class Room:
         self._budget = _Budget()
         slabs, slot_bytes = self._blocks.slabs, layout.slot_bytes
         self._blocks.order.note_expired(now_ms)
+        wanted = self._within_limit(tenant, slot_bytes, wanted, now_ms)
         available = slabs.available(slot_bytes)
         while available < wanted and not self._budget.spent():
             self._budget.searches -= 1
@@ -86,6 +88,46 @@ class Room:
                 self.evictions += evicted
             available = slabs.available(slot_bytes)
         return min(wanted, available)
+
+    def shrink_to_limit(self, tenant: Tenant, now_ms: int, most: int) -> int:
+        """Takes blocks of a tenant that is over its limit out of use, `most` at a time; returns how many.
+
+        Evicts as long as there is something to evict. Then blocks that somebody reads or writes leave the index at
+        once, as far as what stays there does not fit the limit; their memory is free, and no longer counts, when the
+        last lease or write on them ends.
+        """
+        limit_bytes, order, before = tenant.limit_bytes, self._blocks.order, self.evictions
+        order.note_expired(now_ms)
+        while tenant.is_over_limit and (left := most - (self.evictions - before)) > 0:
+            assert limit_bytes is not None
+            row = order.peek_any(tenant.owner, now_ms)
+            if row == NO_ROW:
+                withdrawn = self._blocks.withdraw(tenant, limit_bytes, now_ms, left)
+                return self.evictions - before + withdrawn
+            self._evict_excess(row, tenant.usage_bytes - limit_bytes, now_ms, left)
+        return self.evictions - before
+
+    def _within_limit(self, tenant: Tenant, slot_bytes: int, wanted: int, now_ms: int) -> int:
+        """Evicts the tenant's own blocks, of whatever size, until up to `wanted` more are within its limit; returns how
+        many are. None while the tenant is over its limit: what is too many is on its way out already."""
+        limit_bytes = tenant.limit_bytes
+        if limit_bytes is None:
+            return wanted
+        if tenant.is_over_limit:
+            return 0
+        wanted = min(wanted, limit_bytes // slot_bytes)
+        while not self._budget.spent() and (excess := tenant.usage_bytes + wanted * slot_bytes - limit_bytes) > 0:
+            self._budget.searches -= 1
+            row = self._blocks.order.peek_any(tenant.owner, now_ms)
+            if row == NO_ROW:
+                break
+            self._evict_excess(row, excess, now_ms)
+        return min(wanted, (limit_bytes - tenant.usage_bytes) // slot_bytes)
+
+    def _evict_excess(self, row: int, excess_bytes: int, now_ms: int, most: int = _NEVER) -> None:
+        """Evicts a leaf and, up to that many bytes, those of its ancestors that are next in line anyway."""
+        nbytes = self._blocks.layouts[self._blocks.table.layout[row]].slot_bytes
+        self.evictions += self._blocks.evict(row, now_ms, min(most, -(-excess_bytes // nbytes)))
 
     def _limit(self, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int) -> int:
         """How many blocks of one chain may go before whoever gives way has to be looked for again."""

@@ -74,7 +74,7 @@ class Store:
         columns = columns or PlainColumns()
         self.slabs = Slabs(slab_bytes)
         self.layouts = Layouts(self.limits.layouts, slab_bytes, columns)
-        self.tenants = Tenants(self.limits.tenants, default_quota_bytes, columns)
+        self.tenants = Tenants(self.limits.tenants, default_quota_bytes, columns, pool_bytes)
         self.blocks = Blocks(self.tenants, self.layouts, self.slabs, columns, presence)
         self.room = Room(self.blocks)
         self.sessions: dict[int, Session] = {}
@@ -362,8 +362,11 @@ class Store:
         priority: int,
         ttl_ms: int,
     ) -> list[int]:
+        limit_bytes = self.tenants.limit_of(tenant)
+        if limit_bytes is not None and limit_bytes < shape.slot_bytes:
+            return []  # before anything of others makes way
         if self.tenants.get(tenant) is None and len(self.tenants) >= self.tenants.limit:
-            self.blocks.drop_coldest(self.blocks.table.many.tenant, self.tenants.without_own_quota())
+            self.blocks.drop_coldest(self.blocks.table.many.tenant, self.tenants.not_named())
         owner = self.tenants.get_or_add(tenant)
         owner.storing = True
         self.blocks.next_use()

@@ -1,8 +1,13 @@
-"""Who owns which blocks, how much memory that is, and how much each is promised.
+"""Who owns which blocks, how much memory that is, how much each is promised, and how much each may have at most.
 
-A quota is a promise, not a ceiling: a tenant may use memory that others do not need (it borrows), and gives it back
-when somebody entitled to it asks. A tenant without a quota has no promise and only borrows; the tenants without one
-share one eviction queue, so with no quotas set at all the pool is one plain LRU.
+A quota is a promise: a tenant may use memory that others do not need (it borrows), and gives it back when somebody
+entitled to it asks. A limit is a ceiling: a tenant never uses more, whether or not memory is free. A tenant without a
+quota has no promise and only borrows; the tenants without quota and limit share one eviction queue, so with none set
+the pool is one plain LRU.
+
+    in force      limit     the tenant's own, else the default; None: no limit
+                  quota     the tenant's own, else the default; at most the limit. Where the own quotas together exceed
+                            the pool (it was larger when they were set), each is scaled down by pool / sum of all
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ from kvkeep.errors import RequestError
 from kvkeep.store.columns import Columns, PlainColumns
 from kvkeep.store.records import TenantRecords, word_of
 
-COMMONS = -1  # owner of the eviction queues that tenants without a quota share
+COMMONS = -1  # owner of the eviction queues that tenants without quota and limit share
+_UNBOUNDED = 1 << 62
 
 
 def tenant_word(name: str) -> int:
@@ -28,8 +34,10 @@ class Tenant:
 
     name: str
     number: int
-    own_quota_bytes: int | None = None
-    quota_bytes: int | None = None  # in force: its own, else the default
+    own_quota_bytes: int | None = None  # as an operator set it
+    quota_bytes: int | None = None  # in force
+    own_limit_bytes: int | None = None
+    limit_bytes: int | None = None  # in force
     usage_bytes: int = 0
     blocks: int = 0
     storing: bool = False  # at work for it right now: not forgotten even if its last block makes way for its next
@@ -42,7 +50,17 @@ class Tenant:
     @property
     def owner(self) -> int:
         """Which eviction queues the tenant's blocks are in."""
-        return COMMONS if self.quota_bytes is None else self.number
+        return COMMONS if self.quota_bytes is None and self.limit_bytes is None else self.number
+
+    @property
+    def is_named(self) -> bool:
+        """Whether an operator has set something for this tenant. Such a tenant is never forgotten."""
+        return self.own_quota_bytes is not None or self.own_limit_bytes is not None
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Only after its limit was lowered, until the blocks that are too many are gone."""
+        return self.limit_bytes is not None and self.usage_bytes > self.limit_bytes
 
     def may_lose(self, nbytes: int) -> bool:
         """Whether others may take that much from this tenant: never below its quota."""
@@ -63,14 +81,25 @@ class Tenant:
 
 
 class Tenants:
-    """All tenants that have blocks or a quota of their own. Others are forgotten, so names cannot pile up."""
+    """All tenants that have blocks, or a quota or limit of their own. Others are forgotten, so names cannot pile up.
+    `limit` is how many there may be."""
 
-    def __init__(self, limit: int, default_quota_bytes: int | None, columns: Columns | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        default_quota_bytes: int | None,
+        columns: Columns | None = None,
+        pool_bytes: int = _UNBOUNDED,
+    ) -> None:
         self.limit = limit
+        self.pool_bytes = pool_bytes
         self._records = TenantRecords(columns or PlainColumns())
-        self.default_quota_bytes = default_quota_bytes
+        self.default_quota_bytes = default_quota_bytes  # as set; see default_in_force
+        self.default_limit_bytes: int | None = None
         self.by_number: dict[int, Tenant] = {}
-        self.borrowers: dict[Tenant, None] = {}  # tenants above their quota, in no order that matters
+        # Tenants that may lose blocks to others and have a queue of their own, in no order that matters: those above
+        # their quota, and those with blocks and a limit but no quota.
+        self.borrowers: dict[Tenant, None] = {}
         self.on_default: dict[Tenant, None] = {}  # tenants with blocks whose quota is the default one, likewise
         self._by_name: dict[str, Tenant] = {}
         self._next = 0
@@ -120,13 +149,19 @@ class Tenants:
         self._free_numbers = [number for number in range(self._next) if number not in names]
 
     def _add(self, name: str, number: int) -> Tenant:
-        tenant = Tenant(name, number, quota_bytes=self.default_quota_bytes)
+        tenant = Tenant(name, number)
         self._by_name[name] = self.by_number[number] = tenant
+        self._put_in_force(tenant)
         return tenant
 
-    def without_own_quota(self) -> list[int]:
-        """The numbers of tenants that were promised nothing by name."""
-        return [tenant.number for tenant in self if tenant.own_quota_bytes is None]
+    def not_named(self) -> list[int]:
+        """The numbers of tenants for which no operator has set anything."""
+        return [tenant.number for tenant in self if not tenant.is_named]
+
+    def limit_of(self, name: str) -> int | None:
+        """The limit in force for a tenant, known or not."""
+        tenant = self._by_name.get(name)
+        return self.default_limit_bytes if tenant is None else tenant.limit_bytes
 
     def charge(self, tenant: Tenant, blocks: int, nbytes: int) -> None:
         """Adds (or, negative, takes away) blocks and their bytes."""
@@ -135,43 +170,85 @@ class Tenants:
         self._note_borrowing(tenant)
 
     def forget_if_idle(self, tenant: Tenant) -> None:
-        idle = not tenant.blocks and tenant.own_quota_bytes is None and not tenant.storing
+        idle = not tenant.blocks and not tenant.is_named and not tenant.storing
         if idle and self._by_name.get(tenant.name) is tenant:
             del self._by_name[tenant.name], self.by_number[tenant.number]
             self.borrowers.pop(tenant, None)
             self._free_numbers.append(tenant.number)
 
     def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
-        """Gives the tenant a quota of its own, or with None the default again."""
+        """Gives the tenant a quota of its own, or with None the default again. While own quotas exceed the pool, this
+        changes what all of them are scaled down to."""
+        was_scaled = self.is_scaled
         self._promised_bytes += (quota_bytes or 0) - (tenant.own_quota_bytes or 0)
         tenant.own_quota_bytes = quota_bytes
-        tenant.quota_bytes = self.default_quota_bytes if quota_bytes is None else quota_bytes
-        self._note_borrowing(tenant)
+        self._put_in_force(tenant)
+        if was_scaled or self.is_scaled:
+            self._put_all_in_force()
 
     def set_default_quota(self, quota_bytes: int | None) -> None:
         self.default_quota_bytes = quota_bytes
-        for tenant in self:
-            if tenant.own_quota_bytes is None:
-                tenant.quota_bytes = quota_bytes
-                self._note_borrowing(tenant)
+        self._put_all_in_force()
+
+    def set_limit(self, tenant: Tenant, limit_bytes: int | None) -> None:
+        """Gives the tenant a limit of its own, or with None the default again."""
+        tenant.own_limit_bytes = limit_bytes
+        self._put_in_force(tenant)
+
+    def set_default_limit(self, limit_bytes: int | None) -> None:
+        self.default_limit_bytes = limit_bytes
+        self._put_all_in_force()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the own quotas exceed the pool together, so that less than each is in force."""
+        return self._promised_bytes > self.pool_bytes
+
+    @property
+    def default_in_force(self) -> int | None:
+        """The quota of a tenant without quota and limit of its own."""
+        caps = [cap for cap in (self.default_limit_bytes, self.pool_bytes) if cap is not None]
+        return None if self.default_quota_bytes is None else min(self.default_quota_bytes, *caps)
 
     def promised_bytes(self, *, without: Tenant | None = None) -> int:
-        """The sum of the tenants' own quotas."""
+        """The sum of the tenants' own quotas, as they were set."""
         return self._promised_bytes - ((without.own_quota_bytes or 0) if without else 0)
 
     def check_integrity(self) -> None:
         assert self._promised_bytes == sum(tenant.own_quota_bytes or 0 for tenant in self)
         for tenant in self:
-            over = tenant.quota_bytes is not None and tenant.usage_bytes > tenant.quota_bytes
-            assert over == (tenant in self.borrowers), f"{tenant.name}: borrowing is noted wrongly"
-            assert tenant.blocks or tenant.own_quota_bytes is not None, f"{tenant.name}: should be forgotten"
+            assert self._borrows(tenant) == (tenant in self.borrowers), f"{tenant.name}: borrowing is noted wrongly"
+            assert tenant.blocks or tenant.is_named, f"{tenant.name}: should be forgotten"
             by_default = tenant.blocks > 0 and tenant.own_quota_bytes is None and tenant.quota_bytes is not None
             assert by_default == (tenant in self.on_default), f"{tenant.name}: its default quota is noted wrongly"
+        in_force = sum(tenant.quota_bytes or 0 for tenant in self if tenant.own_quota_bytes is not None)
+        assert in_force <= self.pool_bytes, "own quotas in force exceed the pool"
         assert all(self._by_name.get(t.name) is t for t in (*self.borrowers, *self.on_default))
         assert sorted([*self.by_number, *self._free_numbers]) == list(range(self._next))
 
+    def _put_all_in_force(self) -> None:
+        for tenant in self:
+            self._put_in_force(tenant)
+
+    def _put_in_force(self, tenant: Tenant) -> None:
+        limit = self.default_limit_bytes if tenant.own_limit_bytes is None else tenant.own_limit_bytes
+        quota = tenant.own_quota_bytes
+        if quota is None and self.default_quota_bytes is not None:
+            quota = min(self.default_quota_bytes, self.pool_bytes)
+        elif quota is not None and self.is_scaled:
+            quota = quota * self.pool_bytes // self._promised_bytes
+        tenant.limit_bytes = limit
+        tenant.quota_bytes = quota if quota is None or limit is None else min(quota, limit)
+        self._note_borrowing(tenant)
+
+    @staticmethod
+    def _borrows(tenant: Tenant) -> bool:
+        if tenant.quota_bytes is None:
+            return tenant.limit_bytes is not None and tenant.blocks > 0
+        return tenant.usage_bytes > tenant.quota_bytes
+
     def _note_borrowing(self, tenant: Tenant) -> None:
-        if tenant.quota_bytes is not None and tenant.usage_bytes > tenant.quota_bytes:
+        if self._borrows(tenant):
             self.borrowers[tenant] = None
         elif self.borrowers:
             self.borrowers.pop(tenant, None)

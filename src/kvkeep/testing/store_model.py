@@ -63,7 +63,9 @@ class StoreModel:
         self.slot_bytes = slot_bytes
         self.limits = limits
         self.default_quota_bytes = default_quota_bytes
+        self.default_limit_bytes: int | None = None
         self.own_quotas: dict[str, int] = {}
+        self.own_limits: dict[str, int] = {}
         self.blocks: list[ModelBlock] = []
         self.sessions: dict[int, ModelSession] = {}
         self.layouts: dict[int, int] = {}  # number -> shards
@@ -78,10 +80,27 @@ class StoreModel:
         return None
 
     def tenants(self) -> set[str]:
-        return {block.tenant for block in self.blocks} | set(self.own_quotas)
+        return {block.tenant for block in self.blocks} | self.named()
+
+    def named(self) -> set[str]:
+        return set(self.own_quotas) | set(self.own_limits)
+
+    def limit(self, tenant: str) -> int | None:
+        return self.own_limits.get(tenant, self.default_limit_bytes)
 
     def quota(self, tenant: str) -> int | None:
-        return self.own_quotas.get(tenant, self.default_quota_bytes)
+        """In force: scaled down where all own quotas exceed the pool, and never more than the limit."""
+        quota, pool_bytes, promised = self.default_quota_bytes, self.pool_bytes, sum(self.own_quotas.values())
+        if tenant in self.own_quotas:
+            quota = self.own_quotas[tenant]
+            if promised > pool_bytes:
+                quota = quota * pool_bytes // promised
+        caps = [cap for cap in (quota, self.limit(tenant), pool_bytes) if cap is not None]
+        return None if quota is None else min(caps)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.pool_slots * self.slot_bytes
 
     def usage(self, tenant: str) -> int:
         return sum(self.slot_bytes for block in self.blocks if block.tenant == tenant)
@@ -181,6 +200,8 @@ class StoreModel:
             joined, taken, room = lacking[:may_write], lacking[may_write], 0
         else:
             joined, taken, room = lacking, len(known), min(len(keys) - len(known), may_write - len(lacking))
+        limit = self.limit(tenant)
+        room = 0 if limit is not None and limit < self.slot_bytes else room
         if room and tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
             self._drop_coldest_tenant()
         work = ModelWrite(shard, [known[i] for i in joined])
@@ -246,16 +267,49 @@ class StoreModel:
             self.own_quotas.pop(tenant, None)
             return
         others = sum(quota for name, quota in self.own_quotas.items() if name != tenant)
-        if not 0 <= quota_bytes <= self.pool_slots * self.slot_bytes - others:
+        is_raised, limit = quota_bytes > self.own_quotas.get(tenant, 0), self.limit(tenant)
+        if quota_bytes < 0 or (is_raised and quota_bytes > self.pool_bytes - others):
             _refuse("quota_too_large")
+        if is_raised and limit is not None and quota_bytes > limit:
+            _refuse("limit_below_quota")
         if tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
             _refuse("too_many_tenants")
         self.own_quotas[tenant] = quota_bytes
 
+    def restore(
+        self, quotas: dict[str, int], limits: dict[str, int], default_quota: int | None, default_limit: int | None
+    ) -> None:
+        """At a start, with no blocks: quotas may exceed the pool and the limits."""
+        self.own_quotas, self.own_limits = dict(quotas), dict(limits)
+        self.default_quota_bytes, self.default_limit_bytes = default_quota, default_limit
+
     def set_default_quota(self, quota_bytes: int | None) -> None:
-        if quota_bytes is not None and not 0 <= quota_bytes <= self.pool_slots * self.slot_bytes:
+        if quota_bytes is not None and not 0 <= quota_bytes <= self.pool_bytes:
             _refuse("quota_too_large")
         self.default_quota_bytes = quota_bytes
+
+    def set_limit(self, tenant: str, limit_bytes: int | None, now_ms: int) -> None:
+        if limit_bytes is None and tenant not in self.tenants():
+            _refuse("unknown_tenant")
+        limit = self.default_limit_bytes if limit_bytes is None else limit_bytes
+        if limit is not None and limit < self.own_quotas.get(tenant, 0):
+            _refuse("limit_below_quota")
+        if tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
+            _refuse("too_many_tenants")
+        if limit_bytes is None:
+            self.own_limits.pop(tenant, None)
+        else:
+            self.own_limits[tenant] = limit_bytes
+        self._shrink_to_limit(tenant, now_ms)
+
+    def set_default_limit(self, limit_bytes: int | None, now_ms: int) -> None:
+        if limit_bytes is not None and any(
+            quota > limit_bytes for name, quota in self.own_quotas.items() if name not in self.own_limits
+        ):
+            _refuse("limit_below_quota")
+        self.default_limit_bytes = limit_bytes
+        for tenant in self.tenants() - set(self.own_limits):
+            self._shrink_to_limit(tenant, now_ms)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +381,8 @@ class StoreModel:
 
     def _rank(self, block: ModelBlock, now_ms: int) -> tuple[int, int, int]:
         is_half = block.state == "writing"
-        if 0 < block.expires_ms <= now_ms or (is_half and block.late):
+        is_late = block.late or block.shards == 1  # of a single shard there is no other that could still come
+        if 0 < block.expires_ms <= now_ms or (is_half and is_late):
             order_class = 0
         elif block.finished == block.used:
             order_class = 1
@@ -336,6 +391,7 @@ class StoreModel:
         return order_class, min(block.priority, 50) if is_half else block.priority, block.used
 
     def _make_room(self, tenant: str, wanted: int, above: ModelBlock | None, now_ms: int) -> int:
+        wanted = self._within_limit(tenant, wanted, above, now_ms)
         while self.pool_slots - len(self.blocks) < wanted:
             leaves = [b for b in self.blocks if b.state != "evicting" and b is not above and self._free_leaf(b)]
             own = [b for b in leaves if b.tenant == tenant]
@@ -353,9 +409,42 @@ class StoreModel:
             self._evict(min(choice, key=lambda b: self._rank(b, now_ms)))
         return min(wanted, self.pool_slots - len(self.blocks))
 
+    def _leaves_of(self, tenant: str) -> list[ModelBlock]:
+        """Its blocks that can be evicted."""
+        return [b for b in self.blocks if b.tenant == tenant and b.state != "evicting" and self._free_leaf(b)]
+
+    def _within_limit(self, tenant: str, wanted: int, above: ModelBlock | None, now_ms: int) -> int:
+        """How many more blocks the tenant may have, after its own have made way for them."""
+        limit = self.limit(tenant)
+        if limit is None:
+            return wanted
+        if self.usage(tenant) > limit:
+            return 0
+        wanted = min(wanted, limit // self.slot_bytes)
+        while self.usage(tenant) + wanted * self.slot_bytes > limit:
+            leaves = [block for block in self._leaves_of(tenant) if block is not above]
+            if not leaves:
+                break
+            self._evict(min(leaves, key=lambda b: self._rank(b, now_ms)))
+        return min(wanted, (limit - self.usage(tenant)) // self.slot_bytes)
+
+    def _shrink_to_limit(self, tenant: str, now_ms: int) -> None:
+        """First what can be evicted; then what is read or written leaves the index, until the rest of it fits."""
+        limit = self.limit(tenant)
+        while limit is not None and self.usage(tenant) > limit and (leaves := self._leaves_of(tenant)):
+            self._evict(min(leaves, key=lambda b: self._rank(b, now_ms)))
+        while limit is not None and self.usage(tenant) > limit:
+            indexed = [b for b in self.blocks if b.tenant == tenant and b.state != "evicting"]
+            if len(indexed) * self.slot_bytes <= limit:
+                break
+            leaves = [b for b in indexed if not any(other.parent is b for other in indexed)]
+            block = min(leaves, key=lambda b: self._rank(b, now_ms))
+            block.state = "evicting"
+            self._pass_on_use(block)
+
     def _drop_coldest_tenant(self) -> None:
         held = {block.tenant for block in self.blocks if self._held(block)}
-        may_go = [block for block in self.blocks if block.tenant not in held and block.tenant not in self.own_quotas]
+        may_go = [block for block in self.blocks if block.tenant not in held | self.named()]
         if not may_go:
             _refuse("too_many_tenants")
         last_used: dict[str, int] = {}
@@ -371,6 +460,9 @@ class StoreModel:
     def _evict(self, block: ModelBlock) -> None:
         """The parent inherits the last use, and whether it was the last."""
         self.blocks.remove(block)
+        self._pass_on_use(block)
+
+    def _pass_on_use(self, block: ModelBlock) -> None:
         if block.parent is not None and block.used >= block.parent.used:
             block.parent.used, block.parent.finished = block.used, block.finished
 
