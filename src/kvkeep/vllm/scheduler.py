@@ -31,7 +31,7 @@ from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.arrivals import Arrivals, Known
 from kvkeep.vllm.due import Due
-from kvkeep.vllm.events import CacheEvents
+from kvkeep.vllm.events import CacheEvents, event_groups
 from kvkeep.vllm.groups import pieces_of
 from kvkeep.vllm.messages import Handshake, Step
 from kvkeep.vllm.stats import KVKeepStats, counts_of
@@ -87,7 +87,8 @@ class RequestSide:
         assert shape is not None
         self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
         block_tokens = [group.block_tokens for group in self._pieces.groups]
-        self._hash_tokens = tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
+        tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
+        self._event_groups = event_groups(self._kv_cache_config, self._pieces, tokens)
         self._adapter = SchedulerAdapter(shape, self._options)
         self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
         side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
@@ -390,7 +391,7 @@ class RequestSide:
 
     def _note(self, job: Job, known: Known) -> None:
         try:
-            self.events.prepared(job, known.request, self._hash_tokens, self._pieces.block_tokens)
+            self.events.prepared(job, known.request, self._event_groups)
         except Exception:  # guard: the job goes out with the next step, whether or not there is an event of it
             self._failed("kvkeep: the event of a job could not be noted")
 

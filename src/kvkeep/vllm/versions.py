@@ -10,6 +10,8 @@ since   what                                      before
         the same KV                               groups
 0.32    kv_cache_config says how many tokens      what divides all blocks, and each request's hashes are
         a hash covers                             counted to make sure
+0.32    extra keys of hashes say what they are,   the same in both
+        and those of KV events do not
 
 What 0.33 moved besides, and why nothing here has to follow it: block hashes can cover tokens after their block, but
 not beside a connector; a step's results can be collected before `wait_for_save`, which we do not rely on; an external
@@ -26,6 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.core import kv_cache_utils
 
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -77,6 +80,35 @@ def kv_tp_replicas(kv_cache_config: Any) -> int | None:
     """How many neighbouring ranks hold the same KV, where vLLM says so."""
     said = getattr(kv_cache_config, "kv_tp_replicas", None)
     return None if said is None else int(said)
+
+
+def hashes_of_blocks(hashes: Any, hash_tokens: int, block_tokens: int) -> Any:
+    """A request's hashes at the granularity of a group's blocks."""
+    if block_tokens == hash_tokens:
+        return hashes
+    return kv_cache_utils.BlockHashListWithBlockSize(hashes, hash_tokens, block_tokens)
+
+
+def event_fields(event: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Those of the fields that this release's events have."""
+    return {name: value for name, value in fields.items() if name in event.__struct_fields__}
+
+
+def event_spec_fields(spec: Any) -> dict[str, Any]:
+    """What vLLM's events say about a cache group."""
+    if not hasattr(kvi, "get_kv_cache_spec_kind"):
+        return {}
+    return {
+        "kv_cache_spec_kind": kvi.get_kv_cache_spec_kind(spec).value,
+        "kv_cache_spec_sliding_window": kvi.get_kv_cache_spec_sliding_window(spec),
+    }
+
+
+def event_extra_keys(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:
+    """Extra keys of hashes as events have them."""
+    if not hasattr(kv_cache_utils, "to_event_extra_keys"):
+        return keys
+    return kv_cache_utils.to_event_extra_keys(keys) or []
 
 
 class BlockTables:
