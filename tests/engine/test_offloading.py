@@ -41,11 +41,15 @@ def test_an_unknown_connector_is_refused_with_the_known_ones() -> None:
     assert all(word in said for word in ("kv_connector", "'NixlConnector'", '"NativeConnector"', '"KVKeepConnector"'))
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [("LMCacheMPConnector", "KVKeepConnector"), ("OffloadingConnector", "NativeConnector")]
-)
-def test_vllms_name_of_a_connector_is_refused_with_ours(theirs: str, ours: str) -> None:
-    assert f"here it is {ours}" in refusal(lambda: KVTransferConfig(theirs, "kv_both"))
+def test_vllms_name_of_the_in_process_connector_is_refused_with_ours() -> None:
+    assert "here it is NativeConnector" in refusal(lambda: KVTransferConfig("OffloadingConnector", "kv_both"))
+
+
+def test_m4_vllms_name_of_an_external_servers_connector_is_ours() -> None:
+    config = KVTransferConfig("LMCacheMPConnector", kv_connector_extra_config={"lmcache.mp.port": 7})
+    assert config == KVTransferConfig("KVKeepConnector", "kv_both", {"lmcache.mp.port": 7})
+    assert KVTransferConfig.of({"kv_connector": "LMCacheMPConnector"}) == KVTransferConfig("KVKeepConnector")
+    assert resolve("kvkeep", 4, KVTransferConfig("LMCacheMPConnector")) == KVTransferConfig("KVKeepConnector")
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
@@ -159,9 +163,10 @@ def test_an_unknown_backend_is_always_refused(size: float | None) -> None:
     assert "kv_offloading_backend = 'disk'" in said and '"native", "kvkeep"' in said
 
 
-def test_vllms_name_of_the_backend_is_refused_with_ours() -> None:
-    said = refusal(lambda: resolve("lmcache", 4))
-    assert "vLLM's name for an external server" in said and '"kvkeep"' in said
+def test_m4_vllms_name_of_the_backend_is_our_server_and_is_not_told_the_size() -> None:
+    assert resolve("lmcache", 4) == resolve("kvkeep", 4) == KVTransferConfig("KVKeepConnector", "kv_both", {})
+    assert resolve("lmcache", None) is None
+    assert "contradict" in refusal(lambda: resolve("lmcache", 4, KVTransferConfig("NativeConnector")))
 
 
 @pytest.mark.parametrize("backend", ["native", "kvkeep"])

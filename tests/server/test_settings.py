@@ -188,7 +188,7 @@ def test_variables_with_our_prefix_must_be_known() -> None:
     assert "KVKEEP_POOL_SIZE" in message
     assert "KVKEEP_NAME" in refusal(env={"KVKEEP_name": "x"})
     assert "environment KVKEEP_VERIFY" in refusal(env={"KVKEEP_VERIFY": ""})
-    load(env={"KVKEEP_NATIVE": "0", "KVKEEP_HTTP": "127.0.0.1:1", "OTHER": "1"})
+    load(env={"KVKEEP_NATIVE": "0", "KVKEEP_AS_LMCACHE": "1", "KVKEEP_HTTP": "127.0.0.1:1", "OTHER": "1"})
 
 
 @pytest.mark.parametrize("service", ["KVKEEP", "KVKEEP_SERVER"])

@@ -58,12 +58,18 @@ def zero(worker: Any) -> None:
         tensor.zero_()
 
 
+def _ours(connector: Any) -> Any:
+    """Our connector, if it is this one or among those of a MultiConnector."""
+    found = [each for each in getattr(connector, "_connectors", [connector]) if hasattr(each, "_requests")]
+    return found[0] if found else None
+
+
 def _adapter() -> Any:
-    """Of this rank's side of kvkeep, if vLLM calls it itself."""
+    """Of this rank's side of kvkeep, if there is one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    side = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-    return getattr(side, "_adapter", None)
+    connector = _ours(get_kv_transfer_group()) if has_kv_transfer_group() else None
+    return getattr(getattr(connector, "_worker", None), "_adapter", None)
 
 
 def stores_under_way(worker: Any) -> int:
@@ -221,7 +227,7 @@ class Engine:
 
     def is_connected(self) -> bool:
         """Whether all its parts have sessions that they know of."""
-        adapter = getattr(getattr(self.scheduler.connector, "_requests", None), "_adapter", None)
+        adapter = getattr(getattr(_ours(self.scheduler.connector), "_requests", None), "_adapter", None)
         return (adapter is None or adapter.connection.up) and all(self.core.model_executor.collective_rpc(is_connected))
 
     def _stores(self) -> bool:
@@ -275,8 +281,8 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         found: dict[str, int] = {}
-        _sizes("scheduler", self.scheduler.connector, found, set())
-        _sizes("worker", get_kv_transfer_group(), found, set())
+        _sizes("scheduler", _ours(self.scheduler.connector), found, set())
+        _sizes("worker", _ours(get_kv_transfer_group()), found, set())
         return found
 
     def late_replies(self) -> int:

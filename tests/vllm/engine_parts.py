@@ -296,6 +296,12 @@ class _Guessing:
         return _No()
 
 
+def ours(connector: Any) -> KVKeepConnector:
+    """Our connector, if it is this one or among those of a MultiConnector."""
+    found = [each for each in getattr(connector, "_connectors", [connector]) if isinstance(each, KVKeepConnector)]
+    return found[0]
+
+
 class Engine:
     """vLLM's scheduler with our connector on both sides, and a server in simulated time. The worker is `apart` if the
     scheduler is in another process; a scheduler that is `ahead` reads a step's results after the next has run."""
@@ -334,21 +340,19 @@ class Engine:
             for group in self.kv_cache_config.kv_cache_groups
             for name in group.layer_names
         }
-        connector = self.scheduler.connector
-        assert isinstance(connector, KVKeepConnector)
-        self.connector = connector
+        self.connector = ours(self.scheduler.connector)
         self.free = self.free_blocks
         self.is_told: Callable[[], bool] = lambda: True  # whether a worker hears that a step is computed
         self._unread: list[tuple[Any, ModelRunnerOutput]] = []  # steps whose results the scheduler has not read
         self._start()
 
-    def _start(self) -> None:
-        def worker(shape: Any, strategy: Any, options: Any) -> StepWorker:
-            self.worker = StepWorker(self.cache.lookup_side(shape).connection)
-            self.worker.spoil = self._spoil
-            return self.worker
+    def _make_worker(self, shape: Any, strategy: Any, options: Any) -> StepWorker:
+        self.worker = StepWorker(self.cache.lookup_side(shape).connection)
+        self.worker.spoil = self._spoil
+        return self.worker
 
-        with one_rank(), mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", worker):
+    def _start(self) -> None:
+        with one_rank(), mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", self._make_worker):
             self.rank = KVKeepConnector(self.config, KVConnectorRole.WORKER, self.kv_cache_config)
             self.rank.register_kv_caches(self.kv)
         handshake = self.rank.get_handshake_metadata()
@@ -444,7 +448,7 @@ class Engine:
         assert requests is not None
         assert not (requests._known or requests._alive or requests._lost or requests.tables._own)
         assert not (requests.step_loads._short or requests._arrivals.left or requests._due)
-        assert self.connector.faults == 0 and requests.faults == 0 and self.rank.faults == 0
+        assert self.connector.faults == 0 and requests.faults == 0 and ours(self.rank).faults == 0
         self.cache.check_nothing_held()
 
     # -- the model

@@ -60,6 +60,7 @@ def connected(since: Since) -> bool:
 WAYS: dict[str, dict[str, Any]] = {
     "by name, through the plugin": {"kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE}},
     "by module path": {"kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE, **BY_MODULE}},
+    "by vLLM's own offloading options, and nothing else": {"kv_offloading_backend": "lmcache", "kv_offloading_size": 1},
     "by vLLM's own offloading options": {
         "kv_offloading_backend": "lmcache",
         "kv_offloading_size": 1,
@@ -70,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def options_of(way: str, extra: dict[str, Any]) -> dict[str, Any]:
     options = {key: dict(value) if isinstance(value, dict) else value for key, value in WAYS[way].items()}
-    if extra:
+    if extra and "kv_transfer_config" in options:
         options["kv_transfer_config"]["kv_connector_extra_config"] = extra
     return options
 
@@ -79,7 +80,9 @@ def options_of(way: str, extra: dict[str, Any]) -> dict[str, Any]:
 def test_every_way_in_reaches_the_server(
     plain: Replica, two: Replica, server: ServerProcess, since: Since, way: str
 ) -> None:
-    two.use("llama", **options_of(way, {"kvkeep.address": server.address}))
+    options = options_of(way, {"kvkeep.address": server.address})
+    told = {} if "kv_transfer_config" in options else {"KVKEEP_ADDRESS": server.address}
+    two.use("llama", env={**told, "VLLM_LOGGING_LEVEL": "INFO"}, **options)
     assert two.facts["connector"] in ("KVKeepConnector", "LMCacheMPConnector")
     assert connected(since)
     finds(two, plain)

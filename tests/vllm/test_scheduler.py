@@ -63,8 +63,14 @@ def check_it_does_nothing(side: RequestSide) -> None:
     assert not side._known and not side._written and not side.tables._own
 
 
-def test_before_the_workers_have_spoken_it_does_nothing() -> None:
-    check_it_does_nothing(RequestSide(vllm_config(), cache_config(full()), ClientOptions()))
+def test_before_the_workers_have_spoken_it_waits_for_a_moment_and_does_nothing() -> None:
+    side = RequestSide(vllm_config(), cache_config(full()), ClientOptions())
+    early = request(PROMPT)
+    side.arrive(early)
+    assert side.lookup(early, 0) is None
+    side.end(early)
+    side._early.may_wait = lambda: False  # type: ignore[method-assign]
+    check_it_does_nothing(side)
 
 
 @pytest.mark.parametrize("handshakes", [[], [Handshake(None, "no such layout")]])
@@ -77,17 +83,6 @@ def test_workers_that_refuse_are_said_once_and_served_without_a_cache(
     [record] = [each for each in caplog.records if each.name.startswith("kvkeep")]
     assert record.getMessage().count("no such layout") == len(handshakes)
     check_it_does_nothing(side)
-
-
-def test_a_worker_has_one_scheduler(engine: Engine) -> None:
-    """MultiConnector gives the first connector's handshake to all of its connectors."""
-    first, handshake = requests_of(engine), engine.rank.get_handshake_metadata()
-    second = RequestSide(engine.config, engine.kv_cache_config, ClientOptions(address="tcp://127.0.0.1:9"))
-    assert handshake is not None
-    second.shake_hands([handshake])
-    assert (first._worker is None) == engine.apart
-    assert second._worker is None or engine.apart
-    second.close()
 
 
 def test_one_rank_that_refuses_is_enough(engine: Engine) -> None:

@@ -293,9 +293,25 @@ def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: Piec
 def test_results_are_never_empty_for_a_scheduler_that_is_to_ask() -> None:
     worker, _ = side()
     assert worker.take_reports() is None
-    assert worker.join()
+    worker.join()
     assert worker.take_reports() == Reports([])
-    assert not worker.join(), "whoever comes second has another worker, and was given this one's handshake"
+
+
+def test_a_handshake_that_was_not_told_at_start_up_comes_with_the_first_reports_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MultiConnector gives the first handshake of any child to all of them, so it gets none of ours."""
+    alone, child = registered(full()), registered(full())
+    assert alone.handshake is not None and alone.first_handshake() is alone.handshake
+    assert alone.take_reports() is None
+    monkeypatch.setattr(kvkeep.vllm.worker, "is_child", lambda worker: worker is child)
+    child._siblings = ("NixlConnector",)
+    assert child.first_handshake() is None
+    reports = child.take_reports()
+    assert reports is not None and reports.finished == []
+    [told] = reports.handshakes
+    assert told.shape == alone.handshake.shape and told.siblings == ("NixlConnector",)
+    assert child.take_reports() is None
 
 
 def test_a_worker_is_found_by_its_name_in_its_own_process_as_long_as_it_lives() -> None:
@@ -388,6 +404,7 @@ def test_a_refusal_becomes_a_handshake_without_a_shape() -> None:
 
 def test_a_worker_that_refused_does_nothing_and_answers_all_the_same() -> None:
     worker = registered(full(non_causal=True))
+    assert worker.first_handshake() is worker.handshake is not None
     worker.begin(Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7], {1: "a"})))
     worker.finish()
     worker.collect()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 # The name that clients of other servers send already, and ours.
-EXTRA_CACHED_TOKENS = ("num_lmcache_extra_cached_tokens", "num_kvkeep_extra_cached_tokens")
+LMCACHE_COUNT = "num_lmcache_extra_cached_tokens"
+EXTRA_CACHED_TOKENS = (LMCACHE_COUNT, "num_kvkeep_extra_cached_tokens")
 
 _LONGEST_TTL_MS = 2**53
 _NORMAL_PRIORITY = 50

@@ -23,11 +23,10 @@ from kvkeep.units import GIB
 NATIVE, KVKEEP = "NativeConnector", "KVKeepConnector"
 CPU_BYTES = "cpu_bytes_to_use"
 
-_CONNECTORS = {"native": NATIVE, "kvkeep": KVKEEP}  # by backend
+_CONNECTORS = {"native": NATIVE, "kvkeep": KVKEEP, "lmcache": KVKEEP}  # by backend; vLLM's users say the last
+_ALIASES = {"LMCacheMPConnector": KVKEEP}  # vLLM's name for an external server's connector
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _ELSEWHERE = {  # vLLM's names for what is called otherwise here
-    "lmcache": 'this is vLLM\'s name for an external server; here it is "kvkeep"',
-    "LMCacheMPConnector": f"this is vLLM's name for an external server's connector; here it is {KVKEEP}",
     "OffloadingConnector": f"this is vLLM's name for the in-process connector; here it is {NATIVE}",
 }
 
@@ -43,7 +42,9 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         if self.kv_connector is not None:
-            check_one_of("kv_connector", self.kv_connector, _CONNECTORS.values(), _ELSEWHERE)
+            connectors = dict.fromkeys(_CONNECTORS.values())
+            check_one_of("kv_connector", self.kv_connector, [*connectors, *_ALIASES], _ELSEWHERE)
+            object.__setattr__(self, "kv_connector", _ALIASES.get(self.kv_connector, self.kv_connector))
             object.__setattr__(self, "kv_role", "kv_both" if self.kv_role is None else self.kv_role)
         if self.kv_role is not None:
             check_one_of("kv_role", self.kv_role, _ROLES)

@@ -45,7 +45,7 @@ AUTO: Final = "(auto"  # in the source of a size that was not given but found
 # Variables with our prefix that are no settings: where the file is, whether to use the C kernel, where the command
 # line finds the admin API, and the keys of clients.
 ENV_OTHERS: Final = frozenset(
-    {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_HTTP", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"}
+    {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_AS_LMCACHE", "KVKEEP_HTTP", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"}
 )
 
 # Kubernetes gives every container variables named after the Services of its namespace, so a Service called

@@ -21,9 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 import vllm
 from kvkeep.connector.options import allow_untested, client_options, load_failure_policy, load_mode, load_when
 from kvkeep.errors import SettingsError
-from kvkeep.vllm import versions
+from kvkeep.vllm import stand_in, versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
 from kvkeep.vllm.scheduler import RequestSide
+from kvkeep.vllm.siblings import siblings_of
 from kvkeep.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.vllm.worker import WorkerSide
 
@@ -80,13 +81,16 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's own default ends a request whose load failed. Its scheduler reads this after the connector is made.
             transfer.kv_load_failure_policy = load_failure_policy(extra)
+            if transfer.kv_connector == stand_in.NAME and not transfer.kv_connector_module_path:
+                log.info("kvkeep: stands in for %s (%s)", stand_in.NAME, stand_in.reason())
             if load_mode(extra) == "sync":
                 log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are asynchronous here")
             if transfer.kv_role != "kv_both":
                 log.warning("kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads", transfer.kv_role)
             self._requests = RequestSide(vllm_config, kv_cache_config, options, load_when(extra))
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+            siblings = siblings_of(vllm_config, type(self), load_failure_policy(extra))
+            self._worker = WorkerSide(vllm_config, kv_cache_config, options, siblings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -104,7 +108,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def _shake_hands(self, metadata: Iterable[Any]) -> None:
         assert self._requests is not None
-        self._requests.shake_hands([each for each in metadata if isinstance(each, Handshake)])
+        handshakes = [each for each in metadata if isinstance(each, Handshake)]
+        if handshakes:  # otherwise they are a sibling's, and ours come with the first reports
+            self._requests.shake_hands(handshakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         assert self._requests is not None
@@ -140,7 +146,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._requests is not None
         reports = connector_output.kv_connector_worker_meta
-        arrived = self._requests.complete(reports.finished if isinstance(reports, Reports) else [])
+        reports = reports if isinstance(reports, Reports) else Reports()
+        self._requests.take_handshakes(reports.handshakes)
+        self._requests.distrust(connector_output.invalid_block_ids, reports.finished)
+        arrived = self._requests.complete(reports.finished)
         if arrived:  # vLLM reads this next
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *arrived}
 
@@ -150,7 +159,13 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never asks vLLM to hold blocks: it may have them back at once, stored or not."""
         assert self._requests is not None
-        return False, self._requests.end(request)
+        reply = self._requests.end(request)
+        taken = self._requests.keys_of_siblings
+        return False, reply and {key: count for key, count in reply.items() if key not in taken}
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """What MultiConnector calls if a sibling does not support HMA."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -171,7 +186,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> Handshake | None:
         assert self._worker is not None
-        return self._worker.handshake
+        return self._worker.first_handshake()
 
     @_guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

@@ -19,11 +19,13 @@ from kvkeep.kv.shape import BlockShape
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
     """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached. `name`
-    is the worker's own, by which whoever is in its process finds it."""
+    is the worker's own, by which whoever is in its process finds it. `siblings`: the connectors that stand beside this
+    one in a MultiConnector."""
 
     shape: BlockShape | None
     refusal: str = ""
     name: str = field(default="", compare=False)
+    siblings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -42,10 +44,12 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Reports(KVConnectorWorkerMetadata):
-    """From the workers with a step's results, one of each rank that has something to say."""
+    """From the workers with a step's results, one of each rank that has something to say. `handshakes` that could not
+    be told at start-up come with the first of them."""
 
     finished: list[Finished] = field(default_factory=list)
+    handshakes: list[Handshake] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Reports)
-        return Reports(self.finished + other.finished)
+        return Reports(self.finished + other.finished, self.handshakes + other.handshakes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,9 +31,11 @@ from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.arrivals import Arrivals, Known
 from kvkeep.vllm.due import Due
+from kvkeep.vllm.early import EarlyRequests
 from kvkeep.vllm.events import CacheEvents, event_groups
 from kvkeep.vllm.groups import pieces_of
 from kvkeep.vllm.messages import Handshake, Step
+from kvkeep.vllm.siblings import SiblingLoads, holds_one_of, keys_of_siblings
 from kvkeep.vllm.stats import KVKeepStats, counts_of
 from kvkeep.vllm.step_loads import StepLoads
 from kvkeep.vllm.worker import WorkerSide, find_here, is_alone, may_wait
@@ -65,6 +67,12 @@ class RequestSide:
         self._may_wait = True
         self._others_first = False  # before requests whose loads failed
         self._lost: dict[str, list[int]] = {}
+        self._handshakes: list[Handshake] = []  # as long as some are missing
+        self._early = EarlyRequests()
+        self._generation = b""
+        self._has_siblings = False
+        self._sibling_loads = SiblingLoads()
+        self.keys_of_siblings: set[str] = set()  # in `kv_transfer_params`
         self._stores_due = Due(self._known)
         self._due: list[tuple[Known, int]] = []  # what is to be stored of the last step, if it is still to be prepared
         self._counts: Counter[str] = Counter()
@@ -75,13 +83,23 @@ class RequestSide:
 
     # -- start-up
 
-    def shake_hands(self, handshakes: Sequence[Handshake]) -> None:
+    def take_handshakes(self, handshakes: Sequence[Handshake]) -> None:
+        """Those that came with a step's results: one of each worker, sooner or later."""
+        if not handshakes or self._side is not None:
+            return
+        self._handshakes += handshakes
+        if len(self._handshakes) >= self._vllm_config.parallel_config.world_size:
+            collected, self._handshakes = self._handshakes, []
+            self.shake_hands(collected, patience_ms=0)
+
+    def shake_hands(self, handshakes: Sequence[Handshake], patience_ms: int = CONNECT_PATIENCE_MS) -> None:
         """What the workers have found out."""
         refusals = sorted({each.refusal for each in handshakes if each.shape is None})
         if len(handshakes) != self._vllm_config.parallel_config.world_size:
             refusals.append("not all of its workers said how they keep KV")
         if refusals:
             log.error("kvkeep: this engine is served without the cache: %s", "; ".join(refusals))
+            self._early.end()
             return
         shape = handshakes[0].shape
         assert shape is not None
@@ -93,7 +111,8 @@ class RequestSide:
         self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
         side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
         self._arrivals = Arrivals(self._vllm_config, shape.identity, tokens, side, self._adapter, self._known)
-        if self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS):
+        self._arrivals.generation = self._generation
+        if self._adapter.connection.wait_until_up(patience_ms):
             log.info("kvkeep: connected to %s", self._options.address)
         log.info(
             "kvkeep: blocks of %d tokens and %s, model %s, weights %s, keys from %s",
@@ -103,8 +122,11 @@ class RequestSide:
             "vLLM's hashes" if self._arrivals.uses_hashes else "tokens",
         )
         self._side = side
-        worker = find_here(handshakes[0].name) if world_size == 1 else None
-        self._worker = worker if worker is not None and worker.join() else None
+        self._has_siblings = bool(handshakes[0].siblings)
+        self.keys_of_siblings = keys_of_siblings(handshakes[0].siblings)
+        self._worker = find_here(handshakes[0].name) if world_size == 1 else None
+        if self._worker is not None:
+            self._worker.join()
         self._arrivals.may_leave = self._worker is not None
         # When a step begins vLLM zeroes new blocks of some models, and other connectors read what they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
@@ -116,15 +138,29 @@ class RequestSide:
 
     def arrive(self, request: Any) -> None:
         self._alive.add(request.request_id)
-        if self._side is not None:
+        if self._side is None or self._early:
+            self._early.hold(request)
+        else:
             self._arrivals.arrive(request)
+
+    def _is_starting(self) -> bool:
+        """Whether requests that came before the handshakes still wait for them, or for the first connection."""
+        is_ready = self._side is not None and not self._adapter.connection.coming_up
+        if not is_ready and self._early.may_wait():
+            return True
+        for request in self._early.end():
+            if self._side is not None:
+                self._arrivals.arrive(request)
+        return False
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """How many tokens after the first `local_tokens` can be loaded; None: not known yet."""
+        if self._early and self._is_starting():
+            return None
         known = self._known.get(request.request_id)
         if self._side is None or known is None:
             return 0
-        known.local_tokens = local_tokens
+        known.local_tokens, known.asked_in = local_tokens, self._sibling_loads.step
         if (not local_tokens and self._arrivals.is_missing(known)) or not self._arrivals.grow(known):
             return 0
         self._is_idle |= not self._under_way and len(self._alive) == 1
@@ -160,6 +196,7 @@ class RequestSide:
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""
+        self._early.drop(request.request_id)
         if self._side is None:
             return
         known = self._known.get(request.request_id)
@@ -224,6 +261,7 @@ class RequestSide:
         """The request is over. What its `kv_transfer_params` are now."""
         known = self._known.pop(request.request_id, None)
         self._alive.discard(request.request_id)
+        self._early.drop(request.request_id)
         self.step_loads.drop_ahead()
         if self._side is None:
             return CacheParams.of(request.kv_transfer_params).reply(0)
@@ -252,6 +290,8 @@ class RequestSide:
                 self.events.completed(self._side.drop_stores())
             self._forget(*self._known)
             raise
+        finally:
+            self._sibling_loads.build_step()
 
     def _build_step(self, side: SchedulerSide, scheduled: Any) -> Step:
         cached = scheduled.scheduled_cached_reqs
@@ -265,6 +305,8 @@ class RequestSide:
         self._written += scheduled.new_block_ids_to_zero or ()
         work = scheduled.num_scheduled_tokens
         is_new = bool(scheduled.scheduled_new_reqs or cached.resumed_req_ids)
+        if is_new and self._has_siblings:
+            self._look_for_sibling_loads(work)
         self._due = self._stores_due.after(work, is_new=is_new)
         if self._worker is None:
             self._store_due()
@@ -336,6 +378,8 @@ class RequestSide:
         """Stores what is computed by now, or by the end of the step. Tokens that are only guessed have no key yet."""
         assert self._side is not None
         request_id, pieces = known.request.request_id, self._pieces
+        if self._sibling_loads.may_have_failed:
+            return  # the next step looks again
         if not self._arrivals.grow(known) or (not self._side.knows_stored(request_id) and after_step):
             return  # in the latter case the next step looks again
         # Old blocks of a window and old states are gone soon: only full attention can wait for company.
@@ -355,19 +399,42 @@ class RequestSide:
         if job is not None:
             self._note(job, known)
 
+    # -- siblings
+
+    def _look_for_sibling_loads(self, work: Iterable[str]) -> None:
+        """A request that has tokens which neither vLLM nor we had, in the step that asked for them, has them loaded by
+        a sibling in that step. What a sibling loads in the background is there, or known to have failed, before its
+        request is scheduled."""
+        asked = (known for name in work if (known := self._known.get(name)))
+        asked = (known for known in asked if known.asked_in == self._sibling_loads.step)
+        if any(known.request.num_computed_tokens > known.local_tokens for known in asked):
+            self._sibling_loads.load_in_step()
+
+    def distrust(self, block_ids: Collection[int] | None, reports: Sequence[Finished]) -> None:
+        """Loads of these blocks failed, by our own reports or by siblings. What a sibling left in a block, and what was
+        computed from that, is not stored."""
+        if not block_ids or not self._has_siblings:
+            return
+        own = {each for report in reports for failed in report.failed.values() for each in failed}
+        theirs = set(block_ids) - own
+        if theirs:
+            self._forget(*[name for name in self._known if holds_one_of(self.tables.of(name), theirs)])
+
     # -- the rest
 
     def reset(self) -> bool:
         """Nothing that was stored so far is found again by this engine, nor by others what it stores from now on:
         whoever asks for this may have changed the weights."""
+        self._generation = os.urandom(16)
         if self._side is not None:
-            self._arrivals.generation = os.urandom(16)
+            self._arrivals.generation = self._generation
         self._forget(*self._known)
         self.events.reset()
         return True
 
     def stats(self) -> KVKeepStats | None:
         """vLLM asks for them at the end of each step, also of one without any news; nothing else tells of that."""
+        self._sibling_loads.end_step()
         if (side := self._side) is None:
             return None
         side.worth.end_step()

@@ -18,6 +18,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.vllm.groups import locate, pieces_of
 from kvkeep.vllm.identity import parts_of_all_ranks, shape_of, strategy_of
 from kvkeep.vllm.messages import Handshake, Reports, Step
+from kvkeep.vllm.siblings import is_child
 from kvkeep.vllm.stats import KVKeepStats, counts_of
 
 log = logging.getLogger(__name__)
@@ -64,10 +66,14 @@ def is_alone(worker: WorkerSide | None) -> bool:
 class WorkerSide:
     """One for each rank."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: ClientOptions) -> None:
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, options: ClientOptions, siblings: tuple[str, ...] = ()
+    ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
+        self._siblings = siblings
+        self._is_told = False  # the handshake, to the scheduler
         self._adapter: WorkerAdapter | None = None
         self._pieces: Pieces | None = None
         self._loading: dict[Any, str] = {}  # jobs under way, and whose they are
@@ -113,11 +119,17 @@ class WorkerSide:
         self.handshake = Handshake(shape, name=uuid.uuid4().hex)
         _here[self.handshake.name] = self
 
-    def join(self) -> bool:
-        """From now on `hand_over` is called after every step. False: somebody else has joined, and this worker is not
-        the caller's own: MultiConnector gives one handshake to all of its connectors."""
-        is_first, self._is_joined = not self._is_joined, True
-        return is_first
+    def first_handshake(self) -> Handshake | None:
+        """The handshake, at start-up. None as one of several connectors: MultiConnector would give it to the siblings,
+        or theirs to us. Then it comes with the first reports."""
+        if is_child(self):
+            return None
+        self._is_told = self.handshake is not None
+        return self.handshake
+
+    def join(self) -> None:
+        """From now on `hand_over` is called after every step."""
+        self._is_joined = True
 
     def save(self, step: Step) -> None:
         """Before vLLM writes anything: blocks that stores still have to read are saved. Once for each step."""
@@ -254,7 +266,11 @@ class WorkerSide:
     def take_reports(self) -> Reports | None:
         """Also with nothing to say, if `hand_over` is to be called: for empty results vLLM asks no connector."""
         reports, self._reports = self._reports, []
-        return Reports(reports) if reports or self._is_joined else None
+        handshakes = []
+        if not self._is_told and self.handshake is not None:
+            self._is_told = True
+            handshakes = [replace(self.handshake, siblings=self._siblings)]
+        return Reports(reports, handshakes) if reports or handshakes or self._is_joined else None
 
     def stats(self) -> KVKeepStats | None:
         """What the reports that wait say, in numbers. Before `take_reports`."""
