@@ -9,7 +9,7 @@ KEYS = [bytes([at]) * KEY_BYTES for at in range(1, 6)]
 
 
 def tracker(params: object = None) -> Tracker:
-    return Tracker(1, "r", None, "default", CacheParams.of(params), bytearray(b"".join(KEYS)))
+    return Tracker(1, "r", None, "default", CacheParams.of(params), 5, bytearray(b"".join(KEYS)))
 
 
 def test_keys_by_block() -> None:
@@ -34,15 +34,30 @@ def test_keys_that_were_handed_out_do_not_grow() -> None:
 def test_blocks_count_once_however_often_they_come() -> None:
     it = tracker({NAME: None})
     assert it.reply(4) == {NAME: 0}
-    it.count_loaded(2, 3)
-    assert it.reply(4) == {NAME: 12}
-    it.count_loaded(2, 3)
-    it.count_loaded(3, 1)
-    assert it.reply(4) == {NAME: 12}
-    it.count_loaded(0, 3)
+    it.hold(2)
+    it.count_loaded(4)
+    assert it.reply(4) == {NAME: 8}, "the engine's own cache had the first two"
+    it.count_loaded(4)
+    it.count_loaded(1)
+    assert it.reply(4) == {NAME: 8}
+    it.count_loaded(5)
+    assert it.reply(16) == {NAME: 48}
+
+
+def test_what_the_request_had_before_a_preemption_is_not_given_by_the_cache() -> None:
+    it = tracker({NAME: None})
+    it.hold(3)
+    it.hold(0)
+    it.count_loaded(3)
+    assert it.reply(4) == {NAME: 0}
+
+
+def test_blocks_of_generated_tokens_do_not_count() -> None:
+    it = tracker({NAME: None})
+    it.count_loaded(9)
     assert it.reply(4) == {NAME: 20}
-    it.count_loaded(4, 0)
-    assert it.reply(16) == {NAME: 80}
+    it.count_loaded(12)
+    assert it.reply(4) == {NAME: 20}
 
 
 def test_reply_follows_what_was_sent() -> None:

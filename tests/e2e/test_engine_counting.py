@@ -251,6 +251,61 @@ def test_preempted_and_loaded_again_counts_once(server: ServerProcess) -> None:
     assert request.metrics.external_cached_tokens == 20
 
 
+def preempted_once(llm: Any, server: ServerProcess, tokens: list[int], blocks: int) -> Any:
+    """Serves the request, takes its blocks away when the server has this many of them, and serves it to its end with
+    what the server has."""
+    request = llm.engine.add(tokens, SamplingParams(max_tokens=400), kv_transfer_params={KEY: None})
+    known = Since(server)
+    while known("stored_blocks") < blocks:
+        llm.engine.step()
+    llm.engine.scheduler.preempt(request)
+    forget_local(llm)
+    while llm.engine.busy:
+        llm.engine.step()
+    assert llm.engine.flush()
+    assert request.metrics.preemptions == 1
+    return request
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_cold_prompt_that_loads_back_what_it_generated_was_given_nothing(server: ServerProcess, mode: str) -> None:
+    model, tokens = oracle(), prompt(9)
+    with engine(server, model, extra={"kvkeep.load": mode}) as llm:
+        since = Since(server)
+        request = preempted_once(llm, server, tokens, blocks=10)
+        assert since("hit_blocks") >= 10, "after the preemption"
+    assert [request.output_tokens] == without_cache(model, [tokens], max_tokens=400)
+    assert request.reply_params == {KEY: 0}
+    assert request.metrics.external_cached_tokens == 0
+
+
+def test_a_prompt_that_was_all_local_before_a_preemption_was_given_nothing(server: ServerProcess) -> None:
+    model, tokens = oracle(), prompt(41)
+    with engine(server, model) as llm:
+        serve(llm, [tokens])
+        since = Since(server)
+        request = preempted_once(llm, server, tokens, blocks=8)
+        assert since("hit_blocks") >= 18, "after the preemption"
+    assert request.metrics.local_cached_tokens == 40
+    assert request.reply_params == {KEY: 0}
+
+
+def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(server: ServerProcess) -> None:
+    """The server has nothing when the request begins, and all of the prompt when it begins again."""
+    model, tokens = oracle(), prompt(41)
+    with engine(server, model) as one, engine(server, model, max_num_batched_tokens=8) as two:
+        request = two.engine.add(tokens, SamplingParams(max_tokens=3), kv_transfer_params={KEY: None})
+        while request.num_computed_tokens < 16:
+            two.engine.step()
+        [expected] = tokens_of(serve(one, [tokens]))
+        two.engine.scheduler.preempt(request)
+        forget_local(two)
+        while two.engine.busy:
+            two.engine.step()
+    assert request.output_tokens == expected
+    assert request.reply_params == {KEY: 40 - 16}
+
+
 def test_of_two_that_share_a_prefix_one_loads_and_the_other_finds_it_local(server: ServerProcess) -> None:
     model, tokens = oracle(), prompt(20)
     prompts = [counting([*tokens, 1]), counting([*tokens, 2])]

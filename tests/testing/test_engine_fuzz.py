@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.connector.step import Job
+from kvkeep.connector.tracker import Tracker
 from kvkeep.engine import engine
 from kvkeep.engine.blocks import BlockPool
 from kvkeep.engine.scheduler import Scheduler
@@ -60,6 +62,10 @@ MUTANTS: dict[str, Patch] = {
     "a bad block stays in the prefix cache": replace(BlockPool, "forget", lambda *_: None),
     "all of a load is taken for good": replace(Job, "good_blocks", lambda self: len(self.block_ids)),
     "blocks are written into that stores have not read": replace(BlockPool, "take_given", lambda _: set()),
+    "a request is told of blocks that it computed itself": replace(SchedulerSide, "hold", lambda *_: None),
+    "a request is told of blocks that failed to load": replace(
+        Tracker, "count_loaded", lambda self, stop, _real=Tracker.count_loaded: _real(self, stop + 1)
+    ),
     "salts are left out of the key": replace(
         engine, "root_key", lambda identity, salt, _real=engine.root_key: _real(identity, None)
     ),

@@ -37,10 +37,12 @@ from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece, Sources, physical_fingerprint
 from kvkeep.client.transfer import Transfer
 from kvkeep.testing.cache import SimulatedCache
+from kvkeep.testing.given import Given
 from kvkeep.vllm import versions
 from kvkeep.vllm.connector import KVKeepConnector
 
 BLOCK = 4  # tokens
+COUNT = "num_kvkeep_extra_cached_tokens"
 FULL = "full"
 WINDOW = "window"
 REACH = 8  # tokens that the window sees
@@ -179,6 +181,7 @@ class StepWorker:
             None
         )  # what failed holds anything but what it should
         self.began: list[tuple[str, Any]] = []
+        self.loaded: Callable[[Hashable, LoadRequest, int], None] = lambda job, load, good: None  # somebody watches
         self.ahead: Any = None  # for whom, and from where
         self.hasty: Callable[[], bool] = lambda: False  # whether a store is copied when it is handed over
         self._early: list[tuple[Hashable, Stored]] = []
@@ -254,6 +257,8 @@ class StepWorker:
         loaded = self._transfer.load(load)
         loaded[self.failing(load)] = False
         finished.loaded.append(job)
+        bad = (~loaded).nonzero()[0]
+        self.loaded(job, load, int(bad[0]) if len(bad) else load.blocks)
         if failed := load.ids_of(~loaded):
             finished.failed[job] = failed
             self.spoil(failed)
@@ -335,6 +340,7 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.params: dict[str, Any] = {}
         self.events: list[Any] = []
+        self.given = Given(BLOCK)
         self.kv = {
             name: torch.zeros((num_blocks, BLOCK), dtype=torch.int64)
             for group in self.kv_cache_config.kv_cache_groups
@@ -348,7 +354,7 @@ class Engine:
 
     def _make_worker(self, shape: Any, strategy: Any, options: Any) -> StepWorker:
         self.worker = StepWorker(self.cache.lookup_side(shape).connection)
-        self.worker.spoil = self._spoil
+        self.worker.spoil, self.worker.loaded = self._spoil, self._loaded
         return self.worker
 
     def _start(self) -> None:
@@ -451,6 +457,17 @@ class Engine:
         assert self.connector.faults == 0 and requests.faults == 0 and ours(self.rank).faults == 0
         self.cache.check_nothing_held()
 
+    def check_counts(self, *requests: Request) -> None:
+        """AssertionError unless each request that asked for it was told what the cache gave it."""
+        for each in requests:
+            right = self.given.tokens(each.request_id, each.num_prompt_tokens)
+            assert self.params[each.request_id] == {COUNT: right}, each.request_id
+
+    def _loaded(self, job: Hashable, load: LoadRequest, good_blocks: int) -> None:
+        [name] = [each.request_id for each in self.side.jobs if each.number == job]
+        is_whole = len(self.kv_cache_config.kv_cache_groups) == 1  # else a load fails as a whole
+        self.given.loaded(name, load.skip, good_blocks if is_whole or good_blocks == load.blocks else 0)
+
     # -- the model
 
     def _spoil(self, block_ids: list[int]) -> None:
@@ -467,6 +484,7 @@ class Engine:
         guessed = scheduled.scheduled_spec_decode_tokens.get(name, [])
         values = prefixes([*self._tokens(held), *guessed])
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        self.given.computed(name, first + tokens)
         for group, table in zip(self.kv_cache_config.kv_cache_groups, tables, strict=True):
             reach = getattr(group.kv_cache_spec, "sliding_window", None) or len(values)
             for layer in group.layer_names:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
 
 import engine_parts
-from engine_parts import Engine, answer_to, full, needs_named_failures, request, window
+from engine_parts import COUNT, Engine, answer_to, full, needs_named_failures, request, window
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
@@ -102,7 +102,8 @@ class Life:
         roll = chance.random()
         if roll < self.often:
             tokens = [*chance.choice(self._stems), *self._some_tokens(chance.randrange(1, 12))]
-            each = request(tokens, f"s{self.seed}n{number}", max_tokens=chance.choice([1, 2, 6, 12]))
+            name, max_tokens = f"s{self.seed}n{number}", chance.choice([1, 2, 6, 12])
+            each = request(tokens, name, max_tokens=max_tokens, params={COUNT: None})
             self.asked[each.request_id] = each
             engine.add(each)
         elif 0.25 <= roll < 0.32 and alive:
@@ -124,6 +125,7 @@ class Life:
         for name, each in self.asked.items():
             right, got = answer_to(each.prompt_token_ids or (), each.max_tokens), self.engine.answers[name]
             assert got == (right[: len(got)] if name in self.aborted else right), name
+        self.engine.check_counts(*(each for name, each in self.asked.items() if name not in self.aborted))
         self.engine.settle()
         self.engine.check_nothing_left()
         worker = self.engine.rank._worker

@@ -39,6 +39,18 @@ def counted(engine: Engine, name: str) -> int:
     return int(engine.params[name]["num_kvkeep_extra_cached_tokens"])
 
 
+def preempted_once(engine: Engine, asked: Any, generated: int) -> Engine:
+    """Serves the request, takes its blocks away when it has generated this many tokens, and serves it to its end with
+    what the server has."""
+    engine.add(asked)
+    while len(engine.answers[asked.request_id]) < generated:
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert asked.num_preemptions == 1
+    return engine
+
+
 def stored_blocks(engine: Engine) -> int:
     return sum(asked.blocks for what, asked in engine.worker.began if what == "store")
 
@@ -113,8 +125,52 @@ def test_a_prompt_of_whole_blocks_that_the_server_has_entirely(
     make(*specs).run(request(prompt, "a"))
     engine = make(*specs).run(request(prompt, "b", params=COUNT))
     assert engine.answers["b"] == answer_to(prompt)
-    # Full attention takes all of it and computes the last token again; with others, that token's block is left out.
-    assert counted(engine, "b") == (5 if len(specs) == 1 else 4) * BLOCK
+    assert counted(engine, "b") == 4 * BLOCK, "the last token is always computed, so its block is not loaded"
+    assert [load.blocks for load in engine.worker.loads] == [4]
+
+
+@MODELS
+def test_a_cold_prompt_that_loads_back_what_it_generated_was_given_nothing(
+    make: Callable[..., Engine], specs: tuple[Any, ...]
+) -> None:
+    prompt = PROMPT[:9]
+    engine = preempted_once(make(*specs), request(prompt, "b", max_tokens=40, params=COUNT), 34)
+    assert engine.answers["b"] == answer_to(prompt, 40)
+    assert engine.worker.loads[-1].skip + engine.worker.loads[-1].blocks > 8, "it loads what it generated"
+    assert counted(engine, "b") == 0
+
+
+def test_a_prompt_that_was_all_local_before_a_preemption_was_given_nothing(make: Callable[..., Engine]) -> None:
+    prompt = list(range(41))
+    engine = make().run(request(prompt, "a"))
+    preempted_once(engine, request(prompt, "b", max_tokens=40, params=COUNT), 34)
+    assert engine.answers["b"] == answer_to(prompt, 40)
+    assert engine.worker.loads[-1].skip == 0 and engine.worker.loads[-1].blocks > 10, "it loads its prompt and more"
+    assert counted(engine, "b") == 0
+
+
+def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(make: Callable[..., Engine]) -> None:
+    """The server has nothing of the prompt when the request begins, and all of it when the request begins again."""
+    prompt, other = list(range(41)), make()
+    engine = make(budget=16)
+    engine.add(asked := request(prompt, "b", params=COUNT))
+    while asked.num_computed_tokens < 16:
+        engine.step()
+    other.run(request(prompt, "a"))
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.run().answers["b"] == answer_to(prompt)
+    assert counted(engine, "b") == 40 - 16
+
+
+def test_a_request_that_is_not_cached_any_more_is_told_what_it_was_given(make: Callable[..., Engine]) -> None:
+    make().run(request(PROMPT, "a"))
+    engine = make()
+    engine.add(request(PROMPT, "b", params=COUNT))
+    while not engine.answers["b"]:
+        engine.step()
+    engine.connector.reset_cache()
+    assert engine.run().answers["b"] == answer_to(PROMPT)
+    assert counted(engine, "b") == 5 * BLOCK
 
 
 def test_a_miss_and_a_server_that_is_away_cost_nothing_but_the_computation(
@@ -546,7 +602,7 @@ def test_whatever_comes_in_whatever_order(
         if chance.random() < 0.3 and len(engine.scheduler.requests) < 6:
             prompt = [*chance.choice(shared)[: chance.randrange(3, 40)], *(number for _ in range(chance.randrange(3)))]
             asked[f"f{number}"] = prompt, chance.randrange(1, 20)
-            engine.add(request(prompt, f"f{number}", max_tokens=asked[f"f{number}"][1]))
+            engine.add(request(prompt, f"f{number}", max_tokens=asked[f"f{number}"][1], params=COUNT))
         if chance.random() < 0.05 and engine.scheduler.requests:
             asked.pop(name := chance.choice(list(engine.scheduler.requests)), None)
             engine.abort(name)
@@ -558,4 +614,5 @@ def test_whatever_comes_in_whatever_order(
     engine.run(most=400)
     for name, (prompt, max_tokens) in asked.items():
         assert engine.answers[name] == answer_to(prompt, max_tokens), name
+        assert counted(engine, name) == engine.given.tokens(name, len(prompt)), name
     assert engine.worker.loads, "this is a test of loads, too"

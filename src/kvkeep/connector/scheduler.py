@@ -90,11 +90,14 @@ class SchedulerSide:
         local_blocks: int = 0,
         *,
         reads: bool = True,
+        prompt_blocks: int | None = None,
     ) -> None:
-        """A request has come, with the keys of its full blocks. Asks at once for those that the engine does not have,
-        unless it must not read from a cache."""
+        """A request has come, with the keys of its full blocks: those of its prompt, unless `prompt_blocks` says that
+        some hold generated tokens. Asks at once for those that the engine does not have, unless the request must not
+        read from a cache."""
         self._next_tracker += 1
-        about = (salt, usable_tenant(salt), CacheParams.of(params), bytearray(keys))
+        prompt_blocks = len(keys) // KEY_BYTES if prompt_blocks is None else prompt_blocks
+        about = (salt, usable_tenant(salt), CacheParams.of(params), prompt_blocks, bytearray(keys))
         tracker = Tracker(self._next_tracker, request_id, *about)
         tracker.offers = reads
         self._trackers[request_id] = tracker
@@ -166,6 +169,7 @@ class SchedulerSide:
     def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
         """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
         tracker = self._trackers[request_id]
+        tracker.hold(local_blocks)
         table = np.atleast_2d(np.asarray(block_ids, dtype=np.int64))
         load = tracker.load_of(local_blocks, table)
         job = self._new_job(tracker, local_blocks, table, is_load=True)
@@ -238,9 +242,23 @@ class SchedulerSide:
         tracker.stored = computed_blocks
         return job
 
+    def hold(self, request_id: str, blocks: int) -> None:
+        """The request has its first `blocks` blocks, found in the engine's own cache or computed. If a preemption takes
+        them away and they are loaded later, the cache has not given the request anything. Both engines say this when a
+        request begins, and whenever it has computed more of its prompt."""
+        if tracker := self._trackers.get(request_id):
+            tracker.hold(blocks)
+
     def loaded_blocks(self, request_id: str) -> int:
-        """How many of the request's blocks came from the server."""
-        return tracker.loaded.bit_count() if (tracker := self._trackers.get(request_id)) else 0
+        """How many blocks of the request's prompt the server gave it (tracker.py has the rules)."""
+        return tracker.loaded if (tracker := self._trackers.get(request_id)) else 0
+
+    def forget(self, request_id: str) -> None:
+        """Nothing more of the request is loaded or stored. What it was given so far still counts when it ends."""
+        if tracker := self._trackers.get(request_id):
+            tracker.offers = tracker.stores = False
+            if tracker.asked is not None and not tracker.loads:
+                self._let_go(tracker)
 
     def end(self, request_id: str, params: object = None) -> dict[str, int] | None:
         """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it had none. `params`
@@ -372,7 +390,7 @@ class SchedulerSide:
             tracker.loads -= 1
             self.worth.end_load(job.number, good=not job.failed, took_s=job.took_s)
             good = job.good_blocks()
-            tracker.count_loaded(job.first_block, good)
+            tracker.count_loaded(job.first_block + good)
             if good < job.blocks:  # what the server had from there on was no good, and ours will be
                 tracker.stored = min(tracker.stored, job.first_block + good)
             self._let_go(tracker)

@@ -6,8 +6,18 @@
                                      └─ what the server had beyond it: loaded
     stored                  blocks that the server has, as far as we know: the first ones need no store
 
-What the cache gave a request is counted in blocks that were really loaded: `max(0, external hits - local hits)` where
-all goes well, less where a load failed.
+What the cache gave a request (`extra_cached_tokens`) is counted in full blocks of its prompt. A block counts if it was
+loaded from the server before the request had it from anywhere else:
+
+    counts          every rank loaded the block, and the checksums matched
+    counts nothing  the engine's own prefix cache had the block, now or before a preemption
+                    the request computed the block itself, and loaded it again after a preemption
+                    the load failed, so the block was computed
+                    the block holds generated tokens, whole or in part
+                    the block ends with the last token of the prompt: that token is always computed, so no engine
+                    loads its block
+
+Where all goes well that is `max(0, external hits - local hits)` blocks. Both engines count here, whichever way they load.
 """
 
 from __future__ import annotations
@@ -37,6 +47,7 @@ class Tracker:
     salt: str | None
     tenant: str  # "": its salt is none, so nothing of it is looked up or stored
     params: CacheParams
+    prompt_blocks: int  # full blocks of its prompt; those after them hold generated tokens
     keys: bytearray = field(default_factory=bytearray)  # of all full blocks known so far
     asked: tuple[bytes, int] | None = None  # the keys and the skip of the lookup that is under way or answered
     answer: Answer | None = None
@@ -45,7 +56,8 @@ class Tracker:
     skipped: int = 0  # blocks that the server had and that are computed for that reason
     offers: bool = True  # False once a load has failed, and for requests that must not read from any cache
     stores: bool = True  # False once a store left out what cannot be offered again
-    loaded: int = 0  # a bit for each block that came from the server at least once
+    held: int = 0  # its first blocks that it has had at some time: found, loaded or computed
+    loaded: int = 0  # prompt blocks that it had from the server before it had them from anywhere else
     stored: int = 0
     retry_from: int = 0  # a store left something out: from so many blocks on, all of them are offered again
     jobs: int = 0  # loads and stores that workers have not reported yet
@@ -78,14 +90,19 @@ class Tracker:
             answer.checksums[described],
         )
 
-    def count_loaded(self, start: int, count: int) -> None:
-        """Blocks start..start+count-1 came from the server. A block that comes twice, after a preemption, counts
-        once."""
-        self.loaded |= ((1 << count) - 1) << start
+    def hold(self, blocks: int) -> None:
+        """The request has its first `blocks` blocks, from the engine's own cache or computed."""
+        self.held = max(self.held, blocks)
+
+    def count_loaded(self, stop: int) -> None:
+        """The request has its blocks up to `stop`, exclusive: those that it did not have before came from the
+        server."""
+        self.loaded += max(0, min(stop, self.prompt_blocks) - self.held)
+        self.hold(stop)
 
     def reply(self, block_tokens: int) -> dict[str, int] | None:
         """What the finished request's `kv_transfer_params` are."""
-        return self.params.reply(self.loaded.bit_count() * block_tokens)
+        return self.params.reply(self.loaded * block_tokens)
 
 
 def usable_tenant(salt: str | None) -> str:

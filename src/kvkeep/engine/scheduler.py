@@ -155,6 +155,7 @@ class Scheduler:
                 self._drop_blocks(request)
             return None
         if self.connector is not None:
+            self.connector.hold(request.id, request.local_blocks)
             self.connector.no_load(request.id)
         self._leave_queue(request)
         request.status = Status.RUNNING
@@ -282,8 +283,7 @@ class Scheduler:
         if request is not None:
             request.load = None
             good = job.good_blocks()
-            assert self.connector is not None
-            request.metrics.external_cached_tokens = self.connector.loaded_blocks(request.id) * self.config.block_tokens
+            self._count_external(request)
             for at in range(job.first_block, job.first_block + good):
                 self.pool.remember(job.block_ids[at - job.first_block], request.chain.key(at))
             if request.status is Status.LOADING:
@@ -293,6 +293,10 @@ class Scheduler:
                 self._leave_queue(request)
                 self._enqueue(request)
         self.pool.release(job.block_ids)
+
+    def _count_external(self, request: Request) -> None:
+        assert self.connector is not None
+        request.metrics.external_cached_tokens = self.connector.loaded_blocks(request.id) * self.config.block_tokens
 
     def _take_token(self, request: Request, token: int) -> None:
         self._rebuilding.progress(request, self.config.block_tokens)
@@ -314,6 +318,7 @@ class Scheduler:
         them before it is copied says so to the workers, and they see to it (`take_given`)."""
         if self.connector is not None:
             full = request.num_computed_tokens // self.config.block_tokens
+            self.connector.hold(request.id, full)
             self.connector.prepare_store(request.id, request.block_ids, full, at_once=at_once)
 
     # -- blocks
@@ -372,6 +377,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.metrics.finished_s = time.monotonic()
         if self.connector is not None:
+            self._count_external(request)
             request.reply_params = self.connector.end(request.id, request.kv_transfer_params)
         self.finished.append(request)
 

@@ -3,8 +3,8 @@
 A run draws a model's cut, an engine's sizes, faults, and a few conversations whose turns share prefixes and continue
 what was generated before. Then, step by step: requests arrive, are aborted or preempted; the server restarts, falls
 silent, loses bits; loads fail, in whole or in part, now or later. At every step nothing may contradict itself; at the
-end every answer equals the one without a cache, and every block, lease and job has been given back. The same seed
-gives the same run.
+end every answer equals the one without a cache, every request was told how much the cache gave it, and every block,
+lease and job has been given back. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.connector.params import EXTRA_CACHED_TOKENS
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.gqa import GQAModel
@@ -24,7 +25,9 @@ from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.engine.models.weights import random_weights
 from kvkeep.engine.request import Request
+from kvkeep.engine.step import Step, StepOutput
 from kvkeep.testing.cache import CacheFaults, SimulatedCache
+from kvkeep.testing.given import Given
 from kvkeep.testing.wire import Faults
 
 _VOCABULARY = 97
@@ -59,6 +62,49 @@ class _Turn:
 
     request: Request
     reference: list[int]
+    watch: _Watch  # of its engine
+
+
+class _Watch:
+    """Reads what an engine's workers were asked and what they reported, to know what the cache gave each request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.given = Given(engine.config.block_tokens)
+        self._engine, self._run = engine, engine.workers.run
+        self._loads: dict[Any, tuple[str, int, list[int]]] = {}  # job -> whose, from which block on, into which
+        self._bad: dict[Any, set[int]] = {}
+        self._reports: dict[Any, set[int]] = {}  # the ranks that have reported a job
+        engine.workers.run = self.run  # type: ignore[method-assign]
+
+    def run(self, step: Step) -> StepOutput:
+        started = {name: step.metadata.loads[job].skip for job, name in step.metadata.requests.items()}
+        for job, load in step.metadata.loads.items():
+            self._loads[job] = step.metadata.requests[job], load.skip, load.block_ids.tolist()
+        for segment in step.segments:  # what it had when the step began
+            tokens = started[name] * self._block_tokens if (name := segment.request_id) in started else segment.start
+            self.given.computed(name, tokens)
+        output = self._run(step)
+        for report in output.reports:
+            for job in report.failed:
+                self._bad.setdefault(job, set()).update(report.failed[job])
+            for job in report.loaded:
+                self._reports.setdefault(job, set()).add(report.rank)
+                if job in self._loads and len(self._reports[job]) == self._engine.config.world_size:
+                    self._end_load(job)
+        return output
+
+    @property
+    def _block_tokens(self) -> int:
+        return self._engine.config.block_tokens
+
+    def _end_load(self, job: Any) -> None:
+        name, first_block, block_ids = self._loads.pop(job)
+        bad = [at for at, block in enumerate(block_ids) if block in self._bad.get(job, ())]
+        self.given.loaded(name, first_block, min(bad, default=len(block_ids)))
+
+    def after_step(self) -> None:
+        for request in self._engine.scheduler.running:
+            self.given.computed(request.id, request.num_computed_tokens)
 
 
 class _Stumble(RuntimeError):
@@ -80,6 +126,7 @@ class Fuzz:
             seed, self._draw_faults(), pool_bytes=self._random.choice((1 << 17, 1 << 21, 1 << 21))
         )
         self._engines: list[Engine] = []
+        self._watches: dict[Engine, _Watch] = {}
         self._stumbles = self._random.choice((0.0, 0.0, 0.05))
         for _ in range(self._random.choice((1, 1, 2))):
             self._add_engine()
@@ -112,6 +159,7 @@ class Fuzz:
 
         model.forward = stumbling  # type: ignore[method-assign, assignment]
         self._engines.append(Engine(model, self._config, self.cache))
+        self._watches[self._engines[-1]] = _Watch(self._engines[-1])
 
     # -- drawn from the seed
 
@@ -172,8 +220,9 @@ class Fuzz:
                 max_tokens=chance.choice((1, 4, 18)), temperature=chance.choice((0.0, 0.8)), seed=chance.randrange(1000)
             )
             reference = self._answer_without_cache(tokens, salt, sampling)
-            request = engine.add(tokens, sampling, salt=salt or None, priority=chance.choice((0, 0, 1)))
-            turn = _Turn(request, reference)
+            priority, params = chance.choice((0, 0, 1)), dict.fromkeys(EXTRA_CACHED_TOKENS)
+            request = engine.add(tokens, sampling, salt=salt or None, priority=priority, kv_transfer_params=params)
+            turn = _Turn(request, reference, self._watches[engine])
             self._turns.append(turn)
             self._live.append((engine, turn))
             self._histories.append(tokens + reference)
@@ -198,6 +247,7 @@ class Fuzz:
             except _Stumble:
                 self.outcome.stumbles += 1
             engine.check_integrity()
+            self._watches[engine].after_step()
             self.outcome.steps += 1
         self._live = [(engine, turn) for engine, turn in self._live if not turn.request.finish_reason]
         self.cache.pass_time(self._random.choice((0, 1, 5, 20)))
@@ -254,7 +304,13 @@ class Fuzz:
         else:
             assert given == turn.reference, f"{request.id}: {given} instead of {turn.reference}"
         cached = metrics.external_cached_tokens
-        assert 0 <= cached <= request.num_tokens and metrics.local_cached_tokens >= 0, f"{request.id}: counted wrong"
+        assert 0 <= cached <= request.prompt_tokens and metrics.local_cached_tokens >= 0, f"{request.id}: counted wrong"
+        if request.finish_reason not in ("abort", "error"):  # else a load may have ended after the request was told
+            right = turn.watch.given.tokens(request.id, request.prompt_tokens)
+            assert request.reply_params == dict.fromkeys(EXTRA_CACHED_TOKENS, right), (
+                f"{request.id}: told {request.reply_params}, but the cache gave it {right} tokens"
+            )
+            assert cached == right, f"{request.id}: {cached} external tokens, but the cache gave it {right}"
         outcome.requests += 1
         outcome.tokens += len(given)
         outcome.aborted += request.finish_reason == "abort"

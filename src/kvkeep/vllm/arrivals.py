@@ -99,10 +99,12 @@ class Arrivals:
     def forget(self, request_id: str) -> None:
         """It is not cached any more."""
         self._known.pop(request_id, None)
-        self._side.end(request_id)
+        self._side.forget(request_id)
 
     def _ask_for(self, known: Known, keys: bytes) -> None:
         request, known.first_key = known.request, b""
         reads = not getattr(request, "skip_reading_prefix_cache", False)
-        self._side.arrive(request.request_id, request.cache_salt, request.kv_transfer_params, keys, reads=reads)
+        about = request.request_id, request.cache_salt, request.kv_transfer_params, keys
+        prompt_blocks = request.num_prompt_tokens // self._identity.block_tokens
+        self._side.arrive(*about, reads=reads, prompt_blocks=prompt_blocks)
         self.lookups += reads

@@ -169,21 +169,21 @@ class RequestSide:
         if self._is_idle and self._worker is not None and self._side.stores:
             self._take_in(self._worker.stores_handed_over(), counted=False)
         known.in_step = self._may_load_in_step(known)
-        tokens = request.num_tokens if self._pieces.whole else request.num_tokens - 1
+        # The last token is always computed, so the block that ends with it is not loaded. vLLM's own prefix cache and
+        # the reference engine have the same limit.
+        limit = (request.num_tokens - 1) // self._pieces.block_tokens
         blocks = local_tokens // self._pieces.block_tokens
-        found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
+        found = self._side.lookup(request.request_id, blocks, limit)
         if found is None and self._is_idle and self._may_wait and not self._has_waited:
             self._has_waited = True
             self._side.wait(request.request_id, _IDLE_WAIT_MS)
-            found = self._side.lookup(request.request_id, blocks, tokens // self._pieces.block_tokens)
+            found = self._side.lookup(request.request_id, blocks, limit)
         if not found:
             return found
         known.in_step &= self.step_loads.is_short(self._worth.expected_s(found), found * self._block_bytes)
         if known.in_step:
             self.step_loads.fetch_ahead(request.request_id, *self._side.found(request.request_id, blocks, found))
-        # Of a prompt that is there as a whole vLLM computes the last token again; in the background, of its own accord.
-        most: int = request.num_tokens - known.in_step
-        return min((blocks + found) * self._pieces.block_tokens, most) - local_tokens
+        return (blocks + found) * self._pieces.block_tokens - local_tokens
 
     def loads_in_step(self, request: Any) -> bool:
         """Whether what was found is there when the step begins, so that vLLM need not wait for it."""
@@ -214,6 +214,8 @@ class RequestSide:
                     self._begin_load(job)
             else:
                 self.step_loads.drop_ahead()
+                if known is not None:
+                    self._side.hold(request.request_id, known.local_tokens // self._pieces.block_tokens)
                 self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
             self._failed("kvkeep: a load could not be prepared")
@@ -231,9 +233,8 @@ class RequestSide:
     def _prepare_load(self, known: Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> Job:
         assert self._side is not None
         first = known.local_tokens // self._pieces.block_tokens
-        stop = -(-(known.local_tokens + loaded_tokens) // self._pieces.block_tokens)
-        is_whole = known.local_tokens + loaded_tokens == stop * self._pieces.block_tokens
-        assert is_whole or known.in_step, "vLLM takes what it was offered, or nothing"
+        stop, rest = divmod(known.local_tokens + loaded_tokens, self._pieces.block_tokens)
+        assert not rest, "vLLM takes what it was offered, or nothing"
         rows = self._pieces.rows(tables, first, stop, _NULL_BLOCK)
         rows = self._pieces.without_tokens(rows, known.local_tokens, first)
         job = self._side.prepare_load(known.request.request_id, first, rows)
@@ -273,9 +274,7 @@ class RequestSide:
         except Exception:  # guard: whatever becomes of a store, the request is over, and so is what it holds
             self._failed("kvkeep: a store could not be prepared")
         self.tables.forget(request.request_id)
-        reply = self._side.end(request.request_id, request.kv_transfer_params)
-        # A preempted request may be given back what it had generated itself. That was no part of its prompt.
-        return reply and {name: min(count, request.num_prompt_tokens) for name, count in reply.items()}
+        return self._side.end(request.request_id, request.kv_transfer_params)
 
     # -- steps
 
@@ -308,6 +307,8 @@ class RequestSide:
         if is_new and self._has_siblings:
             self._look_for_sibling_loads(work)
         self._due = self._stores_due.after(work, is_new=is_new)
+        for known, computed in self._due:
+            side.hold(known.request.request_id, computed // self._pieces.block_tokens)
         if self._worker is None:
             self._store_due()
         jobs = side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
@@ -386,8 +387,10 @@ class RequestSide:
         at_once = not pieces.whole or not after_step or computed_tokens <= known.request.num_prompt_tokens
         blocks = min(computed_tokens // pieces.block_tokens, self._side.known_blocks(request_id))
         stored = self._side.stored_blocks(request_id)
-        together = BLOCKS_TOGETHER if pieces.whole and computed_tokens >= known.request.num_prompt_tokens else 1
-        known.next_store = (max(blocks, stored) + together) * pieces.block_tokens
+        # Of a prompt every new block is heard of, also where there is nothing to store (SchedulerSide.hold).
+        is_prompt = computed_tokens < known.request.num_prompt_tokens
+        together = BLOCKS_TOGETHER if pieces.whole else 1
+        known.next_store = (blocks + 1 if is_prompt else max(blocks, stored) + together) * pieces.block_tokens
         if blocks <= stored:
             return
 
