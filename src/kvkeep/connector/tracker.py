@@ -17,7 +17,8 @@ loaded from the server before the request had it from anywhere else:
                     the block ends with the last token of the prompt: that token is always computed, so no engine
                     loads its block
 
-Where all goes well that is `max(0, external hits - local hits)` blocks. Both engines count here, whichever way they load.
+Where all goes well that is `max(0, external hits - local hits)` blocks. Both engines count here, whichever way they
+load.
 """
 
 from __future__ import annotations
