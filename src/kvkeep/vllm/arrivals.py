@@ -30,6 +30,7 @@ class Known:
     first_key: bytes = b""  # of one that the server is still to be asked for
     local_tokens: int = 0  # what the prefix cache had when it was last asked
     asked_in: int = -1  # the step that vLLM was scheduling then
+    held_blocks: int = 0  # its first blocks that it has had at some time, found by vLLM or computed
     failed: bool = False  # a load of it did
     in_step: bool = False  # what is found of it is loaded before the step that computes the rest
     next_store: int = 0  # with so many tokens computed there may be something to store; most steps end here
@@ -96,6 +97,12 @@ class Arrivals:
         """Whether that request is not over, nor another one of the same name has come."""
         return self._known.get(known.request.request_id) is known
 
+    def hold(self, known: Known, tokens: int) -> None:
+        """The request has the KV of so many tokens, found by vLLM or computed, also if the server is still to be asked
+        for it."""
+        known.held_blocks = max(known.held_blocks, tokens // self._identity.block_tokens)
+        self._side.hold(known.request.request_id, known.held_blocks)
+
     def forget(self, request_id: str) -> None:
         """It is not cached any more."""
         self._known.pop(request_id, None)
@@ -107,4 +114,5 @@ class Arrivals:
         about = request.request_id, request.cache_salt, request.kv_transfer_params, keys
         prompt_blocks = request.num_prompt_tokens // self._identity.block_tokens
         self._side.arrive(*about, reads=reads, prompt_blocks=prompt_blocks)
+        self._side.hold(request.request_id, known.held_blocks)
         self.lookups += reads

@@ -215,7 +215,7 @@ class RequestSide:
             else:
                 self.step_loads.drop_ahead()
                 if known is not None:
-                    self._side.hold(request.request_id, known.local_tokens // self._pieces.block_tokens)
+                    self._arrivals.hold(known, known.local_tokens)
                 self._side.no_load(request.request_id)
         except Exception:  # guard: vLLM waits for this load; it must hear of it, and it hears that it failed
             self._failed("kvkeep: a load could not be prepared")
@@ -308,7 +308,7 @@ class RequestSide:
             self._look_for_sibling_loads(work)
         self._due = self._stores_due.after(work, is_new=is_new)
         for known, computed in self._due:
-            side.hold(known.request.request_id, computed // self._pieces.block_tokens)
+            self._arrivals.hold(known, computed)
         if self._worker is None:
             self._store_due()
         jobs = side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
