@@ -59,3 +59,27 @@ def test_who_is_gone_keeps_nobody_from_speaking(said: pytest.LogCaptureFixture) 
     gc.collect()
     Outage("tcp://a:1").begin("it does not answer", "")
     assert len(said.messages) == 2
+
+
+def test_a_rank_that_does_not_speak_keeps_its_trouble_for_whoever_asks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    rank = Outage("tcp://a:1")
+    rank.speaks = False
+    assert rank.trouble is None
+    rank.begin("it does not answer", "")
+    assert rank.told and rank.trouble == ("it does not answer", "")
+    rank.begin("it does not answer", "too many sessions")
+    assert rank.trouble == ("it does not answer", "too many sessions")
+    rank.end()
+    assert rank.trouble is None
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+
+
+def test_a_rank_that_does_not_speak_keeps_the_scheduler_from_nothing(said: pytest.LogCaptureFixture) -> None:
+    rank, scheduler = Outage("tcp://a:1"), Outage("tcp://a:1")
+    rank.speaks = False
+    rank.begin("it does not answer", "")
+    scheduler.begin("it does not answer", "")
+    scheduler.end()
+    rank.end()
+    assert len(said.messages) == 2, "once when it began, once when it was over"

@@ -212,7 +212,9 @@ def test_a_request_aborted_while_its_blocks_come_counts_nothing_that_it_did_not_
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_a_failed_load_counts_only_what_came_and_was_used(server: ServerProcess, bad: int, mode: str) -> None:
+def test_a_failed_load_counts_only_what_came_and_was_used(
+    server: ServerProcess, bad: int, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, tokens = oracle(), prompt(22)
     with engine(server, model) as one, engine(server, model, extra={"kvkeep.load": mode}) as two:
         [expected] = tokens_of(serve(one, [tokens]))
@@ -224,6 +226,9 @@ def test_a_failed_load_counts_only_what_came_and_was_used(server: ServerProcess,
         assert answer.kv_transfer_params == {KEY: bad * 4}
         assert answer.metrics.external_cached_tokens == bad * 4
         assert answer.metrics.failed_loads == 1
+        assert [line for line in caplog.messages if "recomputed" in line] == [
+            f"kvkeep: 1 load failed; 1 request recomputed {(5 - bad) * 4} tokens"
+        ]
         forget_local(two)
         [again] = serve(two, [counting(tokens)])
         assert again.kv_transfer_params == {KEY: 20}, "what was computed again took the bad block's place"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,25 @@ def test_a_priority_that_is_none_is_refused(priority: Any) -> None:
 def test_a_bad_option_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         LLM(OracleModel(), **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({}, "recompute (the default)"),
+        ({"kv_load_failure_policy": "fail"}, "fail (set by kv_transfer_config)"),
+        (
+            {"kv_connector_extra_config": {"kvkeep.load_failure_policy": "fail"}},
+            "fail (set by kvkeep.load_failure_policy)",
+        ),
+    ],
+)
+def test_the_load_failure_policy_in_force_is_logged(
+    words: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvkeep")
+    with LLM(OracleModel(), kv_transfer_config=words, **NATIVE):
+        assert [line for line in caplog.messages if "policy" in line] == [f"kvkeep: kv_load_failure_policy is {said}"]
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,7 @@ class Engine:
         )
         self.answers: dict[str, list[int]] = {}
         self.params: dict[str, Any] = {}
+        self.cached: dict[str, int] = {}  # tokens that vLLM says were not computed, told with the first token
         self.events: list[Any] = []
         self.given = Given(BLOCK)
         self.kv = {
@@ -423,6 +424,8 @@ class Engine:
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in outputs.outputs:
                 self.answers[each.request_id] += each.new_token_ids
+                if each.prefill_stats is not None:
+                    self.cached[each.request_id] = each.prefill_stats.num_cached_tokens
                 if each.finish_reason is not None:
                     self.params[each.request_id] = each.kv_transfer_params
 

@@ -120,7 +120,7 @@ def test_a_prompt_that_vllm_has_itself_is_stored_all_the_same(
     engine.settle()
     turn = [*PROMPT, *range(9)]
     assert engine.run(request(turn, "b")).answers["b"] == answer_to(turn)
-    other = make().run(request(turn, "c", params=COUNT))
+    other = make().run(request([*turn, 1], "c", params=COUNT))
     assert loaded(other, "c") == 8 * BLOCK, "the first five, too, though nothing of them was computed"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,11 +71,17 @@ def test_it_is_what_vllm_asks_of_connectors() -> None:
 
 
 @pytest.mark.parametrize("policy", [None, "recompute", "fail"])
-def test_the_policy_is_set_before_vllm_reads_it(policy: str | None) -> None:
+def test_the_policy_is_set_before_vllm_reads_it_and_logged(
+    policy: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     config = vllm_config({} if policy is None else {"kvkeep.load_failure_policy": policy})
     config.kv_transfer_config.kv_load_failure_policy = "fail"
-    KVKeepConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
+    with caplog.at_level(logging.INFO, "kvkeep"):
+        KVKeepConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
     assert config.kv_transfer_config.kv_load_failure_policy == (policy or "recompute")
+    source = "set by kvkeep.load_failure_policy" if policy else "kvkeep's default; vLLM's is fail"
+    said = [line for line in caplog.messages if "kv_load_failure_policy" in line]
+    assert said == [f"kvkeep: kv_load_failure_policy is {policy or 'recompute'} ({source})"]
 
 
 @BOTH

@@ -110,12 +110,15 @@ def test_a_damaged_block(
     found = store(engine, fragile, tokens)
     free = engine.fresh().state()["free_blocks"]
     PoolMemory(fragile).flip(found[bad])
-    since = Since(fragile)
+    since, said = Since(fragile), len(engine.log())
     [answer] = engine.serve([counting(tokens)])
     judge(answer, expected, policy)
     assert eventually(lambda: since("bad_blocks") == 1)
     if policy == "recompute":
         assert answer.extra == (bad * BLOCK if case[0] == "llama" else 0), "what came before it, or nothing"
+        assert case[0] != "llama" or answer.cached == bad * BLOCK, "and so says vLLM of a load in the step"
+        recovered = [line for line in engine.log()[said:].splitlines() if "recomputed" in line]
+        assert len(recovered) == 1 and "1 load failed; 1 request recomputed" in recovered[0]
     assert tokens_of(engine.serve([request(tokens), request(other)])) == [expected, fine], "nothing bad stayed"
     assert engine.fresh().settle()["free_blocks"] == free
     [again] = engine.serve([counting(tokens)])

@@ -6,12 +6,16 @@ Pipelines are not here: vLLM 0.32.0 does not run them on a CPU, with or without 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from replicas import (
+    BRISK,
+    POOL,
     Replica,
+    Server,
     Since,
     at_rest,
     counting,
@@ -57,7 +61,7 @@ def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: S
         f"each rank stores its heads of each block: {since}\n{ranks.tail()}"
     )
     warm = ranks.fresh().serve([counting(tokens) for tokens in prompts])
-    assert [answer.extra for answer in warm] == [32, 96, 160], f"{since}\n{ranks.tail()}"
+    assert [answer.extra for answer in warm] == [32, 96, 128], f"{since}\n{ranks.tail()}"
     for answers in (cold, warm):
         assert [(a.tokens, a.logprobs) for a in answers] == [(a.tokens, a.logprobs) for a in expected]
     assert since.requests("Lookup") == 6, "the scheduler asks, not the ranks"
@@ -67,6 +71,32 @@ def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: S
     loaded, cached = digests(ranks.fresh(), tokens, 4)
     assert (nothing, cached) == (0, 128)
     assert loaded == computed, "on both ranks, byte for byte"
+
+
+def test_two_ranks_say_an_outage_once_and_once_that_it_is_over(ranks: Replica) -> None:
+    with Server(*POOL) as server:
+        ranks.use("llama", server, tensor_parallel_size=2, extra=BRISK)
+        tokens = prompt(100)
+        expected = ranks.serve([request(tokens)])[0].tokens
+        said = len(ranks.log())
+        server.stop(signal.SIGKILL)
+
+        def lines(words: str) -> list[str]:
+            return [line for line in ranks.log()[said:].splitlines() if words in line]
+
+        def served_until(words: str) -> bool:
+            assert ranks.fresh().serve([request(tokens)])[0].tokens == expected
+            return bool(lines(words))
+
+        assert eventually(lambda: served_until("Serving without the cache"))
+        for _ in range(3):
+            served_until("")
+        server.start()
+        assert eventually(lambda: served_until("kvkeep: connected to"))
+        for _ in range(3):
+            served_until("")
+        assert len(lines("Serving without the cache")) == len(lines("kvkeep: connected to")) == 1, ranks.tail()
+        ranks.close_engine()
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -65,3 +65,9 @@ def test_vllm_brings_the_reports_of_all_ranks_together() -> None:
     meta = output.kv_connector_output.kv_connector_worker_meta
     assert isinstance(meta, Reports) and [each.rank for each in meta.finished] == [0, 2]
     assert output.kv_connector_output.finished_recving == {"a"}
+
+
+def test_outages_of_all_ranks_come_together() -> None:
+    first, second = Reports(outages={0: ("it does not answer", "")}), Reports(outages={1: None})
+    both = pickle.loads(pickle.dumps(first.aggregate(second)))
+    assert both.outages == {0: ("it does not answer", ""), 1: None}

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 from engine_parts import Engine, answer_to, cache_config, full, request, vllm_config
 
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.outage import Outage
 from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.keys import TokensChanged
 from kvkeep.vllm.messages import Handshake
@@ -286,3 +287,34 @@ def test_a_load_that_cannot_begin_at_once_begins_with_the_step(
         engine.run(asked)
     assert said == [True] and "could not be begun at once" in caplog.text
     assert engine.params[asked.request_id] == {"num_kvkeep_extra_cached_tokens": 20}
+
+
+def outage_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "does not answer" in line or "connected to" in line]
+
+
+def test_an_outage_that_only_a_rank_sees_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    outage = engine.worker.connection.outage
+    assert not outage.speaks
+    with caplog.at_level(logging.INFO, "kvkeep"):
+        outage.begin("it has fallen silent", "")
+        engine.settle()
+        assert ["does not answer" in line for line in outage_lines(caplog)] == [True]
+        outage.end()
+        engine.settle()
+    assert len(outage_lines(caplog)) == 2 and "connected to" in outage_lines(caplog)[1]
+
+
+def test_an_outage_that_all_ranks_and_the_scheduler_see_is_said_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = requests_of(engine)
+    own = Outage(side._options.address)
+    with caplog.at_level(logging.INFO, "kvkeep"):
+        side.hear_outages({0: ("it has fallen silent", ""), 1: ("it has fallen silent", "")})
+        own.begin("it has fallen silent", "")
+        side.hear_outages({2: ("it has fallen silent", "")})
+        assert len(outage_lines(caplog)) == 1
+        own.end()
+        side.hear_outages({0: None, 1: None, 2: None, 3: None})
+    assert len(outage_lines(caplog)) == 2 and "connected to" in outage_lines(caplog)[1]

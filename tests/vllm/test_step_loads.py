@@ -263,10 +263,20 @@ def test_what_fails_is_computed_and_no_token_comes_of_it(engine: Engine, bad: li
     assert engine.run().answers["b"] == answer_to(PROMPT)
     assert engine.params["b"] == {"num_kvkeep_extra_cached_tokens": bad[0] * BLOCK}
     assert len(engine.worker.loads) == 1
+    assert engine.cached["b"] == bad[0] * BLOCK, "and vLLM says so too"
     fail(engine, [])
     engine.forget()
     assert engine.run(request(PROMPT, "c", params=COUNT)).answers["c"] == answer_to(PROMPT), "and it is stored again"
     assert engine.params["c"] == {"num_kvkeep_extra_cached_tokens": 5 * BLOCK}
+
+
+def test_after_a_recovery_one_line_says_what_was_recomputed(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    fail(engine, [1, 3])
+    with caplog.at_level(logging.WARNING, "kvkeep"):
+        engine.run(request(PROMPT, "b"))
+    assert [line for line in caplog.messages if "failed" in line] == [
+        f"kvkeep: 1 load failed; 1 request recomputed {4 * BLOCK} tokens"
+    ]
 
 
 @pytest.mark.parametrize("aborted", [False, True])

@@ -18,6 +18,7 @@ from engine_parts import cache_config, full, one_rank, vllm_config
 
 import kvkeep.vllm.worker
 from kvkeep.client.options import ClientOptions
+from kvkeep.client.outage import Outage
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.step import StepMetadata
@@ -39,7 +40,8 @@ class Recording:
         self.finished = Finished(3)
         self.raises: set[str] = set()
         self.strategy = SimpleNamespace(rank=3)
-        self.connection = SimpleNamespace(answering=True, wait_until_up=lambda timeout_ms: True)
+        outage = Outage("tcp://nobody:1")
+        self.connection = SimpleNamespace(answering=True, wait_until_up=lambda timeout_ms: True, outage=outage)
 
     def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
         for job, request in requests.items():

@@ -59,7 +59,7 @@ class Connection:
         by_zmq = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
         self._transport = Ways(by_zmq, may_go_direct=transport is None)
         self._pid, self._clock = os.getpid(), clock
-        self.lock, self._outage = Turns(threads), Outage(options.address)
+        self.lock, self.outage = Turns(threads), Outage(options.address)
         self._calls, self._debts = Calls(), Debts()
         self._handshake: Call | None = None  # its step that is under way
         self._ping: Call | None = None
@@ -87,7 +87,7 @@ class Connection:
 
     @property
     def coming_up(self) -> bool:  # in a moment, as far as anybody knows: either way it is over soon
-        return not (self.up or self._closing or self._outage.told)
+        return not (self.up or self._closing or self.outage.told)
 
     @property
     def rest_s(self) -> float:  # so long nobody need poll it; each time takes an engine's interpreter
@@ -164,7 +164,7 @@ class Connection:
                     self._keep_session(now_ms)
             except Exception:  # guard: whatever a server made us stumble over, the engine serves on
                 self.counters.fail("internal_error")
-                self._outage.stumble()
+                self.outage.stumble()
                 self._go_down()
 
     def wait(self, call: Call, milliseconds: int | None = None) -> m.Reply | None:
@@ -277,8 +277,8 @@ class Connection:
         self._calls.remove(call)
         self.counters.answered += 1
         self.breaker.hear()
-        if self._outage.told and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
-            self._outage.end()
+        if self.outage.told and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
+            self.outage.end()
         if not isinstance(reply, m.Refused):
             call.payload = payload  # first: another thread may wait for the reply
             call.reply = reply
@@ -313,7 +313,7 @@ class Connection:
 
     def _tell_outage(self) -> None:
         if self.up:  # so the server has refused us nothing
-            self._outage.begin(SILENT if self.breaker.heard else "its connection is gone", "")
+            self.outage.begin(SILENT if self.breaker.heard else "its connection is gone", "")
 
     def _owe(self, call: Call) -> None:
         if self.up and self.welcome is not None and call.session == self.welcome.session:
@@ -347,7 +347,7 @@ class Connection:
             self.state = "greeting"
         elif patience_ms >= min(_LAST_QUICK_RETRY_MS, self.options.reconnect_interval_ms):
             self.counters.fail(self._handshake.failure)
-            self._outage.begin("no connection could be made", self.refusal or self._transport.refusal())
+            self.outage.begin("no connection could be made", self.refusal or self._transport.refusal())
 
     def _advance_handshake(self) -> None:
         step, deadline_ms = self._handshake, self.options.handshake_deadline_ms
@@ -379,14 +379,14 @@ class Connection:
             self.refusal = f"it sent {type(reply).__name__}, or nonsense in it, while we were {state}"
         why = self.refusal or ("it does not answer" if step.failure == "deadline" else step.failure)
         self.start_over()
-        self._outage.begin(why, self.refusal)
+        self.outage.begin(why, self.refusal)
 
     def _come_up(self) -> None:
         self.state, self._attempts, self.refusal = "up", 0, ""
         self.counters.sessions += 1
         self._next_ping_ms = self._clock() + self.options.ping_interval_ms
-        if self._outage.told or self.counters.sessions > 1:
-            self._outage.end()
+        if self.outage.told or self.counters.sessions > 1:
+            self.outage.end()
 
     def _go_down(self) -> None:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""

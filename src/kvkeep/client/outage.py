@@ -24,7 +24,11 @@ def trouble(address: str, why: str, refusal: str) -> tuple[str, str]:
 
 class Outage:
     """One clear message an outage: what was tried, what it means, what to do. An engine has a connection for each rank
-    and one for its scheduler: what one of them has said about an address, the others of this process do not repeat."""
+    and one for its scheduler: what one of them has said about an address, the others of this process do not repeat.
+
+    Ranks in processes of their own do not speak (`speaks`): they report their `trouble`, and an Outage beside the
+    scheduler says it for them, if the scheduler's own has not.
+    """
 
     _said: ClassVar[dict[tuple[str, str], weakref.WeakSet[Outage]]] = {}  # who has met this trouble at this address
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -32,13 +36,18 @@ class Outage:
     def __init__(self, address: str) -> None:
         self._address = address
         self.told = self._explained = False
+        self.speaks = True  # else only at debug level
+        self.trouble: tuple[str, str] | None = None  # while it lasts: why, and the server's own words
 
     def begin(self, why: str, refusal: str) -> None:
         """Said again only if it was a guess before and the server's own words are there now: the remedy is another."""
         if self.told and (self._explained or not refusal):
             return
-        self.told, self._explained = True, bool(refusal)
+        self.told, self._explained, self.trouble = True, bool(refusal), (why, refusal)
         what, remedy = trouble(self._address, why, refusal)
+        if not self.speaks:
+            log.debug("kvkeep: %s", what)
+            return
         with self._lock:
             others = self._said.setdefault((self._address, refusal), weakref.WeakSet())
             first = not others
@@ -58,7 +67,10 @@ class Outage:
 
     def end(self) -> None:
         """The last of those who met trouble there says that it is over."""
-        self.told = self._explained = False
+        self.told, self._explained, self.trouble = False, False, None
+        if not self.speaks:
+            log.debug("kvkeep: connected to %s", self._address)
+            return
         with self._lock:
             met = [key for key, others in self._said.items() if key[0] == self._address and self in others]
             for key in met:

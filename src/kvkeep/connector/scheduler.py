@@ -29,6 +29,7 @@ from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.params import CacheParams
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.readers import Readers
+from kvkeep.connector.recoveries import Recoveries
 from kvkeep.connector.step import NOTHING, Completed, Job, LookupSide, StepMetadata
 from kvkeep.connector.tracker import Tracker, usable_tenant
 from kvkeep.connector.worth import Worth
@@ -45,7 +46,14 @@ class SchedulerSide:
     """One for each engine. `world_size` is the number of workers that report each job. Without a `worth`, all that can
     be loaded is."""
 
-    def __init__(self, cache: LookupSide, pieces: Pieces, world_size: int, worth: Worth | None = None) -> None:
+    def __init__(
+        self,
+        cache: LookupSide,
+        pieces: Pieces,
+        world_size: int,
+        worth: Worth | None = None,
+        load_failure_policy: str = "recompute",
+    ) -> None:
         self._cache, self._pieces, self._world_size = cache, pieces, world_size
         self._trackers: dict[str, Tracker] = {}
         self._jobs: dict[int, Job] = {}
@@ -56,6 +64,7 @@ class SchedulerSide:
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
         self._stores_after: dict[int, StoreRequest] = {}
+        self._recoveries = Recoveries(load_failure_policy, pieces.block_tokens)
         self.worth = worth or Worth("always")
         self.failed_lookups = self.skipped_loads = self.skipped_tokens = 0  # for whoever counts
 
@@ -278,6 +287,7 @@ class SchedulerSide:
         """The jobs that were prepared since the last step, for every worker. It may write into these blocks, where an
         engine gives them to others before they are stored, and computes so many `tokens` of so many `requests`."""
         self.worth.begin_step(tokens, requests)
+        self._recoveries.tell(more_to_come=bool(self._loading))
         withdrawn = self._readers.among(written_blocks) if written_blocks else []
         if not (self._loads or self._stores or self._stores_after or withdrawn):
             return NOTHING  # most steps
@@ -324,6 +334,7 @@ class SchedulerSide:
                     if len(job.reports) == self._world_size:
                         self._end_job(job)
                         (completed.loads if job.is_load else completed.stores).append(job)
+        self._recoveries.tell(more_to_come=bool(self._loading))
         return completed
 
     def close(self) -> None:
@@ -391,6 +402,8 @@ class SchedulerSide:
             self.worth.end_load(job.number, good=not job.failed, took_s=job.took_s)
             good = job.good_blocks()
             tracker.count_loaded(job.first_block + good)
+            if good < job.blocks and not tracker.ended:
+                self._recoveries.add(job)
             if good < job.blocks:  # what the server had from there on was no good, and ours will be
                 tracker.stored = min(tracker.stored, job.first_block + good)
             self._let_go(tracker)

@@ -38,7 +38,8 @@ class Engine:
             cache = backend.lookup_side(self.workers.shape)
             pieces = Pieces([CacheGroup("full", self.config.block_tokens)])
             worth = Worth(backend.load_when, in_step=self.config.sync_loads)
-            connector = SchedulerSide(cache, pieces, self.config.world_size, worth)
+            policy = self.config.kv_load_failure_policy
+            connector = SchedulerSide(cache, pieces, self.config.world_size, worth, policy)
             backend.connect()
         self.scheduler = Scheduler(self.config, connector)
         self.waits = False  # whether the last step computed nothing: everybody waits for a lookup or a load

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kvkeep.connector.options import load_failure_policy, load_mode
+from kvkeep.connector.recoveries import log_policy
 from kvkeep.engine.backends import backend_of
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
@@ -104,6 +105,10 @@ class LLM:
                 {"kvkeep.load_failure_policy": transfer.kv_load_failure_policy, **extra}
             ),
         )
+        if transfer.kv_connector is not None:
+            set_by = [key for key in ("kvkeep.load_failure_policy",) if key in extra]
+            set_by += ["kv_transfer_config"] if config.kv_load_failure_policy != "recompute" else []
+            log_policy(config.kv_load_failure_policy, f"set by {set_by[0]}" if set_by else "the default")
         kind = _device_type(device)
         if kind not in ("cpu", "cuda") and transfer.kv_connector is not None:
             hint = "leave kv_offloading_size and kv_transfer_config out, or compute on a CPU or an NVIDIA GPU"

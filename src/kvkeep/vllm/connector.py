@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import vllm
 from kvkeep.connector.options import allow_untested, client_options, load_failure_policy, load_mode, load_when
+from kvkeep.connector.recoveries import log_policy
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in, versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
@@ -83,6 +84,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_load_failure_policy = load_failure_policy(extra)
             if transfer.kv_connector == stand_in.NAME and not transfer.kv_connector_module_path:
                 log.info("kvkeep: stands in for %s (%s)", stand_in.NAME, stand_in.reason())
+            is_set = "kvkeep.load_failure_policy" in extra
+            log_policy(
+                transfer.kv_load_failure_policy,
+                "set by kvkeep.load_failure_policy" if is_set else "kvkeep's default; vLLM's is fail",
+            )
             if load_mode(extra) == "sync":
                 log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are asynchronous here")
             if transfer.kv_role != "kv_both":
@@ -149,6 +155,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         reports = reports if isinstance(reports, Reports) else Reports()
         self._requests.take_handshakes(reports.handshakes)
         self._requests.distrust(connector_output.invalid_block_ids, reports.finished)
+        if reports.outages:
+            self._requests.hear_outages(reports.outages)
         arrived = self._requests.complete(reports.finished)
         if arrived:  # vLLM reads this next
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *arrived}

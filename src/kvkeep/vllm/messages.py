@@ -45,11 +45,14 @@ class Step(KVConnectorMetadata):
 @dataclass
 class Reports(KVConnectorWorkerMetadata):
     """From the workers with a step's results, one of each rank that has something to say. `handshakes` that could not
-    be told at start-up come with the first of them."""
+    be told at start-up come with the first of them. `outages` has the ranks whose connection to the server has failed
+    since they last said so, and why (client/outage.py), or None if it is over."""
 
     finished: list[Finished] = field(default_factory=list)
     handshakes: list[Handshake] = field(default_factory=list)
+    outages: dict[int, tuple[str, str] | None] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Reports)
-        return Reports(self.finished + other.finished, self.handshakes + other.handshakes)
+        handshakes, outages = self.handshakes + other.handshakes, self.outages | other.outages
+        return Reports(self.finished + other.finished, handshakes, outages)

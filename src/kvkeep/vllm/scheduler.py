@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
+from kvkeep.client.outage import Outage
 from kvkeep.client.requests import Finished, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import NO_BLOCK
@@ -76,6 +77,7 @@ class RequestSide:
         self._stores_due = Due(self._known)
         self._due: list[tuple[Known, int]] = []  # what is to be stored of the last step, if it is still to be prepared
         self._counts: Counter[str] = Counter()
+        self._rank_outages: dict[int, Outage] = {}  # as those ranks report them
         self.faults = 0
         self.tables = versions.BlockTables()
         self.step_loads = StepLoads(vllm_config)
@@ -109,7 +111,8 @@ class RequestSide:
         self._event_groups = event_groups(self._kv_cache_config, self._pieces, tokens)
         self._adapter = SchedulerAdapter(shape, self._options)
         self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
-        side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth)
+        policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
+        side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth, policy)
         self._arrivals = Arrivals(self._vllm_config, shape.identity, tokens, side, self._adapter, self._known)
         self._arrivals.generation = self._generation
         if self._adapter.connection.wait_until_up(patience_ms):
@@ -434,6 +437,16 @@ class RequestSide:
         self._forget(*self._known)
         self.events.reset()
         return True
+
+    def hear_outages(self, outages: Mapping[int, tuple[str, str] | None]) -> None:
+        """Ranks have lost the server, or found it again. That is said here once, and not again if the scheduler's own
+        connection has said it."""
+        for rank, trouble in outages.items():
+            outage = self._rank_outages.setdefault(rank, Outage(self._options.address))
+            if trouble is not None:
+                outage.begin(*trouble)
+            elif outage.told:
+                outage.end()
 
     def stats(self) -> KVKeepStats | None:
         """vLLM asks for them at the end of each step, also of one without any news; nothing else tells of that."""

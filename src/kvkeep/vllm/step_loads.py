@@ -31,6 +31,7 @@ from kvkeep.client.requests import Finished
 from kvkeep.connector.options import load_failure_policy, load_mode
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.connector.step import Job
+from kvkeep.vllm import versions
 from kvkeep.vllm.worker import WorkerSide
 
 LONGEST_S = 0.1  # requests that come meanwhile wait as long, as they do for a step that computes a prompt
@@ -106,12 +107,14 @@ class StepLoads:
         self.pool.evict_blocks(set(block_ids))
 
     def correct(self, scheduled: Any) -> None:
-        """The step that is being made computes as many tokens of such a request as it was to, but from there on."""
+        """The step that is being made computes as many tokens of such a request as it was to, but from there on. vLLM
+        counts the others as cached until now, and publishes that with the first token."""
         short, self._short = self._short, {}
         for new in scheduled.scheduled_new_reqs if short else ():
             if new.req_id in short:
                 request, tokens = short.pop(new.req_id)
                 request.num_computed_tokens = new.num_computed_tokens = tokens
+                versions.correct_cached_tokens(request, tokens)
         assert not short, "a request was loaded for a step that it is not in"
 
 

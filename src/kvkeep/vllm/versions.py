@@ -135,3 +135,17 @@ class BlockTables:
 
     def forget(self, request_id: str) -> None:
         self._own.pop(request_id, None)
+
+
+def correct_cached_tokens(request: Any, tokens: int) -> None:
+    """Of a request that is being scheduled for the first time only these tokens are cached, and not all that vLLM has
+    counted as such: `usage.prompt_tokens_details.cached_tokens` and vLLM's metrics of prompt tokens come from here."""
+    stats = getattr(request, "prefill_stats", None)
+    if stats is not None:
+        local = min(tokens, stats.num_local_cached_tokens)
+        stats.set(request.num_prompt_tokens, num_local_cached_tokens=local, num_external_cached_tokens=tokens - local)
+    counted = getattr(request, "num_cached_tokens", None)  # in releases without such an object
+    if counted is not None and counted > tokens:
+        request.num_cached_tokens = tokens
+        external = getattr(request, "num_external_computed_tokens", 0)
+        request.num_external_computed_tokens = max(0, external - (counted - tokens))

@@ -84,6 +84,7 @@ class WorkerSide:
         self._unfinished: Step | None = None  # the step that is being computed
         self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
         self._rank = 0
+        self._told_trouble: tuple[str, str] | None = None  # what the scheduler knows of the connection to the server
         self.faults = 0
         self.handshake: Handshake | None = None
         self.received: set[str] = set()
@@ -105,6 +106,7 @@ class WorkerSide:
             strategy = strategy_of(self._vllm_config, self._kv_cache_config, pieces)
             shape = shape_of(self._vllm_config, pieces, strategy, parts)
             adapter = WorkerAdapter(shape, strategy, self._options)
+            adapter.connection.outage.speaks = False  # the scheduler does, for all ranks
             try:
                 adapter.register_pieces(located)
             except KVKeepError:
@@ -270,7 +272,11 @@ class WorkerSide:
         if not self._is_told and self.handshake is not None:
             self._is_told = True
             handshakes = [replace(self.handshake, siblings=self._siblings)]
-        return Reports(reports, handshakes) if reports or handshakes or self._is_joined else None
+        trouble = self._adapter.connection.outage.trouble if self._adapter is not None else None
+        outages = {} if trouble == self._told_trouble else {self._rank: trouble}
+        self._told_trouble = trouble
+        is_news = reports or handshakes or outages or self._is_joined
+        return Reports(reports, handshakes, outages) if is_news else None
 
     def stats(self) -> KVKeepStats | None:
         """What the reports that wait say, in numbers. Before `take_reports`."""
