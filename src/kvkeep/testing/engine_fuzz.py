@@ -85,12 +85,12 @@ class _Watch:
             self.given.computed(name, tokens)
         output = self._run(step)
         for report in output.reports:
-            for job in report.failed:
-                self._bad.setdefault(job, set()).update(report.failed[job])
-            for job in report.loaded:
-                self._reports.setdefault(job, set()).add(report.rank)
-                if job in self._loads and len(self._reports[job]) == self._engine.config.world_size:
-                    self._end_load(job)
+            for number, block_ids in report.failed.items():
+                self._bad.setdefault(number, set()).update(block_ids)
+            for number in report.loaded:
+                self._reports.setdefault(number, set()).add(report.rank)
+                if number in self._loads and len(self._reports[number]) == self._engine.config.world_size:
+                    self._end_load(number)
         return output
 
     @property
