@@ -1,66 +1,54 @@
+"""Tests for what a server says of the memory it was given. That of disks is in test_daemon.py."""
+
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from kvkeep.errors import SettingsError
 from kvkeep.server import host_memory as module
-from kvkeep.server.host_memory import file_system_of
-from kvkeep.server.settings import Settings
-from kvkeep.units import GIB, MIB
-
-MOUNTS = """\
-22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
-30 22 0:25 / /dev/shm rw,nosuid - tmpfs tmpfs rw
-31 22 0:26 / /huge rw - ext4 /dev/vdb rw
-32 22 0:27 / /huge rw shared:2 master:3 - hugetlbfs none rw
-33 22 0:28 / /with\\040blank rw - ramfs none rw
-a line that nobody understands
-"""
+from kvkeep.server.host_memory import allow_many_files, warn_of_small_pool
+from kvkeep.tiers.free_memory import Room
+from kvkeep.units import MIB
 
 
-@pytest.mark.parametrize(("memory_bytes", "pool_bytes"), [(1 << 60, None), (1 * GIB, 256 * MIB), (10 * MIB, 64 * MIB)])
-def test_auto_is_a_quarter_of_the_scarcer_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory_bytes: int, pool_bytes: int | None
-) -> None:
-    monkeypatch.setattr(module, "available_bytes", lambda: memory_bytes)
-    monkeypatch.setattr("os.statvfs", lambda path: type("Space", (), {"f_bavail": 2 << 20, "f_frsize": 4096}))
-    settings = Settings.load(None, {}, ["--shm-dir", str(tmp_path)])
-    assert settings.pool_size == (pool_bytes or 2 * GIB)
-    assert settings.sources["pool_size"] == "default (auto)"
+@pytest.fixture(autouse=True)
+def scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(62 * MIB, 64 * MIB, "/dev/shm has 64MiB free", "make /dev/shm larger")
+    monkeypatch.setattr(module, "pool_room", lambda directory: room)
 
 
-def test_auto_needs_a_directory_that_exists(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"shm_dir = .*gone cannot be used"):
-        Settings.load(None, {}, ["--shm-dir", str(tmp_path / "gone")])
+def pool(pool_bytes: int, is_left: bool = False) -> Any:
+    return cast(Any, SimpleNamespace(directory=Path("/dev/shm/x"), pool_bytes=pool_bytes, is_left=is_left))
 
 
-def test_available_memory_is_some_of_this_host() -> None:
-    assert 0 < module.available_bytes() < 1 << 50
+def test_a_small_pool_is_warned_of_with_the_reason_and_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_small_pool(pool(56 * MIB))
+    assert caplog.messages == [
+        "pool_size = auto came to only 56MiB: /dev/shm has 64MiB free; make /dev/shm larger, "
+        "then start the server with --fresh"
+    ]
 
 
-@pytest.mark.parametrize(
-    ("directory", "kind"),
-    [
-        ("/", "ext4"),
-        ("/dev", "ext4"),
-        ("/dev/shm", "tmpfs"),
-        ("/dev/shm/deeper/still", "tmpfs"),
-        ("/dev/shmother", "ext4"),
-        ("/huge/x", "hugetlbfs"),
-        ("/with blank/x", "ramfs"),
-    ],
-)
-def test_the_innermost_mount_says_what_a_directory_is_on(tmp_path: Path, directory: str, kind: str) -> None:
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(MOUNTS)
-    assert file_system_of(Path(directory), mounts) == kind
+def test_a_small_pool_that_was_adopted_names_the_way_to_a_larger_one(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_small_pool(pool(56 * MIB, is_left=True))
+    assert "took only 56MiB, the size of the pool that the last server left" in caplog.text
+    assert "--fresh" in caplog.text
 
 
-def test_a_host_that_tells_nothing_of_its_mounts(tmp_path: Path) -> None:
-    assert file_system_of(tmp_path, tmp_path / "gone") == ""
+def test_of_a_larger_pool_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_small_pool(pool(256 * MIB))
+    assert not caplog.messages
 
 
-def test_shared_memory_of_this_host_is_memory() -> None:
-    assert file_system_of(Path("/dev/shm")) in module.MEMORY_FILE_SYSTEMS
+def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
+        allow_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.errors import SettingsError
+from kvkeep.server import settings as module
 from kvkeep.server.settings import TABLE, Settings
 from kvkeep.units import GIB, MIB
 
@@ -51,6 +52,41 @@ def test_defaults() -> None:
     assert settings.session_check_interval == 1.0
     assert settings.verify is True
     assert settings.log_json is False
+
+
+# -- the size of the pool, if no source gives one
+
+
+def test_the_size_of_the_pool_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "auto_size", lambda shm_dir, name, adopt: (80 * MIB, False))
+    settings = Settings.load(None, {}, ["--shm-dir", str(tmp_path)])
+    assert (settings.pool_size, settings.slab_size) == (80 * MIB, 5 * MIB)
+    assert settings.sources["pool_size"] == "default (auto)" and settings.pool_size_is_auto
+    assert not load().pool_size_is_auto
+    assert Settings.load(None, {}, ["--pool-size", "auto"]).pool_size_is_auto
+
+
+@pytest.mark.parametrize(
+    ("flags", "fresh", "adopts"), [((), False, True), ((), True, False), (("--no-keep-pool",), False, False)]
+)
+def test_the_size_that_is_left_is_taken_by_who_adopts_it(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], fresh: bool, adopts: bool
+) -> None:
+    monkeypatch.setattr(module, "auto_size", lambda shm_dir, name, adopt: (80 * MIB, adopt))
+    settings = Settings.load(None, {}, flags, fresh=fresh)
+    assert settings.sources["pool_size"] == ("default (auto, as the server before)" if adopts else "default (auto)")
+
+
+def test_auto_needs_a_directory_that_exists(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"shm_dir = .*gone cannot be used"):
+        Settings.load(None, {}, ["--shm-dir", str(tmp_path / "gone")])
+
+
+def test_where_no_pool_fits_the_start_names_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "auto_size", lambda shm_dir, name, adopt: (0, False))
+    with pytest.raises(SettingsError, match=r"there is no room for a pool: .* free") as caught:
+        Settings.load(None, {}, [])
+    assert caught.value.hint
 
 
 def test_later_sources_overrule_earlier_ones(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from kvkeep.errors import PoolError
 from kvkeep.store.store import Store
 from kvkeep.tiers import memory
-from kvkeep.tiers.memory import Pool, slab_bytes_for
+from kvkeep.tiers.free_memory import Room
+from kvkeep.tiers.memory import Pool, auto_size, pool_left, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, format_size, parse_size
 from kvkeep.wire.liveness import hold
 from kvkeep.wire.segments import is_same_pool
@@ -256,7 +257,9 @@ def test_a_pool_larger_than_the_file_system_is_refused_with_a_size_that_fits(
     assert list(tmp_path.iterdir()) == [], "nothing is left of a pool that was not made"
 
 
-def test_leftovers_do_not_count_as_used(make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_do_not_count_as_used(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that is started again after a crash gets the memory that its predecessor had."""
     seen: list[list[str]] = []
     pool = make()
@@ -264,9 +267,82 @@ def test_leftovers_do_not_count_as_used(make: Callable[..., Pool], monkeypatch: 
     pool.close()
     left.mkdir()
     (left / "segment-00000").write_bytes(bytes(SLAB))
-    monkeypatch.setattr(memory, "_check_space", lambda *_: seen.append(sorted(path.name for path in left.iterdir())))
+    measure = memory.pool_room
+
+    def look(shm_dir: Path) -> Room:
+        seen.append(sorted(path.name for path in left.iterdir()))
+        return measure(shm_dir)
+
+    monkeypatch.setattr(memory, "pool_room", look)
     make()
     assert seen == [["daemon.lock"]]
+
+
+# -- less memory than asked for
+
+
+def scarce(monkeypatch: pytest.MonkeyPatch, nbytes: int, auto_bytes: int = 0) -> None:
+    """Room for a pool of so many bytes, of which auto would take some."""
+    room = Room(nbytes, nbytes, "the memory limit leaves little", "raise the memory limit")
+    monkeypatch.setattr(memory, "pool_room", lambda shm_dir, freed_bytes=0: room)
+    monkeypatch.setattr(memory, "room_to_fill", lambda shm_dir: room)
+    monkeypatch.setattr(memory, "auto_pool_bytes", lambda shm_dir, freed_bytes=0: auto_bytes)
+
+
+def test_a_pool_beyond_a_memory_limit_is_refused_with_a_size_that_fits(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce(monkeypatch, 100 * MIB)
+    with pytest.raises(PoolError) as caught:
+        make(pool_bytes=101 * MIB)
+    assert caught.value.message == "a pool of 101MiB does not fit: the memory limit leaves little, room for 100MiB"
+    assert caught.value.hint == "use --pool-size 90MiB, or raise the memory limit"
+    assert list(tmp_path.iterdir()) == []
+    assert make(pool_bytes=100 * MIB).pool_bytes == 100 * MIB
+
+
+def test_the_advice_names_a_slab_size_where_the_one_given_does_not_fit(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce(monkeypatch, 40 * MIB)
+    with pytest.raises(PoolError) as caught:
+        make(pool_bytes=GIB, slab_bytes=64 * MIB)
+    assert caught.value.hint == "use --pool-size 36MiB --slab-size 2MiB, or raise the memory limit"
+
+
+def test_where_no_pool_fits_the_advice_names_no_size(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce(monkeypatch, MIB)
+    with pytest.raises(PoolError) as caught:
+        make(pool_bytes=GIB)
+    assert caught.value.hint == "raise the memory limit"
+
+
+def test_an_automatic_size_that_does_not_fit_shrinks(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce(monkeypatch, 40 * MIB, auto_bytes=32 * MIB)
+    pool = Pool(tmp_path, "test", GIB, 64 * MIB, 1, may_shrink=True)
+    assert (pool.pool_bytes, pool.slab_bytes) == (32 * MIB, 2 * MIB)
+    pool.close()
+    scarce(monkeypatch, 0)
+    with pytest.raises(PoolError, match="a pool of 1GiB does not fit"):
+        Pool(tmp_path, "test", GIB, 64 * MIB, 1, may_shrink=True)
+
+
+def test_filling_stops_before_a_memory_limit_ends_the_server(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make()
+    pool.fill_next()
+    with monkeypatch.context() as patched:
+        scarce(patched, SEGMENT - 1)
+        with pytest.raises(PoolError, match="could not be had: the memory limit leaves little") as caught:
+            pool.fill_next()
+    assert "the pool stays at 256KiB" in caught.value.hint
+    assert not (pool.directory / "segment-00001").exists()
+    assert pool.fill_next() == (4, 4), "with memory back it goes on"
 
 
 def test_segments_are_filled_in_order(make: Callable[..., Pool]) -> None:
@@ -392,6 +468,85 @@ def test_the_index_goes_before_anything_else(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "unlink", note)
     first.close()
     assert removed[0] == "index-header" and len(removed) > 10
+
+
+# -- left by a server that was killed while it filled its pool
+
+
+def half_filled(tmp_path: Path) -> None:
+    """Leaves the first of three segments, as a kill in the middle does."""
+    pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
+    Store(pool.pool_bytes, SLAB, columns=pool.columns)
+    pool.fill_next()
+    pool.close(keep=True)
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SEGMENT_BYTES", SEGMENT)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_what_a_server_left_is_measured(tmp_path: Path) -> None:
+    assert pool_left(tmp_path, "test") == (0, 0, 0)
+    half_filled(tmp_path)
+    left = pool_left(tmp_path, "test")
+    assert (left.pool_bytes, left.filled_bytes) == (10 * SLAB, SEGMENT)
+    assert left.held_bytes == sum(path.stat().st_blocks * 512 for path in (tmp_path / "kvkeep-test").iterdir())
+    (tmp_path / "kvkeep-test" / "index-header").unlink()
+    assert pool_left(tmp_path, "test").pool_bytes == 0 < pool_left(tmp_path, "test").held_bytes
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_auto_takes_the_size_that_was_left_only_if_the_rest_of_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_filled(tmp_path)
+    scarce(monkeypatch, 6 * SLAB, auto_bytes=5 * SLAB)
+    assert auto_size(tmp_path, "test", adopt=True) == (10 * SLAB, True)
+    assert auto_size(tmp_path, "test", adopt=False) == (5 * SLAB, False)
+    scarce(monkeypatch, 6 * SLAB - 1, auto_bytes=5 * SLAB)
+    assert auto_size(tmp_path, "test", adopt=True) == (5 * SLAB, False), "to fill it would end the server again"
+    assert auto_size(tmp_path, "other", adopt=True) == (5 * SLAB, False)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_auto_takes_a_whole_pool_unless_no_server_can_run_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_pool(tmp_path).close(keep=True)
+    scarce(monkeypatch, 0, auto_bytes=5 * SLAB)
+    assert auto_size(tmp_path, "test", adopt=True) == (10 * SLAB, True), "it takes no more memory than it has"
+    monkeypatch.setattr(memory, "can_stay", lambda shm_dir: False)
+    assert auto_size(tmp_path, "test", adopt=True) == (5 * SLAB, False)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_the_memory_of_an_old_pool_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half_filled(tmp_path)
+    freed: list[int] = []
+    monkeypatch.setattr(memory, "auto_pool_bytes", lambda shm_dir, freed_bytes: freed.append(freed_bytes))
+    auto_size(tmp_path, "test", adopt=False)
+    assert freed == [pool_left(tmp_path, "test").held_bytes] and freed[0] > SEGMENT
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("may_shrink", [True, False])
+def test_a_pool_whose_rest_does_not_fit_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_shrink: bool
+) -> None:
+    half_filled(tmp_path)
+    scarce(monkeypatch, 5 * SLAB, auto_bytes=4 * SLAB)
+    if may_shrink:
+        pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True, may_shrink=True)
+        assert not pool.is_left and pool.pool_bytes == 4 * SLAB
+        assert pool.not_adopted.startswith("384KiB of it are missing and do not fit: the memory limit leaves little")
+        assert fill(pool) == [(0, 4)]
+        pool.close()
+    else:
+        with pytest.raises(PoolError, match="a pool of 640KiB does not fit"):
+            Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
+    assert list(tmp_path.iterdir()) == [], "its memory is free"
 
 
 # -- files that somebody removes under a living server

@@ -23,7 +23,7 @@ from kvkeep.bench.vllm_setup import GPU_SHARE, SPARE_TOKENS, ServedModel
 from kvkeep.bench.vllm_stations import DECODE, Station
 from kvkeep.bench.vllm_traffic import Traffic
 from kvkeep.errors import KVKeepError
-from kvkeep.server.host_memory import available_bytes
+from kvkeep.tiers.free_memory import available_bytes
 from kvkeep.units import GIB, MIB
 
 _SHARED = 0.97  # of the GPU's memory; a peer's server has a context and buffers there too

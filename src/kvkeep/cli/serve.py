@@ -55,7 +55,7 @@ def serve(
     from kvkeep.server.daemon import Daemon
 
     signals = Signals()
-    settings = Settings.load(config, os.environ, context.args)
+    settings = Settings.load(config, os.environ, context.args, fresh=fresh)
     logs.set_up(settings.log_level, settings.log_json)
     daemon = Daemon(settings, fresh=fresh)
     front = Front(daemon, ready_json)

@@ -1,6 +1,6 @@
 """The daemon: it takes requests, lets the store decide, and keeps sessions, memory and operators in order.
 
-settings.py   what an operator can set (setting_kinds.py: how each kind is read; host_memory.py: what `auto` looks at)
+settings.py   what an operator can set (setting_kinds.py: how each kind is read; host_memory.py: what it got)
 counters.py   what has happened, counted
 sessions.py   engine processes, and how the daemon knows that one is gone
 service.py    a request in, a reply out; no sockets, no threads

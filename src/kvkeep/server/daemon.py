@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import zmq
@@ -23,7 +24,7 @@ import zmq
 from kvkeep.errors import PoolError
 from kvkeep.server.auth import LOG_INTERVAL_S, Caller, Gate
 from kvkeep.server.direct import open_direct
-from kvkeep.server.host_memory import allow_many_files, warn_of_disk
+from kvkeep.server.host_memory import allow_many_files, warn_of_disk, warn_of_small_pool
 from kvkeep.server.limits import ClientLimits
 from kvkeep.server.listeners import Listener
 from kvkeep.server.own_memory import INCOMING_BYTES, OwnMemory, Statm
@@ -76,8 +77,12 @@ class Daemon:
             self.epoch,
             keep=settings.keep_pool,
             fresh=fresh,
+            may_shrink=settings.pool_size_is_auto,
         )
         warn_of_disk(settings.shm_dir)
+        if settings.pool_size_is_auto:
+            warn_of_small_pool(self.pool)
+            self.settings = replace(settings, pool_size=self.pool.pool_bytes, slab_size=self.pool.slab_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._gate = Gate(

@@ -192,7 +192,8 @@ def _make_pool(pool_bytes: int, directory: Path, slab_bytes: int, epoch: int) ->
             pool.fill_next()
             undo.pop_all()
     except PoolError as error:  # whose hints name flags of the daemon
-        hint = f"use a smaller kv_offloading_size, or make {directory} larger (in a container: --shm-size)"
+        larger = f"make {directory} or the memory limit larger (in Docker: --shm-size, --memory)"
+        hint = f"use a smaller kv_offloading_size, or {larger}"
         raise PoolError(error.message, hint) from error
     return pool
 

@@ -1,62 +1,18 @@
-"""What the host has for a server: memory for a pool, and whether a directory is any; open files."""
+"""What the host gives a server: open files, and memory for a pool that may be less than it seems."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import re
 import resource
 from pathlib import Path
-from typing import Final
 
-from kvkeep.errors import SettingsError
-from kvkeep.units import KIB, MIB
+from kvkeep.tiers.free_memory import MEMORY_FILE_SYSTEMS, SMALL_POOL_BYTES, pool_room
+from kvkeep.tiers.memory import Pool
+from kvkeep.tiers.mounts import file_system_of
+from kvkeep.units import format_size
 
 log = logging.getLogger(__name__)
-
-MIN_AUTO_POOL_BYTES: Final = 64 * MIB
-MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
-
-
-def auto_pool_bytes(shm_dir: Path) -> int:
-    """A quarter of what is free: in the file system of `shm_dir` or in memory, whichever has less."""
-    try:
-        space = os.statvfs(shm_dir)
-    except OSError as error:
-        raise SettingsError(
-            f"shm_dir = {shm_dir} cannot be used: {error.strerror}", "choose a --shm-dir that exists, such as /dev/shm"
-        ) from error
-    free_bytes = min(space.f_bavail * space.f_frsize, available_bytes())
-    return max(MIN_AUTO_POOL_BYTES, free_bytes // 4 // MIB * MIB)
-
-
-def available_bytes() -> int:
-    """What can be had without swapping, or the rest of the container's limit where that is less."""
-    available = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = [int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * KIB]
-    with contextlib.suppress(OSError, ValueError):  # no control group, or its limit reads "max"
-        group = Path("/sys/fs/cgroup")
-        available.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return min(available)
-
-
-def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that holds `directory`, such as tmpfs or ext4. Empty where nobody can tell."""
-    found, longest = "", -1
-    with contextlib.suppress(OSError):
-        place = os.path.realpath(directory)
-        for line in mounts.read_text(errors="surrogateescape").splitlines():
-            mounted, _, kind = line.partition(" - ")
-            if len(fields := mounted.split(" ")) < 5 or not kind:
-                continue
-            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-            # Of two on one point the later one hides the earlier.
-            if len(point) >= longest and (place == point or place.startswith(point.rstrip("/") + "/")):
-                found, longest = kind.split(" ")[0], len(point)
-    return found
 
 
 def allow_many_files() -> None:
@@ -75,3 +31,23 @@ def warn_of_disk(shm_dir: Path) -> None:
             shm_dir,
             kind,
         )
+
+
+def warn_of_small_pool(pool: Pool) -> None:
+    """Says so if `auto` came to little, and what would give it more."""
+    if pool.pool_bytes >= SMALL_POOL_BYTES:
+        return
+    if pool.is_left:
+        log.warning(
+            "pool_size = auto took only %s, the size of the pool that the last server left; "
+            "start the server once with --fresh if there is more memory by now",
+            format_size(pool.pool_bytes),
+        )
+        return
+    room = pool_room(pool.directory)
+    log.warning(
+        "pool_size = auto came to only %s: %s; %s, then start the server with --fresh",
+        format_size(pool.pool_bytes),
+        room.reason,
+        room.remedy,
+    )

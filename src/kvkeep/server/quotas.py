@@ -16,7 +16,7 @@ import msgspec
 
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant
-from kvkeep.server.settings import AUTO, TABLE, Settings
+from kvkeep.server.settings import TABLE, Settings
 from kvkeep.store.operators import restore
 from kvkeep.store.store import Store
 from kvkeep.units import format_size
@@ -135,7 +135,7 @@ def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path, n
 
 def _check_given(settings: Settings, kept: KeptQuotas, pool_bytes: int) -> None:
     sources, quota_bytes = settings.sources, settings.default_quota
-    is_auto = AUTO in sources.get("pool_size", "")
+    is_auto = settings.pool_size_is_auto
     if quota_bytes is not None and quota_bytes > pool_bytes and not kept.default_set and not is_auto:
         raise SettingsError(
             f"default_quota = {format_size(quota_bytes)} ({sources.get('default_quota', 'default')}) does not fit a "

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 
 from kvkeep.errors import SettingsError
-from kvkeep.server.host_memory import auto_pool_bytes
 from kvkeep.server.setting_kinds import (
     ADDRESS,
     AUTO_SIZE,
@@ -37,7 +36,8 @@ from kvkeep.server.setting_kinds import (
     Kind,
 )
 from kvkeep.server.setting_rules import check_together
-from kvkeep.tiers.memory import pool_bytes_left, slab_bytes_for
+from kvkeep.tiers.free_memory import pool_room
+from kvkeep.tiers.memory import auto_size, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, TIB
 
 ENV_PREFIX: Final = "KVKEEP_"
@@ -125,7 +125,7 @@ class Settings:
         Setting(
             AUTO_SIZE,
             "auto",
-            "Memory for blocks, in whole slabs; auto is what a server before left, or a quarter of what is free.",
+            "Memory for blocks, in whole slabs; auto is what a server before left, or a quarter of free memory.",
             low=MIB,
             high=64 * TIB,
         ),
@@ -206,8 +206,9 @@ class Settings:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def load(cls, config: Path | None, env: Mapping[str, str], argv: Sequence[str]) -> Self:
-        """Settings from all sources, later ones first. Reads the file and, for "auto", what memory is free.
+    def load(cls, config: Path | None, env: Mapping[str, str], argv: Sequence[str], *, fresh: bool = False) -> Self:
+        """Settings from all sources, later ones first. Reads the file and, for "auto", what memory is free and, unless
+        `fresh`, how large the pool is that can be adopted.
 
         `config` None means the file that KVKEEP_CONFIG names, if any. Raises SettingsError and nothing else.
         """
@@ -220,15 +221,20 @@ class Settings:
                 values[name] = TABLE[name].parse(name, text, source)
                 sources[name] = source
         if values["pool_size"] is None:
-            left = pool_bytes_left(values["shm_dir"], values["name"]) if values["keep_pool"] else 0
-            values["pool_size"] = left or auto_pool_bytes(values["shm_dir"])
-            sources["pool_size"] += f" {AUTO}, as the server before)" if left else f" {AUTO})"
+            adopt = values["keep_pool"] and not fresh
+            values["pool_size"], is_left = _auto_pool_size(values["shm_dir"], values["name"], adopt)
+            sources["pool_size"] += f" {AUTO}, as the server before)" if is_left else f" {AUTO})"
         if values["slab_size"] is None:
             values["slab_size"] = slab_bytes_for(values["pool_size"])
             sources["slab_size"] += f" {AUTO})"
         settings = cls(**values, sources=sources)
         check_together(settings, TABLE)
         return settings
+
+    @property
+    def pool_size_is_auto(self) -> bool:
+        """Whether no source gave a size for the pool."""
+        return AUTO in self.sources.get("pool_size", "")
 
     def changed(self, name: str, text: str) -> Self:
         """A copy with one live setting changed. Raises SettingsError where it is unknown or not live."""
@@ -256,6 +262,20 @@ class Settings:
             Row(name, line.kind.show(getattr(self, name)), self.sources.get(name, ""), line.live, line.help)
             for name, line in TABLE.items()
         ]
+
+
+def _auto_pool_size(shm_dir: Path, name: str, adopt: bool) -> tuple[int, bool]:
+    """See `auto_size`. SettingsError if no pool fits at all."""
+    try:
+        nbytes, is_left = auto_size(shm_dir, name, adopt=adopt)
+        room = pool_room(shm_dir)
+    except OSError as error:
+        raise SettingsError(
+            f"shm_dir = {shm_dir} cannot be used: {error.strerror}", "choose a --shm-dir that exists, such as /dev/shm"
+        ) from error
+    if not nbytes:
+        raise SettingsError(f"there is no room for a pool: {room.reason}", room.remedy)
+    return nbytes, is_left
 
 
 def _read_table() -> dict[str, Setting]:

@@ -32,7 +32,7 @@ def open_store(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, WarmStar
     if pool.not_adopted:
         log.warning(
             "what is left in %s is not adopted, the server starts empty: %s. It is removed "
-            "(pool_size = auto takes the size of what is left)",
+            "(pool_size = auto takes the size of what is left, if the rest of it fits)",
             pool.directory,
             pool.not_adopted,
         )

@@ -18,11 +18,13 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from kvkeep.errors import PoolError
 from kvkeep.kv.presence import Presence
 from kvkeep.store.columns import Columns, PlainColumns
 from kvkeep.tiers import session_locks
+from kvkeep.tiers.free_memory import Room, auto_pool_bytes, can_stay, pool_room, room_to_fill
 from kvkeep.tiers.index_files import (
     FileColumns,
     own_header,
@@ -51,10 +53,43 @@ def slab_bytes_for(pool_bytes: int) -> int:
     return max(MIB, min(_LARGEST_SLAB_BYTES, pool_bytes // _SLABS_AT_LEAST // MIB * MIB))
 
 
-def pool_bytes_left(shm_dir: Path, name: str) -> int:
-    """The size of the pool that a server of this name has left; 0 if there is none. Its memory is not free, so nobody
-    who looks at what is free would choose that size again."""
-    return sizes_left(_directory(shm_dir, name))[0]
+class PoolLeft(NamedTuple):
+    """What a server has left behind: the size its pool was to have, how much of that is there, and the memory that all
+    of its files hold. The first is 0 if it cannot be adopted."""
+
+    pool_bytes: int
+    filled_bytes: int
+    held_bytes: int
+
+
+def pool_left(shm_dir: Path, name: str) -> PoolLeft:
+    """By the server of this name, which may still be running."""
+    directory = _directory(shm_dir, name)
+    filled = held = 0
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(directory):
+            with contextlib.suppress(OSError):
+                nbytes = entry.stat(follow_symlinks=False).st_blocks * 512
+                held += nbytes
+                filled += nbytes if entry.name.startswith("segment-") else 0
+    return PoolLeft(sizes_left(directory)[0], filled, held)
+
+
+def auto_size(shm_dir: Path, name: str, *, adopt: bool) -> tuple[int, bool]:
+    """The size of a pool that nobody gave a size, and whether it is that of the pool which the last server left.
+
+    With `adopt` it is, if the memory that is missing of that pool can be had: a server that was killed under a memory
+    limit must not be killed again. Otherwise the old pool is removed, so its memory counts as free. The size is 0 if
+    nothing fits.
+
+    OSError if there is no such directory.
+    """
+    left = pool_left(shm_dir, name)
+    missing = left.pool_bytes - left.filled_bytes
+    has_room = missing <= pool_room(shm_dir).nbytes if missing > 0 else can_stay(shm_dir)
+    if adopt and left.pool_bytes and has_room:
+        return left.pool_bytes, True
+    return auto_pool_bytes(shm_dir, left.held_bytes), False
 
 
 def _directory(shm_dir: Path, name: str) -> Path:
@@ -67,6 +102,9 @@ class Pool:
     With `keep` its index lies beside it, and what an earlier server left is kept where it can be adopted: then
     `is_left` says so, and that many bytes are filled. Otherwise, or with `fresh`, all is removed; `why_empty` says why,
     and `not_adopted` the same if there was something to adopt.
+
+    PoolError if there is no room for it. With `may_shrink` it takes the size that `auto` comes to instead: how much
+    memory an old pool gives back is known only when it is gone, and processes that have it mapped keep it.
     """
 
     def __init__(
@@ -79,11 +117,10 @@ class Pool:
         *,
         keep: bool = False,
         fresh: bool = False,
+        may_shrink: bool = False,
     ) -> None:
         self.directory = _directory(shm_dir, name)
-        self.slab_bytes = slab_bytes
-        self.segment_bytes = max(_SEGMENT_BYTES // slab_bytes, 1) * slab_bytes
-        self.pool_bytes = pool_bytes // slab_bytes * slab_bytes
+        self._set_sizes(pool_bytes, slab_bytes)
         self.filled_bytes = 0
         self.columns: Columns = PlainColumns()
         self.is_left = False
@@ -97,10 +134,10 @@ class Pool:
         try:
             if keep and not fresh:
                 self._find_what_is_left()
+                self._check_rest(shm_dir)
             if not self.is_left:
                 self._remove_all()
-            _check_space(shm_dir, self.pool_bytes - self.filled_bytes, pool_bytes)
-            if not self.is_left:
+                self._check_room(shm_dir, pool_bytes, may_shrink)
                 self.segments = self._make_segments()
                 self._begin()
         except BaseException as error:  # guard: whatever it is, no lock may stay behind, nor a directory of ours
@@ -108,6 +145,31 @@ class Pool:
             if isinstance(error, OSError):
                 raise PoolError(f"cannot make {self.directory}: {error.strerror}", "check --shm-dir") from error
             raise
+
+    def _set_sizes(self, pool_bytes: int, slab_bytes: int) -> None:
+        self.slab_bytes = slab_bytes
+        self.segment_bytes = max(_SEGMENT_BYTES // slab_bytes, 1) * slab_bytes
+        self.pool_bytes = pool_bytes // slab_bytes * slab_bytes
+
+    def _check_rest(self, shm_dir: Path) -> None:
+        """What is left is not adopted if the rest of it does not fit: filling it would end the server."""
+        missing, room = self.pool_bytes - self.filled_bytes, pool_room(shm_dir)
+        if self.is_left and missing > room.nbytes:
+            why = f"{format_size(missing)} of it are missing and do not fit: {room.reason}"
+            self.not_adopted = self.why_empty = why
+            self.is_left = False
+
+    def _check_room(self, shm_dir: Path, asked_bytes: int, may_shrink: bool) -> None:
+        """Whole slabs have to fit; the error names the size that was asked for."""
+        room = pool_room(shm_dir)
+        if self.pool_bytes <= room.nbytes:
+            return
+        if may_shrink and (smaller := auto_pool_bytes(shm_dir)):
+            self._set_sizes(smaller, min(self.slab_bytes, slab_bytes_for(smaller)))
+        else:
+            asked, fits = format_size(asked_bytes), format_size(room.nbytes)
+            problem = f"a pool of {asked} does not fit: {room.reason}, room for {fits}"
+            raise PoolError(problem, _how_to_fit(room, self.slab_bytes))
 
     def start_over(self) -> None:
         """Removes all that is there and begins anew, in other memory: who has the old one mapped keeps it."""
@@ -169,22 +231,28 @@ class Pool:
         if not self.is_in_place():
             raise PoolError(f"the pool's directory {self.directory} was removed", "restart the server")
         nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
+        room = room_to_fill(self.directory)
+        if room is not None and nbytes > room.nbytes:  # beyond a memory limit no call fails: the kernel ends the server
+            raise self._no_more(nbytes, room.reason)
         path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise PoolError(
-                f"{format_size(nbytes)} more of shared memory could not be had: {error.strerror}",
-                f"the pool stays at {format_size(self.filled_bytes)}; free memory, or use a smaller --pool-size",
-            ) from error
+            raise self._no_more(nbytes, error.strerror or "unknown error") from error
         finally:
             os.close(descriptor)
         self.segments.view(self.filled_bytes, 1)  # mapped now, it serves the network even if the file goes
         first = self.filled_bytes // self.slab_bytes
         self.filled_bytes += nbytes
         return first, nbytes // self.slab_bytes
+
+    def _no_more(self, nbytes: int, why: str) -> PoolError:
+        return PoolError(
+            f"{format_size(nbytes)} more of shared memory could not be had: {why}",
+            f"the pool stays at {format_size(self.filled_bytes)}; free memory, or use a smaller --pool-size",
+        )
 
     def make_presence(self) -> Presence | None:
         """For the store that is all there is in the pool. Without it, engines wait for every answer."""
@@ -301,13 +369,9 @@ class Pool:
                         path.unlink()
 
 
-def _check_space(shm_dir: Path, pool_bytes: int, asked_bytes: int) -> None:
-    """Whole slabs have to fit; who asked for a little more reads the size that was asked for."""
-    space = os.statvfs(shm_dir)
-    free_bytes = space.f_bavail * space.f_frsize
-    if pool_bytes > free_bytes:
-        raise PoolError(
-            f"a pool of {format_size(asked_bytes)} does not fit {shm_dir}, which has {format_size(free_bytes)} free",
-            f"use --pool-size {max(free_bytes * 9 // 10 // MIB, 1)}MiB, or make {shm_dir} larger "
-            "(in a container: --shm-size)",
-        )
+def _how_to_fit(room: Room, slab_bytes: int) -> str:
+    """Words that help when they are followed as they stand."""
+    if not (advised := room.advised_bytes):
+        return room.remedy
+    slab = f" --slab-size {slab_bytes_for(advised) // MIB}MiB" if slab_bytes > advised else ""
+    return f"use --pool-size {advised // MIB}MiB{slab}, or {room.remedy}"
