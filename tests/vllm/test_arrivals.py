@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +15,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
 
 from engine_parts import BLOCK, Engine, answer_to, request
+from vllm.lora.request import LoRARequest
 
+from kvkeep.connector.file_hashes import hashes_of_user
 from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.arrivals import Arrivals
 from kvkeep.vllm.keys import EngineKeys, TokensChanged
@@ -312,3 +317,32 @@ def test_metadata_of_a_worker_elsewhere_is_plain_data(
     metadata = engine.step().kv_connector_metadata
     assert replace(pickle.loads(pickle.dumps(metadata)), step=metadata.step) == metadata
     engine.run()
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_not_cached_until_its_adapter_is_known_and_waits_for_nothing(
+    make: Callable[..., Engine], cache: SimulatedCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "style").mkdir()
+    (tmp_path / "style" / "adapter_model.safetensors").write_bytes(b"weights")
+    style = LoRARequest(lora_name="style", lora_int_id=1, lora_path=str(tmp_path / "style"))
+    engine = make()
+    hashes = Path(hashes_of_user().directory)
+    hashes.mkdir(mode=0o700)
+    with open(hashes / "lock", "wb") as lock:  # as if another process hashed a file for a long time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        engine.run(request(PROMPT, "a", params=COUNT, lora_request=style))
+        assert engine.answers["a"] == answer_to(PROMPT) and loaded(engine, "a") == 0
+        assert not stored(engine) and not lookups(cache)
+    adapters = arrivals_of(engine)._adapters
+    while adapters.name_of(style) is None:
+        time.sleep(0.01)
+    engine.scheduler.reset_prefix_cache()
+    engine.run(request(PROMPT, "b", params=COUNT, lora_request=style))
+    assert stored(engine) >= 5 and loaded(engine, "b") == 0
+    engine.scheduler.reset_prefix_cache()
+    engine.run(request(PROMPT, "c", params=COUNT, lora_request=style), request(PROMPT, "d", params=COUNT))
+    assert loaded(engine, "c") == 5 * BLOCK and loaded(engine, "d") == 0, "and found by those with that adapter only"

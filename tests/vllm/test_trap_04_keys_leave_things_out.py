@@ -15,6 +15,7 @@ from checkpoints import CONFIGS
 from replicas import Answer, Replica, Since, counting, eventually, prompt, request, tokens_of
 from safetensors.torch import load_file, save_file
 
+from kvkeep.connector.checkpoint import CheckpointDigest
 from kvkeep.testing.process import ServerProcess
 
 pytestmark = pytest.mark.usefixtures("_nothing_is_left")
@@ -68,6 +69,8 @@ def test_adapters_share_nothing(
     tokens = prompt(100)
     for number in (1, 2):
         adapter(tmp_path / f"adapter-{number}", number)
+        # A request whose adapter is still to be hashed is not cached; hashes are kept of files that are not too new.
+        assert eventually(lambda at=tmp_path / f"adapter-{number}": CheckpointDigest.of(str(at), None).value)
     named = [counting(tokens, adapter=[f"a{number}", number, str(tmp_path / f"adapter-{number}")]) for number in (1, 2)]
     answers = alone_and_again(engine, [counting(tokens), *named], 96)
     assert tokens_of(answers[:1]) == tokens_of(plain.use("llama").serve([request(tokens)]))

@@ -93,6 +93,7 @@ class CheckpointDigest:
         except Exception as error:  # guard: names and files come from anywhere, and an engine asks as it starts
             digest._settle(problem=_words(error))
         if digest.pending and not _hasher.add(digest):
+            digest._files = []
             digest._settle(problem=f"{MAX_WAITING} other checkpoints are waiting to be hashed")
         return digest
 
@@ -100,6 +101,12 @@ class CheckpointDigest:
     def pending(self) -> bool:
         """Whether the files are being hashed now, or wait for that."""
         return not self._settled.is_set()
+
+    @property
+    def found(self) -> bool:
+        """Whether there are files that have a digest, or will have one unless something is wrong with them. Otherwise
+        asking again later may help: a model may be downloaded meanwhile."""
+        return bool(self._files)
 
     @property
     def total_bytes(self) -> int:
@@ -121,7 +128,7 @@ class CheckpointDigest:
     def is_current(self) -> bool:
         """Whether the files are, as far as stat says, still those that `of` found."""
         try:
-            return bool(self._files) and _files_of(*self._about) == self._files
+            return self.found and _files_of(*self._about) == self._files
         except (OSError, ValueError, KVKeepError):
             return False
 

@@ -18,6 +18,7 @@ from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.connector.scheduler import SchedulerSide
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.vllm import versions
+from kvkeep.vllm.adapters import Adapters
 from kvkeep.vllm.keys import EngineKeys, OwnKeys, RequestKeys, TokensChanged, can_be_keyed, counts_media, root_of
 
 
@@ -52,6 +53,7 @@ class Arrivals:
         self._hash_tokens = hash_tokens
         self._counts_media = counts_media(vllm_config)
         self._identity, self._side, self._adapter, self._known = identity, side, adapter, known
+        self._adapters = Adapters()
         self._left: list[Known] = []  # and some that have been asked for or are over
         self.uses_hashes = versions.hashes_are_stable(vllm_config.cache_config.prefix_caching_hash_algo)
         self.generation = b""
@@ -59,9 +61,10 @@ class Arrivals:
         self.lookups = 0  # for whoever counts
 
     def arrive(self, request: Any) -> None:
-        if not can_be_keyed(request, self._counts_media):
+        adapter = "" if request.lora_request is None else self._adapters.name_of(request.lora_request)
+        if adapter is None or not can_be_keyed(request, self._counts_media):
             return
-        about = root_of(self._identity, request, self.generation), request, self._identity.block_tokens
+        about = root_of(self._identity, request, self.generation, adapter), request, self._identity.block_tokens
         keys: RequestKeys = EngineKeys(*about, self._hash_tokens) if self.uses_hashes else OwnKeys(*about)
         known = Known(request, keys, keys.first() if self.may_leave else b"")
         if self.is_missing(known):

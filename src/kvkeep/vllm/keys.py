@@ -9,9 +9,6 @@ the KV) is in the root that every key is bound to; salt and adapter are in there
 
 from __future__ import annotations
 
-import contextlib
-import os
-from functools import lru_cache
 from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -19,7 +16,6 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, keys_from_engine_hashes, root_key
-from kvkeep.vllm.weights import weights_fingerprint
 
 
 class TokensChanged(KVKeepError):
@@ -47,35 +43,10 @@ def can_be_keyed(request: Any, media_are_counted: bool) -> bool:
     return not getattr(request, "resumable", False) and not (request.mm_features and media_are_counted)
 
 
-def root_of(identity: ModelIdentity, request: Any, generation: bytes) -> bytes:
-    """What every key of a request is bound to. `generation` is another one after each reset of the cache."""
-    adapter = "" if request.lora_request is None else _adapter(request.lora_request)
+def root_of(identity: ModelIdentity, request: Any, generation: bytes, adapter: str) -> bytes:
+    """What every key of a request is bound to. `generation` is another one after each reset of the cache, `adapter` is
+    what stands for the request's LoRA adapter, or empty."""
     return root_key(identity, request.cache_salt, lora=adapter, extra=generation)
-
-
-def _adapter(lora: Any) -> str:
-    """Which adapter it is. One that is trained further under the same name and path is another one; vLLM reads it when
-    it is first used in a process, or again if it is told to, and so do we. Where its file has changed meanwhile, nobody
-    can tell which one vLLM has, so such a request has keys that nobody else has."""
-    if getattr(lora, "load_inplace", False):
-        _first_seen.cache_clear()
-    changed_at, weights = _first_seen(lora.lora_int_id, lora.lora_path)
-    if changed_at != _changed_at(lora.lora_path):
-        weights = os.urandom(16).hex()
-    return repr((lora.lora_name, lora.lora_path, weights))
-
-
-@lru_cache(maxsize=4096)
-def _first_seen(number: int, path: str) -> tuple[int, str | None]:
-    return _changed_at(path), weights_fingerprint(path, None)
-
-
-def _changed_at(path: str) -> int:
-    """When the adapter's file was written, or its folder."""
-    for name in ("adapter_model.safetensors", "adapter_model.bin", ""):
-        with contextlib.suppress(OSError, ValueError):
-            return os.stat(os.path.join(path, name)).st_mtime_ns
-    return 0
 
 
 class EngineKeys:
