@@ -23,8 +23,8 @@ TENANT = "t-" + "b" * 32
 SALT = "a-salt-that-nobody-sees"
 
 
-def put_blocks(server: ServerProcess, salt: str, blocks: int = 4) -> int:
-    with package.connect(
+def connect(server: ServerProcess) -> package.Cache:
+    return package.connect(
         model="m",
         revision="1",
         block_tokens=4,
@@ -33,7 +33,11 @@ def put_blocks(server: ServerProcess, salt: str, blocks: int = 4) -> int:
         required=True,
         wait_ms=10_000,
         options=ClientOptions(address=server.address, lookup_deadline_ms=10_000),
-    ) as cache:
+    )
+
+
+def put_blocks(server: ServerProcess, salt: str, blocks: int = 4) -> int:
+    with connect(server) as cache:
         return int(cache.put(list(range(4 * blocks)), np.ones((blocks, 1024), "uint8"), salt=salt))
 
 
@@ -117,6 +121,21 @@ def test_a_salt_given_as_a_tenant_is_not_repeated(kvkeep: Run, server: ServerPro
     done = kvkeep("tenants", "clear", SALT, "--http", server.http)
     assert done.returncode == 2 and "--salt-stdin" in done.stderr
     assert SALT not in done.stderr + done.stdout
+
+
+def test_hits_misses_and_tokens_loaded_are_shown_for_each_tenant(kvkeep: Run, server: ServerProcess) -> None:
+    salt = "a tenant that loads"
+    assert put_blocks(server, salt) == 4
+    with connect(server) as cache:
+        assert len(cache.get(list(range(24)), salt=salt)) == 4
+        assert cache.contains(list(range(16)), salt=salt) == 4
+    row = usage(kvkeep, server)[tenant_of(salt)]
+    assert [row[name] for name in ("lookups", "hit_blocks", "missed_blocks", "loaded_tokens")] == [2, 8, 2, 16]
+    status = json.loads(kvkeep("status", "--http", server.http, "--json").stdout)
+    counts = status["tenant_counts"][tenant_of(salt)]
+    assert counts == {"lookups": 2, "hit_blocks": 8, "missed_blocks": 2, "loaded_tokens": 16}
+    assert status["counters"]["loaded_tokens"] >= 16
+    assert f'kvkeep_tenant_loaded_tokens_total{{tenant="{tenant_of(salt)}"}} 16.0' in ask(server.http, "/metrics")
 
 
 def test_limits_are_set_shown_and_taken_back(kvkeep: Run, server: ServerProcess) -> None:

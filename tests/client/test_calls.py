@@ -115,6 +115,16 @@ def test_an_unconfirmed_debt_is_said_again_after_a_while() -> None:
     assert send.messages == [m.Release([7])] * 3, "only Done confirms"
 
 
+def test_tokens_that_were_loaded_go_with_their_lease_until_it_is_confirmed() -> None:
+    debts, send = Debts(), Sender()
+    for number, tokens in ((5, 0), (2, 32)):
+        debts.add(Call(number, 0, "lease", loaded_tokens=tokens))
+    debts.pay(0, send)
+    send.sent[0][1].failure = "deadline"
+    debts.pay(2_000, send)
+    assert send.messages == [m.Release([2, 5], [32, 0])] * 2
+
+
 def test_a_new_debt_does_not_wait_for_the_interval_of_older_ones() -> None:
     debts, send = Debts(), Sender()
     debts.add(Call(1, 0, "lease"))

@@ -77,6 +77,21 @@ def test_an_answer_stays_under_its_lease_until_it_is_released(sim: Any) -> None:
     assert sim.recorder.count(m.Release) == 1
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_server_is_told_what_was_loaded_if_it_counts_that(sim: Any, is_told: bool) -> None:
+    store(sim, 3, salt="s")
+    scheduler = adapter(sim)
+    if not is_told:
+        scheduler.connection.welcome.capabilities.remove(m.LOADED_TOKENS)
+    scheduler.lookup("r", "s", keys(3))
+    sim.run(20)
+    scheduler.release("r", 48)
+    sim.run(20)
+    assert leases(sim) == 0
+    counts = sim.server.service.counters.tenants.of(tenant_of("s"))
+    assert (counts.lookups, counts.hit_blocks, counts.loaded_tokens) == (1, 3, 48 if is_told else 0)
+
+
 def test_what_was_found_in_a_session_that_is_lost_is_asked_anew(sim: Any) -> None:
     """The server is the same, but the lease went with the session: its slots may be anybody's."""
     store(sim, 3)

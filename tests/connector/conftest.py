@@ -28,6 +28,7 @@ class ScriptedCache:
         self.asked: list[tuple[Hashable, str | None, int, int]] = []  # request, salt, number of keys, skip
         self.looked_at: list[Hashable] = []  # requests, each time
         self.released: list[Hashable] = []
+        self.loaded_tokens = 0
         self.ended: list[tuple[Hashable, str | None, bytes, bool]] = []
 
     def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
@@ -48,8 +49,9 @@ class ScriptedCache:
     def wait(self, request: Hashable, milliseconds: int) -> None:
         """Time does not pass here."""
 
-    def release(self, request: Hashable) -> None:
+    def release(self, request: Hashable, loaded_tokens: int = 0) -> None:
         self.released.append(request)
+        self.loaded_tokens += loaded_tokens
 
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
         self.ended.append((request, salt, last_key, finished))

@@ -280,6 +280,33 @@ def test_failed_blocks_are_known_with_the_first_report(cache: Any) -> None:
     assert side.loaded_blocks("r") == 1 and side.end("r") == {NAME: 4}
 
 
+def test_the_server_is_told_how_many_tokens_were_loaded_and_are_used(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("r", None, None, keys(5))
+    load_all(side)
+    assert cache.loaded_tokens == 5 * 4
+    side.end("r")
+    assert cache.loaded_tokens == 5 * 4, "once"
+
+
+def test_tokens_of_a_request_that_ended_before_its_load_are_not_used(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("r", None, None, keys(5))
+    assert side.lookup("r", 0, 5) == 5
+    job = side.prepare_load("r", 0, range(10, 15))
+    side.build_step()
+    side.end("r")
+    side.complete(ranks(loaded(job.number)))
+    assert cache.released and cache.loaded_tokens == 0
+
+
+def test_tokens_from_the_first_bad_block_on_are_not_used(side: SchedulerSide, cache: Any) -> None:
+    cache.blocks = 5
+    side.arrive("r", None, None, keys(5))
+    load_all(side, failed=[12])
+    assert cache.loaded_tokens == 2 * 4
+
+
 def test_a_request_whose_load_failed_is_not_offered_a_hit_again(side: SchedulerSide, cache: Any) -> None:
     cache.blocks = 5
     for name in ("r", "other"):

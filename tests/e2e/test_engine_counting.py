@@ -94,6 +94,7 @@ def test_the_number_is_the_servers_blocks_less_the_engines_own(
     assert answer.metrics.external_cached_tokens == expected
     assert answer.metrics.local_cached_tokens == local_tokens
     assert since("hit_blocks") == hits
+    assert eventually(lambda: since("loaded_tokens") == expected)
 
 
 def test_what_the_server_does_not_have_counts_nothing(server: ServerProcess) -> None:

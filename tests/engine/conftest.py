@@ -133,7 +133,7 @@ class ScriptedCache:
     def wait(self, request: Hashable, milliseconds: int) -> None:
         """Time does not pass here."""
 
-    def release(self, request: Hashable) -> None:
+    def release(self, request: Hashable, loaded_tokens: int = 0) -> None:
         if self.leases.pop(request, None) is not None:
             self.releases.append(request)
 

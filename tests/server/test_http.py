@@ -182,6 +182,10 @@ def test_quotas_are_set_and_taken_back(running: Any) -> None:
             "set_quota_bytes": 8 * MIB,
             "limit_bytes": None,
             "own_limit": False,
+            "lookups": 0,
+            "hit_blocks": 0,
+            "missed_blocks": 0,
+            "loaded_tokens": 0,
         },
     )
     assert running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": None}) == (204, "")

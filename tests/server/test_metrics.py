@@ -7,8 +7,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.server.counters import LATENCY_BUCKETS_US, Counters, Latency
-from kvkeep.server.metrics import COUNTED, families
+from kvkeep.server.metrics import COUNTED, COUNTED_BY_TENANT, families
 from kvkeep.server.snapshot import LARGEST_TENANTS
+from kvkeep.server.tenant_counts import OTHER, TENANTS_LABELLED, TenantCounts
 
 TENANT = "t-" + "a" * 32
 Start = Callable[..., Any]
@@ -45,6 +46,19 @@ def test_a_scrape_shows_pool_blocks_and_tenants(start: Start) -> None:
     assert value(samples, "kvkeep_default_quota_bytes") == 1 << 20
     assert value(samples, "kvkeep_writes") == 1
     assert value(samples, "kvkeep_ready") == 1
+
+
+def test_what_tenants_ask_for_and_get_is_counted_under_bounded_labels(start: Start) -> None:
+    running = start()
+    counts = running.daemon.service.counters.tenants
+    running.in_loop(lambda: [counts.count_lookup(TENANT, 3, 2), counts.count_loaded(TENANT, 48)])
+    samples = scrape(running)
+    for name, expected in {"lookups": 1, "hit_blocks": 3, "missed_blocks": 2, "loaded_tokens": 48}.items():
+        assert value(samples, f"kvkeep_tenant_{name}_total", tenant=TENANT) == expected
+        assert value(samples, f"kvkeep_tenant_{name}_total", tenant=OTHER) == 0
+    running.in_loop(lambda: [counts.count_lookup(f"t-{number:032x}", 0, 1) for number in range(100)])
+    labels = [dict(labels)["tenant"] for name, labels in scrape(running) if name == "kvkeep_tenant_lookups_total"]
+    assert len(labels) == TENANTS_LABELLED + 1 and {TENANT, OTHER} <= set(labels)
 
 
 def test_those_who_were_turned_away_are_counted_by_reason(start: Start) -> None:
@@ -98,8 +112,9 @@ def test_openmetrics_is_spoken_to_who_asks_for_it(start: Start) -> None:
 
 
 def test_every_counter_is_a_metric() -> None:
-    counted = {field.name for field in fields(Counters)} - {"refusals", "latency", "auth_failures"}
+    counted = {field.name for field in fields(Counters)} - {"refusals", "latency", "auth_failures", "tenants"}
     assert counted == set(COUNTED)
+    assert {field.name for field in fields(TenantCounts)} == set(COUNTED_BY_TENANT)
 
 
 def test_names_carry_prefix_and_unit(start: Start) -> None:

@@ -14,6 +14,7 @@ from kvkeep import __version__
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.service import Service
 from kvkeep.server.sessions import ServerSession
+from kvkeep.server.tenant_counts import TenantCounts
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.testing.peer import Peer, chain
@@ -72,6 +73,32 @@ def layout(peer: Peer) -> int:
 def prepare(layout: int, keys: bytes = KEYS, **changes: object) -> m.PrepareStore:
     fields = {"tenant": "default", "layout": layout, "shard": 0, "parent": b"", "keys": keys} | changes
     return m.PrepareStore(**fields)  # type: ignore[arg-type]
+
+
+# -- what tenants ask for and get
+
+
+def test_hits_misses_and_loaded_tokens_are_counted_for_each_tenant(world: World, peer: Peer, layout: int) -> None:
+    peer.store(layout, KEYS, BLOCKS)
+    tenants = world.service.counters.tenants
+    lease = peer.number + 1
+    peer.ask(m.Found, m.Lookup("default", layout, chain("a", 6), 1))
+    peer.ask(m.Found, m.Lookup(tenant_of("other"), layout, KEYS))
+    assert tenants.of("default") == TenantCounts(1, 4, 2, 0) and tenants.of(tenant_of("other")) == TenantCounts(1, 0, 4)
+    for _ in range(2):
+        peer.ask(m.Done, m.Release([lease, 99], [48, 7]))
+    assert tenants.of("default").loaded_tokens == 48 == world.service.counters.loaded_tokens, "once, and no other lease"
+
+
+@pytest.mark.parametrize(("said", "counted"), [([], 0), ([0], 0), ([-5], 0), ([1 << 60], 1 << 32), ([3, 4, 5], 3)])
+def test_tokens_that_cannot_be_meant_do_no_harm(
+    world: World, peer: Peer, layout: int, said: list[int], counted: int
+) -> None:
+    peer.store(layout, KEYS, BLOCKS)
+    lease = peer.number + 1
+    peer.ask(m.Found, m.Lookup("default", layout, KEYS))
+    assert peer.ask(m.Done, m.Release([lease], said)).count == 1
+    assert world.service.counters.tenants.of("default").loaded_tokens == counted
 
 
 # -- the handshake

@@ -214,7 +214,8 @@ def read_salt() -> str:
 
 def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[Any]]]:
     """Columns and rows of a table of tenants."""
-    return ("tenant", "blocks", "usage", "quota", "limit", "own"), [
+    columns = ("tenant", "blocks", "usage", "quota", "limit", "own", "lookups", "blocks hit", "missed", "tokens loaded")
+    return columns, [
         (
             t["tenant"],
             t["blocks"],
@@ -222,6 +223,7 @@ def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[
             _quota_shown(t),
             None if t["limit_bytes"] is None else format_size(t["limit_bytes"]),
             ", ".join(what for what in ("quota", "limit") if t[f"own_{what}"]),
+            *(t[name] for name in ("lookups", "hit_blocks", "missed_blocks", "loaded_tokens")),
         )
         for t in tenants
     ]

@@ -131,6 +131,7 @@ class Cache:
         """The leading blocks of `tokens` that the server has, verified: an array [n, *block_shape], n may be 0."""
         chain = self._chain(tokens, salt)
         call, hit = self._lookup(chain, salt)
+        good = 0
         try:
             if hit is None or not hit.blocks:
                 return np.empty((0, *self._shape), dtype=self._dtype)
@@ -138,9 +139,10 @@ class Cache:
             ids = np.arange(hit.blocks)
             request = LoadRequest(tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums)
             loaded = Transfer(self.connection, [Piece(BlockRuns.of([blocks]))], 0).load(request)
+            good = hit.blocks if loaded.all() else int(np.argmin(loaded))
         finally:
-            self._give_up(call)
-        return blocks[: hit.blocks if loaded.all() else int(np.argmin(loaded))]
+            self._give_up(call, good * self.identity.block_tokens)
+        return blocks[:good]
 
     def contains(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
         """How many leading blocks of `tokens` the server has."""
@@ -162,9 +164,9 @@ class Cache:
         chain.extend(tokens)
         return chain
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: Call, loaded_tokens: int = 0) -> None:
         """The server hears of it now, and not when the keeper comes by: what is leased cannot make room for others."""
-        self.connection.give_up(call)
+        self.connection.give_up(call, loaded_tokens=loaded_tokens)
         self.connection.poll()
 
     def _lookup(self, chain: KeyChain, salt: str | None) -> tuple[Call, Hit | None]:

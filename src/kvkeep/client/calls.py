@@ -36,6 +36,7 @@ class Call:
     payload: Sequence[bytes] = ()
     failure: str = ""
     unwanted: bool = False  # whatever it gives goes back
+    loaded_tokens: int = 0  # that were loaded under the lease that it gave, and are used
 
     @property
     def done(self) -> bool:
@@ -106,8 +107,8 @@ class Debts:
     """Leases and slots that are to be given back. Each is said to the server until it has confirmed it."""
 
     def __init__(self) -> None:
-        self._owed: dict[str, set[int]] = {"lease": set(), "write": set()}
-        self._said: list[tuple[Call, str, set[int]]] = []
+        self._owed: dict[str, dict[int, int]] = {"lease": {}, "write": {}}  # number -> tokens loaded under a lease
+        self._said: list[tuple[Call, str, dict[int, int]]] = []
         self._next_ms = 0
 
     def __bool__(self) -> bool:
@@ -120,7 +121,7 @@ class Debts:
             isinstance(call.reply, Prepared) and not call.reply.positions
         )
         if call.gives and not gave_nothing:
-            self._owed[call.gives].add(call.number)
+            self._owed[call.gives][call.number] = call.loaded_tokens
             self._next_ms = 0
 
     def pay(self, now_ms: int, send: Callable[[Message, int], Call]) -> None:
@@ -135,10 +136,11 @@ class Debts:
         if now_ms < self._next_ms:
             return
         self._next_ms = now_ms + _SAY_AGAIN_MS
-        for kind, give_back in (("lease", Release), ("write", AbandonStore)):
-            if numbers := set(sorted(self._owed[kind])[:MAX_LIST_ITEMS]):
-                self._owed[kind] -= numbers
-                self._said.append((send(give_back(sorted(numbers)), _SAY_AGAIN_MS), kind, numbers))
+        for kind, owed in self._owed.items():
+            if chosen := sorted(owed)[:MAX_LIST_ITEMS]:
+                tokens = [owed.pop(number) for number in chosen]
+                message = AbandonStore(chosen) if kind == "write" else Release(chosen, tokens if any(tokens) else [])
+                self._said.append((send(message, _SAY_AGAIN_MS), kind, dict(zip(chosen, tokens, strict=True))))
 
     def clear(self) -> None:
         """The session is over, and with it everything that it held."""

@@ -135,12 +135,15 @@ class Connection:
                 return self._failed("session_lost")  # made for a server before this one
             return self._send(message, deadline_ms, payload)
 
-    def give_up(self, call: Call, *, when_answered: bool = False) -> None:
+    def give_up(self, call: Call, *, when_answered: bool = False, loaded_tokens: int = 0) -> None:
         """Gives back what a call gave, or will have given: a lease, or slots. Said again until the server has confirmed
-        it. Copies to or from those slots must have ended. One that will give nothing need not be said to anybody."""
+        it. Copies to or from those slots must have ended. One that will give nothing need not be said to anybody.
+        `loaded_tokens` were loaded under the lease and are used; a server that counts them is told."""
         if os.getpid() != self._pid:
             return
         with self.lock:
+            if self.welcome is not None and m.LOADED_TOKENS in self.welcome.capabilities:
+                call.loaded_tokens = loaded_tokens
             if when_answered and not call.done:
                 call.unwanted = True
                 return

@@ -106,13 +106,15 @@ class SchedulerAdapter:
         if asked is not None and asked.answer is None and self.connection.answering:
             self.connection.wait(asked.call, milliseconds)
 
-    def release(self, request: Hashable) -> None:
-        """The blocks are loaded, or will not be, answered or not: whatever was given is given back."""
+    def release(self, request: Hashable, loaded_tokens: int = 0) -> None:
+        """The blocks are loaded, or will not be, answered or not: whatever was given is given back. The server counts
+        how many tokens were loaded and are used."""
         asked = self._asked.pop(request, None)
         if asked is not None:
             start = asked.skip * KEY_BYTES
             is_miss = not asked.call.done and self.lacks(asked.keys[start : start + KEY_BYTES])
-            self.connection.give_up(asked.call, when_answered=is_miss)  # a miss costs no message more
+            # A miss costs no message more.
+            self.connection.give_up(asked.call, when_answered=is_miss, loaded_tokens=loaded_tokens)
             self.connection.poll()
 
     def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:

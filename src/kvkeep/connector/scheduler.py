@@ -406,7 +406,8 @@ class SchedulerSide:
                 self._recoveries.add(job)
             if good < job.blocks:  # what the server had from there on was no good, and ours will be
                 tracker.stored = min(tracker.stored, job.first_block + good)
-            self._let_go(tracker)
+            used = 0 if tracker.ended else good
+            self._let_go(tracker, used * self._pieces.block_tokens)
         elif job.incomplete and not self._pieces.whole:
             # Windows and states of the earlier blocks are gone: without them they would be of no use to anybody, and in
             # the way of those who have them.
@@ -419,8 +420,8 @@ class SchedulerSide:
         if tracker.ended:
             self._end_session(tracker)
 
-    def _let_go(self, tracker: Tracker) -> None:
-        self._cache.release(tracker.number)
+    def _let_go(self, tracker: Tracker, loaded_tokens: int = 0) -> None:
+        self._cache.release(tracker.number, loaded_tokens)
         tracker.asked = tracker.answer = tracker.accepted_after = None
 
     def _end_session(self, tracker: Tracker) -> None:

@@ -29,9 +29,12 @@ from kvkeep.server.snapshot import (
     RestartShown,
     SessionShown,
     Snapshot,
+    TenantShown,
     largest_tenants,
     take,
+    tenant_shown,
 )
+from kvkeep.server.tenant_counts import TenantCounts
 from kvkeep.store.operators import (
     check_default_limit,
     check_default_quota,
@@ -44,9 +47,7 @@ from kvkeep.store.operators import (
     set_limit,
     set_quota,
     shrink_to_limits,
-    usage_of,
 )
-from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.tenants import Tenant
 from kvkeep.units import format_size
@@ -88,7 +89,8 @@ class Status:
     writes: int
     layouts: int
     tenants: int
-    largest_tenants: list[TenantUsage]
+    largest_tenants: list[TenantShown]
+    tenant_counts: dict[str, TenantCounts]
     counters: dict[str, int]
     refusals: dict[str, int]
     auth_failures: dict[str, int]
@@ -101,7 +103,7 @@ class TenantList:
     """The largest tenants first. `total` counts those that were left out as well."""
 
     total: int
-    tenants: list[TenantUsage]
+    tenants: list[TenantShown]
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Admin:
 
     def status(self) -> Status:
         daemon, now = self.daemon, self.snapshot()
-        by_label = ("refusals", "latency", "auth_failures")
+        by_label = ("refusals", "latency", "auth_failures", "tenants")
         counted = [field.name for field in fields(Counters) if field.name not in by_label]
         counters = {name: getattr(now.counters, name) for name in counted}
         return Status(
@@ -181,6 +183,7 @@ class Admin:
             layouts=now.layouts,
             tenants=now.tenants,
             largest_tenants=now.largest_tenants,
+            tenant_counts=now.tenant_counts,
             counters=counters | {"evictions": now.evictions, "slab_moves": now.slab_moves},
             refusals=now.counters.refusals,
             auth_failures=now.counters.auth_failures,
@@ -191,12 +194,13 @@ class Admin:
         )
 
     def tenants(self, limit: int) -> TenantList:
-        store = self.daemon.store
-        return self.in_loop(lambda: TenantList(len(store.tenants), largest_tenants(store, limit)))
+        store, counts = self.daemon.store, self.daemon.service.counters.tenants
+        return self.in_loop(lambda: TenantList(len(store.tenants), largest_tenants(store, counts, limit)))
 
-    def tenant(self, tenant: str) -> TenantUsage:
+    def tenant(self, tenant: str) -> TenantShown:
         _check_tenant(tenant)
-        return self.in_loop(lambda: usage_of(_known(self.daemon.store, tenant)))
+        store, counts = self.daemon.store, self.daemon.service.counters.tenants
+        return self.in_loop(lambda: tenant_shown(_known(store, tenant), counts))
 
     def settings(self) -> list[SettingShown]:
         return [SettingShown(*row) for row in self.daemon.settings.describe()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from kvkeep.server.tenant_counts import CountsByTenant
+
 LATENCY_BUCKETS_US = (50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000, 250_000)
 
 
@@ -27,6 +29,7 @@ class Counters:
     lookups: int = 0
     lookup_blocks: int = 0
     hit_blocks: int = 0
+    loaded_tokens: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
     refused_blocks: int = 0
@@ -46,6 +49,7 @@ class Counters:
     refusals: dict[str, int] = field(default_factory=dict)
     latency: dict[str, Latency] = field(default_factory=dict)
     auth_failures: dict[str, int] = field(default_factory=dict)
+    tenants: CountsByTenant = field(default_factory=CountsByTenant)
 
     def refuse(self, code: str) -> None:
         self.refusals[code] = self.refusals.get(code, 0) + 1

@@ -35,7 +35,7 @@ from kvkeep.server.daemon import Daemon
 from kvkeep.server.guard import Guard, token_reader
 from kvkeep.server.metrics import make_registry
 from kvkeep.server.setting_rules import is_loopback
-from kvkeep.store.plans import TenantUsage
+from kvkeep.server.snapshot import TenantShown
 from kvkeep.wire.address import split_host
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def _add_tenants(app: FastAPI, admin: Admin) -> None:
         return admin.tenants(limit)
 
     @app.get("/v1/tenants/{tenant}", tags=["tenants"], summary="One tenant")
-    def get_tenant(tenant: Tenant) -> TenantUsage:
+    def get_tenant(tenant: Tenant) -> TenantShown:
         return admin.tenant(tenant)
 
     @app.put("/v1/tenants/{tenant}/quota", tags=["tenants"], summary="Set a tenant's quota", status_code=204)

@@ -25,6 +25,7 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
     "lookups": ("kvkeep_lookups", "Lookups answered."),
     "lookup_blocks": ("kvkeep_lookup_blocks", "Blocks asked for in lookups."),
     "hit_blocks": ("kvkeep_hit_blocks", "Blocks asked for in lookups that were ready."),
+    "loaded_tokens": ("kvkeep_loaded_tokens", "Tokens whose blocks engines loaded, verified and used."),
     "stored_blocks": ("kvkeep_stored_blocks", "Shards of blocks that were stored."),
     "stored_bytes": ("kvkeep_stored_bytes", "Bytes that were stored."),
     "refused_blocks": ("kvkeep_refused_blocks", "Blocks that were to be stored and found no room or no parent."),
@@ -44,6 +45,17 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
     "network_bytes_in": ("kvkeep_network_in_bytes", "Bytes of blocks received from sessions on other hosts."),
     "network_bytes_out": ("kvkeep_network_out_bytes", "Bytes of blocks sent to sessions on other hosts."),
     "scrubbed_blocks": ("kvkeep_scrubbed_blocks", "Adopted blocks whose bytes were looked through in the background."),
+}
+
+# Field of TenantCounts -> metric (without `_total`) and help.
+COUNTED_BY_TENANT: Final[dict[str, tuple[str, str]]] = {
+    "lookups": ("kvkeep_tenant_lookups", "Lookups answered, by tenant."),
+    "hit_blocks": ("kvkeep_tenant_hit_blocks", "Blocks asked for in lookups that were ready, by tenant."),
+    "missed_blocks": ("kvkeep_tenant_missed_blocks", "Blocks asked for in lookups that were not ready, by tenant."),
+    "loaded_tokens": (
+        "kvkeep_tenant_loaded_tokens",
+        "Tokens whose blocks engines loaded, verified and used, by tenant.",
+    ),
 }
 
 NOT_ATTACHED = "none"
@@ -81,6 +93,11 @@ def families(now: Snapshot, started: float) -> Iterator[Metric]:
     counters = now.counters
     for field, (name, text) in COUNTED.items():
         yield CounterMetricFamily(name, text, getattr(counters, field))
+    for field, (name, text) in COUNTED_BY_TENANT.items():
+        family = CounterMetricFamily(name, text, labels=["tenant"])
+        for tenant, counts in now.tenant_counts.items():
+            family.add_metric([tenant], getattr(counts, field))
+        yield family
     yield CounterMetricFamily("kvkeep_evictions", "Blocks that made way for others.", now.evictions)
     yield CounterMetricFamily("kvkeep_slab_moves", "Slabs that changed their slot size.", now.slab_moves)
     refusals = CounterMetricFamily("kvkeep_refusals", "Requests that were refused, by code.", labels=["code"])

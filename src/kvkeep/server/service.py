@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 FINGERPRINT_BYTES = 16
 _CLIENT_NAME_CHARS = 120
+_MOST_TOKENS_A_LEASE = 1 << 32
 _MESSAGE_CHARS = 1_000  # of a refusal: it may quote what came, and what came may be long
 
 
@@ -279,6 +280,7 @@ class Service:
         counters.lookups += 1
         counters.lookup_blocks += len(request.keys) // KEY_BYTES
         counters.hit_blocks += hit.blocks
+        counters.tenants.count_lookup(request.tenant, hit.blocks, len(request.keys) // KEY_BYTES - hit.blocks)
         slots = hit.slots.tobytes()
         if session.plane == m.NETWORK and slots:
             session.network_leases[number] = NetworkLease(store.layouts.get(layout), hit.slots, request.tenant)
@@ -286,14 +288,23 @@ class Service:
         return m.Found(hit.blocks, slots, hit.checksums.tobytes())
 
     def _release(self, session: ServerSession, number: int, request: m.Release, now_ms: int) -> m.Reply:
-        released = 0
-        for lease in request.leases:
+        released, tokens = 0, request.loaded_tokens
+        for at, lease in enumerate(request.leases):
             session.network_leases.pop(lease, None)
+            tenant = self.store.tenant_of_lease(session.number, lease) if at < len(tokens) and tokens[at] else ""
             if self.store.release(session.number, lease, now_ms):
                 released += 1
+                if tenant:
+                    self._count_loaded(tenant, tokens[at])
             else:
                 session.cancel(lease)
         return m.Done(released)
+
+    def _count_loaded(self, tenant: str, tokens: int) -> None:
+        """As the engine says: nobody else knows. A number that cannot be meant counts as far as it can be."""
+        tokens = min(max(tokens, 0), _MOST_TOKENS_A_LEASE)
+        self.counters.loaded_tokens += tokens
+        self.counters.tenants.count_loaded(tenant, tokens)
 
     def _finish(self, session: ServerSession, number: int, request: m.Finish, now_ms: int) -> m.Reply:
         return m.Done(int(self.store.finish(session.number, request.tenant, request.key, now_ms)))

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
 
 from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
+from kvkeep.server.tenant_counts import CountsByTenant, TenantCounts
 from kvkeep.store.operators import usage_of
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import FREE, READY, STATE_NAMES
+from kvkeep.store.tenants import Tenant
 
 # Each tenant is a label value, and a metrics database pays for every one of them for months.
 LARGEST_TENANTS = 20
@@ -66,6 +68,17 @@ class QuotasShown:
 
 
 @dataclass(frozen=True)
+class TenantShown(TenantUsage):
+    """One tenant: what it has, and what it asked for and got since the server started. The counts of a tenant are kept
+    as long as it is among those that were looked up last (`TENANTS_COUNTED`)."""
+
+    lookups: int = 0
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    loaded_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class RestartShown:
     """What was taken over from the server before, and what its processes, as long as they live, still hold. A server
     that did not start warm says why: `why_cold`."""
@@ -91,18 +104,19 @@ class Snapshot:
     writes: int
     layouts: int
     tenants: int
-    largest_tenants: list[TenantUsage]
+    largest_tenants: list[TenantShown]
     evictions: int
     slab_moves: int
     counters: Counters
     ready: bool
     stopping: bool
     restart: RestartShown = RestartShown()
+    tenant_counts: dict[str, TenantCounts] = field(default_factory=dict)  # by the label that metrics show
 
 
 def take(daemon: Daemon) -> Snapshot:
     """Takes the snapshot. In the loop's thread only."""
-    store = daemon.store
+    store, counters = daemon.store, daemon.service.counters
     return Snapshot(
         pool=_pool(daemon),
         quotas=_quotas(store),
@@ -111,19 +125,30 @@ def take(daemon: Daemon) -> Snapshot:
         writes=sum(len(session.writes) for session in store.sessions.values()),
         layouts=sum(1 for _ in store.layouts),
         tenants=len(store.tenants),
-        largest_tenants=largest_tenants(store, LARGEST_TENANTS),
+        largest_tenants=largest_tenants(store, counters.tenants, LARGEST_TENANTS),
+        tenant_counts=counters.tenants.by_label(),
         evictions=store.room.evictions,
         slab_moves=store.room.slab_moves,
-        counters=copy.deepcopy(daemon.service.counters),
+        counters=_copy(counters),
         ready=daemon.ready.is_set(),
         stopping=daemon.stopping,
         restart=_restart(daemon),
     )
 
 
-def largest_tenants(store: Store, limit: int) -> list[TenantUsage]:
+def _copy(counters: Counters) -> Counters:
+    """Without what is counted of each tenant: that is shown for some of them only."""
+    return copy.deepcopy(replace(counters, tenants=CountsByTenant()))
+
+
+def largest_tenants(store: Store, counts: CountsByTenant, limit: int) -> list[TenantShown]:
     """Those that use most, at most `limit`, largest first."""
-    return [usage_of(tenant) for tenant in heapq.nlargest(limit, store.tenants, key=attrgetter("usage_bytes"))]
+    largest = heapq.nlargest(limit, store.tenants, key=attrgetter("usage_bytes"))
+    return [tenant_shown(tenant, counts) for tenant in largest]
+
+
+def tenant_shown(tenant: Tenant, counts: CountsByTenant) -> TenantShown:
+    return TenantShown(**vars(usage_of(tenant)), **vars(counts.of(tenant.name)))
 
 
 def _pool(daemon: Daemon) -> PoolShown:

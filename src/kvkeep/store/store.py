@@ -170,6 +170,11 @@ class Store:
         self.blocks.unpin(row, now_ms)
         return True
 
+    def tenant_of_lease(self, session: int, lease: int) -> str:
+        """Whose blocks are leased; "" if there is no such lease."""
+        row = self._session(session).leases.get(lease, NO_ROW)
+        return "" if row == NO_ROW else self.tenants.by_number[self.blocks.table.tenant[row]].name
+
     def finish(self, session: int, tenant: str, key: bytes, now_ms: int) -> bool:
         """Hint: whoever used the chain that ends in `key` is done with it. Unless used again it goes early."""
         self._session(session)

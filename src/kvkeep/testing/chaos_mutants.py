@@ -79,7 +79,7 @@ def _miss_checksum() -> list[Patch]:
 
 
 def _forget_lease() -> list[Patch]:
-    def release(self: SchedulerAdapter, request: Any) -> None:
+    def release(self: SchedulerAdapter, request: Any, loaded_tokens: int = 0) -> None:
         self._asked.pop(request, None)
 
     return [(SchedulerAdapter, "release", release)]

@@ -87,6 +87,8 @@ class Fields:
                 return self.earlier()
             case "leases" | "writes":
                 return [self.earlier() for _ in range(choices.byte() % 6)]
+            case "loaded_tokens":
+                return [self.number() for _ in range(choices.byte() % 4)]
             case "checksums" | "physical" | "slots" | "positions":
                 return choices.take(choices.pick((0, 8, 16, 24, 40, 3)))
             case "layout":

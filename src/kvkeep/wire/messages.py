@@ -45,7 +45,8 @@ PROTOCOL_VERSION = 1
 MAX_LIST_ITEMS = 65_536
 
 SHARED_MEMORY, NETWORK = "shared_memory", "network"
-CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints")
+LOADED_TOKENS = "loaded_tokens"  # the server takes them in Release
+CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints", LOADED_TOKENS)
 
 Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LIST_ITEMS)]
 
@@ -94,9 +95,11 @@ class Lookup(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Ends leases, named by the numbers of their Lookups. Unknown ones are no error. Answered by Done."""
+    """Ends leases, named by the numbers of their Lookups. Unknown ones are no error. `loaded_tokens` says for each how
+    many tokens were loaded under it and are used; those that are left out count as 0. Answered by Done."""
 
     leases: Numbers
+    loaded_tokens: Numbers = []
 
 
 class Finish(Message, frozen=True):
