@@ -405,14 +405,3 @@ def test_the_number_of_waiting_checkpoints_is_limited(checkpoint: Path, monkeypa
         assert "waiting to be hashed" in problem_of(checkpoint)
     assert all(each.wait(60) and each.value for each in (first, *waiting))
     assert MAX_WAITING > 2
-
-
-def test_the_thread_that_hashes_gives_way_to_the_engine(checkpoint: Path) -> None:
-    priorities: list[int] = []
-    with nothing_is_hashed():
-        digest = CheckpointDigest.of(str(checkpoint), None)
-        digest.when_known(lambda: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-    assert digest.wait(60)
-    while not priorities:
-        time.sleep(0.01)
-    assert priorities == [19] and os.getpriority(os.PRIO_PROCESS, 0) < 19

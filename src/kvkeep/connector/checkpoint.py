@@ -14,12 +14,10 @@ not another digest.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import stat
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +133,8 @@ class CheckpointDigest:
     def hash_files(self) -> None:
         """Hashes what is not known yet. The background thread calls this; it does not raise."""
         try:
-            hashes = [self._hash_of(file) or self._hashes.hash(file.path, file.identity) for file in self._files]
+            known = zip(self._files, self._known_hashes(), strict=True)
+            hashes = [each or self._hashes.hash(file.path, file.identity) for file, each in known]
             if not self.is_current():  # a file that was hashed first may have changed since
                 raise FileChanged("its files have changed since the engine read them")
             self._settle(value=_combined(self._files, hashes))
@@ -143,12 +142,13 @@ class CheckpointDigest:
             self._settle(problem=_words(error))
 
     def _settle_if_known(self) -> None:
-        hashes = [self._hash_of(file) for file in self._files]
-        if all(hashes):
-            self._settle(value=_combined(self._files, [each for each in hashes if each]))
+        hashes = [each for each in self._known_hashes() if each is not None]
+        if len(hashes) == len(self._files):
+            self._settle(value=_combined(self._files, hashes))
 
-    def _hash_of(self, file: _File) -> str | None:
-        return sha256_by_name(file.path) or self._hashes.known(file.identity)
+    def _known_hashes(self) -> list[str | None]:
+        remembered = self._hashes.known_of([file.identity for file in self._files])
+        return [sha256_by_name(file.path) or each for file, each in zip(self._files, remembered, strict=True)]
 
     def _settle(self, *, value: str | None = None, problem: str = "") -> None:
         with self._lock:
@@ -182,9 +182,6 @@ class _Hasher:
             return True
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where each thread has a priority of its own
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # the engine comes first
         while True:
             with self._lock:
                 if not self._waiting:

@@ -20,10 +20,13 @@ import logging
 import os
 import re
 import stat
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from io import FileIO
 from typing import NamedTuple
 
 from kvkeep.errors import KVKeepError
@@ -35,8 +38,23 @@ SETTLED_NS = 2_000_000_000
 _HEADER = b"kvkeep file hashes 1\n"
 _MAX_BYTES = len(_HEADER) + MAX_REMEMBERED * 200
 _LINE = re.compile(rb"((?:[0-9]+ ){5})([0-9a-f]{64})")
-_READ_BYTES = 4 << 20  # large, since a thread takes Python's global lock after each read
+_READ_BYTES = 4 << 20
+_CHILD_BYTES = 16 << 20
 _POLL_S = 0.05
+# A thread of low priority that is preempted while it holds Python's global lock would stop the engine, so large files
+# are read by a process of low priority. It ends when the engine does.
+_CHILD = f"""
+import hashlib, os, sys
+os.nice(10)
+digest, left = hashlib.sha256(), int(sys.argv[2])
+buffer = memoryview(bytearray({_READ_BYTES}))
+while left > 0 and (count := os.readv(0, [buffer[:left]])):
+    digest.update(buffer[:count])
+    left -= count
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+print(digest.hexdigest())
+"""
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +99,14 @@ class FileHashes:
 
     def known(self, identity: FileIdentity) -> str | None:
         """The hash of a file that was hashed before."""
+        return self.known_of([identity])[0]
+
+    def known_of(self, identities: Sequence[FileIdentity]) -> list[str | None]:
+        """The hashes of those files that were hashed before."""
         with self._lock:
             self._read_again()
-            found = self._remembered.get(identity.line) or self._own.get(identity.line)
-        return None if found is None else found.decode()
+            found = [self._remembered.get(each.line) or self._own.get(each.line) for each in identities]
+        return [None if each is None else each.decode() for each in found]
 
     def hash(self, path: str, identity: FileIdentity) -> str:
         """The hash of that file. Takes as long as reading it, or as another process needs that reads it now.
@@ -234,16 +256,34 @@ def _put(remembered: dict[bytes, bytes], line: bytes, sha256: bytes) -> None:
 
 
 def _sha256(path: str, identity: FileIdentity) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(_READ_BYTES, max(1, identity.size_bytes))))
-    opener = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe that came in its place is not waited for
-    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, opener)) as file:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe that came in its place is not waited for
+    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
         _check_identity(file.fileno(), path, identity)
-        left = identity.size_bytes  # a file that keeps growing is not read for ever
-        while left > 0 and (count := file.readinto(buffer[:left])):
-            digest.update(buffer[:count])
-            left -= count
+        found = _sha256_by_child(file, identity.size_bytes) if identity.size_bytes >= _CHILD_BYTES else None
+        if found is None:
+            file.seek(0)
+            found = _sha256_here(file, identity.size_bytes)
         _check_identity(file.fileno(), path, identity)
+    return found
+
+
+def _sha256_by_child(file: FileIO, size_bytes: int) -> str | None:
+    """None if no process can be started, or it has failed."""
+    command = [sys.executable or "python3", "-I", "-S", "-c", _CHILD, str(os.getpid()), str(size_bytes)]
+    try:
+        answer = subprocess.run(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    except OSError:
+        return None
+    found = answer.stdout.strip()
+    return found.decode() if not answer.returncode and re.fullmatch(rb"[0-9a-f]{64}", found) else None
+
+
+def _sha256_here(file: FileIO, size_bytes: int) -> str:
+    digest, left = hashlib.sha256(), size_bytes  # a file that keeps growing is not read for ever
+    buffer = memoryview(bytearray(min(_READ_BYTES, max(1, size_bytes))))
+    while left > 0 and (count := file.readinto(buffer[:left])):
+        digest.update(buffer[:count])
+        left -= count
     return digest.hexdigest()
 
 
