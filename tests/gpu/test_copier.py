@@ -106,6 +106,23 @@ def test_there_and_back(engine: Engine, order: str) -> None:
         assert np.array_equal(engine.bytes_of(block), data)
 
 
+def test_an_engine_whose_memory_is_elsewhere_is_copied_from_and_to_there(engine: Engine) -> None:
+    data = engine.bytes_of(5)
+    sums = engine.store([5], [1])
+    engine.copier.relocate([])
+    assert not engine.copier._units and not engine.copier._runs, "nothing refers to the old memory"
+    old = [layer.clone() for layer in engine.layers]
+    before, engine.layers = engine.layers, [torch.zeros_like(layer) for layer in engine.layers]
+    engine.runs = BlockRuns.of(engine.layers)
+    engine.copier.relocate([engine.runs])
+    assert not any(layer.any() for layer in engine.layers), "trying the kernels changes nothing"
+    scattering = engine.copier.scattering(0, np.array([7]), engine.addresses([1]), sums, [engine.copier.mark()])
+    assert scattering.good().all() and np.array_equal(engine.bytes_of(7), data)
+    engine.store([7], [2])
+    assert np.array_equal(engine.slot(2), data), "and read from there"
+    assert all(torch.equal(layer, was) for layer, was in zip(before, old, strict=True))
+
+
 def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(engine: Engine) -> None:
     lines = engine.copier._in, engine.copier._out
     assert all(line.copies.gives_way for line in lines)

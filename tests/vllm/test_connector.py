@@ -147,6 +147,8 @@ SCHEDULER: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 WORKER: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "register_kv_caches": (lambda c: c.register_kv_caches({}), None),
+    "unregister_kv_caches": (lambda c: c.unregister_kv_caches(), None),
+    "restore_kv_caches": (lambda c: c.restore_kv_caches(), None),
     "handle_preemptions": (lambda c: c.handle_preemptions(Step()), None),
     "bind_connector_metadata": (lambda c: c.bind_connector_metadata(Step()), None),
     "wait_for_save": (lambda c: c.wait_for_save(), None),
@@ -194,7 +196,7 @@ def test_results_of_a_broken_worker_are_none() -> None:
 def test_every_hook_that_does_something_is_tested_here() -> None:
     quiet = {"start_load_kv", "wait_for_layer_load", "save_kv_layer", "requires_kv_delivery", "get_transfer_results"}
     quiet |= {"build_kv_connector_stats", "build_prom_metrics", "bind_kv_cache_manager", "get_handshake_metadata"}
-    quiet |= {"bind_gpu_block_pool"}
+    quiet |= {"bind_gpu_block_pool", "supports_sleep_mode"}
     hooks = {name for name in vars(KVKeepConnector) if not name.startswith("_") and hasattr(KVConnectorBase_V1, name)}
     hooks |= {"request_finished_all_groups"}
     assert hooks - quiet <= {*SCHEDULER, *WORKER}

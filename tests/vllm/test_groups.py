@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from engine_parts import cache_config, full, model_config, needs_named_failures, window
 from vllm.v1 import kv_cache_interface as kvi
 
+import vllm
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.vllm import versions
@@ -152,6 +154,22 @@ def test_tokens_that_are_spread_over_ranks_are_refused(name: str) -> None:
     config = engine()
     setattr(config.parallel_config, name, 2)
     assert name in refused(config, full()).message
+
+
+@pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_sleep_mode_is_refused_where_vllm_does_not_tell_connectors_of_it(setting: str) -> None:
+    config = engine(**{setting: True})
+    with mock.patch.object(versions, "tells_of_sleep", return_value=False):
+        error = refused(config, full())
+        assert f"sleep mode of vLLM {vllm.__version__} " in error.message and "vLLM 0.33 or later" in error.hint
+    with mock.patch.object(versions, "tells_of_sleep", return_value=True):
+        assert pieces_of(config, cache_config(full())).whole
+
+
+def test_only_the_sleep_mode_that_is_known_is_served() -> None:
+    with mock.patch.object(versions, "tells_of_sleep", return_value=True):
+        error = refused(engine(enable_sleep_mode=True, sleep_mode_backend="snapshot"), full())
+        assert "backend 'snapshot'" in error.message
 
 
 def test_encoder_decoder_models_and_scales_of_one_process_are_refused() -> None:

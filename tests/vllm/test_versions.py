@@ -73,6 +73,11 @@ def test_what_a_worker_says_of_its_loads() -> None:
     assert (results.finished_recving, results.failed_recving, results.finished_sending) == ({"a", "b"}, {"b"}, set())
 
 
+def test_connectors_hear_of_sleep_since_0_33() -> None:
+    assert versions.tells_of_sleep() == (RELEASE >= (0, 33))
+    assert hasattr(KVConnectorBase_V1, "restore_kv_caches") == (RELEASE >= (0, 33))
+
+
 def test_the_cache_manager_comes_since_0_30() -> None:
     engine = Engine(SimulatedCache(seed=1))
     assert engine.connector._requests is not None

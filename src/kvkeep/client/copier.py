@@ -67,7 +67,9 @@ class Copier(Protocol):
     `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
     and tells whether that was necessary. `fetch_ahead` is for the one that loads, too, when it knows the slots and not
     yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet. Copies give way
-    to the engine's own, unless it says that it computes nothing. `moves` is for any thread: there are jobs, or none."""
+    to the engine's own, unless it says that it computes nothing. `moves` is for any thread: there are jobs, or none.
+    `relocate` is for the engine's thread while there is no job: its blocks are in this memory from now on, and without
+    any memory the copier refers to none."""
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes, costs a part.
     whole_bytes: int  # no larger than that, it goes in one
@@ -78,6 +80,7 @@ class Copier(Protocol):
     def shield(self) -> None: ...
     def give_way(self, to_engine: bool) -> None: ...
     def moves(self, blocks: bool) -> None: ...
+    def relocate(self, pieces: Sequence[BlockRuns]) -> None: ...
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
     def enter(self) -> None: ...
     def wait_for(self, mark: Any) -> bool: ...
@@ -101,6 +104,9 @@ class HostCopier:
     first_bytes: tuple[int, ...] = (32 << 20,)
 
     def __init__(self, pieces: Sequence[BlockRuns]) -> None:
+        self.relocate(pieces)
+
+    def relocate(self, pieces: Sequence[BlockRuns]) -> None:
         assert all(runs.device == "cpu" for runs in pieces)
         self._pieces = pieces
 

@@ -53,7 +53,7 @@ class Transfer:
     ) -> None:
         self.connection = connection
         self.copier: Copier = copier or HostCopier([piece.runs for piece in pieces])
-        self._pieces = pieces
+        self._pieces = pieces  # none while the engine has taken its memory away
         self._first_shard = first_shard
         self._block_bytes = sum(piece.runs.nbytes for piece in pieces)
         # What an engine may need back soonest is copied first.
@@ -61,6 +61,12 @@ class Transfer:
         self._store_deadline_ms = connection.options.store_deadline_ms
         if isinstance(self.copier, HostCopier):
             _note_slow_copies()
+
+    def relocate(self, pieces: Sequence[Piece]) -> None:
+        """The engine's blocks are in this memory from now on, of the same sizes, or in none. Nothing may be under
+        way."""
+        self.copier.relocate([piece.runs for piece in pieces])
+        self._pieces = pieces
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""

@@ -71,6 +71,7 @@ class WorkerAdapter:
         # One lock, and a condition for each who waits: nobody is woken, and takes the interpreter, for another's news.
         self._wake, self._for_stores, self._for_loads, self._for_arrivals = (threads.Condition(lock) for _ in range(4))
         self._closing = self._all_begun = self._is_late = False  # late: stores came before the memory was known
+        self._is_unregistered = False  # the engine has taken its memory away: no job begins
         self._departures = Departures(self.connection, self._for_stores, self._end_store, self._failed_inside)
         runs = {"stores": self._run_stores, "loads": self._run_loads}
         runs |= {"arrivals": self._run_arrivals, "departures": self._run_departures}
@@ -83,11 +84,14 @@ class WorkerAdapter:
 
     def register_pieces(self, pieces: Sequence[Piece]) -> None:
         """The same for an engine whose blocks come in several pieces."""
-        if self._transfer is not None:
+        if self._transfer is not None and not self._is_unregistered:
             problem = "the tensors are registered already"
-            raise RequestError("registered", problem, field="layers", hint="close this adapter and make another")
+            raise RequestError("registered", problem, field="layers", hint="unregister_kv_caches comes first")
         first_shard = self.strategy.kv_rank * self.shape.pieces
         check_sizes(pieces, self.shape.shard_bytes[first_shard : first_shard + self.shape.pieces])
+        if self._transfer is not None:
+            self._register_again(self._transfer, pieces)
+            return
         copier = self.make_copier([piece.runs for piece in pieces])
         self._transfer = Transfer(self.connection, pieces, first_shard, copier)
         self._at_once = AtOnce(self._transfer, self.strategy.rank, self._failed_inside)
@@ -98,6 +102,32 @@ class WorkerAdapter:
             self._threads.append(self.connection.threads.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
         for thread in self._threads:
             thread.start()
+
+    def _register_again(self, transfer: Transfer, pieces: Sequence[Piece]) -> None:
+        if self._closing:
+            raise RequestError("closed", "this adapter is closed", hint="make another")
+        if physical_fingerprint(pieces) != self.connection.physical[1]:
+            problem = "the tensors do not lie in memory as they did when they were first registered"
+            raise RequestError("bad_layer", problem, field="layers", hint="close this adapter and make another")
+        transfer.relocate(pieces)
+        self._is_unregistered = False
+
+    def unregister_kv_caches(self) -> None:
+        """The engine takes its tensors' memory away; for the thread that hands over jobs. Stores end with what they
+        have read by now, and loads under way are waited for; each has a deadline. When this returns no copy reads or
+        writes that memory, and every job ends at once, undone, until `register_kv_caches` or `register_pieces` says
+        where the tensors are now."""
+        if self._transfer is None or self._is_unregistered:
+            return
+        self.drop_ahead()
+        with self._wake:
+            self._is_unregistered = True
+            self._end_queued()
+        self.withdraw(None)
+        with self._for_loads:
+            self._for_loads.wait_for(lambda: not self._is_loading)
+            self._wake.wait_for(lambda: not self._sources)
+        self._transfer.relocate(())
 
     @property
     def is_near(self) -> bool:  # whether it shares memory with the server
@@ -159,7 +189,7 @@ class WorkerAdapter:
         """For a `load_now` of that owner; until then a lease must keep those slots. Whether anything has begun."""
         self.drop_ahead()
         with self._for_loads:
-            if self._at_once is None or self._closing or self._is_loading:
+            if self._at_once is None or self._closing or self._is_unregistered or self._is_loading:
                 return False
         return self._at_once.fetch(owner, epoch, slots)
 
@@ -174,6 +204,8 @@ class WorkerAdapter:
         assert self._at_once is not None
         with self._for_loads:
             self._for_loads.wait_for(lambda: not self._is_loading)
+            if not self._has_room(0):
+                return Finished(self.strategy.rank, loaded=[job], failed={job: request.ids_of(_ALL)})
         return self._at_once.load(job, request, owner)
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
@@ -208,12 +240,7 @@ class WorkerAdapter:
         """Ends the threads after the jobs in hand, then the session. Queued jobs end undone, and later ones at once."""
         with self._wake:
             self._closing = True
-            for job, request, _ in self._loads:
-                self._end_load(job, request.ids_of(_ALL))
-            for job, _ in self._stores:
-                self._end_store(job, Stored(0, complete=False))
-            self._loads.clear()
-            self._stores.clear()
+            self._end_queued()
             for condition in (self._wake, self._for_stores, self._for_loads, self._for_arrivals):
                 condition.notify_all()
         for thread in self._threads:
@@ -370,10 +397,20 @@ class WorkerAdapter:
         return bool(self._loads or self._began or self._arriving)
 
     def _has_room(self, queued: int) -> bool:
-        if self._closing or queued >= _JOBS_QUEUED:
-            self.connection.counters.fail("closed" if self._closing else "queue_full")
+        if self._closing or self._is_unregistered or queued >= _JOBS_QUEUED:
+            reason = "closed" if self._closing else "unregistered" if self._is_unregistered else "queue_full"
+            self.connection.counters.fail(reason)
             return False
         return True
+
+    def _end_queued(self) -> None:
+        """Jobs that have not begun end undone."""
+        for job, request, _ in self._loads:
+            self._end_load(job, request.ids_of(_ALL))
+        for job, _ in self._stores:
+            self._end_store(job, Stored(0, complete=False))
+        self._loads.clear()
+        self._stores.clear()
 
     def _tell_copier(self) -> None:
         if self._transfer is not None:
@@ -388,6 +425,8 @@ class WorkerAdapter:
             self._finished.stored[job] = stored.written
             if not stored.complete:
                 self._finished.incomplete.append(job)
+            if self._is_unregistered:  # nobody else waits for it
+                self._wake.notify_all()
 
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)

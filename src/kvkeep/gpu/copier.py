@@ -115,6 +115,14 @@ class GpuCopier:
         if self._last_read is not None:
             self._device.after(None, self._last_read)
 
+    def relocate(self, pieces: Sequence[BlockRuns]) -> None:
+        """The engine's blocks are in this memory from now on; in none: nothing here refers to it, and nothing that was
+        given to the GPU is still to read it. Staging memory stays. DeviceError or RequestError as in the beginning."""
+        self._device.wait(self._device.mark())  # blocks are set aside on the engine's own stream
+        self._runs, self._units = pieces, [Units.of(runs, self._device.torch_device) for runs in pieces]
+        if pieces:
+            self._try_out()
+
     def give_way(self, to_engine: bool) -> None:
         """Whether copies that are asked for from now on let the engine's own through as soon as can be. That costs some
         hundredths of the bus. They do, unless it says that it computes nothing."""

@@ -192,6 +192,22 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.register(kv_caches)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """From 0.33 on vLLM asks, and calls `unregister_kv_caches` before it takes the KV's memory away and
+        `restore_kv_caches` when it is there again."""
+        return True
+
+    @_guarded(lambda: None)
+    def unregister_kv_caches(self) -> None:
+        assert self._worker is not None
+        self._worker.unregister()
+
+    @_guarded(lambda: None)
+    def restore_kv_caches(self) -> None:
+        assert self._worker is not None
+        self._worker.restore()
+
     def get_handshake_metadata(self) -> Handshake | None:
         assert self._worker is not None
         return self._worker.first_handshake()

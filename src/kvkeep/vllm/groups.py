@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.v1 import kv_cache_interface as kvi
 
+import vllm
 from kvkeep.client.sources import Piece
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.errors import SettingsError
@@ -50,16 +51,27 @@ def _check_engine(vllm_config: Any) -> None:
             raise SettingsError(f"{name} > 1 spreads the tokens of a block over ranks", f"set {name} to 1")
     if vllm_config.model_config.is_encoder_decoder:
         raise SettingsError("encoder-decoder models keep KV that no prefix of tokens determines", "serve it as it is")
-    model = vllm_config.model_config
-    if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
-        raise SettingsError(
-            "sleep mode takes the KV's memory away without a word to those who copy it",
-            "leave out --enable-sleep-mode, or serve without kvkeep",
-        )
+    _check_sleep(vllm_config.model_config)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise SettingsError(
             "calculate_kv_scales makes scales of the first requests, so KV of one process means nothing to another",
             "take scales from the checkpoint",
+        )
+
+
+def _check_sleep(model: Any) -> None:
+    if not (getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False)):
+        return
+    if not versions.tells_of_sleep():
+        raise SettingsError(
+            f"sleep mode of vLLM {vllm.__version__} takes the KV's memory away and does not tell connectors before",
+            "vLLM 0.33 or later does; otherwise leave out --enable-sleep-mode, or serve without kvkeep",
+        )
+    backend = getattr(model, "sleep_mode_backend", "cumem")
+    if backend != "cumem":  # others may take more than memory: streams, or registrations of host memory
+        raise SettingsError(
+            f"kvkeep does not know what sleep-mode backend {backend!r} takes away",
+            "set --sleep-mode-backend cumem, or serve without kvkeep",
         )
 
 

@@ -67,6 +67,8 @@ class RequestSide:
         self._may_begin_loads = False  # before the step that they are made in
         self._may_wait = True
         self._others_first = False  # before requests whose loads failed
+        self._is_reset = False  # and nothing was computed since
+        self._is_refused = False  # by a worker, after vLLM had slept
         self._lost: dict[str, list[int]] = {}
         self._handshakes: list[Handshake] = []  # as long as some are missing
         self._early = EarlyRequests()
@@ -86,8 +88,12 @@ class RequestSide:
     # -- start-up
 
     def take_handshakes(self, handshakes: Sequence[Handshake]) -> None:
-        """Those that came with a step's results: one of each worker, sooner or later."""
-        if not handshakes or self._side is not None:
+        """Those that came with a step's results: one of each worker, sooner or later. After that, only from a worker
+        that cannot go on."""
+        if not handshakes:
+            return
+        if self._side is not None:
+            self._refuse(sorted({each.refusal for each in handshakes if each.shape is None}))
             return
         self._handshakes += handshakes
         if len(self._handshakes) >= self._vllm_config.parallel_config.world_size:
@@ -95,7 +101,10 @@ class RequestSide:
             self.shake_hands(collected, patience_ms=0)
 
     def shake_hands(self, handshakes: Sequence[Handshake], patience_ms: int = CONNECT_PATIENCE_MS) -> None:
-        """What the workers have found out."""
+        """What the workers have found out. vLLM hands it over once more when it has slept."""
+        if self._side is not None:
+            self._wake_up(handshakes)
+            return
         refusals = sorted({each.refusal for each in handshakes if each.shape is None})
         if len(handshakes) != self._vllm_config.parallel_config.world_size:
             refusals.append("not all of its workers said how they keep KV")
@@ -137,10 +146,31 @@ class RequestSide:
         self._may_wait = may_wait(self._vllm_config)
         self.step_loads.worker = self._worker if self._may_begin_loads and self._may_wait else None
 
+    def _wake_up(self, handshakes: Sequence[Handshake]) -> None:
+        """The workers' memory was taken away and is there again. Before that vLLM resets its prefix cache and, with
+        `reset_cache`, this connector: while it sleeps its weights may be replaced (always at level 2, and at level 1 by
+        whoever trains them), and no key would tell. So what was stored before is not found any more. Should vLLM not
+        have asked for that, it happens here."""
+        if not self._is_reset:
+            self.reset()
+        refusals = sorted({each.refusal for each in handshakes if each.shape is None})
+        if len(handshakes) != self._vllm_config.parallel_config.world_size:
+            refusals.append("not all of its workers said how they keep KV")
+        self._refuse(refusals)
+
+    def _refuse(self, reasons: Sequence[str]) -> None:
+        """If there are any: no request is cached any more."""
+        if reasons:
+            self._is_refused = True
+            log.error("kvkeep: from now on this engine is served without the cache: %s", "; ".join(reasons))
+            self._forget(*self._known)
+
     # -- a request's way
 
     def arrive(self, request: Any) -> None:
         self._alive.add(request.request_id)
+        if self._is_refused:
+            return
         if self._side is None or self._early:
             self._early.hold(request)
         else:
@@ -316,6 +346,7 @@ class RequestSide:
             self._store_due()
         jobs = side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
         self._is_idle, self._has_waited = not scheduled.total_num_scheduled_tokens, False
+        self._is_reset &= self._is_idle
         self._under_way += 1
         # vLLM looks no further than the first request for which it has no room. One whose load failed may need more
         # blocks than it gave back, and those behind it, whose loads have ended too, hold them: where nothing else is
@@ -434,6 +465,7 @@ class RequestSide:
         self._generation = os.urandom(16)
         if self._side is not None:
             self._arrivals.generation = self._generation
+        self._is_reset = True
         self._forget(*self._known)
         self.events.reset()
         return True

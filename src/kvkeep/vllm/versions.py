@@ -12,6 +12,10 @@ since   what                                      before
         a hash covers                             counted to make sure
 0.32    extra keys of hashes say what they are,   the same in both
         and those of KV events do not
+0.33    connectors are told before sleep mode     engines with sleep mode are served without the cache
+        takes the KV's memory away, and when it
+        is there again; handshakes are handed
+        over once more then
 
 What 0.33 moved besides, and why nothing here has to follow it: block hashes can cover tokens after their block, but
 not beside a connector; a step's results can be collected before `wait_for_save`, which we do not rely on; an external
@@ -62,6 +66,11 @@ def names_failed_requests() -> bool:
 def transfer_results(received: set[str], failed: set[str]) -> Any:
     """What such a worker says."""
     return base.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+
+def tells_of_sleep() -> bool:
+    """Whether connectors hear of it before the KV's memory is taken away."""
+    return hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def hashes_are_stable(algorithm: str) -> bool:

@@ -76,13 +76,15 @@ class WorkerSide:
         self._is_told = False  # the handshake, to the scheduler
         self._adapter: WorkerAdapter | None = None
         self._pieces: Pieces | None = None
-        self._loading: dict[Any, str] = {}  # jobs under way, and whose they are
+        self._kv_caches: Mapping[str, Any] = {}  # vLLM's tensors
+        self._loading: dict[Any, tuple[str, LoadRequest]] = {}  # jobs that vLLM has not heard of, and whose they are
         self._reports: list[Finished] = []
         self._is_joined = False  # with a scheduler's side in this process
         self._may_wait = True
         self._saved: Step | None = None  # the step whose blocks are saved
         self._unfinished: Step | None = None  # the step that is being computed
         self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
+        self._is_asleep = False  # vLLM has taken the KV's memory away
         self._rank = 0
         self._told_trouble: tuple[str, str] | None = None  # what the scheduler knows of the connection to the server
         self.faults = 0
@@ -116,7 +118,7 @@ class WorkerSide:
         except KVKeepError as error:
             self.handshake = Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
             return
-        self._pieces, self._adapter, self._rank = pieces, adapter, strategy.rank
+        self._pieces, self._adapter, self._rank, self._kv_caches = pieces, adapter, strategy.rank, kv_caches
         self._may_wait = may_wait(self._vllm_config)
         self.handshake = Handshake(shape, name=uuid.uuid4().hex)
         _here[self.handshake.name] = self
@@ -128,6 +130,40 @@ class WorkerSide:
             return None
         self._is_told = self.handshake is not None
         return self.handshake
+
+    def unregister(self) -> None:
+        """vLLM takes the memory of its KV away: when this returns, no copy reads or writes it. Until `restore` every
+        store ends undone and every load fails; those under way do, too, because what a load has brought goes with the
+        memory. vLLM hears of all that with the next step's results. Again: nothing happens."""
+        adapter = self._adapter
+        if adapter is None or self._is_asleep:
+            return
+        self._is_asleep = True
+        try:
+            self.finish()  # not every rank is told by vLLM that a step is over
+            adapter.unregister_kv_caches()
+        except Exception:  # guard: whatever failed, nothing may be copied when this returns
+            log.exception("kvkeep: the KV could not be unregistered, so this worker does not cache any more")
+            self.faults += 1
+            adapter.close()
+        finished = adapter.poll()
+        finished.failed.update({job: load.ids_of(slice(None)) for job, (_, load) in self._loading.items()})
+        self._take_in(finished)
+
+    def restore(self) -> None:
+        """vLLM has given its KV memory again: the tensors are the same, whether or not they lie where they did. What
+        they hold is nobody's: vLLM has reset its own prefix cache and this connector's before it took the memory."""
+        if self._adapter is None or self._pieces is None or not self._is_asleep:
+            return
+        try:
+            self._adapter.register_pieces(locate(self._pieces, self._kv_cache_config, self._kv_caches))
+        except Exception as error:  # guard: vLLM goes on; its scheduler hears that this rank does not
+            log.exception("kvkeep: the KV could not be registered again")
+            self.faults += 1
+            self.handshake = Handshake(None, f"after vLLM had slept: {getattr(error, 'message', error)}")
+            self._is_told = False
+            return
+        self._is_asleep = False
 
     def join(self) -> None:
         """From now on `hand_over` is called after every step."""
@@ -164,7 +200,7 @@ class WorkerSide:
             request_id = step.step.requests[job]
             try:
                 self._adapter.load(job, load)
-                self._loading[job] = request_id
+                self._loading[job] = request_id, load
             except Exception:  # guard: vLLM waits for this load; it hears that it failed
                 log.exception("kvkeep: a load could not be begun")
                 self.faults += 1
@@ -177,7 +213,7 @@ class WorkerSide:
         """Before the step that it is made in, while nothing is computed or stored."""
         assert self._adapter is not None
         self._adapter.load(job, load)
-        self._loading[job] = request_id
+        self._loading[job] = request_id, load
 
     def load_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> bool:
         """For `load_now` of that request, in the same step: these are its slots. Whether anything has begun."""
@@ -238,7 +274,7 @@ class WorkerSide:
         if finished.failed:
             self._take_in(finished)
             return set(), []
-        received = {self._loading.pop(job) for job in finished.loaded if job in self._loading}
+        received = {self._loading.pop(job)[0] for job in finished.loaded if job in self._loading}
         return received, [] if finished.is_nothing else [finished]
 
     def _wait_if_idle(self) -> None:
@@ -250,8 +286,8 @@ class WorkerSide:
     def _take_in(self, finished: Finished) -> None:
         for job, block_ids in finished.failed.items():
             if job in self._loading:
-                self._tell_failed(self._loading[job], block_ids)
-        self.received.update(self._loading.pop(job) for job in finished.loaded if job in self._loading)
+                self._tell_failed(self._loading[job][0], block_ids)
+        self.received.update(self._loading.pop(job)[0] for job in finished.loaded if job in self._loading)
         if not finished.is_nothing:
             self._reports.append(finished)
 
@@ -292,7 +328,7 @@ class WorkerSide:
     @property
     def is_near(self) -> bool:
         """Whether it shares memory with the server: a load takes as long as a copy, and asks nobody."""
-        return self._adapter is not None and self._adapter.is_near
+        return self._adapter is not None and self._adapter.is_near and not self._is_asleep
 
     def close(self) -> None:
         if self._adapter is not None:
