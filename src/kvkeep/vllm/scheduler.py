@@ -105,9 +105,7 @@ class RequestSide:
         if self._side is not None:
             self._wake_up(handshakes)
             return
-        refusals = sorted({each.refusal for each in handshakes if each.shape is None})
-        if len(handshakes) != self._vllm_config.parallel_config.world_size:
-            refusals.append("not all of its workers said how they keep KV")
+        refusals = self._refusals(handshakes)
         if refusals:
             log.error("kvkeep: this engine is served without the cache: %s", "; ".join(refusals))
             self._early.end()
@@ -146,6 +144,12 @@ class RequestSide:
         self._may_wait = may_wait(self._vllm_config)
         self.step_loads.worker = self._worker if self._may_begin_loads and self._may_wait else None
 
+    def _refusals(self, handshakes: Sequence[Handshake]) -> list[str]:
+        refusals = sorted({each.refusal for each in handshakes if each.shape is None})
+        if len(handshakes) != self._vllm_config.parallel_config.world_size:
+            refusals.append("not all of its workers said how they keep KV")
+        return refusals
+
     def _wake_up(self, handshakes: Sequence[Handshake]) -> None:
         """The workers' memory was taken away and is there again. Before that vLLM resets its prefix cache and, with
         `reset_cache`, this connector: while it sleeps its weights may be replaced (always at level 2, and at level 1 by
@@ -153,10 +157,7 @@ class RequestSide:
         have asked for that, it happens here."""
         if not self._is_reset:
             self.reset()
-        refusals = sorted({each.refusal for each in handshakes if each.shape is None})
-        if len(handshakes) != self._vllm_config.parallel_config.world_size:
-            refusals.append("not all of its workers said how they keep KV")
-        self._refuse(refusals)
+        self._refuse(self._refusals(handshakes))
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         """If there are any: no request is cached any more."""
