@@ -22,7 +22,7 @@ import kvkeep.vllm
 import kvkeep.vllm.connector
 from kvkeep.errors import SettingsError
 from kvkeep.vllm.connector import KVKeepConnector
-from kvkeep.vllm.messages import Reports, Step
+from kvkeep.vllm.messages import Handshake, Reports, Step
 from kvkeep.vllm.stats import KVKeepStats
 
 BOTH = pytest.mark.parametrize("role", list(KVConnectorRole))
@@ -129,8 +129,11 @@ class Broken:
 ASKED = request(range(20))
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
 SCHEDULER: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "set_xfer_handshake_metadata": (lambda c: c.set_xfer_handshake_metadata({0: None}), None),
-    "set_xfer_handshake_metadata_pp_aware": (lambda c: c.set_xfer_handshake_metadata_pp_aware({(0, 0): None}), None),
+    "set_xfer_handshake_metadata": (lambda c: c.set_xfer_handshake_metadata({0: Handshake(None)}), None),
+    "set_xfer_handshake_metadata_pp_aware": (
+        lambda c: c.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(None)}),
+        None,
+    ),
     "on_new_request": (lambda c: c.on_new_request(ASKED), None),
     "get_num_new_matched_tokens": (lambda c: c.get_num_new_matched_tokens(ASKED, 0), (0, False)),
     "update_state_after_alloc": (lambda c: c.update_state_after_alloc(ASKED, BLOCKS, 0), None),
@@ -140,6 +143,7 @@ SCHEDULER: dict[str, tuple[Callable[[Any], Any], Any]] = {
         None,
     ),
     "request_finished_all_groups": (lambda c: c.request_finished_all_groups(ASKED, ([1],)), (False, None)),
+    "request_finished": (lambda c: c.request_finished(ASKED, [1]), (False, None)),
     "reset_cache": (lambda c: c.reset_cache(), False),
     "take_events": (lambda c: c.take_events(), ()),
     "get_kv_connector_stats": (lambda c: c.get_kv_connector_stats(), None),

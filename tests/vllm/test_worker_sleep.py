@@ -295,9 +295,11 @@ def test_while_it_sleeps_loads_fail_and_stores_do_nothing(start: Start) -> None:
     assert engine.forget().ask() > 0, "what was stored before"
 
 
+@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "beside other connectors"])
 def test_an_engine_whose_tensors_are_others_after_it_slept_is_served_without_the_cache(
-    start: Start, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture, is_child: bool
 ) -> None:
+    """Beside others no handshake is handed over, and the worker's word comes with its reports."""
     engine = start()
     engine.ask()
     engine.take_memory()
@@ -307,7 +309,10 @@ def test_an_engine_whose_tensors_are_others_after_it_slept_is_served_without_the
     assert engine.rank._worker is not None and engine.rank._worker.faults == 1
     for name, old in zip(engine.kv, engine.old, strict=True):
         engine.kv[name] = torch.full_like(old, GARBAGE)
-    engine.shake_hands()
+    if is_child:
+        engine.step()
+    else:
+        engine.shake_hands()
     assert "from now on this engine is served without the cache: after vLLM had slept" in caplog.text
     assert engine.forget().ask() == 0
     assert engine.forget().ask() == 0
