@@ -585,3 +585,30 @@ def test_what_fails_and_nobody_waits_for_is_counted_and_logged(
     running.daemon.do_in_loop(lambda: 1 // 0)  # nobody is left to do it
     [said] = [record for record in caplog.records if "the loop had to do" in record.getMessage()]
     assert said.exc_info is not None and said.exc_info[0] is ZeroDivisionError
+
+
+# --- strangers --------------------------------------------------------------------------------------------------
+
+
+def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
+    run: Callable[..., Running],
+    dealer: Callable[[str], zmq.Socket[bytes]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = run()
+    foreign = dealer(running.address)
+    for number in range(3):
+        foreign.send_multipart([bytes([number]), b"\x01", b"\x80"])  # as LMCache's client does
+    newer = dealer(running.address)
+    for number in range(3):
+        newer.send_multipart(encode(Header(0, number, m.PROTOCOL_VERSION + 1), m.Ping()))
+        assert newer.poll(PATIENCE_MS), "it is told that it has another version"
+        newer.recv_multipart()
+    give_up_s = time.monotonic() + PATIENCE_MS / 1000
+    while running.daemon.service.counters.bad_frames < 3 and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    said = sorted(each.getMessage() for each in caplog.records if "seems to be" in each.getMessage())
+    expected = [f"a kvkeep of protocol version {m.PROTOCOL_VERSION + 1}", "an LMCache client"]
+    assert [line.split(": ")[0] for line in said] == [
+        f"127.0.0.1 talks to {running.address} and seems to be {kind}" for kind in expected
+    ]

@@ -355,3 +355,18 @@ def test_what_lies_in_its_place_by_now_is_left_alone(tmp_path: Path) -> None:
     second.serve()
     assert len(answers(one)) == 1
     second.close()
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
+    door: Door, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    for _ in range(2):
+        knocking = door.knock()
+        knocking._socket.sendall(sent)
+        door.serve()
+        knocking.close()
+        door.serve()
+    assert len(door.socket) == 0 and door.asked == []
+    [line] = [each.getMessage() for each in caplog.records if "seems to be" in each.getMessage()]
+    assert line.startswith("a process of this host talks to the socket beside the pool and seems to be an HTTP client")

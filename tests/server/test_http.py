@@ -458,3 +458,21 @@ def test_a_server_that_never_started_can_be_stopped(start: Start, tmp_path: Path
     extra = HttpServer(running.daemon)
     extra.stop()
     extra.stop()
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [(b"\xff" + bytes(7) + b"\x01\x7f", "a ZMQ client"), (b"*1\r\n$4\r\nPING\r\n", "a Redis client")],
+)
+def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
+    running: Any, caplog: pytest.LogCaptureFixture, sent: bytes, kind: str
+) -> None:
+    host, _, port = running.http.address.rpartition(":")
+    for _ in range(2):
+        with socket.create_connection((host, int(port))) as foreign:
+            foreign.sendall(sent)
+            foreign.shutdown(socket.SHUT_WR)
+            while foreign.recv(4096):  # until the server closes it
+                pass
+    said = [each.getMessage() for each in caplog.records if "seems to be" in each.getMessage()]
+    assert [line.split(": ")[0] for line in said] == [f"127.0.0.1 talks to the HTTP port and seems to be {kind}"]

@@ -164,6 +164,7 @@ class Gate:
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._last: zmq.Frame | None = None  # the first frame of the last message
         self._secret = b""
         self._guarded = 0
         self.callers: dict[str, Caller] = {}
@@ -211,12 +212,16 @@ class Gate:
         """The next message: whose connection it came by, its frames, who sent it. None for a message that no key came
         with, which is answered by nothing. zmq.Again if there is none. `look` is called now and then within a message
         of very many parts; what it raises ends the message."""
-        if self._zap is None:
-            peer, *frames = _parts(router, look)
-            return peer, frames, ANYONE
-        first = router.recv(zmq.NOBLOCK, copy=False)
+        first = self._last = router.recv(zmq.NOBLOCK, copy=False)
         frames = _parts(router, look)  # the rest is there: ZMQ delivers messages whole
-        return first.bytes, frames, self._caller(first)
+        return first.bytes, frames, ANYONE if self._zap is None else self._caller(first)
+
+    def last_address(self) -> str:
+        """Where the last message came from; "" if ZMQ does not say."""
+        try:
+            return str(self._last.get("Peer-Address")) if self._last is not None else ""
+        except zmq.ZMQError:
+            return ""
 
     def _caller(self, frame: zmq.Frame) -> Caller | None:
         try:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,7 +31,9 @@ from kvkeep.server.own_memory import INCOMING_BYTES, OwnMemory, Statm
 from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.server.service import Service
+from kvkeep.server.sessions import DIRECT
 from kvkeep.server.settings import Settings
+from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.server.warm import open_store
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
@@ -39,6 +41,7 @@ from kvkeep.tiers.memory import Pool
 from kvkeep.units import format_size
 from kvkeep.wire.frames import decode_header, session_of
 from kvkeep.wire.messages import PoolPlace, WireLimits
+from kvkeep.wire.strangers import recognise_frames
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class Daemon:
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.strangers = StrangerLog()
         self.quotas = QuotaFile(settings.state_dir / settings.name / "quotas.json")
         allow_many_files()
         self.pool = Pool(
@@ -96,7 +100,8 @@ class Daemon:
             self._listener = Listener(self._context, self._gate, settings.address, settings.max_frame_size)
             self.address = self._listener.address
             most = settings.max_sessions, settings.max_frame_size
-            self._direct = open_direct(self.pool.directory, *most, self.service.counters)
+            self._direct = open_direct(self.pool.directory, *most, self.service.counters, self.strangers)
+            self.service.on_stranger = self._note_stranger
             self._waker, self._wake = socket.socketpair()
             self._wake.setblocking(False)
             self._poller = self._make_poller()
@@ -324,6 +329,12 @@ class Daemon:
                     self._send(peer, reply, caller)
                 except zmq.ZMQError as error:  # the peer is gone or does not read: its own deadline ends it
                     log.debug("a reply could not be sent: %s", error)
+
+    def _note_stranger(self, frames: Sequence[bytes], peer: bytes) -> None:
+        is_here = peer.startswith(DIRECT)
+        address = "a process of this host" if is_here else self._gate.last_address()
+        where = "the socket beside the pool" if is_here else self.address
+        self.strangers.note(where, address, recognise_frames(frames, b"" if is_here else peer))
 
     def _serve_direct(self) -> None:
         if self._direct is not None:

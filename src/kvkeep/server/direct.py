@@ -21,8 +21,10 @@ from typing import Any, Final
 from kvkeep.server.auth import LOG_INTERVAL_S
 from kvkeep.server.counters import Counters
 from kvkeep.server.sessions import DIRECT
+from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.frames import session_of
+from kvkeep.wire.strangers import recognise
 from kvkeep.wire.stream import Stream, socket_path
 
 log = logging.getLogger(__name__)
@@ -48,11 +50,15 @@ class _Peer:
 
 
 def open_direct(
-    directory: Path, most_sessions: int, most_frame_bytes: int, counters: Counters | None = None
+    directory: Path,
+    most_sessions: int,
+    most_frame_bytes: int,
+    counters: Counters | None = None,
+    strangers: StrangerLog | None = None,
 ) -> DirectSocket | None:
     """None if it cannot be had: everybody can ask by ZMQ."""
     try:
-        return DirectSocket(directory, 2 * most_sessions, most_frame_bytes + _FRAME_SLACK_BYTES, counters)
+        return DirectSocket(directory, 2 * most_sessions, most_frame_bytes + _FRAME_SLACK_BYTES, counters, strangers)
     except OSError as error:
         log.warning("engines on this host ask by a slower way, there is no socket in %s: %s", directory, error)
         return None
@@ -62,9 +68,15 @@ class DirectSocket:
     """Listens from construction on; OSError if it cannot. For the loop's thread, which polls `fileno`."""
 
     def __init__(
-        self, directory: Path, most_connections: int, most_body_bytes: int, counters: Counters | None = None
+        self,
+        directory: Path,
+        most_connections: int,
+        most_body_bytes: int,
+        counters: Counters | None = None,
+        strangers: StrangerLog | None = None,
     ) -> None:
         self._directory = directory
+        self._strangers = strangers or StrangerLog()
         self._most_connections, self._most_body_bytes = most_connections, most_body_bytes
         self._counters = counters or Counters()
         self._peers: dict[int, _Peer] = {}
@@ -210,6 +222,8 @@ class DirectSocket:
         descriptor = peer.stream.fileno()
         if self._peers.pop(descriptor, None) is None:
             return
+        if not peer.token and peer.stream.first:
+            self._strangers.note("the socket beside the pool", "a process of this host", recognise(peer.stream.first))
         self._ready.pop(descriptor, None)
         self._held_bytes -= peer.held_bytes
         self._epoll.unregister(descriptor)

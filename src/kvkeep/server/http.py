@@ -36,7 +36,9 @@ from kvkeep.server.guard import Guard, token_reader
 from kvkeep.server.metrics import make_registry
 from kvkeep.server.setting_rules import is_loopback
 from kvkeep.server.snapshot import TenantShown
+from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.wire.address import split_host
+from kvkeep.wire.strangers import HTTP, recognise
 
 log = logging.getLogger(__name__)
 
@@ -303,6 +305,17 @@ class _Connection(H11Protocol):
     (uvicorn closes only connections that had a request before, and counts the others against `limit_concurrency`.)
     """
 
+    strangers: StrangerLog
+    _is_known = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_known:  # the first that comes tells
+            self._is_known = True
+            if (stranger := recognise(data)) is not HTTP:
+                address = self.client[0] if self.client else ""
+                self.strangers.note("the HTTP port", address, stranger)
+        super().data_received(data)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._opened = self.loop.time()
@@ -345,6 +358,10 @@ class HttpServer:
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.admin.http_address = self.address
+
+        class Connection(_Connection):
+            strangers = daemon.strangers
+
         config = uvicorn.Config(
             make_app(self.admin, stuck_after_s, token, loopback),
             log_config=None,
@@ -352,7 +369,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
-            http=_Connection,
+            http=Connection,
             limit_concurrency=2 * _CONNECTIONS,  # idle ones never are so many: these are requests under way
             timeout_graceful_shutdown=1,
         )

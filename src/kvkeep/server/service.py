@@ -71,6 +71,7 @@ class Service:
         self._paces = Paces(client_limits)
         self.backlog = Backlog()
         self._old_sessions = old_sessions
+        self.on_stranger: Callable[[Sequence[bytes], bytes], None] = lambda frames, peer: None
         self._handlers: dict[type, Callable[..., m.Reply]] = {
             m.Attach: self._attach,
             m.Ping: lambda *_: m.Done(),
@@ -95,7 +96,10 @@ class Service:
             header = decode_header(frames)
         except ProtocolError:
             self.counters.bad_frames += 1
+            self.on_stranger(frames, peer)
             return None
+        if header.version != m.PROTOCOL_VERSION:
+            self.on_stranger(frames, peer)
         payload: list[bytes] = []
         kind = "unreadable"
         reply: m.Reply | None

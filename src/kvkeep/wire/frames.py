@@ -24,7 +24,7 @@ import msgspec
 from kvkeep.errors import ProtocolError, RequestError
 from kvkeep.wire.messages import PROTOCOL_VERSION, Message, Reply, Request
 
-_MAGIC = b"KVKP"
+MAGIC = b"KVKP"
 _HEADER = struct.Struct("<4sHHQQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
@@ -50,14 +50,14 @@ class Header:
 
 def encode(header: Header, message: Message, payload: Sequence[Any] = ()) -> list[Any]:
     """The frames of a message. Payload frames are anything with a buffer, and are not copied here."""
-    head = _HEADER.pack(_MAGIC, header.version, 0, header.session, header.number)
+    head = _HEADER.pack(MAGIC, header.version, 0, header.session, header.number)
     body = _encoder.encode(message)
     return [head + _CRC.pack(crc32(body, crc32(head))), body, *payload]
 
 
 def decode_header(frames: Sequence[bytes]) -> Header:
     """Reads frame 0 and checks the CRC. Raises ProtocolError if it is no message of ours: nobody can be answered."""
-    if not frames or len(frames[0]) != HEADER_BYTES or frames[0][: len(_MAGIC)] != _MAGIC:
+    if not frames or len(frames[0]) != HEADER_BYTES or frames[0][: len(MAGIC)] != MAGIC:
         raise ProtocolError("a message without a kvkeep header", "is something else talking to this port?")
     head = frames[0][: _HEADER.size]
     _, version, _, session, number = _HEADER.unpack(head)
@@ -69,7 +69,7 @@ def decode_header(frames: Sequence[bytes]) -> Header:
 
 def session_of(frame: bytes) -> int | None:
     """Which session a message says that it belongs to, by its frame 0, unchecked; None if it is no message of ours."""
-    if len(frame) != HEADER_BYTES or frame[: len(_MAGIC)] != _MAGIC:
+    if len(frame) != HEADER_BYTES or frame[: len(MAGIC)] != MAGIC:
         return None
     session: int = _HEADER.unpack_from(frame)[3]
     return session

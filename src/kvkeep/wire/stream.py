@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvkeep.wire.frames import HEADER_BYTES
+from kvkeep.wire.strangers import LOOKED_AT_BYTES
 
 SOCKET_FILE: Final = "direct.sock"
 _LENGTH = struct.Struct("<I")
@@ -44,6 +45,7 @@ class Stream:
         self._socket = connected
         self._most_body_bytes = most_body_bytes
         self._read = bytearray()
+        self.first = b""  # bytes that came, by which to tell what is no peer of ours
         self._unsent = bytearray()
         self.is_over = False  # the other side is gone, or has sent what is no message
 
@@ -94,6 +96,8 @@ class Stream:
                 if not data:
                     self._lose()
                 self._read += data
+                if len(self.first) < LOOKED_AT_BYTES:
+                    self.first += data[: LOOKED_AT_BYTES - len(self.first)]
         except BlockingIOError:
             pass
         except OSError:
