@@ -13,6 +13,8 @@
  * processor's own prefetcher stops at the end of each page). Each line is loaded once, stored and hashed from the
  * register, so the bytes that were hashed are the bytes that arrive, even if somebody overwrites the source meanwhile.
  *
+ * Where the processor's own prefetcher is the better one (64-bit ARM), strips are worked on one after the other instead.
+ *
  * Stores bypass the cache: a plain store to memory that is not in the cache first reads the line that it is about to
  * overwrite, half as much traffic again for nothing. They need aligned destinations; blocks whose runs or destinations
  * are not multiples of a line take the slower road at the end of this file. */
@@ -23,6 +25,8 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define X86 1
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define NEON 1
 #endif
 
 #define ROW 4096
@@ -33,6 +37,8 @@
 #define GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 #define KEY_SEED UINT64_C(0x6B766B6565700001)
 
+#define INLINE __attribute__((always_inline)) static inline
+
 enum { STORE = 1, HASH = 2 }; /* what to do with the bytes: either or both */
 
 struct strip {
@@ -42,9 +48,13 @@ struct strip {
     int64_t at; /* of its first byte in the block */
 };
 
-/* What differs between processors. `group` works on `width` strips of the same length (GROUP or 1), prefetches those
- * that follow, and adds up each strip's lanes in values[]. `stream` copies any bytes past the cache. */
+struct job;
+
+/* What differs between processors. `lines` does a whole job whose runs and destinations are made of whole lines.
+ * `group` works on `width` strips of the same length (GROUP or 1), prefetches those that follow, and adds up each
+ * strip's lanes in values[]. `stream` copies any bytes past the cache. */
 struct kernels {
+    void (*lines)(const struct job *job);
     void (*group)(const struct strip *strips, int width, int what, uint64_t *values);
     void (*stream)(uint8_t *to, const uint8_t *from, size_t nbytes);
 };
@@ -52,7 +62,7 @@ struct kernels {
 static uint64_t keys[LANES] __attribute__((aligned(LINE)));
 static uint64_t padding[LANES + 1]; /* padding[i]: what lanes i, i+1, ... of a row add when they are zero */
 
-static uint64_t mix64(uint64_t x) {
+INLINE uint64_t mix64(uint64_t x) {
     x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
     x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
     return x ^ (x >> 31);
@@ -181,35 +191,118 @@ __attribute__((target("avx2"))) static void stream_avx2(uint8_t *to, const uint8
 }
 #endif
 
-static struct kernels kernel;
+/* ---- 64-bit ARM: 4 lanes at a time ------------------------------------------------------------------------------- */
 
-/* Takes the best kernels up to `level` (0: any processor, 1: AVX2, 2: AVX-512); returns the level found. Not for while
- * copies run: tests go through the levels with it. */
-int kvkeep_use(int level) {
-    kernel = (struct kernels){group_portable, stream_portable};
-#ifdef X86
-    __builtin_cpu_init();
-    if (level < 1 || !__builtin_cpu_supports("avx2"))
+#ifdef NEON
+static uint64_t inverse_keys[LANES] __attribute__((aligned(LINE))); /* every bit of keys[] flipped */
+
+/* The sum of a strip's lanes. With x = ~A = (2^32 - 1) - A and y = ~B, which are 32-bit numbers again, a lane adds
+ *
+ *     (A + 1)(B + 1) - 1  =  (2^32 - x)(2^32 - y) - 1  =  x y - 2^32 (x + y) - 1      mod 2^64
+ *
+ * so x + y is needed mod 2^32 only: a plain 32-bit addition, which either vector pipe can do, where the sum of A and B
+ * takes a widening one, which only one of them can. x is the inverse key less the word.
+ *
+ * In assembly, because arithmetic and memory take about as long as each other, and only overlap in full if each line
+ * is loaded one round before it is hashed, and if nothing is ever written but whole lines (see lines_neon_as).
+ *
+ *     v0-v3 a line    v4-v7 its keys    v16-v19 x and y, interleaved    v24, v26 x    v25, v27 y
+ *     v20, v21 sums of x y              v22, v23 sums of x and y */
+#define HASH_STRIP(STORE_FIRST_HALF, STORE_SECOND_HALF)                                                               \
+    __asm__ volatile("movi v20.2d, #0\n\t"                                                                            \
+                     "movi v21.2d, #0\n\t"                                                                            \
+                     "movi v22.2d, #0\n\t"                                                                            \
+                     "movi v23.2d, #0\n\t" LOAD_LINE_NEON("", "", "") "b 2f\n"                                        \
+                     "1:\n\t" LOAD_LINE_NEON("uzp1 v24.4s, v16.4s, v17.4s\n\tuzp2 v25.4s, v16.4s, v17.4s\n\t",        \
+                                             "uzp1 v26.4s, v18.4s, v19.4s\n\tuzp2 v27.4s, v18.4s, v19.4s\n\t",        \
+                                             "umlal v20.2d, v24.2s, v25.2s\n\tadd v22.4s, v22.4s, v16.4s\n\t")        \
+                     "umlal2 v21.2d, v24.4s, v25.4s\n\t"                                                              \
+                     "add v23.4s, v23.4s, v17.4s\n\t"                                                                 \
+                     "umlal v20.2d, v26.2s, v27.2s\n\t"                                                               \
+                     "add v22.4s, v22.4s, v18.4s\n\t"                                                                 \
+                     "umlal2 v21.2d, v26.4s, v27.4s\n\t"                                                              \
+                     "add v23.4s, v23.4s, v19.4s\n"                                                                   \
+                     "2:\n\t" STORE_FIRST_HALF "sub v16.4s, v4.4s, v0.4s\n\t"                                        \
+                     "sub v17.4s, v5.4s, v1.4s\n\t" STORE_SECOND_HALF "sub v18.4s, v6.4s, v2.4s\n\t"                 \
+                     "sub v19.4s, v7.4s, v3.4s\n\t"                                                                   \
+                     "prfm pldl1keep, [%[next]]\n\t"                                                                  \
+                     "add %[next], %[next], #64\n\t"                                                                  \
+                     "add %[to], %[to], #64\n\t"                                                                      \
+                     "subs %[left], %[left], #64\n\t"                                                                 \
+                     "b.ne 1b\n\t"                                                                                    \
+                     "uzp1 v24.4s, v16.4s, v17.4s\n\t"                                                                \
+                     "uzp2 v25.4s, v16.4s, v17.4s\n\t"                                                                \
+                     "uzp1 v26.4s, v18.4s, v19.4s\n\t"                                                                \
+                     "uzp2 v27.4s, v18.4s, v19.4s\n\t"                                                                \
+                     "umlal v20.2d, v24.2s, v25.2s\n\t"                                                               \
+                     "umlal2 v21.2d, v24.4s, v25.4s\n\t"                                                              \
+                     "umlal v20.2d, v26.2s, v27.2s\n\t"                                                               \
+                     "umlal2 v21.2d, v26.4s, v27.4s\n\t"                                                              \
+                     "add v16.4s, v16.4s, v17.4s\n\t"                                                                 \
+                     "add v18.4s, v18.4s, v19.4s\n\t"                                                                 \
+                     "add v22.4s, v22.4s, v23.4s\n\t"                                                                 \
+                     "add v16.4s, v16.4s, v18.4s\n\t"                                                                 \
+                     "add v22.4s, v22.4s, v16.4s\n\t"                                                                 \
+                     "add v20.2d, v20.2d, v21.2d\n\t"                                                                 \
+                     "addv s22, v22.4s\n\t"                                                                           \
+                     "addp d20, v20.2d\n\t"                                                                           \
+                     "fmov %[products], d20\n\t"                                                                      \
+                     "fmov %w[words], s22"                                                                            \
+                     : [products] "=&r"(products), [words] "=&r"(words), [from] "+r"(from), [to] "+r"(to),            \
+                       [key] "+r"(key), [next] "+r"(next), [left] "+r"(left)                                          \
+                     :                                                                                                \
+                     : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19",    \
+                       "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27")
+
+/* The next line and its keys, with other work in between. */
+#define LOAD_LINE_NEON(FIRST, SECOND, THIRD)                                                                          \
+    "ldp q0, q1, [%[from]]\n\t" FIRST "ldp q2, q3, [%[from], #32]\n\t" SECOND "ldp q4, q5, [%[key]]\n\t" THIRD       \
+    "ldp q6, q7, [%[key], #32]\n\t"                                                                                   \
+    "add %[from], %[from], #64\n\t"                                                                                   \
+    "add %[key], %[key], #64\n\t"
+
+/* Copies a strip. In assembly for the same reason: a compiler may take other stores, or a call, in between. */
+INLINE void store_strip_neon(uint8_t *to, const uint8_t *from, const uint8_t *next, int64_t left) {
+    __asm__ volatile("1:\n\t"
+                     "ldp q0, q1, [%[from]]\n\t"
+                     "ldp q2, q3, [%[from], #32]\n\t"
+                     "add %[from], %[from], #64\n\t"
+                     "stp q0, q1, [%[to]]\n\t"
+                     "stp q2, q3, [%[to], #32]\n\t"
+                     "prfm pldl1keep, [%[next]]\n\t"
+                     "add %[to], %[to], #64\n\t"
+                     "add %[next], %[next], #64\n\t"
+                     "subs %[left], %[left], #64\n\t"
+                     "b.ne 1b"
+                     : [from] "+r"(from), [to] "+r"(to), [next] "+r"(next), [left] "+r"(left)
+                     :
+                     : "memory", "cc", "v0", "v1", "v2", "v3");
+}
+
+/* Works on a strip, prefetches as many bytes from `next` on, and returns the sum of its lanes. */
+INLINE uint64_t strip_neon(const struct strip *strip, const uint8_t *next, const int what) {
+    const uint8_t *from = strip->from, *key = (const uint8_t *)inverse_keys + (size_t)strip->at % ROW;
+    uint8_t *to = strip->to;
+    int64_t left = strip->nbytes;
+    uint64_t products, words;
+    if (!(what & HASH)) {
+        store_strip_neon(to, from, next, left);
         return 0;
-    kernel = (struct kernels){group_avx2, stream_avx2};
-    if (level < 2 || !__builtin_cpu_supports("avx512f"))
-        return 1;
-    kernel.group = group_avx512;
-    return 2;
-#else
-    (void)level;
-    return 0;
-#endif
+    }
+    if (what & STORE)
+        HASH_STRIP("stp q0, q1, [%[to]]\n\t", "stp q2, q3, [%[to], #32]\n\t");
+    else
+        HASH_STRIP("", "");
+    return products - (words << 32) - (uint64_t)strip->nbytes / 8;
 }
 
-__attribute__((constructor)) static void start(void) {
-    uint64_t state = KEY_SEED;
-    for (int i = 0; i < LANES; i++)
-        keys[i] = mix64(state += GOLDEN);
-    for (int i = LANES - 1; i >= 0; i--)
-        padding[i] = padding[i + 1] + hash_lane(0, keys[i]);
-    kvkeep_use(2);
+static void group_neon(const struct strip *strips, int width, int what, uint64_t *values) {
+    for (int s = 0; s < width; s++)
+        values[s] = strip_neon(strips + s, strips[s].from, what);
 }
+#endif
+
+static struct kernels kernel;
 
 /* ---- the work of one call --------------------------------------------------------------------------------------- */
 
@@ -230,7 +323,7 @@ struct place {
 };
 
 /* The strip from here to the end of the run or row, whichever comes first; moves the place behind it. */
-static struct strip next_strip(const struct job *job, struct place *p) {
+INLINE struct strip next_strip(const struct job *job, struct place *p) {
     const int64_t in_run = job->length[p->run] - p->offset, in_row = ROW - p->at % ROW;
     const int64_t block = job->blocks == NULL ? 0 : job->blocks[p->i];
     uint8_t *run = (uint8_t *)(uintptr_t)(job->base[p->run] + (uint64_t)(block * job->stride[p->run])) + p->offset;
@@ -253,8 +346,14 @@ struct tally {
     uint64_t row, sum;
 };
 
+/* What the zeros add that fill up a block's last row, if the strip is the last of its block. */
+INLINE uint64_t padding_after(const struct job *job, const struct strip *strip) {
+    const int64_t end = strip->at + strip->nbytes;
+    return end == job->nbytes && end % ROW != 0 ? padding[end % ROW / 8] : 0;
+}
+
 /* Takes in the value of the bytes up to `end`. */
-static void tally_add(const struct job *job, struct tally *tally, uint64_t value, int64_t end) {
+INLINE void tally_add(const struct job *job, struct tally *tally, uint64_t value, int64_t end) {
     tally->row += value;
     if (end % ROW != 0 && end < job->nbytes)
         return;
@@ -290,13 +389,59 @@ static void work_on_lines(const struct job *job) {
             width = s + GROUP <= n && same_length(strips + s) ? GROUP : 1;
             kernel.group(strips + s, width, job->what, values);
             for (int v = 0; v < width && (job->what & HASH); v++) {
-                int64_t end = strips[s + v].at + strips[s + v].nbytes;
-                uint64_t rest = end == job->nbytes && end % ROW != 0 ? padding[end % ROW / 8] : 0;
-                tally_add(job, &tally, values[v] + rest, end);
+                const struct strip *strip = strips + s + v;
+                tally_add(job, &tally, values[v] + padding_after(job, strip), strip->at + strip->nbytes);
             }
         }
     }
 }
+
+/* ---- the fast road on 64-bit ARM --------------------------------------------------------------------------------- */
+
+#ifdef NEON
+#define NEON_WINDOW 128 /* strips planned at a time */
+#define HEAD 8          /* lines prefetched of a strip that begins elsewhere; the processor sees to the rest */
+
+/* What to prefetch while strips[0] is worked on: the next one, or just the very lines that are loaded anyway. The
+ * processor follows a long run by itself. Short runs end before it has noticed them: of those, all is prefetched. */
+INLINE const uint8_t *prefetch_neon(const struct strip *strips) {
+    const uint8_t *next = strips[1].from;
+    if (strips[0].nbytes < ROW)
+        return next;
+    for (int line = 0; line < HEAD && next != strips[0].from + ROW; line++)
+        __builtin_prefetch(next + line * LINE);
+    return strips[0].from;
+}
+
+/* These processors stop reading lines that are about to be overwritten when they see whole lines being stored, one
+ * after the other. Any other store in between makes them start over, which costs a tenth of a microsecond each time:
+ * so strips are planned many at a time, and all that changes from strip to strip is kept in registers. */
+INLINE void lines_neon_as(const struct job *job, const int what) {
+    struct strip strips[NEON_WINDOW + 1];
+    struct place place = {0, 0, 0, 0};
+    struct tally tally = {0, 0, 0};
+    while (place.i < job->count) {
+        int n = 0;
+        while (n < NEON_WINDOW && place.i < job->count)
+            strips[n++] = next_strip(job, &place);
+        strips[n] = strips[n - 1]; /* only to be prefetched */
+        for (int s = 0; s < n; s++) {
+            const uint64_t value = strip_neon(strips + s, prefetch_neon(strips + s), what);
+            if (what & HASH)
+                tally_add(job, &tally, value + padding_after(job, strips + s), strips[s].at + strips[s].nbytes);
+        }
+    }
+}
+
+static void lines_neon(const struct job *job) {
+    if (job->what == STORE)
+        lines_neon_as(job, STORE);
+    else if (job->what == HASH)
+        lines_neon_as(job, HASH);
+    else
+        lines_neon_as(job, STORE | HASH);
+}
+#endif
 
 static int fits_lines(const struct job *job) {
     uint64_t bits = 0;
@@ -341,12 +486,51 @@ static void work_on_bytes(const struct job *job) {
 
 static void work(const struct job *job) {
     if (fits_lines(job))
-        work_on_lines(job);
+        kernel.lines(job);
     else
         work_on_bytes(job);
 #ifdef X86
     _mm_sfence(); /* streamed stores keep no order with others: without it another core could see "done" first */
 #endif
+}
+
+/* ---- which processor this is ------------------------------------------------------------------------------------- */
+
+/* Takes the best kernels up to `level` (0: any processor; x86: 1 AVX2, 2 AVX-512; 64-bit ARM: 3 NEON); returns the level
+ * found. Not for while copies run: tests go through the levels with it. */
+int kvkeep_use(int level) {
+    kernel = (struct kernels){work_on_lines, group_portable, stream_portable};
+#if defined(X86)
+    __builtin_cpu_init();
+    if (level < 1 || !__builtin_cpu_supports("avx2"))
+        return 0;
+    kernel = (struct kernels){work_on_lines, group_avx2, stream_avx2};
+    if (level < 2 || !__builtin_cpu_supports("avx512f"))
+        return 1;
+    kernel.group = group_avx512;
+    return 2;
+#elif defined(NEON)
+    if (level < 3)
+        return 0;
+    kernel = (struct kernels){lines_neon, group_neon, stream_portable};
+    return 3;
+#else
+    (void)level;
+    return 0;
+#endif
+}
+
+__attribute__((constructor)) static void start(void) {
+    uint64_t state = KEY_SEED;
+    for (int i = 0; i < LANES; i++)
+        keys[i] = mix64(state += GOLDEN);
+    for (int i = LANES - 1; i >= 0; i--)
+        padding[i] = padding[i + 1] + hash_lane(0, keys[i]);
+#ifdef NEON
+    for (int i = 0; i < LANES; i++)
+        inverse_keys[i] = ~keys[i];
+#endif
+    kvkeep_use(3);
 }
 
 /* ---- what native.py calls ---------------------------------------------------------------------------------------- */

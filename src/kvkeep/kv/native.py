@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 _log = logging.getLogger(__name__)
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
-INSTRUCTION_SETS = ("portable", "avx2", "avx512f")  # what the kernel comes in; the best one is taken
+# What the kernel comes in. A processor has those of its own kind; the last one of these is taken.
+INSTRUCTION_SETS = ("portable", "avx2", "avx512f", "neon")
 
 
 def _load() -> ctypes.CDLL | None:
