@@ -34,9 +34,7 @@ class Target:
     instruction_sets: frozenset[str]
 
 
-AARCH64 = Target(
-    ("aarch64-linux-gnu-gcc",), ("qemu-aarch64", "qemu-aarch64-static"), frozenset({"portable", "neon"})
-)
+AARCH64 = Target(("aarch64-linux-gnu-gcc",), ("qemu-aarch64", "qemu-aarch64-static"), frozenset({"portable", "neon"}))
 X86_64 = Target(("x86_64-linux-gnu-gcc",), ("qemu-x86_64", "qemu-x86_64-static"), frozenset({"portable", "avx2"}))
 FOREIGN = {"x86_64": AARCH64, "aarch64": X86_64}
 

@@ -413,9 +413,10 @@ INLINE const uint8_t *prefetch_neon(const struct strip *strips) {
     return strips[0].from;
 }
 
-/* These processors stop reading lines that are about to be overwritten when they see whole lines being stored, one
- * after the other. Any other store in between makes them start over, which costs a tenth of a microsecond each time:
- * so strips are planned many at a time, and all that changes from strip to strip is kept in registers. */
+/* On a Neoverse N1 a copy that stores anything else between two strips, such as a strip's value or the plan of the next
+ * one, ran at 0.58 to 0.73 of memcpy, and this one, which does not, at 0.92. Probably the processor stops reading the
+ * lines that it overwrites only while it sees whole lines being stored, and any other store makes it start over. So
+ * strips are planned many at a time, and all that changes from strip to strip is kept in registers. */
 INLINE void lines_neon_as(const struct job *job, const int what) {
     struct strip strips[NEON_WINDOW + 1];
     struct place place = {0, 0, 0, 0};
