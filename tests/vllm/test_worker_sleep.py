@@ -188,6 +188,14 @@ def test_what_sleeps_without_a_reset_does_not_find_what_it_stored_either(start: 
     assert engine.forget().ask() > 0
 
 
+def test_an_engine_that_is_woken_up_without_having_slept_finds_what_it_stored(start: Start) -> None:
+    """At level 0 vLLM only pauses, and hands over the handshakes all the same."""
+    engine = start()
+    assert engine.ask() == 0
+    engine.shake_hands()
+    assert engine.forget().ask() > 0
+
+
 def test_requests_that_come_while_it_sleeps_are_stored_when_it_is_awake(start: Start) -> None:
     engine = start()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

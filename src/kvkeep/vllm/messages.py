@@ -20,12 +20,13 @@ from kvkeep.kv.shape import BlockShape
 class Handshake(KVConnectorHandshakeMetadata):
     """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached. `name`
     is the worker's own, by which whoever is in its process finds it. `siblings`: the connectors that stand beside this
-    one in a MultiConnector."""
+    one in a MultiConnector. `sleeps`: how often vLLM has taken its memory away and given it again."""
 
     shape: BlockShape | None
     refusal: str = ""
     name: str = field(default="", compare=False)
     siblings: tuple[str, ...] = ()
+    sleeps: int = field(default=0, compare=False)
 
 
 @dataclass

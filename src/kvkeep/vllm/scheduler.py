@@ -69,6 +69,7 @@ class RequestSide:
         self._others_first = False  # before requests whose loads failed
         self._is_reset = False  # and nothing was computed since
         self._is_refused = False  # by a worker, after vLLM had slept
+        self._sleeps = 0  # of all workers
         self._lost: dict[str, list[int]] = {}
         self._handshakes: list[Handshake] = []  # as long as some are missing
         self._early = EarlyRequests()
@@ -101,7 +102,7 @@ class RequestSide:
             self.shake_hands(collected, patience_ms=0)
 
     def shake_hands(self, handshakes: Sequence[Handshake], patience_ms: int = CONNECT_PATIENCE_MS) -> None:
-        """What the workers have found out. vLLM hands it over once more when it has slept."""
+        """What the workers have found out. vLLM hands it over once more when it is woken up, slept or not."""
         if self._side is not None:
             self._wake_up(handshakes)
             return
@@ -155,8 +156,10 @@ class RequestSide:
         `reset_cache`, this connector: while it sleeps its weights may be replaced (always at level 2, and at level 1 by
         whoever trains them), and no key would tell. So what was stored before is not found any more. Should vLLM not
         have asked for that, it happens here."""
-        if not self._is_reset:
+        sleeps = sum(each.sleeps for each in handshakes)
+        if sleeps != self._sleeps and not self._is_reset:
             self.reset()
+        self._sleeps = sleeps
         self._refuse(self._refusals(handshakes))
 
     def _refuse(self, reasons: Sequence[str]) -> None:

@@ -164,6 +164,8 @@ class WorkerSide:
             self._is_told = False
             return
         self._is_asleep = False
+        assert self.handshake is not None
+        self.handshake = replace(self.handshake, sleeps=self.handshake.sleeps + 1)
 
     def join(self) -> None:
         """From now on `hand_over` is called after every step."""
