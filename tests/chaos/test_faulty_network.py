@@ -43,7 +43,7 @@ def oracle_blocks(tokens: list[int], salt: str | None) -> np.ndarray:
 
 
 def make_cache(network: SimulatedNetwork) -> Cache:
-    identity = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=BLOCK_TOKENS, layout="sim")
+    identity = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=BLOCK_TOKENS, content="sim")
     connection = Connection(
         BlockShape(identity, (BLOCK_BYTES,)), OPTIONS, transport=network.transport(), clock=network.clock
     )

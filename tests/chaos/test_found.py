@@ -27,7 +27,7 @@ def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(monkeypatch
     """The worker looks up for itself there, and the lease was kept if putting the blocks in place raised."""
     network, server = SimulatedNetwork(1), SimulatedServer(64 * 4096, 4 * 4096)
     network.serve(server.service)
-    identity = ModelIdentity(model="m", revision="1", kv_dtype="|u1", block_tokens=4, layout="l")
+    identity = ModelIdentity(model="m", revision="1", kv_dtype="|u1", block_tokens=4, content="l")
     connection = Connection(BlockShape(identity, (64,)), ClientOptions(), network.transport(), network.clock)
     assert connection.wait_until_up(1_000)
     memory, keys = np.arange(3 * 64, dtype=np.uint8).reshape(3, 64), chain("a", 3)

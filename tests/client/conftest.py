@@ -30,7 +30,7 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_request, encode
 
 SLOT = 4096
-IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, layout="sim")
+IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, content="sim")
 PASS = object()  # an `instead` that answers this lets the service answer
 
 Instead = Callable[[Header, m.Request], Any]

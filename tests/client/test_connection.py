@@ -20,7 +20,7 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
 
 Make = Callable[..., Any]
-IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, layout="sim")
+IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, content="sim")
 
 
 def keys(count: int, name: str = "k") -> bytes:

@@ -28,7 +28,7 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.frames import HEADER_BYTES
 from kvkeep.wire.stream import SOCKET_FILE, Stream, socket_path
 
-SHAPE = BlockShape(ModelIdentity(model="direct", revision="1", kv_dtype="|u1", block_tokens=4, layout="bytes"), (64,))
+SHAPE = BlockShape(ModelIdentity(model="direct", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"), (64,))
 CACHE: dict[str, Any] = {
     "model": "direct",
     "revision": "1",

@@ -20,7 +20,7 @@ from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 
 Make = Callable[..., Any]
-SHAPE = BlockShape(ModelIdentity(model="k", revision="1", kv_dtype="|u1", block_tokens=4, layout="l"), (64,))
+SHAPE = BlockShape(ModelIdentity(model="k", revision="1", kv_dtype="|u1", block_tokens=4, content="l"), (64,))
 
 
 def eventually(happens: Callable[[], bool]) -> bool:

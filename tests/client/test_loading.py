@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 SIZES = (700, 300)
 BLOCKS = 20
 STORED = [[0, 1, 2, 3], [4, 5, 6, 7]]
-TWO_SHARDS = ModelIdentity(model="l", revision="1", kv_dtype="|u1", block_tokens=4, layout="l", kv_world_size=2)
+TWO_SHARDS = ModelIdentity(model="l", revision="1", kv_dtype="|u1", block_tokens=4, content="l")
 
 
 def keys(count: int) -> bytes:

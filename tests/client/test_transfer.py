@@ -21,7 +21,7 @@ from kvkeep.wire import messages as m
 
 Make = Callable[..., Any]
 NBYTES = 1000
-TWO_SHARDS = ModelIdentity(model="s", revision="1", kv_dtype="|u1", block_tokens=4, layout="l", kv_world_size=2)
+TWO_SHARDS = ModelIdentity(model="s", revision="1", kv_dtype="|u1", block_tokens=4, content="l")
 
 
 def keys(count: int, name: str = "k") -> bytes:

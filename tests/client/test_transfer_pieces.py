@@ -93,8 +93,8 @@ def sim(request: pytest.FixtureRequest, simulation: Make) -> Any:
 
 def connected(sim: Any, *sizes: int, **options: Any) -> Connection:
     """To a server a shard is a shard, whether a rank has several or each rank has one."""
-    fields: dict[str, Any] = {"model": "p", "revision": "1", "kv_dtype": "|u1", "block_tokens": 4, "layout": "l"}
-    made = sim.connected(*sizes, identity=ModelIdentity(**fields, kv_world_size=len(sizes)), **options)
+    fields: dict[str, Any] = {"model": "p", "revision": "1", "kv_dtype": "|u1", "block_tokens": 4, "content": "l"}
+    made = sim.connected(*sizes, identity=ModelIdentity(**fields), **options)
     assert isinstance(made, Connection)
     return made
 
@@ -318,7 +318,8 @@ def test_what_came_over_the_network_is_checked_before_it_touches_engine_memory(s
 
 
 def report_bad(engine: Engine, block: int) -> int:
-    reply = engine.connection.wait(engine.connection.call(m.ReportBad("default", keys(4)[block * 16 :][:16]), 200))
+    report = m.ReportBad("default", engine.connection.layout_number, keys(4)[block * 16 :][:16])
+    reply = engine.connection.wait(engine.connection.call(report, 200))
     assert isinstance(reply, m.Done)
     return reply.count
 

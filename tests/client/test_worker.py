@@ -48,10 +48,7 @@ def keys(count: int, name: str = "k") -> bytes:
 
 def shape_of(*shard_bytes: int) -> BlockShape:
     """Of a model that no other test uses."""
-    size = len(shard_bytes)
-    model = ModelIdentity(
-        model=f"w{next(_models)}", revision="1", kv_dtype="any", block_tokens=4, layout="l", kv_world_size=size
-    )
+    model = ModelIdentity(model=f"w{next(_models)}", revision="1", kv_dtype="any", block_tokens=4, content="l")
     return BlockShape(model, shard_bytes)
 
 

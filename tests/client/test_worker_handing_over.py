@@ -46,7 +46,7 @@ class Engine:
         """With so many `early` stores, before its memory is known."""
         self.memory = np.random.default_rng(7).integers(0, 128, (2 * BLOCKS, NBYTES), dtype=np.uint8)
         self.name = f"wh{next(_models)}"  # a model that no other test uses
-        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, layout="l")
+        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l")
         self.worker = WorkerAdapter(
             BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)
         )

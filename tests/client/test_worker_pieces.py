@@ -47,8 +47,8 @@ def eventually(happens: Callable[[], bool]) -> bool:
 def shape_of(sizes: tuple[int, ...], pieces: int = 1, model: str = "") -> BlockShape:
     """Of a model that no other test uses."""
     name = model or f"wp{next(_models)}"
-    fields: dict[str, Any] = {"model": name, "revision": "1", "kv_dtype": "any", "block_tokens": 4, "layout": "l"}
-    return BlockShape(ModelIdentity(**fields, kv_world_size=len(sizes) // pieces), sizes, pieces)
+    fields: dict[str, Any] = {"model": name, "revision": "1", "kv_dtype": "any", "block_tokens": 4, "content": "l"}
+    return BlockShape(ModelIdentity(**fields), sizes, pieces)
 
 
 def memories(sizes: tuple[int, ...] = SIZES, blocks: int = BLOCKS) -> list[NDArray[np.uint8]]:

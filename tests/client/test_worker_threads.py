@@ -47,7 +47,7 @@ class Engine:
         self.memory = np.random.default_rng(7).integers(0, 128, (BLOCKS, NBYTES), dtype=np.uint8)
         self.before = self.memory.copy()
         self.name = f"wt{next(_models)}"  # a model that no other test uses
-        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, layout="l")
+        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l")
         options = {"ping_interval_ms": LONG_MS, "store_deadline_ms": LONG_MS, "lookup_deadline_ms": LONG_MS} | options
         self.worker = WorkerAdapter(
             BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)

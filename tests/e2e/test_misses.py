@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engines import Since, eventually
 
 NBYTES = 4096
-IDENTITY = ModelIdentity(model="presence", revision="1", kv_dtype="any", block_tokens=4, layout="l")
+IDENTITY = ModelIdentity(model="presence", revision="1", kv_dtype="any", block_tokens=4, content="l")
 SHAPE = BlockShape(IDENTITY, (NBYTES,))
 
 

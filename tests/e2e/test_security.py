@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attackers import Fortress, Knock, Relay, fortress, greeting, say_raw
 from engines import engine, eventually, oracle, prompt, serve, tokens_of, without_cache
 
+LAYOUT = 1  # the first one that a server opens
 KEYS = chain("a", 2)
 BLOCKS = [bytes([at + 1]) * 64 for at in range(2)]
 CACHE: dict[str, Any] = {"model": "m", "revision": "1", "block_tokens": 4, "block_shape": (2, 8), "dtype": "float32"}
@@ -234,8 +235,8 @@ def test_a_hostile_client_with_a_key_of_its_own_reaches_no_other_tenant(fort: Fo
         for message in (
             m.Lookup(victim_tenant, layout, KEYS),
             m.PrepareStore(victim_tenant, layout, 0, b"", chain("z", 1)),
-            m.Finish(victim_tenant, KEYS[-16:]),
-            m.ReportBad(victim_tenant, KEYS[:16]),
+            m.Finish(victim_tenant, LAYOUT, KEYS[-16:]),
+            m.ReportBad(victim_tenant, LAYOUT, KEYS[:16]),
             m.Lookup("default", layout, KEYS),
         ):
             assert hostile.refusal(message) == "forbidden_tenant"

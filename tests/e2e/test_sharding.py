@@ -116,10 +116,9 @@ class Model:
             revision=self.revision,
             kv_dtype=self.dtype,
             block_tokens=self.block_tokens,
-            layout=f"{self.layout} {LAYERS} {self.kv_heads} {SIZE} mla={self.mla} pp={self.pp}",
-            kv_world_size=shards,
+            content=f"{self.layout} {LAYERS} {self.kv_heads} {SIZE} mla={self.mla}",
         )
-        return BlockShape(identity, (nbytes,) * shards)
+        return BlockShape(identity, (nbytes,) * shards, cut=self.strategies[0].cut)
 
     def keys(self, tokens: list[int], lora: str = "", salt: str | None = None) -> bytes:
         chain = KeyChain(root_key(self.shape.identity, salt, lora=lora), self.block_tokens)
@@ -389,7 +388,7 @@ def test_adapters_and_salts_have_keys_of_their_own(start: Start) -> None:
 def test_a_worker_that_lays_its_tensors_out_otherwise_is_refused_not_fed(server: ServerProcess) -> None:
     """The model identity says nothing of it, the bytes of a block are as many, the checksums would match: only the
     order of the dimensions in memory differs, and with it the meaning of every byte."""
-    identity = ModelIdentity(model="careless", revision="1", kv_dtype="float32", block_tokens=4, layout="as ever")
+    identity = ModelIdentity(model="careless", revision="1", kv_dtype="float32", block_tokens=4, content="as ever")
     shape = BlockShape(identity, (2 * 4 * 8 * 16 * 4,))
     tokens_major = torch.zeros((8, 2, 4, 8, 16))
     heads_major = torch.zeros((8, 2, 8, 4, 16)).transpose(2, 3)

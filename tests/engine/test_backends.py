@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +20,7 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 
-IDENTITY = ModelIdentity(model="m", revision="1", kv_dtype="float32", block_tokens=4, layout="one")
+IDENTITY = ModelIdentity(model="m", revision="1", kv_dtype="float32", block_tokens=4, content="one")
 SHAPE = BlockShape(IDENTITY, (256,))
 KEYS = bytes(range(16))
 ONE = np.array([1])
@@ -123,7 +122,7 @@ def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(monkeypatch
 
 def test_every_rank_and_the_scheduler_has_a_connection_of_its_own() -> None:
     backend = NativeBackend(2 << 20)
-    shape = BlockShape(msgspec.structs.replace(IDENTITY, kv_world_size=2), (128, 128))
+    shape = BlockShape(IDENTITY, (128, 128))
     ranks = [backend.transfer_side(shape, ParallelStrategy.of(tp_size=2, rank=rank)) for rank in range(2)]
     cache = backend.lookup_side(shape)
     for rank in ranks:

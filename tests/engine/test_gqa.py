@@ -13,6 +13,7 @@ from kvkeep.engine.models.gqa import GQAModel
 from kvkeep.engine.models.model import Segment
 from kvkeep.engine.models.settings import ModelSettings, read_settings
 from kvkeep.engine.models.weights import load_weights, random_weights
+from kvkeep.engine.workers import shape_of
 from kvkeep.errors import SettingsError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -139,24 +140,21 @@ def test_each_rank_reads_its_own_kv() -> None:
         assert (actual - expected).abs().max() > 1e-3
 
 
-def test_identities_differ_by_cut_weights_and_blocks_but_not_by_rank() -> None:
+def test_shapes_differ_by_cut_weights_and_blocks_and_identities_by_weights_and_blocks() -> None:
     model = GQAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float64), name="tiny")
     cuts = [(tp_size, pp_size) for tp_size in (1, 2, 4, 8) for pp_size in (1, 2)]
-    seen = set()
-    for tp_size, pp_size in cuts:
-        identities = {model.identity(rank.strategy, 16) for rank in ranks_of(model, tp_size, pp_size)}
-        assert len(identities) == 1
-        seen |= identities
-    assert len(seen) == len(cuts)
-    plain = model.strategy(1, 1, 0)
+    shapes = [shape_of(model, ranks_of(model, *cut), NUM_BLOCKS, BLOCK_TOKENS) for cut in cuts]
+    assert len({shape.fingerprint for shape in shapes}) == len(cuts)
+    seen = {shape.identity for shape in shapes}
+    assert len(seen) == 1
     others = [
         GQAModel(SETTINGS, random_weights(SETTINGS, 6, torch.float64), name="tiny"),
         GQAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float32), name="tiny"),
         GQAModel(replace(SETTINGS, rope_theta=7.0), random_weights(replace(SETTINGS, rope_theta=7.0), 5), name="tiny"),
     ]
-    seen |= {other.identity(plain, 16) for other in others} | {model.identity(plain, 32)}
-    assert len(seen) == len(cuts) + 4
-    identity = model.identity(plain, 16)
+    seen |= {other.identity(16) for other in others} | {model.identity(32)}
+    assert len(seen) == 1 + 4
+    identity = model.identity(16)
     assert (identity.model, identity.kv_dtype, identity.block_tokens) == ("tiny", "float64", 16)
 
 

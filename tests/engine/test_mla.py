@@ -13,6 +13,7 @@ from kvkeep.engine.models.mla import MLAModel
 from kvkeep.engine.models.model import Segment
 from kvkeep.engine.models.settings import ModelSettings, read_settings
 from kvkeep.engine.models.weights import load_weights, random_weights
+from kvkeep.engine.workers import shape_of
 from kvkeep.errors import SettingsError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -124,16 +125,13 @@ def test_each_rank_reads_its_own_kv() -> None:
         assert (actual - expected).abs().max() > 1e-3
 
 
-def test_identities_differ_by_cut_but_not_by_rank() -> None:
+def test_shapes_differ_by_cut_and_the_identity_does_not() -> None:
     model = MLAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float64))
     cuts = [(tp_size, pp_size) for tp_size in (1, 2, 4) for pp_size in (1, 2)]
-    seen = set()
-    for tp_size, pp_size in cuts:
-        identities = {model.identity(rank.strategy, 16) for rank in ranks_of(model, tp_size, pp_size)}
-        assert len(identities) == 1
-        assert identities.copy().pop().kv_world_size == pp_size
-        seen |= identities
-    assert len(seen) == len(cuts)
+    shapes = [shape_of(model, ranks_of(model, *cut), NUM_BLOCKS, BLOCK_TOKENS) for cut in cuts]
+    assert len({shape.fingerprint for shape in shapes}) == len(cuts)
+    assert [shape.kv_world_size for shape in shapes] == [pp_size for _, pp_size in cuts]
+    assert len({shape.identity for shape in shapes}) == 1
 
 
 def test_more_ranks_than_heads_are_refused() -> None:

@@ -13,8 +13,10 @@ from kvkeep.errors import RequestError
 from kvkeep.kv.identity import (
     DEFAULT_TENANT,
     LAYOUT_VERSION,
+    MAX_DETAILS,
     MAX_TEXT_CHARS,
     ModelIdentity,
+    differing_parts,
     is_tenant,
     tenant_of,
 )
@@ -24,8 +26,8 @@ FIELDS: dict[str, Any] = {
     "revision": "a1b2c3",
     "kv_dtype": "bfloat16",
     "block_tokens": 16,
-    "layout": "LBHNC/32x8x128",
-    "kv_world_size": 2,
+    "content": "LBHNC/32x8x128",
+    "details": (("attention", "FLASH_ATTN"), ("positions", "llama3")),
 }
 
 any_text = st.text(st.characters())  # lone surrogates included
@@ -45,7 +47,7 @@ def test_an_identity_survives_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(identity), type=ModelIdentity) == identity
 
 
-@pytest.mark.parametrize("field", ["model", "revision", "kv_dtype", "layout"])
+@pytest.mark.parametrize("field", ["model", "revision", "kv_dtype", "content"])
 @pytest.mark.parametrize("value", ["", None, 7, b"bytes", "x" * (MAX_TEXT_CHARS + 1), "\ud800"])
 def test_bad_texts_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=field) as caught:
@@ -54,7 +56,7 @@ def test_bad_texts_are_refused_by_name(field: str, value: object) -> None:
     assert caught.value.code == "bad_identity"
 
 
-@pytest.mark.parametrize("field", ["block_tokens", "kv_world_size", "layout_version"])
+@pytest.mark.parametrize("field", ["block_tokens", "layout_version"])
 @pytest.mark.parametrize("value", [0, -1, 2**40, True, 16.0, "16", None])
 def test_bad_counts_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=field) as caught:
@@ -62,10 +64,40 @@ def test_bad_counts_are_refused_by_name(field: str, value: object) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("field", ["model", "revision", "kv_dtype", "block_tokens", "layout"])
+@pytest.mark.parametrize("field", ["model", "revision", "kv_dtype", "block_tokens", "content"])
 def test_nothing_that_decides_the_bytes_has_a_default(field: str) -> None:
     with pytest.raises(TypeError, match=field):
         ModelIdentity(**{name: value for name, value in FIELDS.items() if name != field})
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        None,
+        ["attention"],
+        (("attention",),),
+        (("attention", ""),),
+        (("attention", 7),),
+        (("Attention", "x"),),
+        (("", "x"),),
+        (("a" * 65, "x"),),
+        (("attention", "x"), ("attention", "y")),
+        (("model", "x"),),
+        tuple((f"part{number}", "x") for number in range(MAX_DETAILS + 1)),
+    ],
+)
+def test_bad_details_are_refused_by_name(details: Any) -> None:
+    with pytest.raises(RequestError, match="details") as caught:
+        ModelIdentity(**{**FIELDS, "details": details})
+    assert caught.value.field.startswith("details")
+
+
+def test_two_identities_are_equal_exactly_where_their_parts_are() -> None:
+    one = ModelIdentity(**FIELDS)
+    turned = ModelIdentity(**{**FIELDS, "details": FIELDS["details"][::-1]})
+    assert one.parts == turned.parts and differing_parts(one.parts, turned.parts) == []
+    other = ModelIdentity(**{**FIELDS, "revision": "x", "details": FIELDS["details"][:1]})
+    assert differing_parts(one.parts, other.parts) == ["revision", "positions"]
 
 
 @pytest.mark.parametrize(

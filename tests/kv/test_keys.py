@@ -29,8 +29,7 @@ IDENTITY = ModelIdentity(
     revision="a1b2c3",
     kv_dtype="bfloat16",
     block_tokens=4,
-    layout="LBHNC/32x8x128",
-    kv_world_size=2,
+    content="LBHNC/32x8x128",
 )
 ROOT = root_key(IDENTITY, "alice")
 
@@ -59,12 +58,12 @@ def reference_keys(tokens: list[int], extras: dict[int, bytes], block: int) -> b
 
 
 def test_known_answers() -> None:
-    assert ROOT.hex() == "d5ff1cd9297748db86e25bd61760ec9c"
-    assert root_key(IDENTITY, None, lora="adapter", extra=b"x").hex() == "df2e2e62d8b841e915028a9389936278"
+    assert ROOT.hex() == "d5022a1d561d57c441acc5b6d44b3c2b"
+    assert root_key(IDENTITY, None, lora="adapter", extra=b"x").hex() == "f72f9d34a8871db7f674699bb69ca783"
     chain = chain_of([1, 2, 3, 4, 5, 6, 7, 2**32 - 1, 9], {1: b"image"})
-    assert chain.key(0).hex() == "9cfaf505db1e9837ba4e0469b6754520"
-    assert chain.key(1).hex() == "d676355ddbf5146212f5a522b7d54f81"
-    assert keys_from_engine_hashes(ROOT, [bytes(range(32))]).hex() == "a501e09dac48977022f567e3e6fea184"
+    assert chain.key(0).hex() == "f911df80ee41817b52467f0f751d92ae"
+    assert chain.key(1).hex() == "b305ae6b971e537fd1e9a38abf908aed"
+    assert keys_from_engine_hashes(ROOT, [bytes(range(32))]).hex() == "8b9645e4406b140236dba307c71459f4"
 
 
 def test_keys_are_stable_across_processes_and_hash_seeds() -> None:
@@ -72,7 +71,7 @@ def test_keys_are_stable_across_processes_and_hash_seeds() -> None:
         "from kvkeep.kv.identity import ModelIdentity, tenant_of\n"
         "from kvkeep.kv.keys import KeyChain, root_key\n"
         "i = ModelIdentity(model='org/model-8b', revision='a1b2c3', kv_dtype='bfloat16', block_tokens=4,\n"
-        "                  layout='LBHNC/32x8x128', kv_world_size=2)\n"
+        "                  content='LBHNC/32x8x128')\n"
         "c = KeyChain(root_key(i, 'alice'), 4)\n"
         "c.extend(range(100), {3: b'x', 1: b'y', 40: b'z'})\n"
         "print(c.keys().hex(), tenant_of('alice'))\n"
@@ -94,7 +93,7 @@ def test_keys_are_stable_across_processes_and_hash_seeds() -> None:
 def test_every_input_of_the_root_changes_it() -> None:
     changed = {
         "model": "org/model-8B", "revision": "a1b2c4", "kv_dtype": "float16", "block_tokens": 8,
-        "layout": "LBNHC/32x8x128", "kv_world_size": 4, "layout_version": 2,
+        "content": "LBNHC/32x8x128", "details": (("attention", "x"),), "layout_version": 1,
     }  # fmt: skip
     assert set(changed) == set(IDENTITY.__struct_fields__), "a new field of the identity belongs here"
     roots = [ROOT]

@@ -30,6 +30,7 @@ from kvkeep.wire.auth import new_pair
 from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.liveness import Watch, hold
 
+LAYOUT = 1  # the first one that a server opens
 KEY, OTHER = new_pair()[0], new_pair()[0]
 T1, T2 = tenant_of("one"), tenant_of("two")
 
@@ -136,9 +137,9 @@ def test_every_request_that_names_a_tenant_is_held_against_the_key(world: World)
     named = [each for each in m.Request.__args__ if "tenant" in each.__struct_fields__]
     asked: dict[type, Any] = {
         m.Lookup: lambda tenant: m.Lookup(tenant, layout, keys),
-        m.Finish: lambda tenant: m.Finish(tenant, keys),
+        m.Finish: lambda tenant: m.Finish(tenant, LAYOUT, keys),
         m.PrepareStore: lambda tenant: m.PrepareStore(tenant, layout, 0, b"", keys),
-        m.ReportBad: lambda tenant: m.ReportBad(tenant, keys),
+        m.ReportBad: lambda tenant: m.ReportBad(tenant, LAYOUT, keys),
     }
     assert set(asked) == set(named), "a message with a tenant that this test does not know"
     for make in asked.values():

@@ -35,7 +35,7 @@ from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 
-IDENTITY = ModelIdentity(model="embedded", revision="1", kv_dtype="|u1", block_tokens=4, layout="bytes")
+IDENTITY = ModelIdentity(model="embedded", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes")
 BLOCK_BYTES = 4096
 SHAPE = BlockShape(IDENTITY, (BLOCK_BYTES,))
 

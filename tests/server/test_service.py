@@ -23,6 +23,7 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.liveness import Watch, hold
 
+LAYOUT = 1  # the first one that a server opens
 KEYS = chain("a", 4)
 BLOCKS = [bytes([at + 1]) * 64 for at in range(4)]
 LIMITS = Limits(
@@ -120,11 +121,11 @@ def test_a_welcome_says_all_that_a_client_needs(world: World) -> None:
         m.OpenLayout(b"f" * 16, [64]),
         m.Lookup("default", 1, KEYS),
         m.Release([1]),
-        m.Finish("default", KEYS[:16]),
+        m.Finish("default", LAYOUT, KEYS[:16]),
         m.PrepareStore("default", 1, 0, b"", KEYS),
         m.CompleteStore(1, bytes(8)),
         m.AbandonStore([1]),
-        m.ReportBad("default", KEYS[:16]),
+        m.ReportBad("default", LAYOUT, KEYS[:16]),
         m.Fetch(1, 0, 0, 1),
         m.Put(1, 0),
     ],
@@ -307,8 +308,8 @@ REFUSALS = [
     (m.Lookup("default", 1, KEYS, -1), "bad_skip", "skip"),
     (m.Lookup("default", 1, KEYS, 2**64 - 1), "bad_skip", "skip"),
     (m.Lookup("a salt", 1, KEYS), "bad_tenant", "tenant"),
-    (m.Finish("a salt", KEYS[:16]), "bad_tenant", "tenant"),
-    (m.ReportBad("a salt", KEYS[:16]), "bad_tenant", "tenant"),
+    (m.Finish("a salt", LAYOUT, KEYS[:16]), "bad_tenant", "tenant"),
+    (m.ReportBad("a salt", LAYOUT, KEYS[:16]), "bad_tenant", "tenant"),
     (prepare(1, tenant="t-" + "A" * 32), "bad_tenant", "tenant"),
     (prepare(2), "unknown_layout", "layout"),
     (prepare(1, keys=b"k"), "bad_keys", "keys"),
@@ -376,7 +377,11 @@ def test_a_salt_cannot_be_sent(
     world: World, peer: Peer, layout: int, tenant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        for message in (m.Lookup(tenant, layout, KEYS), prepare(layout, tenant=tenant), m.Finish(tenant, KEYS[:16])):
+        for message in (
+            m.Lookup(tenant, layout, KEYS),
+            prepare(layout, tenant=tenant),
+            m.Finish(tenant, LAYOUT, KEYS[:16]),
+        ):
             refused = peer.ask(m.Refused, message)
             assert refused.code == "bad_tenant"
             assert "secret salt" not in repr(refused)
@@ -476,15 +481,15 @@ def test_another_sessions_lease_is_not_released(world: World, peer: Peer, layout
 
 def test_finishing_a_chain_is_answered_whether_it_is_there_or_not(peer: Peer, layout: int) -> None:
     peer.store(layout, KEYS, BLOCKS)
-    assert peer.ask(m.Done, m.Finish("default", KEYS[-16:])).count == 1
-    assert peer.ask(m.Done, m.Finish("default", b"nobody")).count == 0
-    assert peer.ask(m.Done, m.Finish(tenant_of("other"), KEYS[-16:])).count == 0
+    assert peer.ask(m.Done, m.Finish("default", LAYOUT, KEYS[-16:])).count == 1
+    assert peer.ask(m.Done, m.Finish("default", LAYOUT, b"nobody")).count == 0
+    assert peer.ask(m.Done, m.Finish(tenant_of("other"), LAYOUT, KEYS[-16:])).count == 0
 
 
 def test_a_good_block_that_is_called_bad_stays(world: World, peer: Peer, layout: int) -> None:
     peer.store(layout, KEYS, BLOCKS)
     for _ in range(3):
-        assert peer.ask(m.Done, m.ReportBad("default", KEYS[16:32])).count == 0
+        assert peer.ask(m.Done, m.ReportBad("default", LAYOUT, KEYS[16:32])).count == 0
     assert peer.load(layout, KEYS) == BLOCKS
     assert world.service.counters.bad_blocks == 0
 
@@ -495,7 +500,7 @@ def test_a_bad_block_goes_with_all_that_hangs_on_it(
     peer.store(layout, KEYS, BLOCKS)
     memory = world.server.memory.bytes
     memory[np.flatnonzero(memory == 2)[0]] ^= 1
-    assert peer.ask(m.Done, m.ReportBad("default", KEYS[16:32])).count == 3
+    assert peer.ask(m.Done, m.ReportBad("default", LAYOUT, KEYS[16:32])).count == 3
     assert peer.load(layout, KEYS) == BLOCKS[:1]
     assert world.service.counters.bad_blocks == 1
     assert "does not match its checksum" in caplog.text
@@ -514,7 +519,7 @@ def test_a_block_stored_without_a_checksum_is_dropped_but_is_no_bad_block(
     for slot in slots.tolist():
         local.server.memory.view(slot, 64)[:] = 7
     peer.ask(m.Done, m.CompleteStore(peer.number, bytes(32)))
-    assert peer.ask(m.Done, m.ReportBad("default", KEYS[16:32])).count == 3
+    assert peer.ask(m.Done, m.ReportBad("default", LAYOUT, KEYS[16:32])).count == 3
     assert local.service.counters.bad_blocks == 0
     said = [record for record in caplog.records if "stored without a checksum" in record.message]
     assert [record.levelname for record in said] == ["INFO"]
@@ -523,12 +528,12 @@ def test_a_block_stored_without_a_checksum_is_dropped_but_is_no_bad_block(
 
 @pytest.mark.parametrize("key", [b"", b"nobody", b"nobody's block..", b"x" * 1_000])
 def test_a_block_that_is_not_there_is_no_bad_block(peer: Peer, layout: int, key: bytes) -> None:
-    assert peer.ask(m.Done, m.ReportBad("default", key)).count == 0
+    assert peer.ask(m.Done, m.ReportBad("default", LAYOUT, key)).count == 0
 
 
 def test_a_block_that_is_being_written_is_no_bad_block(peer: Peer, layout: int) -> None:
     peer.ask(m.Prepared, prepare(layout))
-    assert peer.ask(m.Done, m.ReportBad("default", KEYS[:16])).count == 0
+    assert peer.ask(m.Done, m.ReportBad("default", LAYOUT, KEYS[:16])).count == 0
 
 
 # -- shutting down

@@ -39,7 +39,7 @@ def echo() -> Iterator[str]:
 @pytest.mark.parametrize("pool", [True, False])
 def test_with_the_pool_all_that_a_client_says_is_seen(pool: bool) -> None:
     shape = BlockShape(
-        ModelIdentity(model="relay", revision="1", kv_dtype="|u1", block_tokens=4, layout="bytes"), (64,)
+        ModelIdentity(model="relay", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"), (64,)
     )
     with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server:
         with Relay(server.address, pool=server.pool if pool else None) as relay:

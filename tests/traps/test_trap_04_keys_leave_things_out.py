@@ -17,7 +17,7 @@ from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
 
 TOKENS = list(range(64))
-IDENTITY = ModelIdentity(model="m", revision="1", kv_dtype="bf16", block_tokens=16, layout="l")
+IDENTITY = ModelIdentity(model="m", revision="1", kv_dtype="bf16", block_tokens=16, content="l")
 
 
 def connect(server: ServerProcess, dtype: str, revision: str = "1", block_tokens: int = 16) -> kvkeep.Cache:

@@ -22,15 +22,24 @@ from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerCo
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import kvkeep.vllm
 import kvkeep.vllm.identity
 import kvkeep.vllm.scheduler
+import kvkeep.vllm.versions
 import kvkeep.vllm.worker
 from kvkeep.client.connection import Connection
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
@@ -64,6 +73,16 @@ def window(block_size: int = BLOCK, reach: int = REACH, **more: Any) -> SlidingW
     return SlidingWindowSpec(
         block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=reach, **more
     )
+
+
+def mla(block_size: int = BLOCK) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def uniform(*specs: Any) -> UniformTypeKVCacheSpecs:
+    """A group whose layers differ, as vLLM describes it."""
+    named = {f"layer.{number}": spec for number, spec in enumerate(specs)}
+    return UniformTypeKVCacheSpecs(block_size=specs[0].block_size, kv_cache_specs=named)
 
 
 def cache_config(*specs: Any, num_blocks: int = 64) -> KVCacheConfig:
@@ -127,6 +146,11 @@ def vllm_config(extra: dict[str, Any] | None = None, *, num_blocks: int = 64, bu
     config.cache_config.num_gpu_blocks = num_blocks
     config.model_config = model_config(**model)
     return config
+
+
+def cpu_layer(isa: str | None = "vec", **more: Any) -> Any:
+    """A layer as vLLM shows it to connectors."""
+    return SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend, isa=isa, kv_cache_dtype="auto", **more)
 
 
 def request(
@@ -278,6 +302,7 @@ def one_rank() -> Iterator[None]:
     with (
         mock.patch.object(kvkeep.vllm.identity, "get_tp_group", return_value=alone),
         mock.patch.object(kvkeep.vllm.identity, "get_pp_group", return_value=alone),
+        mock.patch.object(kvkeep.vllm.versions, "is_own_model", return_value=True),
     ):
         yield
 
@@ -361,6 +386,7 @@ class Engine:
     def _start(self) -> None:
         with one_rank(), mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", self._make_worker):
             self.rank = KVKeepConnector(self.config, KVConnectorRole.WORKER, self.kv_cache_config)
+            self.config.compilation_config.static_forward_context.update({name: cpu_layer() for name in self.kv})
             self.rank.register_kv_caches(self.kv)
         handshake = self.rank.get_handshake_metadata()
         assert handshake is not None and handshake.shape is not None, handshake

@@ -149,11 +149,14 @@ def test_a_model_without_kv_is_refused() -> None:
     refused(engine())
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_tokens_that_are_spread_over_ranks_are_refused(name: str) -> None:
+def test_a_block_spans_the_tokens_of_all_ranks_that_divide_them() -> None:
     config = engine()
-    setattr(config.parallel_config, name, 2)
-    assert name in refused(config, full()).message
+    config.parallel_config.decode_context_parallel_size = 4
+    assert pieces_of(config, cache_config(full(block_size=16))).block_tokens == 64
+    config.parallel_config.prefill_context_parallel_size = 2
+    assert pieces_of(config, cache_config(full(block_size=16))).block_tokens == 64, "prompts are spread, blocks are not"
+    for other in (window(), state()):
+        assert "decode_context_parallel_size" in refused(config, full(), other).message
 
 
 @pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])

@@ -19,7 +19,7 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.shape import BlockShape
 from kvkeep.vllm.messages import Handshake, Reports, Step
 
-SHAPE = BlockShape(ModelIdentity(model="m", revision="r", kv_dtype="f", block_tokens=4, layout="l"), (64,))
+SHAPE = BlockShape(ModelIdentity(model="m", revision="r", kv_dtype="f", block_tokens=4, content="l"), (64,))
 
 
 def test_a_step_survives_the_way() -> None:

@@ -15,6 +15,8 @@ from engine_parts import Engine, answer_to, cache_config, full, request, vllm_co
 
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.shape import BlockShape
 from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.keys import TokensChanged
 from kvkeep.vllm.messages import Handshake
@@ -91,6 +93,51 @@ def test_one_rank_that_refuses_is_enough(engine: Engine) -> None:
     assert shape is not None
     side = RequestSide(vllm_config(), cache_config(full()), ClientOptions())
     side.shake_hands([shape, Handshake(None, "not here")])
+    check_it_does_nothing(side)
+
+
+def two_ranks() -> RequestSide:
+    config = vllm_config()
+    config.parallel_config.world_size = 2
+    return RequestSide(config, cache_config(full()), ClientOptions(address="tcp://127.0.0.1:9"))
+
+
+def shape(**changes: Any) -> BlockShape:
+    facts = {"model": "m", "revision": "1", "kv_dtype": "f", "block_tokens": 4, "content": "full"} | changes
+    return BlockShape(ModelIdentity(**facts, details=(("attention", "fused-kv"),)), (64, 64))
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name.startswith("kvkeep") and each.levelno == level]
+
+
+def test_ranks_whose_handshakes_differ_are_refused_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    side = two_ranks()
+    side.shake_hands([Handshake(shape()), Handshake(shape(revision="2"))])
+    (error,) = said(caplog, logging.ERROR)
+    assert "its ranks do not agree on revision (1 | 2)" in error
+    check_it_does_nothing(side)
+
+
+def test_the_cache_is_used_once_the_last_worker_knows_its_weights(caplog: pytest.LogCaptureFixture) -> None:
+    side = two_ranks()
+    with caplog.at_level(logging.INFO):
+        side.shake_hands([Handshake(shape()), Handshake(None, is_pending=True)])
+        check_it_does_nothing(side)
+        assert ["hashed for the first time" in line for line in said(caplog, logging.INFO)] == [True]
+        side.take_handshakes([])
+        assert side._side is None
+        side.take_handshakes([Handshake(shape())])
+    assert side._side is not None
+    assert any(f"identity {shape().digest}" in line for line in said(caplog, logging.INFO))
+    side.close()
+
+
+def test_a_worker_that_refuses_late_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    side = two_ranks()
+    side.shake_hands([Handshake(shape()), Handshake(None, is_pending=True)])
+    side.take_handshakes([Handshake(None, "no weights")])
+    assert said(caplog, logging.ERROR) == ["kvkeep: this engine is served without the cache: no weights"]
     check_it_does_nothing(side)
 
 

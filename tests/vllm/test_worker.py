@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
 
 import torch
-from engine_parts import cache_config, full, one_rank, vllm_config
+from engine_parts import cache_config, cpu_layer, full, one_rank, vllm_config
 
 import kvkeep.vllm.worker
 from kvkeep.client.options import ClientOptions
@@ -24,6 +25,7 @@ from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.step import StepMetadata
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.vllm import identity
 from kvkeep.vllm.messages import Reports, Step
 from kvkeep.vllm.worker import WorkerSide, find_here
 
@@ -374,14 +376,26 @@ def test_copies_give_way_to_an_engine_until_it_has_computed_nothing_for_two_step
 # --- start-up ---------------------------------------------------------------------------------------------------
 
 
-def registered(*specs: Any, kv: Any = None, engines: int = 1, **model: Any) -> WorkerSide:
+def registered(
+    *specs: Any,
+    kv: Any = None,
+    engines: int = 1,
+    layer: Any = None,
+    extra: dict[str, Any] | None = None,
+    yield_to: Callable[[WorkerSide], None] = lambda worker: None,
+    **model: Any,
+) -> WorkerSide:
     config = vllm_config(**model)
     config.parallel_config.data_parallel_size = engines
     cache = cache_config(*specs, num_blocks=6)
     worker = WorkerSide(config, cache, ClientOptions())
     layers = {name: torch.zeros(6, 4) for group in cache.kv_cache_groups for name in group.layer_names}
-    with one_rank(), mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", return_value=Recording()):
+    config.compilation_config.static_forward_context.update({name: layer or cpu_layer() for name in layers})
+    config.kv_transfer_config.kv_connector_extra_config |= extra or {}
+    adapter = mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", return_value=Recording())
+    with one_rank(), adapter:
         worker.register(layers if kv is None else kv)
+        yield_to(worker)
     return worker
 
 
@@ -413,6 +427,88 @@ def test_a_worker_that_refused_does_nothing_and_answers_all_the_same() -> None:
     assert worker.take_received() == (set(), set()) and worker.take_invalid() == set()
     assert worker.take_reports() is None and worker.stats() is None
     worker.close()
+
+
+def test_an_unknown_attention_backend_is_refused_by_name() -> None:
+    class HomeMadeBackend: ...
+
+    worker = registered(full(), layer=SimpleNamespace(get_attn_backend=lambda: HomeMadeBackend))
+    assert worker.handshake is not None and worker.handshake.shape is None
+    assert "HomeMadeBackend" in worker.handshake.refusal and "--attention-backend" in worker.handshake.refusal
+
+
+# --- weights that were never seen on this host ------------------------------------------------------------------
+
+
+class Hashing:
+    """A CheckpointDigest of which the test says when it is known."""
+
+    revision = None
+    problem = ""
+
+    def __init__(self) -> None:
+        self.value: str | None = None
+        self.known = threading.Event()
+
+    @property
+    def pending(self) -> bool:
+        return not self.known.is_set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self.known.wait(timeout_s)
+
+    def end(self, value: str | None, problem: str = "") -> None:
+        self.value, self.problem = value, problem
+        self.known.set()
+
+
+def starting_late(value: str | None, problem: str = "") -> WorkerSide:
+    """A worker whose weights become known when it has registered."""
+    hashing = Hashing()
+
+    def go_on(worker: WorkerSide) -> None:
+        assert worker.handshake is not None and worker.handshake.is_pending, "the engine starts without waiting"
+        worker.begin(Step())
+        worker.finish()
+        assert worker.take_reports() is None and worker.handshake.shape is None
+        hashing.end(value, problem)
+        for thread in threading.enumerate():
+            if thread.name == "kvkeep-weights":
+                thread.join(60)
+
+    patience = mock.patch.object(kvkeep.vllm.worker, "_HASH_PATIENCE_S", 0)
+    with patience, mock.patch.object(identity, "_digest_of", return_value=hashing):
+        return registered(full(), extra={"kvkeep.revision": None}, yield_to=go_on)
+
+
+def test_weights_that_become_known_later_start_the_worker_with_the_next_step() -> None:
+    worker = starting_late("abc")
+    assert worker.handshake is not None and worker.handshake.is_pending, "nothing changes between two steps"
+    worker.begin(Step())
+    reports = worker.take_reports()
+    assert reports is not None and len(reports.handshakes) == 1
+    (handshake,) = reports.handshakes
+    assert handshake == worker.handshake and handshake.shape is not None and not handshake.is_pending
+    assert handshake.shape.identity.revision == "abc"
+    worker.begin(Step())
+    assert worker.take_reports() is None, "once"
+
+
+def test_weights_that_stay_unknown_are_refused_with_the_next_step() -> None:
+    worker = starting_late(None, "a file cannot be read")
+    worker.begin(Step(StepMetadata({1: load(5)}, {2: STORE}, {3: STORE}, [7], {1: "a"})))
+    reports = worker.take_reports()
+    assert reports is not None and reports.handshakes[0].shape is None
+    assert "a file cannot be read" in reports.handshakes[0].refusal
+    assert "kvkeep.revision" in reports.handshakes[0].refusal
+
+
+def test_a_worker_that_is_closed_before_its_weights_are_known_leaves_nothing() -> None:
+    worker = starting_late("abc")
+    worker.close()
+    late = worker._late
+    assert late is not None and late.adapter is not None
+    assert late.adapter.calls[-1] == ("close", None)  # type: ignore[attr-defined]
 
 
 def test_the_refusal_has_the_hint() -> None:

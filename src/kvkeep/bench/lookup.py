@@ -46,7 +46,7 @@ def run(resident: tuple[int, ...] = (10_000, 1_000_000), rounds: int = 300) -> d
 
 
 def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[dict[str, Any]]:
-    identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, layout="bench lookup")
+    identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, content="bench lookup")
     connection = Connection(BlockShape(identity, (_SLOT_BYTES,)), ClientOptions(address, lookup_deadline_ms=10_000))
     if not connection.wait_until_up(10_000):
         raise Unavailable(f"no session with {address}: {connection.refusal}")

@@ -139,7 +139,7 @@ def _keys(where: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def _connect(options: ClientOptions) -> Connection:
-    identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, layout="bench security")
+    identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, content="bench security")
     connection = Connection(BlockShape(identity, (_BLOCK_BYTES,)), options)
     if not connection.wait_until_up(_PATIENCE_MS):
         raise Unavailable(f"no session with {options.address}: {connection.refusal}")

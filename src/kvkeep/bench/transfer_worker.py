@@ -62,7 +62,7 @@ class EngineSide:
         request_blocks: int = 0,
     ) -> None:
         layout = f"bench {block_bytes}"
-        identity = ModelIdentity(model="bench", revision="1", kv_dtype=dtype, block_tokens=16, layout=layout)
+        identity = ModelIdentity(model="bench", revision="1", kv_dtype=dtype, block_tokens=16, content=layout)
         shape = BlockShape(identity, (block_bytes,))
         options = ClientOptions(address=address, verify=verify, lookup_deadline_ms=10_000, store_deadline_ms=60_000)
         self._poll_s = poll_s

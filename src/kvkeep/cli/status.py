@@ -19,15 +19,41 @@ def status(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Jso
     show_facts(facts(said))
     if said["sessions"]:
         print()
-        columns = ("session", "client", "pid", "data plane", "leases", "writing blocks")
-        rows = [
-            (s["session"], s["client"], str(s["pid"]), s["plane"] or "not attached", s["leases"], s["writing_blocks"])
-            for s in said["sessions"]
-        ]
-        show_table(columns, rows)
+        show_table(*session_rows(said["sessions"]))
+    for pair in said["not_shared"]:
+        print()
+        print("\n".join(why_not_shared(pair)))
     if said["largest_tenants"]:
         print()
         show_table(*tenant_rows(said["largest_tenants"]))
+
+
+def session_rows(sessions: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """One line a session: engines that show the same identity share blocks."""
+    columns = ("session", "client", "pid", "model", "role", "identity", "data plane", "leases", "writing blocks")
+    rows = [
+        (
+            *(s["session"], s["client"], str(s["pid"])),
+            *(s["model"] or "-", s["role"] or "-", s["identity"] or "-"),
+            *(s["plane"] or "not attached", s["leases"], s["writing_blocks"]),
+        )
+        for s in sessions
+    ]
+    return columns, rows
+
+
+def why_not_shared(pair: dict[str, Any]) -> list[str]:
+    """Two identities of one model, and the parts that keep their engines from sharing blocks."""
+    (one, other), (here, there) = pair["identities"], pair["sessions"]
+    lines = [
+        f"not shared: {pair['model']} is served under identity {one} (session {_listed(here)}) "
+        f"and {other} (session {_listed(there)}); they differ in"
+    ]
+    return lines + [f"  {name}: {first} | {second}" for name, (first, second) in pair["differs"].items()]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def time_since(seconds: float) -> str:

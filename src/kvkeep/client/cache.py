@@ -63,7 +63,7 @@ def connect(
         revision=revision,
         kv_dtype=kind.str if kind.kind != "V" else f"{kind.str} {kind}",  # "V": several types share one short name
         block_tokens=block_tokens,
-        layout="array " + "x".join(map(str, shape)),
+        content="array " + "x".join(map(str, shape)),
     )
     chosen = options or ClientOptions()
     if address is not None:

@@ -12,9 +12,11 @@ callers count as misses.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts, gives
@@ -31,6 +33,8 @@ from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.segments import Segments
+
+log = logging.getLogger(__name__)
 
 _FIRST_RETRY_MS = 5  # a socket that was only just made is not connected yet
 _LAST_QUICK_RETRY_MS = 160  # some 300 ms after the first attempt: a server that is there has answered by then
@@ -66,6 +70,8 @@ class Connection:
         self._next_number, self._attempts, self._next_attempt_ms, self._next_ping_ms = 1, 0, 0, 0
         self._fence: Fence | None = None
         self.physical = (-1, b"")  # a worker's shard, and how its tensors lie in memory
+        self.role = "client"  # what this session is for, as operators see it
+        self._told_differences = False
         self._closing = self._closed = False
 
     def __del__(self) -> None:
@@ -103,6 +109,11 @@ class Connection:
     def verify(self) -> bool:
         given, welcome = self.options.verify, self.welcome
         return given if given is not None else welcome.verify if welcome else True
+
+    @property
+    def layout_number(self) -> int:  # how requests name the layout; 0, which the server refuses, while there is none
+        layout = self.layout
+        return layout.layout if layout else 0
 
     @property
     def segments(self) -> Segments | None:  # the pool's memory, if it is on this host
@@ -367,13 +378,18 @@ class Connection:
             case "attaching", m.Done():
                 self.state = "opening"
                 self._transport.go_direct(self.welcome if self._fence else None)
-                opening = m.OpenLayout(self.shape.fingerprint, list(self.shape.shard_bytes), *self.physical)
-                self._handshake = self._send(opening, deadline_ms)
+                self._handshake = self._send(self._opening(), deadline_ms)
             case "opening", m.LayoutOpened() as opened if is_sound_layout(opened, self.shape.shard_bytes):
                 self.layout = opened
                 self._come_up()
+                self._tell_differences(opened.differs)
             case state, reply:
                 self._break_off(step, state, reply)
+
+    def _opening(self) -> m.OpenLayout:
+        shape, (shard, physical) = self.shape, self.physical
+        parts = {name: _shortened(text) for name, text in shape.parts.items()}
+        return m.OpenLayout(shape.fingerprint, list(shape.shard_bytes), shard, physical, parts, self.role)
 
     def _break_off(self, step: Call, state: str, reply: m.Reply | None) -> None:
         """The handshake has failed. A session that was opened is ended: the server has a limited number of them."""
@@ -391,6 +407,17 @@ class Connection:
         if self.outage.told or self.counters.sessions > 1:
             self.outage.end()
 
+    def _tell_differences(self, differs: list[str]) -> None:
+        """Says once why an engine does not share with another one of its model. Its workers would say the same."""
+        if differs and not self._told_differences and not self.role.startswith("worker"):
+            self._told_differences = True
+            log.info(
+                "kvkeep: this engine (identity %s) does not share blocks with another one of model %s: "
+                "they differ in %s; `kvkeep status` shows how",
+                *(self.shape.digest, self.shape.identity.model),
+                ", ".join(name for name in differs if name in self.shape.parts) or "what only the other one says",
+            )
+
     def _go_down(self) -> None:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""
         self._calls.end_all("session_lost")
@@ -401,3 +428,10 @@ class Connection:
         if self._fence is not None:  # last: who got hold of it before has read what was this session's
             self._fence.let_go()
             self._fence = None
+
+
+def _shortened(text: str) -> str:
+    """A part of the identity as it is sent: a long one by its beginning and its digest."""
+    if len(text) <= m.MAX_PART_CHARS:
+        return text
+    return f"{text[: m.MAX_PART_CHARS // 2]}… {blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -194,10 +194,10 @@ class PieceStore:
             self._ahead.append((part, self._prepare(*part)))
 
     def _prepare(self, start: int, stop: int) -> Call:
-        request, layout = self._request, self._connection.layout
+        request = self._request
         message = m.PrepareStore(
             tenant=request.tenant,
-            layout=layout.layout if layout else 0,
+            layout=self._connection.layout_number,
             shard=self._transfer.shard(self._piece),
             parent=request.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else request.parent,
             keys=request.keys[start * KEY_BYTES : stop * KEY_BYTES],

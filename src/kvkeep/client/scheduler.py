@@ -22,7 +22,7 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.client.replies import read_found
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import tenant_of
-from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.keys import KEY_BYTES, addresses
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
 
@@ -60,6 +60,7 @@ class SchedulerAdapter:
         self, shape: BlockShape, options: ClientOptions | None = None, connection: Connection | None = None
     ) -> None:
         self.connection = connection or Connection(shape, options or ClientOptions())
+        self.connection.role = "scheduler"
         if connection is None:
             Keeper.keep(self.connection)
         self._shards = len(shape.shard_bytes)
@@ -80,9 +81,8 @@ class SchedulerAdapter:
             self.release(request)
             asked = None
         if asked is None:
-            layout = self.connection.layout
             try:
-                message = m.Lookup(tenant_of(salt), layout.layout if layout else 0, keys, skip)
+                message = m.Lookup(tenant_of(salt), self.connection.layout_number, keys, skip)
                 call = self.connection.call(message, self.connection.options.lookup_deadline_ms)
             except (KVKeepError, TypeError, ValueError, OverflowError) as error:
                 # A salt comes from whoever uses the engine's API. What is wrong with one request is that request's
@@ -98,7 +98,7 @@ class SchedulerAdapter:
     def lacks(self, key: bytes) -> bool:
         """Whether the server surely has no block of this key, without asking it."""
         segments = self.connection.segments
-        return segments is not None and segments.lacks(key)
+        return segments is not None and segments.lacks(addresses(key, self.connection.shape.fingerprint))
 
     def wait(self, request: Hashable, milliseconds: int) -> None:
         """Waits for the answer, so long at most; for an engine that has nothing else to do."""
@@ -121,7 +121,7 @@ class SchedulerAdapter:
         """The request is over. With `finished`, the conversation too: its blocks may go early."""
         self.release(request)
         if finished and last_key and (salt is None or isinstance(salt, str)):
-            message = m.Finish(tenant_of(salt), last_key)
+            message = m.Finish(tenant_of(salt), self.connection.layout_number, last_key)
             self.connection.call(message, self.connection.options.lookup_deadline_ms)
 
     def close(self) -> None:

@@ -169,9 +169,9 @@ class Transfer:
         return loading
 
     def _load_by_fetch(self, request: LoadRequest, table: NDArray[np.int64], ready: Sequence[Any]) -> NDArray[np.bool_]:
-        connection, layout = self.connection, self.connection.layout
+        connection = self.connection
         loaded = np.zeros(request.blocks, dtype=np.bool_)
-        message = m.Lookup(request.tenant, layout.layout if layout else 0, request.keys, request.skip)
+        message = m.Lookup(request.tenant, connection.layout_number, request.keys, request.skip)
         lookup = connection.call(message, self._store_deadline_ms)  # other loads' bytes may come before the answer
         try:
             hit = read_found(connection.wait(lookup), request.keys, request.skip, len(connection.shape.shard_bytes))
@@ -225,7 +225,8 @@ class Transfer:
             at = (request.skip + position) * KEY_BYTES
             self.connection.counters.fail("bad_block")
             self.connection.call(
-                m.ReportBad(request.tenant, request.keys[at : at + KEY_BYTES]), self._store_deadline_ms
+                m.ReportBad(request.tenant, self.connection.layout_number, request.keys[at : at + KEY_BYTES]),
+                self._store_deadline_ms,
             )
 
     # -- places

@@ -54,10 +54,11 @@ class WorkerAdapter:
         options: ClientOptions | None = None,
         connection: Connection | None = None,
     ) -> None:
-        if (given := strategy.kv_world_size) != (expected := shape.identity.kv_world_size):
+        if (given := strategy.kv_world_size) != (expected := shape.kv_world_size):
             raise RequestError("bad_shards", f"the strategy has {given} shards, the shape {expected}", field="strategy")
         self.shape, self.strategy = shape, strategy
         self.connection = connection or Connection(shape, options or ClientOptions())
+        self.connection.role = f"worker {strategy.rank} of {strategy.world_size}"
         self._transfer: Transfer | None = None
         self._at_once: AtOnce | None = None  # loads of the engine's own thread
         self._loads: deque[Load] = deque()

@@ -76,6 +76,13 @@ class _Side:
             report.stored[number] = 0
 
 
+def shape_of(model: Model, ranks: Sequence[Rank], num_blocks: int, block_tokens: int) -> BlockShape:
+    """What a model's blocks are, and how these ranks, each with KV for `num_blocks`, divide them."""
+    shard_bytes = {rank.strategy.kv_rank: sum(kv.nbytes for kv in rank.kv.values()) // num_blocks for rank in ranks}
+    sizes = tuple(shard_bytes[kv_rank] for kv_rank in sorted(shard_bytes))
+    return BlockShape(model.identity(block_tokens), sizes, cut=ranks[0].strategy.cut)
+
+
 class Workers:
     """Runs steps. `ranks` hold the KV."""
 
@@ -92,12 +99,7 @@ class Workers:
         except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # torch's words for too much
             problem = f"there is no memory for num_blocks = {config.num_blocks:.6g}: {error}"
             raise SettingsError(problem.partition("\n")[0], "lower num_blocks") from None
-        shard_bytes = {
-            rank.strategy.kv_rank: sum(kv.nbytes for kv in rank.kv.values()) // config.num_blocks for rank in self.ranks
-        }
-        self.shape = BlockShape(
-            model.identity(strategies[0], config.block_tokens), tuple(shard_bytes[r] for r in sorted(shard_bytes))
-        )
+        self.shape = shape_of(model, self.ranks, config.num_blocks, config.block_tokens)
         self._caches: list[TransferSide] = []
         if backend is not None:
             self._caches = [backend.transfer_side(self.shape, rank.strategy) for rank in self.ranks]

@@ -1,6 +1,6 @@
 """The key of a block: 16 bytes that stand for everything that decided its KV bytes.
 
-    root  = H("kvkeep.root",   all fields of the model identity, salt, LoRA, extra: each with name and length)
+    root  = H("kvkeep.root",   all parts of the model identity, salt, LoRA, extra: each with name and length)
     key 0 = H("kvkeep.block",  root  ‖ tokens of block 0)
     key i = H("kvkeep.block",  key i-1 ‖ tokens of block i)
     with content that tokens do not show (an image, prompt embeddings), bound to its block:
@@ -79,17 +79,24 @@ def root_key(identity: ModelIdentity, salt: str | None, *, lora: str = "", extra
 def _hashed(identity: ModelIdentity) -> blake2b:
     """A root as far as the identity decides it: an engine has one, and many requests."""
     state = _ROOT.copy()
-    # Read from the struct itself, so that a field added to the identity cannot be forgotten here.
-    for field in identity.__struct_fields__:
-        value = getattr(identity, field)  # as it is compared: what equals another must have the other's root
-        text = value if isinstance(value, str) else str(value)
-        state.update(_field(f"identity.{field}", text.encode()))
+    for name, text in sorted(identity.parts.items()):
+        state.update(_field(f"identity.{name}", text.encode()))
     return state
 
 
 def _field(name: str, value: bytes) -> bytes:
     label = name.encode()
     return len(label).to_bytes(4, "little") + label + len(value).to_bytes(8, "little") + value
+
+
+def addresses(keys: bytes, fingerprint: bytes) -> bytes:
+    """Where a server keeps the blocks of these keys: key ⊕ fingerprint of the layout.
+
+    A key says what a block's numbers mean. Engines that cut the same numbers into other shards have the same keys and
+    another layout, and their bytes must never mix.
+    """
+    mask = np.frombuffer(fingerprint, dtype=np.uint64)
+    return (np.frombuffer(keys, dtype=np.uint64).reshape(-1, len(mask)) ^ mask).tobytes()
 
 
 class KeyChain:

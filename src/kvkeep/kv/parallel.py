@@ -98,6 +98,11 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.world_size // self.kv_world_size
 
     @property
+    def cut(self) -> str:
+        """How a block is divided, for the fingerprint of a layout: ranks that divide it alike say the same."""
+        return f"tp={self.tp_size} pp={self.pp_size} replicas={self.replicas}"
+
+    @property
     def tp_rank(self) -> int:
         """This rank's place in its tensor-parallel group."""
         return self.rank % self.tp_size

@@ -1,4 +1,8 @@
-"""What a client tells the server about its blocks: whose they are and how many bytes each shard has."""
+"""How a model's blocks are cut into shards, and the layout that follows from it.
+
+The identity says what the numbers of a block mean and is in every key. The cut says which of them each shard holds and
+in which order: it is in the fingerprint of the layout, which is part of every block's address at the server.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +14,52 @@ from kvkeep.errors import RequestError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import root_key
 
+DIGEST_CHARS = 12
+
 
 @dataclass(frozen=True)
 class BlockShape:
     """A model's blocks. `shard_bytes[r]` is what KV rank r holds of each block; where a rank's part comes in several
-    pieces, because its engine keeps layers of several kinds apart, `shard_bytes[r * pieces + p]` is piece p of it."""
+    pieces, because its engine keeps layers of several kinds apart, `shard_bytes[r * pieces + p]` is piece p of it.
+    `cut` describes how shards divide a block: ranks, heads or layers of each, order in memory."""
 
     identity: ModelIdentity
     shard_bytes: tuple[int, ...]
     pieces: int = 1
+    cut: str = "whole blocks"
 
     def __post_init__(self) -> None:
         try:  # numpy's integers too; what is sent must be plain ones
             object.__setattr__(self, "shard_bytes", tuple(map(index, self.shard_bytes)))
         except TypeError as error:
             raise RequestError("bad_shards", f"shard_bytes: {error}", field="shard_bytes") from None
-        if len(self.shard_bytes) != self.identity.kv_world_size * self.pieces or self.pieces < 1:
+        if self.pieces < 1 or not self.shard_bytes or len(self.shard_bytes) % self.pieces:
             raise RequestError(
                 "bad_shards",
-                f"{len(self.shard_bytes)} shards for a KV world size of {self.identity.kv_world_size}"
-                + f" and {self.pieces} pieces" * (self.pieces != 1),
+                f"{len(self.shard_bytes)} shards do not divide into {self.pieces} pieces for each KV rank",
                 field="shard_bytes",
             )
         if min(self.shard_bytes) < 1:
             raise RequestError("bad_shards", "every shard has at least one byte", field="shard_bytes")
 
+    @property
+    def kv_world_size(self) -> int:
+        """How many ranks hold different parts of a block."""
+        return len(self.shard_bytes) // self.pieces
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Everything that has to be equal for two engines to share blocks, by name, as text."""
+        sizes = ",".join(map(str, self.shard_bytes))
+        return self.identity.parts | {"cut": self.cut, "shard_bytes": sizes, "pieces": str(self.pieces)}
+
     @cached_property
     def fingerprint(self) -> bytes:
         """Equal exactly where blocks can be exchanged. Not a key: no tenant is in it."""
-        sizes = ",".join(map(str, self.shard_bytes))
-        return root_key(self.identity, None, extra=b"block shape " + sizes.encode())
+        cut = f"block shape {self.pieces} {','.join(map(str, self.shard_bytes))} {self.cut}"
+        return root_key(self.identity, None, extra=cut.encode())
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint in short, for logs and `kvkeep status`: engines that show the same one share."""
+        return self.fingerprint.hex()[:DIGEST_CHARS]

@@ -23,6 +23,7 @@ from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.quotas import KeptQuotas
 from kvkeep.server.settings import TABLE, Settings
+from kvkeep.server.sharing import NotShared
 from kvkeep.server.snapshot import (
     PoolShown,
     QuotasShown,
@@ -96,6 +97,7 @@ class Status:
     auth_failures: dict[str, int]
     restart: RestartShown
     security: SecurityShown
+    not_shared: list[NotShared]
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class Admin:
             security=SecurityShown(
                 curve=daemon.settings.curve_key is not None, admin_token=daemon.settings.admin_token is not None
             ),
+            not_shared=now.not_shared,
         )
 
     def tenants(self, limit: int) -> TenantList:

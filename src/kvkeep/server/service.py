@@ -18,13 +18,15 @@ from kvkeep import __version__
 from kvkeep.errors import ProtocolError, RequestError
 from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.identity import check_tenant
-from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.keys import KEY_BYTES, addresses
+from kvkeep.kv.shape import DIGEST_CHARS
 from kvkeep.server import network
 from kvkeep.server.auth import ANYONE, Caller
 from kvkeep.server.backlog import Backlog
 from kvkeep.server.counters import Counters, Latency
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
 from kvkeep.server.sessions import NetworkLease, NetworkWrite, ServerSession, Sessions
+from kvkeep.server.sharing import nearest_difference
 from kvkeep.store.operators import drop_block
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import NO_ROW, READY
@@ -270,13 +272,31 @@ class Service:
         layout = self.store.open_layout(session.number, request.fingerprint, tuple(request.shard_bytes))
         if request.physical:
             self.store.layouts.agree(layout, request.shard, request.physical)
-        return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets))
+        differs = self._introduce(session, request)
+        return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets), differs)
+
+    def _introduce(self, session: ServerSession, request: m.OpenLayout) -> list[str]:
+        """Notes whose blocks the session uses. Returns which parts of its identity keep it from sharing with the engine
+        of its model that is nearest to it."""
+        session.parts = {_printable(name): _printable(text) for name, text in request.parts.items()}
+        session.role, session.identity = _printable(request.role), request.fingerprint.hex()[:DIGEST_CHARS]
+        differs = nearest_difference(session, self.sessions.all())
+        log.info(
+            "session %d (%s, pid %d) is %s of model %s, identity %s%s",
+            *_names(session),
+            session.role or "a client",
+            session.parts.get("model", "unknown"),
+            session.identity,
+            f"; other engines of that model do not share with it: {', '.join(differs)} differ" * bool(differs),
+        )
+        return differs
 
     # -- loads
 
     def _lookup(self, session: ServerSession, number: int, request: m.Lookup, now_ms: int) -> m.Reply:
         self._check_not_cancelled(session, number)
-        store, layout, keys, skip = self.store, request.layout, request.keys, request.skip
+        store, layout, skip = self.store, request.layout, request.skip
+        keys = self._addresses(layout, request.keys)
         if self.draining:
             keys, skip = b"", 0
         hit = store.lookup(session.number, number, request.tenant, layout, keys, skip, now_ms)
@@ -311,13 +331,14 @@ class Service:
         self.counters.tenants.count_loaded(tenant, tokens)
 
     def _finish(self, session: ServerSession, number: int, request: m.Finish, now_ms: int) -> m.Reply:
-        return m.Done(int(self.store.finish(session.number, request.tenant, request.key, now_ms)))
+        address = self._addresses(request.layout, request.key)
+        return m.Done(int(self.store.finish(session.number, request.tenant, address, now_ms)))
 
     def _report_bad(self, session: ServerSession, number: int, request: m.ReportBad, now_ms: int) -> m.Reply:
         """Believes nobody: a client with bad memory of its own must not cost others a good block."""
         tenant = self.store.tenants.get(request.tenant)
-        table = self.store.blocks.table
-        row = tenant.index.get(request.key, NO_ROW) if tenant else NO_ROW
+        table, address = self.store.blocks.table, self._addresses(request.layout, request.key)
+        row = tenant.index.get(address, NO_ROW) if tenant else NO_ROW
         if row == NO_ROW or table.state[row] != READY:
             return m.Done(0)
         layout = self.store.layouts[table.layout[row]]
@@ -332,7 +353,7 @@ class Service:
                 log.error("a block of tenant %s does not match its checksum; it is dropped", request.tenant)
             else:  # not bad, but of no use to a client that verifies: it makes way for one with a checksum
                 log.info("a block of tenant %s was stored without a checksum; it is dropped", request.tenant)
-            return m.Done(drop_block(self.store, request.tenant, request.key))
+            return m.Done(drop_block(self.store, request.tenant, address))
         return m.Done(0)
 
     # -- stores
@@ -347,8 +368,8 @@ class Service:
             request.tenant,
             request.layout,
             request.shard,
-            request.parent,
-            request.keys,
+            self._addresses(request.layout, request.parent),
+            self._addresses(request.layout, request.keys),
             now_ms,
             request.priority,
             request.ttl_ms,
@@ -390,6 +411,12 @@ class Service:
                 session.cancel(write)
         self.counters.abandoned_stores += abandoned
         return m.Done(abandoned)
+
+    def _addresses(self, layout: int, keys: bytes) -> bytes:
+        """Where blocks of these keys are kept for this layout. What is no whole number of keys goes to the store as it
+        is, to be refused there."""
+        fingerprint = self.store.layouts.get(layout).fingerprint
+        return keys if len(keys) % KEY_BYTES else addresses(keys, fingerprint)
 
     def _check_not_cancelled(self, session: ServerSession, number: int) -> None:
         if number in session.cancelled:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,6 +64,9 @@ class ServerSession:
     key: str = ""  # that of the client, "" where there is no authentication
     pace: Pace = field(default_factory=Pace)
     plane: str = ""
+    role: str = ""  # what the engine uses it for
+    identity: str = ""  # digest of the layout that it opened last: sessions that show the same one share blocks
+    parts: Mapping[str, str] = field(default_factory=dict)  # what that digest was taken over, by name
     cancelled: OrderedDict[int, None] = field(default_factory=OrderedDict)  # given up before they came, oldest first
     network_leases: dict[int, NetworkLease] = field(default_factory=dict)
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)

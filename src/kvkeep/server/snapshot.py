@@ -15,6 +15,7 @@ import numpy as np
 
 from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
+from kvkeep.server.sharing import NotShared, not_shared
 from kvkeep.server.tenant_counts import CountsByTenant, TenantCounts
 from kvkeep.store.operators import usage_of
 from kvkeep.store.plans import TenantUsage
@@ -36,6 +37,9 @@ class SessionShown:
     plane: str
     leases: int
     writing_blocks: int
+    model: str
+    role: str
+    identity: str
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Snapshot:
     stopping: bool
     restart: RestartShown = RestartShown()
     tenant_counts: dict[str, TenantCounts] = field(default_factory=dict)  # by the label that metrics show
+    not_shared: list[NotShared] = field(default_factory=list)
 
 
 def take(daemon: Daemon) -> Snapshot:
@@ -133,6 +138,7 @@ def take(daemon: Daemon) -> Snapshot:
         ready=daemon.ready.is_set(),
         stopping=daemon.stopping,
         restart=_restart(daemon),
+        not_shared=not_shared(daemon.service.sessions.all()),
     )
 
 
@@ -222,6 +228,9 @@ def _sessions(daemon: Daemon) -> list[SessionShown]:
                 session.plane,
                 len(held.leases),
                 held.writing_blocks,
+                session.parts.get("model", ""),
+                session.role,
+                session.identity,
             )
         )
     return rows

@@ -23,6 +23,7 @@ from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.connector.worth import LoadWhen
+from kvkeep.kv.keys import addresses
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
@@ -100,9 +101,9 @@ class SimulatedCache:
         for connection in self._connections:
             connection.poll()
 
-    def lacks(self, epoch: int, key: bytes) -> bool:
+    def lacks(self, epoch: int, address: bytes) -> bool:
         """Whether the server of that epoch, if it is the one that is there, has no such block."""
-        return epoch == self._epoch and self.server.store.blocks.presence.lacks(key)
+        return epoch == self._epoch and self.server.store.blocks.presence.lacks(address)
 
     def maybe_flip_a_bit(self) -> None:
         if self.random.random() < self.faults.bit_flip:
@@ -147,7 +148,8 @@ class SeeingAdapter(SchedulerAdapter):
         self._cache = cache
 
     def lacks(self, key: bytes) -> bool:
-        return self._cache.is_seen and self._cache.lacks(self.connection.epoch, key)
+        address = addresses(key, self.connection.shape.fingerprint)
+        return self._cache.is_seen and self._cache.lacks(self.connection.epoch, address)
 
 
 class SimulatedWorker:

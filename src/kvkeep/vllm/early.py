@@ -21,13 +21,13 @@ class EarlyRequests:
         self._clock = clock
         self._held: dict[str, Any] = {}
         self._until_s: float | None = None  # when waiting ends; counted from the first lookup
-        self._is_over = False
+        self.is_over = False  # nothing more is held
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def hold(self, request: Any) -> None:
-        if not self._is_over:
+        if not self.is_over:
             self._held[request.request_id] = request
 
     def drop(self, request_id: str) -> None:
@@ -41,5 +41,5 @@ class EarlyRequests:
 
     def end(self) -> list[Any]:
         """All that are held. From now on none is."""
-        held, self._held, self._is_over = list(self._held.values()), {}, True
+        held, self._held, self.is_over = list(self._held.values()), {}, True
         return held

@@ -27,7 +27,8 @@ def pieces_of(vllm_config: Any, kv_cache_config: Any) -> Pieces:
     _check_engine(vllm_config)
     if not kv_cache_config.kv_cache_groups:
         raise SettingsError("this model keeps no KV", "serve it without kvkeep")
-    pieces = Pieces([_group(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups])
+    dcp_size, _ = versions.context_parallel(vllm_config.parallel_config)
+    pieces = Pieces([_group(group.kv_cache_spec, dcp_size) for group in kv_cache_config.kv_cache_groups])
     if not pieces.whole and not versions.names_failed_requests():
         raise SettingsError(
             "this model keeps layers of several kinds, and this release of vLLM cannot recover a failed load of one",
@@ -45,10 +46,6 @@ def pieces_of(vllm_config: Any, kv_cache_config: Any) -> Pieces:
 
 
 def _check_engine(vllm_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise SettingsError(f"{name} > 1 spreads the tokens of a block over ranks", f"set {name} to 1")
     if vllm_config.model_config.is_encoder_decoder:
         raise SettingsError("encoder-decoder models keep KV that no prefix of tokens determines", "serve it as it is")
     _check_sleep(vllm_config.model_config)
@@ -75,13 +72,19 @@ def _check_sleep(model: Any) -> None:
         )
 
 
-def _group(spec: Any) -> CacheGroup:
+def _group(spec: Any, dcp_size: int) -> CacheGroup:
+    """With decode context parallelism a block of the scheduler's spans the tokens of `dcp_size` ranks' blocks."""
     kinds = {_kind(each) for each in _members(spec)}
     if len(kinds) != 1:
         raise SettingsError(f"a cache group mixes layers: {sorted(kinds)}", "serve this model without kvkeep")
     (kind,) = kinds
+    if dcp_size > 1 and (kind != "full" or not getattr(spec, "dcp_sharded", True)):
+        raise SettingsError(
+            f"with decode_context_parallel_size > 1 every layer must be full attention; this model has {kind} layers",
+            "set decode_context_parallel_size to 1",
+        )
     if kind == "full":
-        return CacheGroup("full", spec.block_size)
+        return CacheGroup("full", spec.block_size * dcp_size)
     if kind == "state":
         return CacheGroup("state", spec.block_size)
     reach = max(each.sliding_window + getattr(each, "extra_retained_tokens", 0) for each in _members(spec))

@@ -18,15 +18,17 @@ from kvkeep.kv.shape import BlockShape
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached. `name`
-    is the worker's own, by which whoever is in its process finds it. `siblings`: the connectors that stand beside this
-    one in a MultiConnector. `sleeps`: how often vLLM has taken its memory away and given it again."""
+    """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached, or that
+    the worker is still finding out (`is_pending`): then another handshake comes with the results of a step. `name` is
+    the worker's own, by which the scheduler finds it if it is in the same process. `siblings`: the connectors that
+    stand beside this one in a MultiConnector. `sleeps`: how often vLLM has taken its memory away and given it again."""
 
     shape: BlockShape | None
     refusal: str = ""
     name: str = field(default="", compare=False)
     siblings: tuple[str, ...] = ()
     sleeps: int = field(default=0, compare=False)
+    is_pending: bool = False
 
 
 @dataclass

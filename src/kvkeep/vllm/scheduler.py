@@ -28,6 +28,8 @@ from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
 from kvkeep.connector.step import Job
 from kvkeep.connector.worth import LoadWhen, Worth
+from kvkeep.kv.identity import differing_parts
+from kvkeep.kv.shape import BlockShape
 from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.arrivals import Arrivals, Known
@@ -96,15 +98,22 @@ class RequestSide:
         if self._side is not None:
             self._refuse(sorted({each.refusal for each in handshakes if each.shape is None}))
             return
-        self._handshakes += handshakes
+        self._handshakes += [each for each in handshakes if not each.is_pending]
         if len(self._handshakes) >= self._vllm_config.parallel_config.world_size:
             collected, self._handshakes = self._handshakes, []
             self.shake_hands(collected, patience_ms=0)
+        elif any(each.is_pending for each in handshakes):
+            self._wait_for_weights()
 
     def shake_hands(self, handshakes: Sequence[Handshake], patience_ms: int = CONNECT_PATIENCE_MS) -> None:
-        """What the workers have found out. vLLM hands it over once more when it is woken up, slept or not."""
+        """What the workers have found out. If they agree, requests are cached from now on. vLLM hands it over once more
+        when it is woken up, slept or not."""
         if self._side is not None:
             self._wake_up(handshakes)
+            return
+        if any(each.is_pending for each in handshakes):
+            self._handshakes = [each for each in handshakes if not each.is_pending]
+            self._wait_for_weights()
             return
         refusals = self._refusals(handshakes)
         if refusals:
@@ -113,6 +122,18 @@ class RequestSide:
             return
         shape = handshakes[0].shape
         assert shape is not None
+        self._start(shape, handshakes[0], patience_ms)
+
+    def _wait_for_weights(self) -> None:
+        """No request waits for them: until they are known the engine is served without the cache."""
+        if not self._early.is_over:
+            log.info(
+                "kvkeep: the weights of %s are hashed for the first time on this host; the cache is used from then on",
+                self._vllm_config.model_config.model,
+            )
+        self._early.end()
+
+    def _start(self, shape: BlockShape, handshake: Handshake, patience_ms: int) -> None:
         self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
         block_tokens = [group.block_tokens for group in self._pieces.groups]
         tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
@@ -126,16 +147,16 @@ class RequestSide:
         if self._adapter.connection.wait_until_up(patience_ms):
             log.info("kvkeep: connected to %s", self._options.address)
         log.info(
-            "kvkeep: blocks of %d tokens and %s, model %s, weights %s, keys from %s",
-            self._pieces.block_tokens,
-            format_size(sum(shape.shard_bytes)),
-            *(shape.identity.model, shape.identity.revision[:12]),
+            "kvkeep: identity %s: model %s, weights %s, blocks of %d tokens and %s, attention %s, keys from %s",
+            *(shape.digest, shape.identity.model, shape.identity.revision[:12]),
+            *(self._pieces.block_tokens, format_size(sum(shape.shard_bytes))),
+            dict(shape.identity.details)["attention"],
             "vLLM's hashes" if self._arrivals.uses_hashes else "tokens",
         )
         self._side = side
-        self._has_siblings = bool(handshakes[0].siblings)
-        self.keys_of_siblings = keys_of_siblings(handshakes[0].siblings)
-        self._worker = find_here(handshakes[0].name) if world_size == 1 else None
+        self._has_siblings = bool(handshake.siblings)
+        self.keys_of_siblings = keys_of_siblings(handshake.siblings)
+        self._worker = find_here(handshake.name) if world_size == 1 else None
         if self._worker is not None:
             self._worker.join()
         self._arrivals.may_leave = self._worker is not None
@@ -146,10 +167,13 @@ class RequestSide:
         self.step_loads.worker = self._worker if self._may_begin_loads and self._may_wait else None
 
     def _refusals(self, handshakes: Sequence[Handshake]) -> list[str]:
-        refusals = sorted({each.refusal for each in handshakes if each.shape is None})
+        refusals = {each.refusal for each in handshakes if each.shape is None}
+        shapes = [each.shape for each in handshakes if each.shape is not None]
+        others = [shape for shape in shapes[1:] if shape.fingerprint != shapes[0].fingerprint]
+        refusals |= {_difference(shapes[0], other) for other in others}
         if len(handshakes) != self._vllm_config.parallel_config.world_size:
-            refusals.append("not all of its workers said how they keep KV")
-        return refusals
+            refusals.add("not all of its workers said how they keep KV")
+        return sorted(refusals)
 
     def _wake_up(self, handshakes: Sequence[Handshake]) -> None:
         """The workers' memory was taken away and is there again. Before that vLLM resets its prefix cache and, with
@@ -518,3 +542,10 @@ class RequestSide:
         self.step_loads.drop_ahead()
         for request_id in request_ids:
             self._arrivals.forget(request_id)
+
+
+def _difference(one: BlockShape, other: BlockShape) -> str:
+    """Why two ranks of one engine cannot hold parts of the same blocks."""
+    here, there = one.parts, other.parts
+    differs = [f"{name} ({here.get(name)} | {there.get(name)})" for name in differing_parts(here, there)]
+    return f"its ranks do not agree on {', '.join(differs)}"

@@ -35,11 +35,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.core import kv_cache_utils
 
+import vllm
+
 OLDEST, NEWEST = (0, 26), (0, 33)
 SUPPORTED = "0.26 to 0.33"
 
 # Both have 256 bits and cannot be made to collide. The others are fast and neither.
 _SOUND_HASHES = ("sha256", "sha256_cbor")
+
+
+def release() -> tuple[int, int]:
+    """The release that runs here; (0, 0) for a build without a number."""
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def conv_state_layout() -> str:
+    """Which dimension comes first in the states of convolutions, which an environment variable decides."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return str(get_conv_state_layout())
 
 
 def refusal(version: str, allow_untested: bool) -> str:
@@ -83,6 +98,27 @@ def hash_tokens(kv_cache_config: Any, block_tokens: Sequence[int]) -> int:
     """How many tokens one of vLLM's hashes covers; `block_tokens` are those of each group."""
     said = getattr(kv_cache_config, "hash_block_size", None)
     return int(said) if said else math.gcd(*block_tokens)
+
+
+def context_parallel(parallel_config: Any) -> tuple[int, int]:
+    """Over how many ranks the tokens of a block are spread when decoding (DCP), and prompts when computing (PCP)."""
+    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    dcp_size, pcp_size = (int(getattr(parallel_config, name, 1)) for name in names)
+    return dcp_size, pcp_size
+
+
+def context_interleave(parallel_config: Any) -> int:
+    """How many neighbouring tokens of a block one of those ranks keeps before the next one's turn."""
+    names = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+    return max(int(getattr(parallel_config, name, None) or 1) for name in names)
+
+
+def is_own_model(model_config: Any) -> bool:
+    """Whether the model's code is vLLM's own, and not a plugin's, the checkpoint's or transformers'."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    module = get_model_architecture(model_config)[0].__module__
+    return module.startswith(("vllm.model_executor.models.", "vllm.models.")) and ".transformers" not in module
 
 
 def kv_tp_replicas(kv_cache_config: Any) -> int | None:

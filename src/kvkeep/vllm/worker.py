@@ -15,10 +15,12 @@ failed, which vLLM must hear of in its own words.
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 import weakref
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,13 +34,17 @@ from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.step import save
 from kvkeep.errors import KVKeepError
+from kvkeep.kv.parallel import ParallelStrategy
+from kvkeep.vllm.attention import encodings_of
 from kvkeep.vllm.groups import locate, pieces_of
-from kvkeep.vllm.identity import parts_of_all_ranks, shape_of, strategy_of
+from kvkeep.vllm.identity import Part, Weights, parts_of_all_ranks, shape_of, strategy_of
 from kvkeep.vllm.messages import Handshake, Reports, Step
 from kvkeep.vllm.siblings import is_child
 from kvkeep.vllm.stats import KVKeepStats, counts_of
 
 log = logging.getLogger(__name__)
+
+_HASH_PATIENCE_S = 0.4  # start-up waits that long for a small checkpoint to be hashed, and not for a large one
 
 # vLLM polls an engine that has nothing to compute once a millisecond or two.
 _IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
@@ -61,6 +67,20 @@ def is_alone(worker: WorkerSide | None) -> bool:
     """Whether vLLM calls that side's connector itself, and not one that holds others beside it."""
     here = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
     return worker is not None and here is worker
+
+
+@dataclass
+class _Registered:
+    """What came of a worker's start: its handshake, and unless it refused, what moves its blocks."""
+
+    handshake: Handshake
+    pieces: Pieces | None = None
+    adapter: WorkerAdapter | None = None
+    rank: int = 0
+
+
+def _refused(error: KVKeepError) -> Handshake:
+    return Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
 
 
 class WorkerSide:
@@ -86,6 +106,8 @@ class WorkerSide:
         self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
         self._is_asleep = False  # vLLM has taken the KV's memory away
         self._rank = 0
+        self._late: _Registered | None = None  # made in the background, taken over with the next step
+        self._is_closed = False
         self._told_trouble: tuple[str, str] | None = None  # what the scheduler knows of the connection to the server
         self.faults = 0
         self.handshake: Handshake | None = None
@@ -95,10 +117,12 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM has made the KV memory. From here on blocks move, unless this is no engine that can be cached."""
-        located: list[Piece] | KVKeepError
+        located: tuple[list[Piece], dict[str, str]] | KVKeepError
+        self._kv_caches = kv_caches
         try:
             pieces = pieces_of(self._vllm_config, self._kv_cache_config)
-            located = locate(pieces, self._kv_cache_config, kv_caches)
+            memory = locate(pieces, self._kv_cache_config, kv_caches)
+            located = memory, encodings_of(self._vllm_config, kv_caches)
         except KVKeepError as error:
             located = error
         try:
@@ -106,22 +130,67 @@ class WorkerSide:
             if isinstance(located, KVKeepError):
                 raise located
             strategy = strategy_of(self._vllm_config, self._kv_cache_config, pieces)
-            shape = shape_of(self._vllm_config, pieces, strategy, parts)
+        except KVKeepError as error:
+            self.handshake = _refused(error)
+            return
+        weights = Weights(self._vllm_config)
+        weights.wait(_HASH_PATIENCE_S)
+        start = partial(self._start, pieces, memory, strategy, parts, weights)
+        if not weights.pending:
+            self._take_over(start())
+            if self._adapter is not None:
+                self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
+            return
+        self.handshake = Handshake(None, is_pending=True)
+        threading.Thread(target=self._start_late, args=(weights, start), name="kvkeep-weights", daemon=True).start()
+
+    def _start(
+        self,
+        pieces: Pieces,
+        memory: Sequence[Piece],
+        strategy: ParallelStrategy,
+        parts: Sequence[Part],
+        weights: Weights,
+    ) -> _Registered:
+        """The weights are known, and with them what blocks are called."""
+        try:
+            shape = shape_of(self._vllm_config, pieces, strategy, parts, weights.revision)
             adapter = WorkerAdapter(shape, strategy, self._options)
             adapter.connection.outage.speaks = False  # the scheduler does, for all ranks
             try:
-                adapter.register_pieces(located)
+                adapter.register_pieces(memory)
             except KVKeepError:
                 adapter.close()
                 raise
-            adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
         except KVKeepError as error:
-            self.handshake = Handshake(None, f"{error.message} ({error.hint})" if error.hint else error.message)
-            return
-        self._pieces, self._adapter, self._rank, self._kv_caches = pieces, adapter, strategy.rank, kv_caches
-        self._may_wait = may_wait(self._vllm_config)
-        self.handshake = Handshake(shape, name=uuid.uuid4().hex)
-        _here[self.handshake.name] = self
+            return _Registered(_refused(error))
+        return _Registered(Handshake(shape, name=uuid.uuid4().hex), pieces, adapter, strategy.rank)
+
+    def _start_late(self, weights: Weights, start: Callable[[], _Registered]) -> None:
+        """In a thread of its own: the engine serves on while the files of a new checkpoint are hashed."""
+        try:
+            weights.wait()
+            late = start()
+        except Exception as error:  # guard: the scheduler must hear that this worker will never be ready
+            log.exception("kvkeep: a worker could not be started")
+            late = _Registered(Handshake(None, f"a worker could not be started: {error}"))
+        self._late = late
+        if self._is_closed and late.adapter is not None:
+            late.adapter.close()
+
+    def _take_over(self, registered: _Registered) -> None:
+        """In the engine's thread: from now on blocks move."""
+        self.handshake, adapter = registered.handshake, registered.adapter
+        if adapter is not None:
+            self._pieces, self._adapter, self._rank = registered.pieces, adapter, registered.rank
+            self._may_wait = may_wait(self._vllm_config)
+            _here[self.handshake.name] = self
+
+    def _take_over_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            self._take_over(late)
+            self._is_told = False  # the scheduler knows only that it was pending
 
     def first_handshake(self) -> Handshake | None:
         """The handshake, at start-up. None as one of several connectors: MultiConnector would give it to the siblings,
@@ -173,6 +242,7 @@ class WorkerSide:
 
     def save(self, step: Step) -> None:
         """Before vLLM writes anything: blocks that stores still have to read are saved. Once for each step."""
+        self._take_over_late()
         if self._adapter is None or self._saved is step:
             return
         self._saved = step
@@ -189,6 +259,7 @@ class WorkerSide:
 
     def begin(self, step: Step) -> None:
         """Loads begin. `save` comes first, where vLLM has not called for it already."""
+        self._take_over_late()
         for request_id, block_ids in step.lost.items():
             self.received.add(request_id)
             self._tell_failed(request_id, block_ids)
@@ -333,8 +404,11 @@ class WorkerSide:
         return self._adapter is not None and self._adapter.is_near and not self._is_asleep
 
     def close(self) -> None:
-        if self._adapter is not None:
-            self._adapter.close()
+        self._is_closed = True
+        late = self._late
+        for adapter in (self._adapter, late.adapter if late is not None else None):
+            if adapter is not None:
+                adapter.close()
 
     def _tell_failed(self, request_id: str, block_ids: list[int]) -> None:
         if self._pieces is None or self._pieces.whole:

@@ -1,4 +1,4 @@
-"""The protocol, version 1.
+"""The protocol, version 2.
 
 A client speaks to the daemon over ZMQ (DEALER to ROUTER). Every request gets exactly one reply: the reply named
 below, or Refused. A reply carries the number of its request; a client that has waited long enough gives up on it, and
@@ -8,8 +8,9 @@ a late reply is then dropped.
 and where the pool's shared memory lies. A client that can see that memory (the epoch file in it tells) takes the
 session's lock and says Attach("shared_memory"): from then on the kernel tells the daemon when the process is gone. A
 client elsewhere says Attach("network"), gets no slots to touch, and moves bytes with Fetch and Put. After Attach the
-client says OpenLayout, and everything else names that layout by the number in LayoutOpened. Ping asks whether the
-session is still there; Goodbye ends it. Requests that have nothing to tell are answered by Done.
+client says OpenLayout, and everything else names that layout by the number in LayoutOpened. OpenLayout brings the parts
+of the engine's identity by name, so that both sides can say which part keeps two engines of one model from sharing.
+Ping asks whether the session is still there; Goodbye ends it. Requests that have nothing to tell are answered by Done.
 
 **Epoch.** A random number of this server process. A session ends with its epoch: a request that names a session
 unknown to the server is refused with `unknown_session`, and the client says Hello again. Slots of an older epoch are
@@ -41,14 +42,23 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_LIST_ITEMS = 65_536
 
 SHARED_MEMORY, NETWORK = "shared_memory", "network"
 LOADED_TOKENS = "loaded_tokens"  # the server takes them in Release
 CAPABILITIES = (SHARED_MEMORY, NETWORK, "hints", LOADED_TOKENS)
 
+MAX_PARTS, MAX_PART_NAME_CHARS, MAX_PART_CHARS, MAX_ROLE_CHARS = 64, 64, 512, 64
+
 Numbers = Annotated[list[int], msgspec.Meta(max_length=MAX_LIST_ITEMS)]
+Parts = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(max_length=MAX_PART_NAME_CHARS)],
+        Annotated[str, msgspec.Meta(max_length=MAX_PART_CHARS)],
+    ],
+    msgspec.Meta(max_length=MAX_PARTS),
+]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -76,13 +86,17 @@ class Ping(Message, frozen=True):
 
 
 class OpenLayout(Message, frozen=True):
-    """Names how blocks are cut: a 16-byte fingerprint of everything that decides it, bytes of each shard. A worker
-    adds its shard and a fingerprint of how its tensors lie in memory. Answered by LayoutOpened."""
+    """Names what blocks mean and how they are cut: a 16-byte fingerprint of everything that decides it, bytes of each
+    shard. A worker adds its shard and a fingerprint of how its tensors lie in memory. `parts` is what the fingerprint
+    was taken over, by name; `role` says what the session is for. Both are for people: only the fingerprint decides
+    which blocks are found. Answered by LayoutOpened."""
 
     fingerprint: bytes
     shard_bytes: Numbers
     shard: int = -1
     physical: bytes = b""
+    parts: Parts = msgspec.field(default_factory=dict)
+    role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)] = ""
 
 
 class Lookup(Message, frozen=True):
@@ -106,6 +120,7 @@ class Finish(Message, frozen=True):
     """Hint: whoever used the chain that ends in `key` is done with it. Answered by Done."""
 
     tenant: str
+    layout: int
     key: bytes
 
 
@@ -138,6 +153,7 @@ class ReportBad(Message, frozen=True):
     """A loaded block did not match its checksum. The server looks for itself and drops it if so. Answered by Done."""
 
     tenant: str
+    layout: int
     key: bytes
 
 
@@ -203,11 +219,13 @@ class Done(Message, frozen=True):
 
 
 class LayoutOpened(Message, frozen=True):
-    """The layout's number, and where in a slot each shard begins."""
+    """The layout's number, and where in a slot each shard begins. `differs` names the parts of the identity that keep
+    this engine from sharing with another one of its model that is connected now; empty if there is none."""
 
     layout: int
     slot_bytes: int
     shard_offsets: list[int]
+    differs: list[str] = msgspec.field(default_factory=list)
 
 
 class Found(Message, frozen=True):

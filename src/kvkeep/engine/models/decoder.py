@@ -68,20 +68,16 @@ class Decoder(ABC):
             raise SettingsError(f"model settings: {problem}", "each pipeline stage holds a layer at least")
         return strategy
 
-    def identity(self, strategy: ParallelStrategy, block_tokens: int) -> ModelIdentity:
-        """What has to be equal for KV to be exchanged. The same for every rank."""
-        shape = "x".join(str(size) for size in self.block_shape(strategy, block_tokens))
-        layout = (
-            f"{self.settings.kind} layers={self.settings.num_layers} kv_heads={self.num_kv_heads} block={shape} "
-            f"tp={strategy.tp_size} pp={strategy.pp_size} replicas={strategy.replicas}"
-        )
+    def identity(self, block_tokens: int) -> ModelIdentity:
+        """What the numbers of a block mean. The same for every rank, however ranks divide them."""
+        whole = self.block_shape(ParallelStrategy.of(use_mla=self.settings.kind == "mla"), block_tokens)
+        block = "x".join(map(str, whole))
         return ModelIdentity(
             model=self.name,
             revision=self.weights.fingerprint,
             kv_dtype=str(self._embeddings.dtype).removeprefix("torch."),
             block_tokens=block_tokens,
-            layout=layout,
-            kv_world_size=strategy.kv_world_size,
+            content=f"{self.settings.kind} layers={self.settings.num_layers} block={block}",
         )
 
     def allocate_kv(self, strategy: ParallelStrategy, num_blocks: int, block_tokens: int) -> dict[str, torch.Tensor]:

@@ -49,8 +49,8 @@ class Model(Protocol):
     def strategy(self, tp_size: int, pp_size: int, rank: int) -> ParallelStrategy:
         """How this model's KV is spread. SettingsError if it cannot be."""
 
-    def identity(self, strategy: ParallelStrategy, block_tokens: int) -> ModelIdentity:
-        """What has to be equal for KV to be exchanged. The same for every rank."""
+    def identity(self, block_tokens: int) -> ModelIdentity:
+        """What the numbers of a block mean. The same for every rank, however ranks divide them."""
 
     def allocate_kv(self, strategy: ParallelStrategy, num_blocks: int, block_tokens: int) -> dict[str, torch.Tensor]:
         """Zeroed KV tensors of one rank: its layers, its heads."""

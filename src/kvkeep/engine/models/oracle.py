@@ -96,15 +96,14 @@ class OracleModel:
             raise SettingsError(f"oracle: {self.num_layers} layers are too few for {pp_size} pipeline stages")
         return strategy
 
-    def identity(self, strategy: ParallelStrategy, block_tokens: int) -> ModelIdentity:
+    def identity(self, block_tokens: int) -> ModelIdentity:
         shape = f"layers={self.num_layers} heads={self.num_kv_heads} words={self.words} mla={self.use_mla}"
         return ModelIdentity(
             model="oracle",
             revision=self.revision,
             kv_dtype="int64",
             block_tokens=block_tokens,
-            layout=f"{shape} tp={strategy.tp_size} pp={strategy.pp_size} replicas={strategy.replicas}",
-            kv_world_size=strategy.kv_world_size,
+            content=shape,
         )
 
     def allocate_kv(self, strategy: ParallelStrategy, num_blocks: int, block_tokens: int) -> dict[str, torch.Tensor]:
