@@ -382,6 +382,10 @@ class Driver:
         _set_environment(self.replaced)
         self.replaced = {name: os.environ.get(name) for name in env}
         _set_environment(env)
+        from kvkeep.connector.checkpoint import CheckpointDigest
+
+        if "XDG_CACHE_HOME" not in env:  # of which only tests of checkpoints that are hashed late have one of their own
+            CheckpointDigest.of(options["model"], None).wait(None)
         try:
             self.engine = Engine(options)
         except BaseException:  # guard: raised again; vLLM's remains would keep the next engine from starting
