@@ -101,12 +101,12 @@ def test_a_block_too_large_for_the_server_is_refused_in_its_words(sim: Any) -> N
 
 def test_a_server_of_another_protocol_version_is_named_and_not_used(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
     def answer(header: Header, request: m.Request) -> Any:
-        return encode(Header(header.session, header.number, version=2), m.Done())
+        return encode(Header(header.session, header.number, version=m.PROTOCOL_VERSION + 1), m.Done())
 
     sim.recorder.instead = answer
     connection = sim.connection()
     assert not connection.wait_until_up(1_000)
-    assert "protocol version 2" in connection.refusal
+    assert f"protocol version {m.PROTOCOL_VERSION + 1}" in connection.refusal
     assert "same kvkeep release" in caplog.text
     sim.recorder.instead = None
     assert connection.wait_until_up(1_000), "an upgraded server is found"

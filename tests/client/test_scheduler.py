@@ -13,6 +13,7 @@ from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.kv.identity import tenant_of
+from kvkeep.kv.keys import addresses
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.store.table import READY
 from kvkeep.testing.wire import Faults
@@ -215,7 +216,9 @@ def test_a_finished_conversation_is_evicted_before_older_ones(simulation: Make) 
     assert leases(sim) == 0
     store(sim, 2, "another")
     tenant = sim.store.tenants.get("default")
-    left = {key.decode().rstrip(".") for key, row in tenant.index.items() if sim.store.blocks.table.state[row] == READY}
+    ready = [address for address, row in tenant.index.items() if sim.store.blocks.table.state[row] == READY]
+    fingerprint = scheduler.connection.shape.fingerprint
+    left = {addresses(address, fingerprint).decode().rstrip(".") for address in ready}  # which gives back the keys
     assert left == {"old0", "old1", "old2", "new0", "another0", "another1"}
 
 

@@ -468,6 +468,7 @@ def starting_late(value: str | None, problem: str = "") -> WorkerSide:
 
     def go_on(worker: WorkerSide) -> None:
         assert worker.handshake is not None and worker.handshake.is_pending, "the engine starts without waiting"
+        assert worker.first_handshake() == worker.handshake
         worker.begin(Step())
         worker.finish()
         assert worker.take_reports() is None and worker.handshake.shape is None

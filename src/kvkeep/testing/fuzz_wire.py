@@ -97,6 +97,10 @@ class Fields:
                 return choices.pick((50, 0, 100, self.number()))
             case "client" | "server" | "code" | "message" | "field" | "hint" | "directory" | "lock":
                 return choices.text()
+            case "role":
+                return choices.text()[: m.MAX_ROLE_CHARS]
+            case "parts":
+                return {choices.text()[: m.MAX_PART_NAME_CHARS]: choices.text() for _ in range(choices.byte() % 4)}
             case "pool" | "limits":
                 return self.message(m.PoolPlace if name == "pool" else m.WireLimits)
             case "capabilities" | "shard_offsets":
