@@ -133,8 +133,8 @@ class Weights:
         draft = _draft_model(vllm_config.speculative_config)
         self._target = self._draft = None
         if self._said is None and not self._is_made_up:
-            self._target = _digest_of(self._model)
-            self._draft = None if draft is None else _digest_of(draft)
+            self._target = _digest_of(self._model, self._load)
+            self._draft = None if draft is None else _digest_of(draft, self._load)
 
     @property
     def _is_made_up(self) -> bool:
@@ -164,12 +164,13 @@ class Weights:
         return " ".join(names)
 
 
-def _digest_of(model: Any) -> CheckpointDigest:
+def _digest_of(model: Any, load: Any) -> CheckpointDigest:
     return CheckpointDigest.of(
         str(model.model),
         model.revision,
         remote_code=bool(getattr(model, "trust_remote_code", False)),
         code_revision=getattr(model, "code_revision", None),
+        download_dir=getattr(load, "download_dir", None),
     )
 
 
