@@ -65,6 +65,7 @@ class RequestSide:
         self._all_withdrawn = False
         self._is_idle = True  # the last step computed nothing, or is over and there is no other request
         self._under_way = 0  # steps whose results have not come
+        self._uncounted_steps = 0  # those at most that were made before requests were cached
         self._has_waited = False  # since then, for an answer
         self._may_begin_loads = False  # before the step that they are made in
         self._may_wait = True
@@ -134,6 +135,8 @@ class RequestSide:
         self._early.end()
 
     def _start(self, shape: BlockShape, handshake: Handshake, patience_ms: int) -> None:
+        if not patience_ms:  # steps are under way that were not counted: vLLM makes one more than it computes
+            self._is_idle, self._uncounted_steps = False, self._vllm_config.parallel_config.pipeline_parallel_size + 1
         self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
         block_tokens = [group.block_tokens for group in self._pieces.groups]
         tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
@@ -224,7 +227,7 @@ class RequestSide:
         known.local_tokens, known.asked_in = local_tokens, self._sibling_loads.step
         if (not local_tokens and self._arrivals.is_missing(known)) or not self._arrivals.grow(known):
             return 0
-        self._is_idle |= not self._under_way and len(self._alive) == 1
+        self._is_idle |= not (self._under_way or self._uncounted_steps) and len(self._alive) == 1
         if known.failed and self._others_first:
             return None
         if self._is_idle and self._worker is not None and self._side.stores:
@@ -373,7 +376,8 @@ class RequestSide:
         if self._worker is None:
             self._store_due()
         jobs = side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
-        self._is_idle, self._has_waited = not scheduled.total_num_scheduled_tokens, False
+        self._is_idle = not (scheduled.total_num_scheduled_tokens or self._uncounted_steps)
+        self._has_waited = False
         self._is_reset &= self._is_idle
         self._under_way += 1
         # vLLM looks no further than the first request for which it has no room. One whose load failed may need more
@@ -415,6 +419,7 @@ class RequestSide:
         """A step has ended, and this came with its results. Requests whose loads have ended besides, all of them well:
         vLLM has not been told."""
         self._under_way = max(0, self._under_way - 1)
+        self._uncounted_steps = max(0, self._uncounted_steps - 1)
         if self._side is None:
             return set()
         arrived, more = self._worker.hand_over() if self._worker is not None else (set(), [])
