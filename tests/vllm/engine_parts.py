@@ -372,6 +372,7 @@ class Engine:
             for group in self.kv_cache_config.kv_cache_groups
             for name in group.layer_names
         }
+        self.config.compilation_config.static_forward_context.update({name: cpu_layer() for name in self.kv})
         self.connector = ours(self.scheduler.connector)
         self.free = self.free_blocks
         self.is_told: Callable[[], bool] = lambda: True  # whether a worker hears that a step is computed
@@ -386,7 +387,6 @@ class Engine:
     def _start(self) -> None:
         with one_rank(), mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", self._make_worker):
             self.rank = KVKeepConnector(self.config, KVConnectorRole.WORKER, self.kv_cache_config)
-            self.config.compilation_config.static_forward_context.update({name: cpu_layer() for name in self.kv})
             self.rank.register_kv_caches(self.kv)
         handshake = self.rank.get_handshake_metadata()
         assert handshake is not None and handshake.shape is not None, handshake
