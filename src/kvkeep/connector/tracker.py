@@ -14,8 +14,8 @@ loaded from the server before the request had it from anywhere else:
                     the request computed the block itself, and loaded it again after a preemption
                     the load failed, so the block was computed
                     the block holds generated tokens, whole or in part
-                    the block ends with the last token of the prompt: that token is always computed, so no engine
-                    loads its block
+                    the block ends with the last token of the prompt: that token is always computed, whether or not
+                    its block was loaded
 
 Where all goes well that is `max(0, external hits - local hits)` blocks. Both engines count here, whichever way they
 load.
@@ -48,7 +48,7 @@ class Tracker:
     salt: str | None
     tenant: str  # "": its salt is none, so nothing of it is looked up or stored
     params: CacheParams
-    prompt_blocks: int  # full blocks of its prompt; those after them hold generated tokens
+    prompt_blocks: int  # full blocks before the last token of its prompt: those that the server can give it
     keys: bytearray = field(default_factory=bytearray)  # of all full blocks known so far
     asked: tuple[bytes, int] | None = None  # the keys and the skip of the lookup that is under way or answered
     answer: Answer | None = None

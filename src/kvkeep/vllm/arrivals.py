@@ -115,7 +115,7 @@ class Arrivals:
         request, known.first_key = known.request, b""
         reads = not getattr(request, "skip_reading_prefix_cache", False)
         about = request.request_id, request.cache_salt, request.kv_transfer_params, keys
-        prompt_blocks = request.num_prompt_tokens // self._identity.block_tokens
+        prompt_blocks = (request.num_prompt_tokens - 1) // self._identity.block_tokens  # of which all may be given
         self._side.arrive(*about, reads=reads, prompt_blocks=prompt_blocks)
         self._side.hold(request.request_id, known.held_blocks)
         self.lookups += reads

@@ -233,9 +233,9 @@ class RequestSide:
         if self._is_idle and self._worker is not None and self._side.stores:
             self._take_in(self._worker.stores_handed_over(), counted=False)
         known.in_step = self._may_load_in_step(known)
-        # The last token is always computed, so the block that ends with it is not loaded. vLLM's own prefix cache and
-        # the reference engine have the same limit.
-        limit = (request.num_tokens - 1) // self._pieces.block_tokens
+        # Of a prompt that is there as a whole one token is computed, not a block: that is a step of decoding, for which
+        # vLLM has a CUDA graph. Where there are windows or states, what the last token begins with must be computed.
+        limit = (request.num_tokens - (not self._pieces.whole)) // self._pieces.block_tokens
         blocks = local_tokens // self._pieces.block_tokens
         found = self._side.lookup(request.request_id, blocks, limit)
         if found is None and self._is_idle and self._may_wait and not self._has_waited:
@@ -247,7 +247,9 @@ class RequestSide:
         known.in_step &= self.step_loads.is_short(self._worth.expected_s(found), found * self._block_bytes)
         if known.in_step:
             self.step_loads.fetch_ahead(request.request_id, *self._side.found(request.request_id, blocks, found))
-        return (blocks + found) * self._pieces.block_tokens - local_tokens
+        # In the background vLLM leaves the last token out of its own accord.
+        most: int = request.num_tokens - known.in_step
+        return min((blocks + found) * self._pieces.block_tokens, most) - local_tokens
 
     def loads_in_step(self, request: Any) -> bool:
         """Whether what was found is there when the step begins, so that vLLM need not wait for it."""
@@ -297,8 +299,9 @@ class RequestSide:
     def _prepare_load(self, known: Known, tables: Sequence[Sequence[int]], loaded_tokens: int) -> Job:
         assert self._side is not None
         first = known.local_tokens // self._pieces.block_tokens
-        stop, rest = divmod(known.local_tokens + loaded_tokens, self._pieces.block_tokens)
-        assert not rest, "vLLM takes what it was offered, or nothing"
+        stop = -(-(known.local_tokens + loaded_tokens) // self._pieces.block_tokens)
+        is_whole = known.local_tokens + loaded_tokens == stop * self._pieces.block_tokens
+        assert is_whole or known.in_step, "vLLM takes what it was offered, or nothing"
         rows = self._pieces.rows(tables, first, stop, _NULL_BLOCK)
         rows = self._pieces.without_tokens(rows, known.local_tokens, first)
         job = self._side.prepare_load(known.request.request_id, first, rows)
