@@ -30,7 +30,7 @@ def engine(model: str, **more: Any) -> Any:
         enable_prefix_caching=True,
         max_model_len=2048,
         max_num_seqs=8,
-        gpu_memory_utilization=0.06,
+        gpu_memory_utilization=0.1,
         enforce_eager=True,
         **more,
     )
