@@ -79,7 +79,7 @@ class Engine:
     def __init__(self, server: ServerProcess, **options: Any) -> None:
         self.memory = some_memory(seed=7)
         self.name = f"wu{next(_models)}"  # a model that no other test uses
-        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, layout="l")
+        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l")
         options = {"lookup_deadline_ms": 5_000} | options
         self.worker = WorkerAdapter(
             BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)

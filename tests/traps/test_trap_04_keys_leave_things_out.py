@@ -63,7 +63,7 @@ def test_engines_with_other_weights_under_the_same_name_share_nothing(server: Se
         root_key(IDENTITY, None, extra=b"anything else that the engine hashes"),
         *(
             root_key(msgspec.structs.replace(IDENTITY, **{name: "x"}), None)
-            for name in ("model", "revision", "kv_dtype", "layout")
+            for name in ("model", "revision", "kv_dtype", "content")
         ),
     ],
 )
