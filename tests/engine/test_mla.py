@@ -125,11 +125,11 @@ def test_each_rank_reads_its_own_kv() -> None:
         assert (actual - expected).abs().max() > 1e-3
 
 
-def test_shapes_differ_by_cut_and_the_identity_does_not() -> None:
+def test_shapes_differ_by_stages_alone_and_the_identity_does_not() -> None:
     model = MLAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float64))
     cuts = [(tp_size, pp_size) for tp_size in (1, 2, 4) for pp_size in (1, 2)]
     shapes = [shape_of(model, ranks_of(model, *cut), NUM_BLOCKS, BLOCK_TOKENS) for cut in cuts]
-    assert len({shape.fingerprint for shape in shapes}) == len(cuts)
+    assert len({shape.fingerprint for shape in shapes}) == 2, "one for each number of stages: TP ranks hold the same"
     assert [shape.kv_world_size for shape in shapes] == [pp_size for _, pp_size in cuts]
     assert len({shape.identity for shape in shapes}) == 1
 

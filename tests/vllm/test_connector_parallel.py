@@ -130,3 +130,14 @@ def test_mla_that_was_stored_by_one_rank_is_found_by_another_process(
     assert eventually(lambda: since("stored_blocks") == 5) and at_rest(server)
     loaded, cached = digests(two.use("mla", server), tokens, 5)
     assert (loaded, cached) == (computed, 80)
+
+
+def test_mla_that_was_stored_by_one_rank_is_found_by_an_engine_of_two(
+    one: Replica, ranks: Replica, server: ServerProcess
+) -> None:
+    tokens = prompt(90)
+    since = Since(server)
+    computed, _ = digests(one.use("mla", server), tokens, 5)
+    assert eventually(lambda: since("stored_blocks") == 5) and at_rest(server)
+    loaded, cached = digests(ranks.use("mla", server, tensor_parallel_size=2), tokens, 5)
+    assert (loaded, cached) == (computed * 2, 80)

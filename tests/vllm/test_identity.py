@@ -203,6 +203,16 @@ def test_ranks_that_write_kv_in_different_ways_are_refused() -> None:
         identity.shape_of(config(), ONE, ParallelStrategy.of(tp_size=2), parts, "w")
 
 
+def test_mla_is_shared_by_engines_of_every_tensor_parallel_size() -> None:
+    part = identity.Part(["x"], [64], ENCODINGS)
+    sizes = (1, 2, 8)
+    shapes = [
+        identity.shape_of(config(), ONE, ParallelStrategy.of(tp_size=size, use_mla=True), [part] * size, "w")
+        for size in sizes
+    ]
+    assert len({shape.fingerprint for shape in shapes}) == 1
+
+
 def test_stages_of_a_pipeline_have_one_identity_whatever_layers_they_hold() -> None:
     whole = identity.Part(["x"], [64], {"layer.0": "fused-kv", "layer.1": "mla"})
     halves = [identity.Part(["x"], [32], {"layer.0": "fused-kv"}), identity.Part(["x"], [32], {"layer.1": "mla"})]

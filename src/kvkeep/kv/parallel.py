@@ -99,8 +99,9 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def cut(self) -> str:
-        """How a block is divided, for the fingerprint of a layout: ranks that divide it alike say the same."""
-        return f"tp={self.tp_size} pp={self.pp_size} replicas={self.replicas}"
+        """How a block is divided, for the fingerprint of a layout. Ranks that hold the same bytes are one shard, so MLA
+        is divided alike at every tensor-parallel size."""
+        return f"heads in {self.tp_size // self.replicas}, layers in {self.pp_size}"
 
     @property
     def tp_rank(self) -> int:

@@ -210,11 +210,12 @@ def shape_of(
     )
     shards = [(part.layouts, part.sizes) for part in parts[:: strategy.replicas]]
     dcp_size, pcp_size = versions.context_parallel(vllm_config.parallel_config)
-    cut = f"{strategy.cut} dcp={dcp_size} pcp={pcp_size}"
-    if dcp_size > 1:
-        cut += f" interleave={versions.context_interleave(vllm_config.parallel_config)}"
+    cut = f"{strategy.cut}, memory {_digest(shards)}"
+    if dcp_size > 1 or pcp_size > 1:
+        interleave = versions.context_interleave(vllm_config.parallel_config)
+        cut += f", tokens in {dcp_size} (DCP, {interleave} together), prompts in {pcp_size} (PCP)"
     sizes = tuple(nbytes for _, of_rank in shards for nbytes in of_rank)
-    return BlockShape(identity, sizes, len(pieces), f"{cut} memory={_digest(shards)}")
+    return BlockShape(identity, sizes, len(pieces), cut)
 
 
 def _name_of(model: Any) -> str:
