@@ -163,14 +163,13 @@ def test_the_users_extra_keys_stay_and_the_size_is_not_passed_on(asked: list[Cli
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"kv_offloading_backend": "lmcache", "kv_offloading_size": 1}, "kvkeep"),
         ({"kv_offloading_backend": "disk"}, "kv_offloading_backend"),
         ({"kv_offloading_size": -1}, "kv_offloading_size"),
         ({"kv_offloading_size": "8"}, "kv_offloading_size"),
         ({"kv_offloading_size": True}, "kv_offloading_size"),
         ({"kv_transfer_config": {"kv_conector": "KVKeepConnector"}}, "kv_connector"),
         ({"kv_transfer_config": "{"}, "JSON"),
-        ({"kv_transfer_config": {"kv_connector": "LMCacheMPConnector"}}, "KVKeepConnector"),
+        ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "KVKeepConnector"),
         ({"kv_transfer_config": {"kv_connector": "KVKeepConnector", "kv_role": "kv_producer"}}, "kv_both"),
         ({"kv_transfer_config": {"kv_load_failure_policy": "ignore"}}, "kv_load_failure_policy"),
         (
@@ -256,7 +255,7 @@ def test_without_a_server_the_engine_serves_and_says_so_once(
         sides = [*llm.engine.workers._caches, llm.engine.scheduler.connector._cache]  # type: ignore[union-attr]
         connections: list[Connection] = [side.connection for side in sides]  # type: ignore[attr-defined]
         assert len(connections) == ranks + 1
-        assert eventually(lambda: all(each._outage.told for each in connections)), "each has met the outage"
+        assert eventually(lambda: all(each.outage.told for each in connections)), "each has met the outage"
         before = [each._attempts for each in connections]
         assert eventually(lambda: all(each._attempts >= n + 3 for each, n in zip(connections, before, strict=True)))
     assert all(extra.metrics.external_cached_tokens == 0 for extra in answers)

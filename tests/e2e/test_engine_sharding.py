@@ -220,7 +220,8 @@ def test_a_real_model_that_is_cut_otherwise_never_hits(server: ServerProcess, se
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:
         with engine(server, settings, tensor_parallel_size=tp, pipeline_parallel_size=pp, **own) as llm:
             [answer] = serve(llm, [counting(tokens)])
-        assert answer.kv_transfer_params == {KEY: 0}
+        is_same = settings is MLA and tp == 2  # all ranks of a stage hold the same: one shard at every size
+        assert answer.kv_transfer_params == {KEY: 20 if is_same else 0}
         assert [answer.token_ids] == expected
 
 

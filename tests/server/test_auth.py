@@ -186,6 +186,7 @@ def test_what_only_another_tenant_has_is_looked_up_in_the_very_steps_of_what_nob
     layout = peer.open_layout(64)
     for tenant, name in ((T1, "mine"), (T2, "theirs")):
         assert peer.store(layout, chain(name, 3), [bytes(64)] * 3, tenant=tenant) == 3
+    steps_of(world, peer, m.Lookup(T1, layout, chain("first", 3)))  # the first one of a tenant begins its counts
     absent, theirs, mine = (
         steps_of(world, peer, m.Lookup(T1, layout, chain(name, 3))) for name in ("nobody's", "theirs", "mine")
     )

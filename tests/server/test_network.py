@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvkeep.kv.checksum import checksum
+from kvkeep.kv.keys import addresses
 from kvkeep.server import network
 from kvkeep.store.integrity import check_integrity
 from kvkeep.testing.peer import Peer, chain
@@ -128,7 +129,9 @@ def test_a_lookup_that_found_nothing_leaves_no_lease(world: World) -> None:
 
 def test_a_block_dropped_while_it_is_leased_can_still_be_fetched(stored: World) -> None:
     lease = stored.lease()
-    row = stored.server.store.tenants.get("default").index[KEYS[:16]]  # type: ignore[union-attr]
+    (layout,) = stored.server.store.layouts
+    address = addresses(KEYS[:16], layout.fingerprint)
+    row = stored.server.store.tenants.get("default").index[address]  # type: ignore[union-attr]
     stored.server.store.blocks.drop([row])
     assert stored.visible() == 0
     stored.peer.ask(m.Done, m.Fetch(lease, 0, 0, 3))

@@ -38,7 +38,7 @@ def own_model(monkeypatch: pytest.MonkeyPatch) -> None:
 class Digest:
     """A CheckpointDigest that is known."""
 
-    pending = False
+    pending = found = False
 
     def __init__(self, value: str | None, problem: str = "") -> None:
         self.value, self.problem = value, problem
@@ -160,6 +160,12 @@ def test_weights_that_nothing_tells_apart_are_refused_unless_a_commit_names_them
     assert "kvkeep.revision" in caught.value.hint
     commit = "0123456789abcdef0123456789abcdef01234567"
     assert weights_of(config(revision=commit), Digest(None, "no weights found")) == f"somebody/tiny@{commit}"
+    changed = Digest(None, "a file has changed")
+    changed.found = True
+    with pytest.raises(SettingsError, match="a file has changed"):
+        weights_of(config(revision=commit), changed)
+    with pytest.raises(SettingsError, match="somebody/eagle"):  # the target's commit says nothing of the draft
+        weights_of(config(revision=commit, draft="somebody/eagle"), Digest("t"), Digest(None, "none found"))
 
 
 # --- positions --------------------------------------------------------------------------------------------------

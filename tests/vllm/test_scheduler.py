@@ -129,7 +129,6 @@ def test_the_cache_is_used_once_the_last_worker_knows_its_weights(caplog: pytest
         assert side._side is None
         side.take_handshakes([Handshake(shape())])
     assert side._side is not None
-    assert not side._is_idle, "a step may be under way that was made before"
     assert any(f"identity {shape().digest}" in line for line in said(caplog, logging.INFO))
     side.close()
 

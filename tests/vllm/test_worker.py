@@ -25,7 +25,7 @@ from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.connector.step import StepMetadata
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.vllm import identity
+from kvkeep.vllm import identity, versions
 from kvkeep.vllm.messages import Reports, Step
 from kvkeep.vllm.worker import WorkerSide, find_here
 
@@ -376,6 +376,13 @@ def test_copies_give_way_to_an_engine_until_it_has_computed_nothing_for_two_step
 # --- start-up ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server, and no model that vLLM knows: also in steps after the start."""
+    monkeypatch.setattr(kvkeep.vllm.worker, "WorkerAdapter", lambda *about: Recording())
+    monkeypatch.setattr(versions, "is_own_model", lambda model: True)
+
+
 def registered(
     *specs: Any,
     kv: Any = None,
@@ -392,8 +399,7 @@ def registered(
     layers = {name: torch.zeros(6, 4) for group in cache.kv_cache_groups for name in group.layer_names}
     config.compilation_config.static_forward_context.update({name: layer or cpu_layer() for name in layers})
     config.kv_transfer_config.kv_connector_extra_config |= extra or {}
-    adapter = mock.patch.object(kvkeep.vllm.worker, "WorkerAdapter", return_value=Recording())
-    with one_rank(), adapter:
+    with one_rank():
         worker.register(layers if kv is None else kv)
         yield_to(worker)
     return worker
@@ -443,7 +449,7 @@ def test_an_unknown_attention_backend_is_refused_by_name() -> None:
 class Hashing:
     """A CheckpointDigest of which the test says when it is known."""
 
-    revision = None
+    found = False
     problem = ""
 
     def __init__(self) -> None:
@@ -473,9 +479,6 @@ def starting_late(value: str | None, problem: str = "") -> WorkerSide:
         worker.finish()
         assert worker.take_reports() is None and worker.handshake.shape is None
         hashing.end(value, problem)
-        for thread in threading.enumerate():
-            if thread.name == "kvkeep-weights":
-                thread.join(60)
 
     patience = mock.patch.object(kvkeep.vllm.worker, "_HASH_PATIENCE_S", 0)
     with patience, mock.patch.object(identity, "_digest_of", return_value=hashing):
@@ -504,12 +507,25 @@ def test_weights_that_stay_unknown_are_refused_with_the_next_step() -> None:
     assert "kvkeep.revision" in reports.handshakes[0].refusal
 
 
-def test_a_worker_that_is_closed_before_its_weights_are_known_leaves_nothing() -> None:
+def test_a_worker_that_is_closed_before_its_weights_are_known_starts_nothing() -> None:
     worker = starting_late("abc")
     worker.close()
-    late = worker._late
-    assert late is not None and late.adapter is not None
-    assert late.adapter.calls[-1] == ("close", None)  # type: ignore[attr-defined]
+    worker.begin(Step())
+    assert worker._adapter is None and worker.handshake is not None and worker.handshake.is_pending
+
+
+def test_a_late_start_that_fails_is_told_and_counted() -> None:
+    worker = starting_late("abc")
+    with mock.patch.object(kvkeep.vllm.worker, "shape_of", side_effect=ValueError("as the test says")):
+        worker.begin(Step())
+    reports = worker.take_reports()
+    assert reports is not None and "as the test says" in reports.handshakes[0].refusal and worker.faults == 1
+
+
+def test_a_rank_whose_kv_cannot_be_described_still_speaks_to_the_others() -> None:
+    with mock.patch.object(kvkeep.vllm.worker, "encodings_of", side_effect=AttributeError("no such attribute")):
+        worker = registered(full())
+    assert worker.handshake is not None and "no such attribute" in worker.handshake.refusal and worker.faults == 1
 
 
 def test_the_refusal_has_the_hint() -> None:

@@ -340,6 +340,8 @@ class Admin:
         except RequestError as error:
             if error.code != "outcome_unknown":
                 self.daemon.quotas.save(before)
+            else:  # it is being put in force, and the next change must not take it back
+                self.daemon.kept_quotas = kept
             raise
         self.daemon.kept_quotas = kept
 

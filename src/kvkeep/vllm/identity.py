@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -131,26 +132,21 @@ class Weights:
         self._model, self._load = vllm_config.model_config, vllm_config.load_config
         self._said = revision(vllm_config.kv_transfer_config.kv_connector_extra_config)
         draft = _draft_model(vllm_config.speculative_config)
-        self._target = self._draft = None
-        if self._said is None and not self._is_made_up:
-            self._target = _digest_of(self._model, self._load)
-            self._draft = None if draft is None else _digest_of(draft, self._load)
+        models = [self._model, *([] if draft is None else [draft])]
+        is_looked_at = self._said is None and not self._is_made_up
+        self._digests = [(model, _digest_of(model, self._load)) for model in models] if is_looked_at else []
 
     @property
     def _is_made_up(self) -> bool:
         return str(self._load.load_format) == "dummy"
 
     @property
-    def _digests(self) -> list[CheckpointDigest]:
-        return [digest for digest in (self._target, self._draft) if digest is not None]
-
-    @property
     def pending(self) -> bool:
-        return any(digest.pending for digest in self._digests)
+        return any(digest.pending for _, digest in self._digests)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until nothing is pending, or for so long for each checkpoint."""
-        for digest in self._digests:
+        for _, digest in self._digests:
             digest.wait(timeout_s)
 
     @property
@@ -160,8 +156,7 @@ class Weights:
             return self._said
         if self._is_made_up:
             return f"made up from seed {self._model.seed}"
-        names = [_named(digest, self._model) for digest in self._digests]
-        return " ".join(names)
+        return " ".join(_named(model, digest) for model, digest in self._digests)
 
 
 def _digest_of(model: Any, load: Any) -> CheckpointDigest:
@@ -174,11 +169,12 @@ def _digest_of(model: Any, load: Any) -> CheckpointDigest:
     )
 
 
-def _named(digest: CheckpointDigest, model: Any) -> str:
+def _named(model: Any, digest: CheckpointDigest) -> str:
     if digest.value is not None:
         return digest.value
-    if model.revision and _COMMIT.fullmatch(str(model.revision)):
-        return f"{model.model}@{model.revision}"  # a commit never changes its files
+    is_elsewhere = not digest.found and not os.path.exists(str(model.model))
+    if is_elsewhere and model.revision and _COMMIT.fullmatch(str(model.revision)):
+        return f"{model.model}@{model.revision}"  # a commit of the hub never changes its files; those here may
     raise SettingsError(
         f"nothing tells the weights of {model.model} from others of that name: {digest.problem}",
         "set kvkeep.revision in kv_connector_extra_config to a name that changes with the weights",

@@ -135,8 +135,6 @@ class RequestSide:
         self._early.end()
 
     def _start(self, shape: BlockShape, handshake: Handshake, patience_ms: int) -> None:
-        if not patience_ms:  # steps are under way that were not counted: vLLM makes one more than it computes
-            self._is_idle, self._uncounted_steps = False, self._vllm_config.parallel_config.pipeline_parallel_size + 1
         self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
         block_tokens = [group.block_tokens for group in self._pieces.groups]
         tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
@@ -162,6 +160,8 @@ class RequestSide:
         self._worker = find_here(handshake.name) if world_size == 1 else None
         if self._worker is not None:
             self._worker.join()
+            if not patience_ms:  # a step or two are under way that were not counted
+                self._is_idle, self._uncounted_steps = False, 2
         self._arrivals.may_leave = self._worker is not None
         # When a step begins vLLM zeroes new blocks of some models, and other connectors read what they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
@@ -421,8 +421,10 @@ class RequestSide:
     def complete(self, reports: Sequence[Finished]) -> set[str]:
         """A step has ended, and this came with its results. Requests whose loads have ended besides, all of them well:
         vLLM has not been told."""
-        self._under_way = max(0, self._under_way - 1)
-        self._uncounted_steps = max(0, self._uncounted_steps - 1)
+        if self._uncounted_steps:  # they were made first, so they end first
+            self._uncounted_steps -= 1
+        else:
+            self._under_way = max(0, self._under_way - 1)
         if self._side is None:
             return set()
         arrived, more = self._worker.hand_over() if self._worker is not None else (set(), [])

@@ -15,7 +15,6 @@ failed, which vLLM must hear of in its own words.
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from kvkeep.client.sources import Piece
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.pieces import Pieces
 from kvkeep.connector.step import save
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.vllm.attention import encodings_of
 from kvkeep.vllm.groups import locate, pieces_of
@@ -106,8 +105,8 @@ class WorkerSide:
         self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
         self._is_asleep = False  # vLLM has taken the KV's memory away
         self._rank = 0
-        self._late: _Registered | None = None  # made in the background, taken over with the next step
-        self._is_closed = False
+        self._pending: Weights | None = None  # being hashed; then `_start_late` is called with the next step
+        self._start_late: Callable[[], _Registered] | None = None
         self._told_trouble: tuple[str, str] | None = None  # what the scheduler knows of the connection to the server
         self.faults = 0
         self.handshake: Handshake | None = None
@@ -125,6 +124,10 @@ class WorkerSide:
             located = memory, encodings_of(self._vllm_config, kv_caches)
         except KVKeepError as error:
             located = error
+        except Exception as error:  # guard: the other ranks wait for this one below; they hear why it is not cached
+            log.exception("kvkeep: the KV of this rank could not be described")
+            self.faults += 1
+            located = SettingsError(f"the KV of a rank could not be described: {error}")
         try:
             parts = parts_of_all_ranks(located)  # refused or not: the other ranks wait for us here
             if isinstance(located, KVKeepError):
@@ -142,7 +145,7 @@ class WorkerSide:
                 self._adapter.connection.wait_until_up(CONNECT_PATIENCE_MS)
             return
         self.handshake = Handshake(None, is_pending=True)
-        threading.Thread(target=self._start_late, args=(weights, start), name="kvkeep-weights", daemon=True).start()
+        self._pending, self._start_late = weights, start
 
     def _start(
         self,
@@ -166,18 +169,6 @@ class WorkerSide:
             return _Registered(_refused(error))
         return _Registered(Handshake(shape, name=uuid.uuid4().hex), pieces, adapter, strategy.rank)
 
-    def _start_late(self, weights: Weights, start: Callable[[], _Registered]) -> None:
-        """In a thread of its own: the engine serves on while the files of a new checkpoint are hashed."""
-        try:
-            weights.wait()
-            late = start()
-        except Exception as error:  # guard: the scheduler must hear that this worker will never be ready
-            log.exception("kvkeep: a worker could not be started")
-            late = _Registered(Handshake(None, f"a worker could not be started: {error}"))
-        self._late = late
-        if self._is_closed and late.adapter is not None:
-            late.adapter.close()
-
     def _take_over(self, registered: _Registered) -> None:
         """In the engine's thread: from now on blocks move."""
         self.handshake, adapter = registered.handshake, registered.adapter
@@ -187,10 +178,20 @@ class WorkerSide:
             _here[self.handshake.name] = self
 
     def _take_over_late(self) -> None:
-        late, self._late = self._late, None
-        if late is not None:
-            self._take_over(late)
-            self._is_told = False  # the scheduler knows only that it was pending
+        """Starts a worker whose weights have become known meanwhile. In the engine's thread: it is on the right GPU
+        and captures no graph now, and as a step begins the engine is awake."""
+        start = self._start_late
+        if start is None or self._pending is None or self._pending.pending:
+            return
+        self._start_late = self._pending = None
+        try:
+            registered = start()
+        except Exception as error:  # guard: the scheduler must hear that this worker will never be ready
+            log.exception("kvkeep: a worker could not be started")
+            self.faults += 1
+            registered = _Registered(Handshake(None, f"a worker could not be started: {error}"))
+        self._take_over(registered)
+        self._is_told = False  # the scheduler knows only that it was pending
 
     def first_handshake(self) -> Handshake | None:
         """The handshake, at start-up. None as one of several connectors: MultiConnector would give it to the siblings,
@@ -404,11 +405,9 @@ class WorkerSide:
         return self._adapter is not None and self._adapter.is_near and not self._is_asleep
 
     def close(self) -> None:
-        self._is_closed = True
-        late = self._late
-        for adapter in (self._adapter, late.adapter if late is not None else None):
-            if adapter is not None:
-                adapter.close()
+        self._start_late = None
+        if self._adapter is not None:
+            self._adapter.close()
 
     def _tell_failed(self, request_id: str, block_ids: list[int]) -> None:
         if self._pieces is None or self._pieces.whole:
