@@ -230,7 +230,7 @@ def test_engines_whose_pieces_lie_otherwise_in_memory_do_not_exchange_blocks(ser
         workers.append(WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address)))
         workers[-1].register_pieces(pieces_of([memories()[0], second]))
         assert eventually(lambda: workers[0].connection.up)
-    assert eventually(lambda: "lays the tensors of shard 0 out differently" in workers[1].connection.refusal)
+    assert eventually(lambda: "orders the tensors of shard 0 differently" in workers[1].connection.refusal)
     assert not workers[1].connection.up
     for worker in workers:
         worker.close()

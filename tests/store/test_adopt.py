@@ -381,7 +381,7 @@ def test_physical_layouts_are_remembered() -> None:
     store = new_store(columns)
     adopt(store, SLABS, False, 0)
     store.layouts.agree(store.layouts[1], 0, b"rows first")
-    with pytest.raises(Exception, match="lays the tensors of shard 0 out differently"):
+    with pytest.raises(Exception, match="orders the tensors of shard 0 differently"):
         store.layouts.agree(store.layouts[1], 0, b"columns first")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from replicas import (
-    BRISK,
     POOL,
     Replica,
     Server,
@@ -75,7 +74,9 @@ def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: S
 
 def test_two_ranks_say_an_outage_once_and_once_that_it_is_over(ranks: Replica) -> None:
     with Server(*POOL) as server:
-        ranks.use("llama", server, tensor_parallel_size=2, extra=BRISK)
+        # With patient deadlines: two ranks that compute leave a server on two cores without a turn for seconds, and an
+        # outage of that kind is none of this test's. A server that is killed is noticed by its socket.
+        ranks.use("llama", server, tensor_parallel_size=2, extra={"kvkeep.reconnect_interval_ms": 50})
         tokens = prompt(100)
         expected = ranks.serve([request(tokens)])[0].tokens
         said = len(ranks.log())
@@ -88,7 +89,7 @@ def test_two_ranks_say_an_outage_once_and_once_that_it_is_over(ranks: Replica) -
             assert ranks.fresh().serve([request(tokens)])[0].tokens == expected
             return bool(lines(words))
 
-        assert eventually(lambda: served_until("Serving without the cache"))
+        assert eventually(lambda: served_until("Serving without the cache")), ranks.tail()
         for _ in range(3):
             served_until("")
         server.start()

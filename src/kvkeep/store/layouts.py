@@ -73,9 +73,9 @@ class Layout:
         if self.physical.setdefault(shard, digest) != digest:
             raise RequestError(
                 "layout_conflict",
-                f"another engine lays the tensors of shard {shard} out differently under the same model identity",
+                f"another engine orders the tensors of shard {shard} differently under the same layout",
                 field="physical",
-                hint="put what differs (layer names, dimensions, their order in memory) into ModelIdentity.layout",
+                hint="put what differs (layer names, dimensions, their order in memory) into BlockShape.cut",
             )
         return first
 
