@@ -97,7 +97,7 @@ def set_limit(
 
 
 def _tenant_and_size(tenant: str | None, size: str | None, salt_stdin: bool, what: str, zero: str) -> tuple[str, int]:
-    """Who is meant, and how many bytes. The tenant may be left out, and then the first word is the size."""
+    """The tenant and the number of bytes. With --salt-stdin the tenant is left out, and the first word is the size."""
     words = [word for word in (tenant, size) if word is not None]
     for word in words:
         if re.match(r"-[^0-9.]", word):

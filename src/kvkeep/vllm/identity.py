@@ -144,8 +144,8 @@ class Weights:
     def pending(self) -> bool:
         return any(digest.pending for _, digest in self._digests)
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until nothing is pending, or for so long for each checkpoint."""
+    def wait(self, timeout_s: float) -> None:
+        """Until nothing is pending, or this long for each checkpoint."""
         for _, digest in self._digests:
             digest.wait(timeout_s)
 
