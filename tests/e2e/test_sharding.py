@@ -396,7 +396,7 @@ def test_a_worker_that_lays_its_tensors_out_otherwise_is_refused_not_fed(server:
     assert first.connection.wait_until_up(10_000)
     second.register_kv_caches({"layer": heads_major})
     assert not second.connection.wait_until_up(300)
-    assert "ModelIdentity.layout" in second.connection.refusal
+    assert "BlockShape.cut" in second.connection.refusal
     third = WorkerAdapter(shape, ParallelStrategy.of(), patient(server.address))
     third.register_kv_caches({"layer": torch.zeros((20, 2, 4, 8, 16))})
     assert third.connection.wait_until_up(10_000), "another number of blocks is no other layout"
