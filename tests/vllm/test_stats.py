@@ -101,6 +101,11 @@ def test_what_is_strange_is_left_out(data: Any) -> None:
     assert KVKeepStats.of(faults=1).aggregate(of_vllm.KVConnectorStats(data)).data == {"faults": 1}
 
 
+def test_a_multi_connector_may_take_it_for_the_dict_that_another_process_sends() -> None:
+    stats = KVKeepStats.of(hit_tokens=2)
+    assert stats["data"] == msgspec.to_builtins(stats)["data"] == {"hit_tokens": 2}
+
+
 def test_it_crosses_processes_in_either_way() -> None:
     stats = KVKeepStats.of(**ALL)
     assert pickle.loads(pickle.dumps(stats)) == stats

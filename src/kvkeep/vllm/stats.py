@@ -85,6 +85,10 @@ class KVKeepStats(KVConnectorStats):
     def to_dict(self) -> dict[str, int]:
         return dict(self.data)
 
+    def __getitem__(self, name: str) -> dict[str, int]:
+        """`data`, by its name: MultiConnector of vLLM 0.28 takes stats for the dict that another process would send."""
+        return {"data": self.data}[name]
+
 
 class KVKeepPromMetrics(KVConnectorPromMetrics):
     """Registers a counter or gauge for each name, with a line for each engine. A gauge is 0 until its first report."""
