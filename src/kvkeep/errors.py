@@ -2,7 +2,8 @@
 
     KVKeepError
     ├── SettingsError        a setting is unknown, malformed or contradicts another
-    ├── PoolError            the shared-memory pool cannot be made, opened or shared
+    ├── PoolError            the shared-memory pool cannot be made, opened, shared or copied
+    │   └── UntrustedPool    it belongs to another user, or others may write it: it is not mapped
     ├── ProtocolError        a peer sent what the protocol does not allow
     ├── DeviceError          a GPU's driver, compiler or memory refused something
     ├── RequestError         a request that was understood and refused; travels as an error reply
@@ -32,7 +33,11 @@ class SettingsError(KVKeepError):
 
 
 class PoolError(KVKeepError):
-    """The shared-memory pool cannot be made, opened or shared."""
+    """The shared-memory pool cannot be made, opened, shared or copied."""
+
+
+class UntrustedPool(PoolError):
+    """It belongs to a user who is not trusted, or others may write it."""
 
 
 class DeviceError(KVKeepError):

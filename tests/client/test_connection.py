@@ -225,6 +225,25 @@ def test_slots_are_only_reached_in_the_session_and_epoch_that_gave_them(simulati
     assert reached(connection, 2)
 
 
+def test_a_server_whose_pool_others_may_write_gets_no_session(
+    simulation: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not on the network plane either: it is not who it says."""
+    caplog.set_level(logging.WARNING)
+    sim = simulation(shared_memory=True)
+    directory = sim._pools[0].directory
+    directory.chmod(0o777)
+    connection = sim.connection()
+    assert not connection.wait_until_up(2_000)
+    assert connection.segments is None and connection.counters.failures.keys() == {"untrusted_pool"}
+    [told] = caplog.messages
+    assert f"tcp://cache:5555 is not trusted: {directory} can be written by other users (mode 0777)" in told
+    assert connection.refusal.startswith(str(directory)) and not connection.coming_up
+    assert sim.recorder.count(m.Attach) == sim.recorder.count(m.OpenLayout) == 0 and not sim.store.sessions
+    directory.chmod(0o700)
+    assert connection.wait_until_up(2_000) and connection.segments is not None, "as soon as it is not so"
+
+
 def test_a_message_made_for_the_layout_of_an_earlier_server_is_not_sent(sim: Any) -> None:
     connection = sim.connected()
     call = connection.call(m.Lookup("default", 77, keys(1)), 200)

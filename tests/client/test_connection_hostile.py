@@ -85,7 +85,7 @@ def test_nothing_raises_whatever_the_server_answers(simulation: Make, seed: int,
     sim, rng = simulation(shared_memory=shared_memory), random.Random(seed)
     hostile = Hostile(sim.recorder, rng)
     sim.network.serve(hostile)
-    connection = sim.connection(1000, verify=True)  # not even a server that says otherwise is trusted
+    connection = sim.connection(1000, verify=True)  # and a server that says otherwise is not heard
     scheduler = SchedulerAdapter(connection.shape, connection=connection)
     engine = np.random.default_rng(seed).integers(0, 256, (8, 1000), dtype=np.uint8)
     kept, ids = engine.copy(), np.arange(4)

@@ -17,10 +17,12 @@ from kvkeep.cli.remote import ask as ask_http
 from kvkeep.client.cache import connect
 from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
+from kvkeep.errors import UntrustedPool
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire import messages as m
+from kvkeep.wire import peers
 from kvkeep.wire.liveness import Watch
 from kvkeep.wire.messages import PoolPlace, Welcome, WireLimits
 
@@ -128,6 +130,67 @@ def test_there_is_no_fence_around_a_pool_that_is_not_here(pool: Pool) -> None:
     assert Fence.take(welcome(pool, watch, epoch=8)) is None
     assert not watch.is_held()
     watch.close()
+
+
+@pytest.mark.parametrize("name", ["", "session", "daemon.lock", "segment-00000"])
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_a_pool_that_others_may_write_is_not_mapped(pool: Pool, name: str, mode: int) -> None:
+    before, fds = mapped(pool), len(os.listdir("/proc/self/fd"))
+    watch = pool.watch(1)
+    path = watch.path if name == "session" else pool.directory / name
+    was = path.stat().st_mode
+    path.chmod(mode)
+    with pytest.raises(UntrustedPool, match=f"{path} can be written by other users"):
+        Fence.take(welcome(pool, watch))
+    assert mapped(pool) == before and not watch.is_held()
+    path.chmod(was)
+    fence = Fence.take(welcome(pool, watch))
+    assert fence is not None, "as soon as it is not so"
+    fence.let_go()
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == fds, "nothing stays open"
+
+
+def test_a_pool_of_another_user_is_mapped_by_those_who_trust_that_user(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, owner = pool.watch(1), os.geteuid()
+    monkeypatch.setattr(peers.os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(peers, "OVERFLOW_UID", owner + 2)
+    if owner != 0:  # root is trusted by all
+        with pytest.raises(UntrustedPool, match=rf"belongs to another user \(uid {owner}\)"):
+            Fence.take(welcome(pool, watch))
+    fence = Fence.take(welcome(pool, watch), trusted_users=(owner,))
+    assert fence is not None and fence.segments.view(0, 16).tolist() == [0] * 16
+    fence.let_go()
+    watch.close()
+
+
+def test_a_segment_that_others_may_write_is_not_mapped_later_either(pool: Pool) -> None:
+    watch = pool.watch(1)
+    fence = Fence.take(welcome(pool, watch))
+    assert fence is not None
+    (pool.directory / "segment-00000").chmod(0o666)
+    with pytest.raises(UntrustedPool, match="segment-00000 can be written"):
+        fence.segments.view(0, 16)
+    fence.let_go()
+    watch.close()
+
+
+def test_a_directory_that_is_not_the_pool_need_not_be_trusted(pool: Pool) -> None:
+    """Any user of an engine's host can make one of the name that a server on another host has."""
+    watch = pool.watch(1)
+    pool.directory.chmod(0o777)
+    assert Fence.take(welcome(pool, watch, epoch=8)) is None
+    watch.close()
+
+
+def test_a_lock_outside_the_pool_is_none(pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server names the file; it must not be able to have us open any other."""
+    outside = Watch(tmp_path / "session-outside.lock")
+    assert Fence.take(welcome(pool, outside)) is None and "through the socket" in caplog.text
+    assert not outside.is_held()
+    outside.close()
 
 
 def test_a_lock_that_somebody_holds_cannot_be_had(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:

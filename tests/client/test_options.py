@@ -8,6 +8,7 @@ import pytest
 
 from kvkeep.client.options import DEFAULT_ADDRESS, ClientOptions
 from kvkeep.errors import SettingsError
+from kvkeep.wire.peers import OVERFLOW_UID
 
 
 def test_the_defaults_reach_a_server_on_this_host() -> None:
@@ -23,7 +24,7 @@ def test_a_number_that_is_none_is_refused_by_name(option: str, value: Any) -> No
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"):
+    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY", "KVKEEP_TRUSTED_USERS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -40,3 +41,19 @@ def test_keys_come_from_the_environment_if_nobody_says(monkeypatch: pytest.Monke
     monkeypatch.setenv("KVKEEP_SERVER_KEY", "/keys/server.pub")
     assert (ClientOptions().curve_key, ClientOptions().server_key) == ("/keys/a.key", "/keys/server.pub")
     assert ClientOptions(curve_key="/keys/b.key").curve_key == "/keys/b.key"
+
+
+def test_trusted_users_come_from_the_environment_if_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ClientOptions().trusted_users == ()
+    monkeypatch.setenv("KVKEEP_TRUSTED_USERS", "1000, root")
+    assert ClientOptions().trusted_users == (1000, 0)
+    assert ClientOptions(trusted_users=(7,)).trusted_users == (7,)
+    monkeypatch.setenv("KVKEEP_TRUSTED_USERS", "1000,no such user")
+    with pytest.raises(SettingsError, match=r'KVKEEP_TRUSTED_USERS = "1000,no such user": there is no user'):
+        ClientOptions()
+
+
+@pytest.mark.parametrize("users", [[1000], "1000", ("1000",), (True,), (-1,), (OVERFLOW_UID,), None])
+def test_what_is_no_user_is_refused(users: Any) -> None:
+    with pytest.raises(SettingsError, match="trusted_users"):
+        ClientOptions(trusted_users=users)

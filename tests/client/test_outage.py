@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from kvkeep.client.outage import Outage
+from kvkeep.client.outage import UNTRUSTED, Outage
 
 
 @pytest.fixture
@@ -83,3 +83,9 @@ def test_a_rank_that_does_not_speak_keeps_the_scheduler_from_nothing(said: pytes
     scheduler.end()
     rank.end()
     assert len(said.messages) == 2, "once when it began, once when it was over"
+
+
+def test_a_server_that_is_not_trusted_is_called_that(said: pytest.LogCaptureFixture) -> None:
+    outage = Outage("tcp://a:1")
+    outage.begin(UNTRUSTED, "its pool belongs to another user")
+    assert "the server at tcp://a:1 is not trusted: its pool belongs to another user. Serving" in said.messages[0]

@@ -278,10 +278,27 @@ def test_blocks_stored_unverified_are_taken_by_those_who_do_not_verify_only(simu
     assert transfer(careless, engine).load(look_up(careless, 2, [8, 9], name="v")).all()
 
 
-def test_the_server_decides_about_verification_unless_the_client_does(simulation: Make) -> None:
+@pytest.mark.parametrize(("client", "server", "both"), [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 1)])
+def test_a_server_may_raise_verification_and_never_lower_it(
+    simulation: Make, client: int, server: int, both: int
+) -> None:
     sim = simulation(shared_memory=True)
-    sim.server.service.verify = False
-    assert [sim.connected(verify=choice).verify for choice in (None, True, False)] == [False, True, False]
+    sim.server.service.verify = bool(server)
+    connection = sim.connected(verify=bool(client))
+    assert connection.welcome is not None and connection.welcome.verify is bool(server)
+    assert connection.verify is bool(both)
+
+
+def test_without_a_word_to_the_contrary_a_client_verifies(simulation: Make) -> None:
+    """Also one whose server would have it otherwise: a flipped bit is a failed load."""
+    sim, engine = simulation(shared_memory=True), memory()
+    assert sim.server.service.verify is False
+    connection = sim.connected()
+    assert transfer(connection, engine).store(storing([0, 1])) == 2
+    sim._pools[0].segments.view(0, 1000)[17] ^= 4
+    assert transfer(connection, engine).load(look_up(connection, 2, [4, 5])).tolist() == [False, True]
+    assert not sim.connection(verify=False).options.verify
+    assert sim.connection(verify=False).verify, "no server has said yet that it does without"
 
 
 # -- faults

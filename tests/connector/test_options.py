@@ -21,7 +21,7 @@ from kvkeep.errors import SettingsError
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"):
+    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY", "KVKEEP_TRUSTED_USERS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -141,6 +141,7 @@ def test_every_option_of_the_client_can_be_set() -> None:
         verify=False,
         gpu_staging_bytes=17,
         shared_memory=False,
+        trusted_users=(1000, 1001),
         curve_key="/keys/engine.key",
         server_key="/keys/server.pub",
     )
@@ -149,14 +150,15 @@ def test_every_option_of_the_client_can_be_set() -> None:
     assert all(value != vars(ClientOptions())[name] for name, value in vars(chosen).items())  # or it proves nothing
 
 
+@pytest.mark.parametrize("users", [["root", 7], ["0", "7"], "root,7", (0, 7)])
+def test_users_are_ids_or_names(users: Any) -> None:
+    assert client_options({"kvkeep.trusted_users": users}).trusted_users == (0, 7)
+
+
 def test_one_key_without_the_other_is_refused() -> None:
     said = refusal(lambda: client_options({"kvkeep.curve_key": "/keys/engine.key"}))
     assert "curve_key is given and server_key is not" in said
     assert client_options({"kvkeep.curve_key": None, "kvkeep.server_key": None}) == ClientOptions()
-
-
-def test_verify_can_be_left_to_the_server() -> None:
-    assert client_options({"kvkeep.verify": None}).verify is None
 
 
 @pytest.mark.parametrize(
@@ -167,11 +169,16 @@ def test_verify_can_be_left_to_the_server() -> None:
         ("kvkeep.lookup_deadline_ms", True, "a whole number"),
         ("kvkeep.store_deadline_ms", "5", "a whole number"),
         ("kvkeep.reconnect_interval_ms", None, "a whole number"),
-        ("kvkeep.verify", "false", "true, false or null"),
-        ("kvkeep.verify", 0, "true, false or null"),
+        ("kvkeep.verify", "false", "true or false"),
+        ("kvkeep.verify", None, "true or false"),
         ("kvkeep.shared_memory", None, "true or false"),
         ("kvkeep.shared_memory", 1, "true or false"),
         ("kvkeep.client", 7, "text"),
+        ("kvkeep.trusted_users", ["no such user"], "a list of user ids or names"),
+        ("kvkeep.trusted_users", [1000, -1], "a list of user ids or names"),
+        ("kvkeep.trusted_users", [True], "a list of user ids or names"),
+        ("kvkeep.trusted_users", [65534], "a list of user ids or names"),
+        ("kvkeep.trusted_users", {"1000": 1}, "a list of user ids or names"),
         ("kvkeep.curve_key", 7, "text, or null"),
         ("kvkeep.server_key", "", "text, or null"),
     ],

@@ -30,6 +30,7 @@ from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
 from kvkeep.wire import segments
+from kvkeep.wire.pool_files import PoolFiles
 
 BLOCKS = 8
 QUICK = {"ping_interval_ms": 50, "reconnect_interval_ms": 20}  # to notice what happens
@@ -149,9 +150,9 @@ def arm(point: str) -> None:
         case "store", "before a segment is opened":
             before(segments.Segments, "_map", lambda *_: stop_once())
         case "store", "a segment is opened, its epoch not yet looked at":
-            before(segments, "is_same_pool", lambda *_: stop_once())
+            before(PoolFiles, "is_of", lambda *_: stop_once())
         case "store", "its epoch was looked at, not yet mapped":
-            after(segments, "is_same_pool", stop_once)
+            after(PoolFiles, "is_of", stop_once)
         case "store", "before the copy":
             before(Sources, "copy", lambda *_: stop_once())
         case "store", "in the middle of the copy":

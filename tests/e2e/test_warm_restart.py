@@ -22,6 +22,7 @@ from kvkeep.errors import PoolError
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, encode
+from kvkeep.wire.pool_files import PoolFiles
 from kvkeep.wire.segments import Segments
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -346,7 +347,7 @@ def test_who_maps_the_pool_for_the_old_server_is_refused() -> None:
         with quick(server) as cache:
             assert cache.connection.welcome is not None
             epoch, place = cache.connection.welcome.epoch, cache.connection.welcome.pool
-        late = Segments(pool_of(server), place.segment_bytes, place.pool_bytes, epoch)
+        late = Segments(PoolFiles(pool_of(server)), place.segment_bytes, place.pool_bytes, epoch)
         server.stop(signal.SIGKILL)
         server.start()
         with pytest.raises(PoolError, match="belongs to another server by now"):

@@ -31,7 +31,8 @@ from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.liveness import hold
-from kvkeep.wire.segments import Segments, is_same_pool
+from kvkeep.wire.pool_files import PoolFiles
+from kvkeep.wire.segments import Segments
 
 FRAME_BYTES = 64 * KIB
 SLACK_BYTES = MIB
@@ -258,7 +259,7 @@ def test_the_welcome_says_where_the_pool_is_and_what_the_limits_are(
     running = run(max_leases_per_session="7", max_writing_blocks_per_session="9")
     welcome = connect(running.address).hello()
     assert welcome.limits == m.WireLimits(FRAME_BYTES, 1024, 7, 9)
-    assert is_same_pool(Path(welcome.pool.directory), welcome.epoch)
+    assert PoolFiles(Path(welcome.pool.directory)).is_of(welcome.epoch)
     assert Path(welcome.pool.lock).stat().st_mode & 0o777 == 0o600
     assert welcome.pool.pool_bytes == MIB
 
@@ -275,7 +276,7 @@ def test_a_local_client_writes_and_reads_the_pool_itself(
     layout = local.open_layout(512)
     plan = local.ask(m.Prepared, m.PrepareStore("default", layout, 0, b"", chain("a", 4)))
     write = local.number
-    segments = Segments(Path(place.directory), place.segment_bytes, place.pool_bytes, welcome.epoch)
+    segments = Segments(PoolFiles(Path(place.directory)), place.segment_bytes, place.pool_bytes, welcome.epoch)
     for slot, block in zip(np.frombuffer(plan.slots, "<i8").tolist(), BLOCKS, strict=True):
         segments.view(slot, 512)[:] = np.frombuffer(block, np.uint8)
     sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.server.setting_kinds import AUTO_SIZE, DIRECTORY, DURATION, QUOTA, SIZE, SWITCH
+from kvkeep.server.setting_kinds import AUTO_SIZE, DIRECTORY, DURATION, QUOTA, SIZE, SWITCH, USERS
 from kvkeep.units import MIB
 
 
@@ -41,3 +41,9 @@ def test_a_home_is_expanded_where_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert DIRECTORY.parse("~/state") == Path("/somewhere/state")
     with pytest.raises(ValueError):
         DIRECTORY.parse("~nobody-of-this-name/state")
+
+
+@pytest.mark.parametrize(("text", "users"), [("none", ()), ("7", (7,)), ("root, 7", (0, 7))])
+def test_users(text: str, users: tuple[int, ...]) -> None:
+    assert USERS.parse(text) == users
+    assert USERS.parse(USERS.show(users)) == users

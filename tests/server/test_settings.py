@@ -102,6 +102,21 @@ def test_later_sources_overrule_earlier_ones(tmp_path: Path) -> None:
     assert sources["log_level"] == "default"
 
 
+@pytest.mark.parametrize(
+    ("written", "users"),
+    [("7", (7,)), ('"root,7"', (0, 7)), ('[7, "root"]', (7, 0)), ("[]", ()), ('"none"', ())],
+)
+def test_a_file_may_have_users_as_a_list(tmp_path: Path, written: str, users: tuple[int, ...]) -> None:
+    assert load(config=toml(tmp_path, f"trusted_users = {written}")).trusted_users == users
+    assert load().trusted_users == ()
+
+
+def test_a_user_that_this_host_does_not_know_stops_the_start(tmp_path: Path) -> None:
+    for written in ('["no such user"]', '"no such user"', "[65534]", "[[1]]", "-1"):
+        with pytest.raises(SettingsError, match="trusted_users"):
+            load(config=toml(tmp_path, f"trusted_users = {written}"))
+
+
 def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
     config = toml(tmp_path, "max_sessions = 7")
     assert load(env={"KVKEEP_CONFIG": str(config)}).max_sessions == 7

@@ -19,7 +19,7 @@ from kvkeep.tiers.free_memory import Room
 from kvkeep.tiers.memory import Pool, auto_size, pool_left, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, format_size, parse_size
 from kvkeep.wire.liveness import hold
-from kvkeep.wire.segments import is_same_pool
+from kvkeep.wire.pool_files import PoolFiles
 
 SLAB = 64 * KIB
 SEGMENT = 4 * SLAB
@@ -86,7 +86,7 @@ def test_a_directory_left_open_to_others_is_closed_to_them(make: Callable[..., P
 
 
 def test_a_client_can_tell_that_the_pool_is_here(make: Callable[..., Pool]) -> None:
-    assert is_same_pool(make(epoch=2**63 - 1).directory, 2**63 - 1)
+    assert PoolFiles(make(epoch=2**63 - 1).directory).is_of(2**63 - 1)
 
 
 def test_closing_removes_everything(make: Callable[..., Pool], tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_closing_leaves_a_directory_alone_that_another_server_has_taken(make: Ca
         first.watch(1)
     before = sorted(second.directory.iterdir())
     first.close()
-    assert sorted(second.directory.iterdir()) == before and is_same_pool(second.directory, 78)
+    assert sorted(second.directory.iterdir()) == before and PoolFiles(second.directory).is_of(78)
     assert second.is_in_place() and not first.is_in_place()
 
 
@@ -207,7 +207,7 @@ def test_what_a_killed_server_left_is_cleaned(make: Callable[..., Pool], tmp_pat
     assert (tmp_path / "kvkeep-test" / "session-0000000000000005-1.lock").exists()
     pool = make(epoch=6)
     assert sorted(path.name for path in pool.directory.iterdir()) == ["daemon.lock", "epoch"]
-    assert is_same_pool(pool.directory, 6)
+    assert PoolFiles(pool.directory).is_of(6)
 
 
 def test_leftovers_of_any_kind_are_cleaned(make: Callable[..., Pool], tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_pool_that_is_kept_is_found_with_its_memory(make: Callable[..., Pool],
     assert not first.is_kept
     second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert second.is_left and second.not_adopted == "" and second.filled_bytes == second.pool_bytes
-    assert second.segments.view(5 * SLAB, 4).tolist() == [1, 2, 3, 4] and is_same_pool(second.directory, 2)
+    assert second.segments.view(5 * SLAB, 4).tolist() == [1, 2, 3, 4] and PoolFiles(second.directory).is_of(2)
     assert second.fill_next() == (0, 0)
     second.close()
     assert list(tmp_path.iterdir()) == []
@@ -567,7 +567,7 @@ def test_a_living_servers_pool_is_not_adopted_without_its_lock_file(tmp_path: Pa
     before = sorted(first.directory.iterdir())
     with pytest.raises(PoolError, match="in use by another kvkeep server"):
         Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
-    assert sorted(first.directory.iterdir()) == before and is_same_pool(first.directory, 1)
+    assert sorted(first.directory.iterdir()) == before and PoolFiles(first.directory).is_of(1)
     first.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvkeep.wire import presence as module
+from kvkeep.wire.pool_files import PoolFiles
 from kvkeep.wire.presence import make_presence, open_presence, presence_path
 
 
@@ -19,7 +20,7 @@ def heads(keys: bytes) -> NDArray[np.uint64]:
 
 def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path: Path) -> None:
     server = make_presence(tmp_path, 7, 1 << 30)
-    engine = open_presence(tmp_path, 7)
+    engine = open_presence(PoolFiles(tmp_path), 7)
     assert engine is not None
     first, second, other = os.urandom(16), os.urandom(16), os.urandom(16)
     assert engine.lacks(first)
@@ -44,10 +45,10 @@ def test_each_server_has_its_own(tmp_path: Path) -> None:
     key = os.urandom(16)
     make_presence(tmp_path, 7, 1 << 20).add(heads(key))
     make_presence(tmp_path, 8, 1 << 20)
-    old, new = open_presence(tmp_path, 7), open_presence(tmp_path, 8)
+    old, new = open_presence(PoolFiles(tmp_path), 7), open_presence(PoolFiles(tmp_path), 8)
     assert old is not None and new is not None
     assert not old.lacks(key) and new.lacks(key)
-    assert open_presence(tmp_path, 9) is None, "what another server has left says nothing"
+    assert open_presence(PoolFiles(tmp_path), 9) is None, "what another server has left says nothing"
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 3, b"\0" * 12, None, "pipe"])
@@ -56,13 +57,33 @@ def test_what_is_nothing_of_the_kind_is_not_used(tmp_path: Path, content: bytes 
         os.mkfifo(presence_path(tmp_path, 7))
     elif isinstance(content, bytes):
         presence_path(tmp_path, 7).write_bytes(content)
-    assert open_presence(tmp_path, 7) is None
+    assert open_presence(PoolFiles(tmp_path), 7) is None
 
 
-def test_an_engine_cannot_change_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 4096, 6000])
+def test_a_file_that_is_cut_off_says_nothing(tmp_path: Path, left: int) -> None:
+    """It is no bus error either: it is never mapped."""
     make_presence(tmp_path, 7, 1 << 20)
-    engine = open_presence(tmp_path, 7)
-    assert engine is not None and not engine._cells.flags.writeable
+    engine = open_presence(PoolFiles(tmp_path), 7)
+    key = (1 << 11).to_bytes(8, "little") + bytes(8)
+    assert engine is not None and engine.lacks(key)
+    os.truncate(presence_path(tmp_path, 7), left)
+    assert not engine.lacks(key), "only the server can tell"
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    make_presence(tmp_path, 7, 1 << 20)
+    presence_path(tmp_path, 8).write_bytes(b"no such thing")
+    presence_path(tmp_path, 8).chmod(0o600)
+    files, before = PoolFiles(tmp_path), len(os.listdir("/proc/self/fd"))
+    assert open_presence(files, 7) is not None and open_presence(files, 8) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    make_presence(tmp_path, 7, 1 << 20)
+    presence_path(tmp_path, 7).chmod(0o666)
+    assert open_presence(PoolFiles(tmp_path), 7) is None
 
 
 def test_without_memory_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,19 @@ import pytest
 
 from kvkeep.errors import PoolError
 from kvkeep.wire import segments as module
-from kvkeep.wire.segments import EPOCH_FILE, Segments, is_same_pool, segment_path
+from kvkeep.wire.pool_files import EPOCH_FILE, PoolFiles
+from kvkeep.wire.segments import Segments, segment_path
 
 SEGMENT = 8192
 EPOCH = 77
 POOL = 2 * SEGMENT + 4096  # the last segment is half as long
+
+
+@pytest.fixture(autouse=True)
+def _files_are_for_their_owner() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
@@ -26,7 +35,7 @@ def segments(tmp_path: Path) -> Iterator[Segments]:
     content = (np.arange(POOL) % 251).astype(np.uint8).tobytes()
     for number in range(3):
         segment_path(tmp_path, number).write_bytes(content[number * SEGMENT : (number + 1) * SEGMENT])
-    segments = Segments(tmp_path, SEGMENT, POOL, EPOCH)
+    segments = Segments(PoolFiles(tmp_path), SEGMENT, POOL, EPOCH)
     yield segments
     segments.close()
 
@@ -93,7 +102,7 @@ def test_a_whole_segment_is_inside(segments: Segments) -> None:
 def test_a_view_writes_through_to_every_process(segments: Segments, tmp_path: Path) -> None:
     segments.view(SEGMENT + 10, 4)[:] = (1, 2, 3, 4)
     assert segment_path(tmp_path, 1).read_bytes()[10:14] == bytes((1, 2, 3, 4))
-    other = Segments(tmp_path, SEGMENT, POOL, EPOCH)
+    other = Segments(PoolFiles(tmp_path), SEGMENT, POOL, EPOCH)
     assert other.view(SEGMENT + 10, 4).tolist() == [1, 2, 3, 4]
     other.close()
 
@@ -144,7 +153,7 @@ def pool_of(directory: Path, *lengths: int) -> Segments:
     (directory / EPOCH_FILE).write_text(f"{EPOCH:016x}")
     for number, count in enumerate(lengths):
         segment_path(directory, number).write_bytes(bytes(count * OS_PAGE_BYTES))
-    return Segments(directory, lengths[0] * OS_PAGE_BYTES, sum(lengths) * OS_PAGE_BYTES, EPOCH)
+    return Segments(PoolFiles(directory), lengths[0] * OS_PAGE_BYTES, sum(lengths) * OS_PAGE_BYTES, EPOCH)
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
@@ -242,19 +251,3 @@ def test_a_view_that_is_still_held_outlives_closing(segments: Segments) -> None:
 
 def mapped_segments() -> int:
     return Path("/proc/self/maps").read_text().count("/segment-")
-
-
-def test_the_pool_of_that_epoch_is_here(tmp_path: Path) -> None:
-    (tmp_path / EPOCH_FILE).write_text(f"{77:016x}")
-    assert is_same_pool(tmp_path, 77)
-
-
-@pytest.mark.parametrize("content", [b"", b"000000000000004e", b"4d", b"\xff\xfe\xfd", b"000000000000004d\n"])
-def test_the_pool_of_another_epoch_is_another(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / EPOCH_FILE).write_bytes(content)
-    assert not is_same_pool(tmp_path, 77)
-
-
-@pytest.mark.parametrize("name", ["nothing", "nul\0", "x" * 5000])
-def test_a_directory_that_is_not_here_is_no_pool(tmp_path: Path, name: str) -> None:
-    assert not is_same_pool(tmp_path / name, 77)

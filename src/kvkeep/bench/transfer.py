@@ -69,7 +69,7 @@ def _on_cpu(block_bytes: tuple[int, ...], total_bytes: int, rounds: int) -> dict
     pool_mib = 2 * total_bytes // MIB + 128
     for nbytes in block_bytes:
         for verify in (False, True):
-            with ServerProcess("--pool-size", f"{pool_mib}MiB", "--slab-size", "32MiB") as server:
+            with ServerProcess("--pool-size", f"{pool_mib}MiB", "--slab-size", "32MiB", "--no-verify") as server:
                 bench = _Bench(server.address, nbytes, total_bytes, verify)
                 rows += bench.rows(rounds, floors)
                 bench.close()

@@ -152,7 +152,8 @@ class Bench:
         """Starts a server, warms up and measures."""
         measured = Measured()
         slab = f"{_SLAB_BYTES // MIB}MiB"
-        with ServerProcess("--pool-size", f"{self.pool_bytes // MIB}MiB", "--slab-size", slab) as server:
+        sizes = ("--pool-size", f"{self.pool_bytes // MIB}MiB", "--slab-size", slab)
+        with ServerProcess(*sizes, "--no-verify") as server:  # so that the engine's own choice holds
             side = EngineSide(
                 server.address,
                 self._kv.layers,

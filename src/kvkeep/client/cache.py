@@ -72,7 +72,8 @@ def connect(
     Keeper.keep(connection)
     if not connection.wait_until_up(wait_ms) and required:
         connection.close()
-        raise Unavailable(*trouble(chosen.address, "nobody answers", connection.refusal))
+        why, refusal = connection.outage.trouble or ("nobody answers", connection.refusal)
+        raise Unavailable(*trouble(chosen.address, why, connection.refusal or refusal))
     return Cache(connection, identity, shape, kind)
 
 

@@ -23,12 +23,12 @@ from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts, giv
 from kvkeep.client.direct import Ways
 from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.outage import SILENT, Outage
+from kvkeep.client.outage import SILENT, UNTRUSTED, Outage
 from kvkeep.client.replies import is_sound_layout, is_sound_welcome
 from kvkeep.client.threads import Threads, monotonic_ms
 from kvkeep.client.transport import Transport, ZmqTransport
 from kvkeep.client.turns import Turns
-from kvkeep.errors import ProtocolError
+from kvkeep.errors import ProtocolError, UntrustedPool
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
@@ -106,9 +106,9 @@ class Connection:
         return welcome.epoch if welcome and self.up else 0
 
     @property
-    def verify(self) -> bool:
-        given, welcome = self.options.verify, self.welcome
-        return given if given is not None else welcome.verify if welcome else True
+    def verify(self) -> bool:  # off only where both sides say so: a server may ask for more checks, never for fewer
+        welcome = self.welcome
+        return self.options.verify or welcome is None or welcome.verify
 
     @property
     def layout_number(self) -> int:  # how requests name the layout; 0, which the server refuses, while there is none
@@ -372,7 +372,15 @@ class Connection:
             case "greeting", m.Welcome() as welcome if is_sound_welcome(welcome):
                 self.welcome = welcome
                 self.state = "attaching"
-                self._fence = Fence.take(welcome, self.threads) if self.options.shared_memory else None
+                try:
+                    may, users = self.options.shared_memory, self.options.trusted_users
+                    self._fence = Fence.take(welcome, self.threads, users) if may else None
+                except UntrustedPool as error:
+                    self.counters.fail("untrusted_pool")
+                    self.refusal = f"{error.message} ({error.hint})"
+                    self.start_over()
+                    self.outage.begin(UNTRUSTED, self.refusal)
+                    return
                 plane = m.SHARED_MEMORY if self._fence else m.NETWORK
                 self._handshake = self._send(m.Attach(plane), deadline_ms)
             case "attaching", m.Done():

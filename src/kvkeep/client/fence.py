@@ -7,12 +7,14 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 
 from kvkeep.client.threads import Threads
 from kvkeep.wire.liveness import hold, is_owned
 from kvkeep.wire.messages import Welcome
-from kvkeep.wire.segments import EPOCH_FILE, Segments, is_same_pool
+from kvkeep.wire.pool_files import PoolFiles
+from kvkeep.wire.segments import Segments, segment_name
 
 _SERVER_LOCK = "daemon.lock"
 
@@ -30,7 +32,6 @@ class Fence:
         self,
         descriptor: int,
         server_lock: int,
-        directory: Path,
         epoch: int,
         segments: Segments,
         threads: Threads = threading,
@@ -38,7 +39,6 @@ class Fence:
         self._descriptor = descriptor
         self._server_lock = server_lock
         self._close_server_lock = weakref.finalize(self, os.close, server_lock)
-        self._directory = directory
         self._epoch = epoch
         self._holders = 1  # the session itself
         self._over = False
@@ -46,23 +46,33 @@ class Fence:
         self.segments = segments
 
     @classmethod
-    def take(cls, welcome: Welcome, threads: Threads = threading) -> Fence | None:
-        """None if the pool is not really here or its lock cannot be had: then bytes go through the socket."""
+    def take(cls, welcome: Welcome, threads: Threads = threading, trusted_users: Collection[int] = ()) -> Fence | None:
+        """None if the pool is not really here or its lock cannot be had: then bytes go through the socket.
+        UntrustedPool if it is here, and its directory, locks or first segment are not a trusted user's alone: then
+        neither is the server."""
         place = welcome.pool
-        directory = Path(place.directory)
-        if not place.lock or not is_same_pool(directory, welcome.epoch):
-            return None
-        descriptor = -1
-        try:
-            descriptor = hold(Path(place.lock))
-            server_lock = os.open(directory / _SERVER_LOCK, os.O_RDONLY | os.O_CLOEXEC)
-        except (OSError, ValueError) as error:
-            if descriptor >= 0:
-                os.close(descriptor)
-            log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
-            return None
-        segments = Segments(directory, place.segment_bytes, place.pool_bytes, welcome.epoch)
-        return cls(descriptor, server_lock, directory, welcome.epoch, segments, threads)
+        with contextlib.ExitStack() as opened:
+            try:
+                files = PoolFiles(Path(place.directory), trusted_users)
+            except (OSError, ValueError):
+                return None
+            opened.callback(files.close)
+            if not place.lock or not files.is_of(welcome.epoch):
+                return None
+            files.check()
+            try:
+                descriptor = hold(Path(Path(place.lock).name), files.open)
+                opened.callback(os.close, descriptor)
+                server_lock = files.open(_SERVER_LOCK, os.O_RDONLY)
+                opened.callback(os.close, server_lock)
+            except (OSError, ValueError) as error:
+                log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
+                return None
+            with contextlib.suppress(FileNotFoundError):  # the server has not made it yet
+                os.close(files.open(segment_name(0), os.O_RDWR))
+            segments = Segments(files, place.segment_bytes, place.pool_bytes, welcome.epoch)
+            opened.pop_all()
+            return cls(descriptor, server_lock, welcome.epoch, segments, threads)
 
     def hold(self) -> bool:
         """False if the session is over: then it is not held."""
@@ -79,6 +89,7 @@ class Fence:
                 os.close(self._descriptor)
             self._close_server_lock()
             self.segments.close()
+            self.segments.files.close()
 
     def let_go(self) -> None:
         """The session is over. Said again it means nothing."""
@@ -97,9 +108,8 @@ class Fence:
         """
         if not is_owned(self._server_lock):
             return True
-        try:
-            lock = os.stat(self._directory / _SERVER_LOCK, follow_symlinks=False)
-            is_here = os.path.samestat(lock, os.fstat(self._server_lock))  # else another pool lies there
-            return is_here and (self._directory / EPOCH_FILE).read_text() != f"{self._epoch:016x}"
+        files = self.segments.files
+        try:  # with another lock file there, it is not told which server the epoch is of
+            return files.has(_SERVER_LOCK, self._server_lock) and files.epoch() != f"{self._epoch:016x}"
         except (OSError, ValueError):
             return False

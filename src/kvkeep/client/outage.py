@@ -11,10 +11,13 @@ from typing import ClassVar
 log = logging.getLogger(__name__)
 
 SILENT = "it has fallen silent"  # though there is a session
+UNTRUSTED = "it is not trusted"  # so we will not have it; `refusal` is why
 
 
 def trouble(address: str, why: str, refusal: str) -> tuple[str, str]:
     """What is wrong with the server, and the remedy. `refusal` is what it said itself, if it did."""
+    if why == UNTRUSTED:
+        return f"the server at {address} is not trusted: {refusal}", ""
     if refusal:
         return f"the server at {address} will not have us: {refusal}", ""
     if why == SILENT:

@@ -23,6 +23,7 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.connector.worth import LoadWhen
 from kvkeep.errors import SettingsError
 from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
+from kvkeep.wire.peers import parse_users
 
 LoadMode = Literal["auto", "async", "sync"]
 
@@ -108,19 +109,29 @@ def unknown(where: str, key: object, known: list[str]) -> SettingsError:
 def _option(key: str, value: object) -> Any:
     """The value, if it is one for that option of the client."""
     match _OPTIONS[key.removeprefix(_PREFIX)]:
+        case "tuple[int, ...]":
+            return _users(key, value)
         case "int":
             good, expected = type(value) is int and value >= 1, "a whole number of at least 1"
         case "bool":
             good, expected = isinstance(value, bool), "true or false"
         case "str | None":
             good, expected = value is None or (isinstance(value, str) and bool(value)), "text, or null"
-        case "bool | None":
-            good, expected = value is None or isinstance(value, bool), "true, false or null"
         case _:
             good, expected = isinstance(value, str), "text"
     if not good:
         raise refusal(key, value, expected)
     return value
+
+
+def _users(key: str, value: object) -> tuple[int, ...]:
+    users = value if isinstance(value, list | tuple) else [value]
+    try:
+        if any(type(user) not in (int, str) for user in users):
+            raise ValueError
+        return parse_users(",".join(map(str, users)))
+    except ValueError:
+        raise refusal(key, value, "a list of user ids or names that this host knows") from None
 
 
 def _address(extra: Mapping[str, Any]) -> str | None:

@@ -18,8 +18,13 @@ LEAST_CELLS = 1 << 12
 _ONE = np.uint32(1)  # of the cells' own type, or counting takes ten times as long
 
 
+def cell_of(key: bytes, mask: int) -> int:
+    """Where a block of this key is counted, among mask + 1 cells."""
+    return int.from_bytes(key[:8], sys.byteorder) & mask
+
+
 class Presence:
-    """The server counts with `add` and `remove`, engines ask `lacks`. The number of cells is a power of two."""
+    """The server counts with `add` and `remove`. The number of cells is a power of two."""
 
     def __init__(self, cells: NDArray[np.uint32] | None = None) -> None:
         self._cells = np.zeros(LEAST_CELLS, dtype=CELL) if cells is None else cells
@@ -40,7 +45,7 @@ class Presence:
 
     def lacks(self, key: bytes) -> bool:
         """Whether the server has no block of this key."""
-        return not self._cells[int.from_bytes(key[:8], sys.byteorder) & self._mask]
+        return not self._cells[cell_of(key, self._mask)]
 
     def holds_exactly(self, heads: NDArray[np.uint64]) -> bool:
         """Whether these are all that are counted."""

@@ -24,6 +24,7 @@ from kvkeep.units import (
     parse_size,
 )
 from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
+from kvkeep.wire.peers import USERS_FORMAT, parse_users
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ DIRECTORY = Kind("an absolute path", _parse_directory)
 ADDRESS = Kind(ADDRESS_FORMAT, parse_address)
 FILE = Kind('an absolute path, or "none"', _parse_file, lambda path: "none" if path is None else str(path))
 HTTP_ADDRESS = Kind("host:port", _parse_http_address)
+USERS = Kind(USERS_FORMAT, parse_users, lambda users: ",".join(map(str, users)) or "none")
 AUTO_SIZE = _size_or("auto")
 QUOTA = _size_or("none")
 LOG_LEVEL = _one_of("debug", "info", "warning", "error")

@@ -33,6 +33,7 @@ from kvkeep.server.setting_kinds import (
     QUOTA,
     SIZE,
     SWITCH,
+    USERS,
     Kind,
 )
 from kvkeep.server.setting_rules import check_together
@@ -119,6 +120,10 @@ class Settings:
     admin_token: Annotated[
         Path | None, Setting(FILE, "none", "File of the token that every request to the admin API must carry.")
     ]
+    trusted_users: Annotated[
+        tuple[int, ...],
+        Setting(USERS, "none", "Users of this host, beside our own and root, whose engines may connect without keys."),
+    ]
     name: Annotated[str, Setting(NAME, "default", "Names this server's pool and state among others on the host.")]
     pool_size: Annotated[
         int,
@@ -199,7 +204,7 @@ class Settings:
     ]
     verify: Annotated[
         bool,
-        Setting(SWITCH, "true", "Tell clients to check the checksum of every block they load.", live=True),
+        Setting(SWITCH, "true", "Have every engine check what it loads; off: as its own option says.", live=True),
     ]
     log_level: Annotated[str, Setting(LOG_LEVEL, "info", "Least severity that is logged.", live=True)]
     log_json: Annotated[bool, Setting(SWITCH, "false", "Log one JSON object a line.")]
@@ -316,6 +321,8 @@ def _from_file(config: Path | None) -> Given:
         ) from error
     for key, value in document.items():
         source = f"file {config}"
+        if key in TABLE and TABLE[key].kind is USERS and isinstance(value, list):
+            value = ",".join(map(str, value)) or "none"
         if key not in TABLE and isinstance(value, dict):
             raise SettingsError(
                 f"[{key}] ({source}): settings stand at the top level, in no table", f"remove the line [{key}]"

@@ -193,7 +193,7 @@ class ChaosConnection(Connection):
         self._taken = fence
         if fence is not None:
             self.client.fences.append(fence)
-            self.client.memories[id(fence)] = os.stat(segment_path(fence._directory, 0)).st_ino
+            self.client.memories[id(fence)] = os.stat(segment_path(fence.segments.files.path, 0)).st_ino
 
     def __del__(self) -> None:
         """Nothing: a process that was killed says no more, and when that is noticed is no matter of the seed."""

@@ -82,7 +82,7 @@ class RealRun:
         self._server_log = ""
         self._serving = True
         others = _children()
-        with ServerProcess(*_SERVER) as self._server:
+        with ServerProcess(*_SERVER, *(() if self.verify else ("--no-verify",))) as self._server:
             self._directory = Path("/dev/shm") / f"kvkeep-{self._server.name}"
             try:
                 self._seats = [self._start_engine(number, 0) for number in range(self.engines)]

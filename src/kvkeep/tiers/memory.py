@@ -38,8 +38,9 @@ from kvkeep.tiers.ownership import LOCK_FILE, Ownership
 from kvkeep.tiers.session_locks import SessionLocks
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.liveness import Watch
+from kvkeep.wire.pool_files import EPOCH_FILE, PoolFiles
 from kvkeep.wire.presence import PRESENCE_FILES, make_presence
-from kvkeep.wire.segments import EPOCH_FILE, Segments, segment_path
+from kvkeep.wire.segments import Segments, segment_path
 
 log = logging.getLogger(__name__)
 
@@ -281,6 +282,8 @@ class Pool:
     def let_go(self) -> None:
         """Ends all that this process has of the pool, as its death would, and changes nothing in it."""
         self._let_go_of_what_was_left()
+        if hasattr(self, "segments"):
+            self.segments.files.close()
         self._ownership.close()
 
     def _find_what_is_left(self) -> None:
@@ -342,7 +345,7 @@ class Pool:
             self._header = -1
 
     def _make_segments(self) -> Segments:
-        return Segments(self.directory, self.segment_bytes, self.pool_bytes, self._epoch)
+        return Segments(PoolFiles(self.directory), self.segment_bytes, self.pool_bytes, self._epoch)
 
     def _write_epoch(self) -> None:
         """In one step: who reads it finds the old one or ours."""

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, process
@@ -27,9 +28,9 @@ def is_owned(descriptor: int) -> bool:
     return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
-def hold(path: Path) -> int:
+def hold(path: Path, opened_by: Callable[[Path, int], int] = os.open) -> int:
     """Takes the lock and returns the file descriptor that holds it; close it to let go. OSError if that fails."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = opened_by(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
 
-from kvkeep.kv.presence import CELL, LEAST_CELLS, Presence
+from kvkeep.errors import UntrustedPool
+from kvkeep.kv.presence import CELL, LEAST_CELLS, Presence, cell_of
+from kvkeep.wire.pool_files import PoolFiles
 
 PRESENCE_FILES = "presence-*"
 _MOST_CELLS = 1 << 20
@@ -36,14 +39,25 @@ def make_presence(directory: Path, epoch: int, pool_bytes: int) -> Presence:
         os.close(descriptor)
 
 
-def open_presence(directory: Path, epoch: int) -> Presence | None:
-    """As an engine sees it; None if it cannot be had, or is nothing of the kind."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with contextlib.suppress(OSError, ValueError):
-        descriptor = os.open(presence_path(directory, epoch), flags)
-        try:
-            cells = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), dtype=CELL)
-        finally:
-            os.close(descriptor)
-        return Presence(cells) if len(cells).bit_count() == 1 else None
+class PresenceFile:
+    """As an engine sees it. It is read and not mapped: a file that somebody cuts off is no bus error then."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        cells, rest = divmod(os.fstat(descriptor).st_size, CELL.itemsize)
+        self.is_sound = not rest and cells.bit_count() == 1
+        self._mask = cells - 1
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the server has no block of this key."""
+        cell = cell_of(key, self._mask) * CELL.itemsize
+        return os.pread(self._descriptor, CELL.itemsize, cell) == bytes(CELL.itemsize)
+
+
+def open_presence(files: PoolFiles, epoch: int) -> PresenceFile | None:
+    """None if it cannot be had, or is nothing of the kind."""
+    with contextlib.suppress(OSError, UntrustedPool):
+        presence = PresenceFile(files.open(presence_path(files.path, epoch).name, os.O_RDONLY))
+        return presence if presence.is_sound else None
     return None

@@ -21,26 +21,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import PoolError
-from kvkeep.kv.presence import Presence
-from kvkeep.wire.presence import open_presence
+from kvkeep.wire.pool_files import PoolFiles
+from kvkeep.wire.presence import PresenceFile, open_presence
 
-EPOCH_FILE = "epoch"
 _POPULATE_BYTES = 8 << 20  # some milliseconds at a time
 _PIN_BYTES = 64 << 20  # a GPU's driver does nothing else meanwhile: 4 ms, where it was measured
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def segment_name(number: int) -> str:
+    return f"segment-{number:05d}"
+
+
 def segment_path(directory: Path, number: int) -> Path:
-    return directory / f"segment-{number:05d}"
-
-
-def is_same_pool(directory: Path, epoch: int) -> bool:
-    """Whether the pool of that epoch is really here: another host may have a directory of the same name."""
-    try:
-        return (directory / EPOCH_FILE).read_text() == f"{epoch:016x}"
-    except (OSError, ValueError):
-        return False
+    return directory / segment_name(number)
 
 
 def _populate(address: int, nbytes: int) -> None:
@@ -50,10 +45,10 @@ def _populate(address: int, nbytes: int) -> None:
 
 
 class Segments:
-    """Maps segments on demand and turns pool offsets into addresses."""
+    """Maps segments on demand and turns pool offsets into addresses. `files` stay open while segments are mapped."""
 
-    def __init__(self, directory: Path, segment_bytes: int, pool_bytes: int, epoch: int) -> None:
-        self._directory = directory
+    def __init__(self, files: PoolFiles, segment_bytes: int, pool_bytes: int, epoch: int) -> None:
+        self.files = files
         self._epoch = epoch
         self._segment_bytes = segment_bytes
         self._pool_bytes = pool_bytes
@@ -66,7 +61,7 @@ class Segments:
         self._pinned: list[int] = []
         self.unmapped_by: Callable[[Segments], None] | None = None  # instead of by whoever closes it
         self._mapping = threading.Lock()
-        self._presence: Presence | None = None
+        self._presence: PresenceFile | None = None
         self._looked_for_presence = False
 
     def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
@@ -98,7 +93,7 @@ class Segments:
         """Whether the server surely has no block of this key."""
         if not self._looked_for_presence:
             self._looked_for_presence = True
-            self._presence = open_presence(self._directory, self._epoch)
+            self._presence = open_presence(self.files, self._epoch)
         presence = self._presence
         return presence is not None and presence.lacks(key)
 
@@ -159,16 +154,16 @@ class Segments:
                     mapped.close()
 
     def _map(self, number: int) -> None:
-        path = segment_path(self._directory, number)
+        path = segment_path(self.files.path, number)
         nbytes = min(self._segment_bytes, self._pool_bytes - number * self._segment_bytes)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = self.files.open(path.name, os.O_RDWR)
         except OSError as error:
             raise PoolError(f"cannot open {path}: {error.strerror}", "has the server been restarted?") from error
         try:
             # A server that took the place of ours removes our files and changes the epoch before it makes its own: if
             # the epoch is still ours, so is the file that was opened before looking.
-            if not is_same_pool(self._directory, self._epoch):
+            if not self.files.is_of(self._epoch):
                 raise PoolError(f"{path} belongs to another server by now", "the client connects to it by itself")
             if os.fstat(descriptor).st_size < nbytes:
                 raise PoolError(f"{path} is shorter than the server said")
