@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -499,17 +498,3 @@ def test_identity_tells_models_apart_and_the_cut_is_not_in_it() -> None:
     assert model.strategy(4, 2, 0).kv_world_size == 4
     cuts = [model.strategy(*sizes, 0).cut for sizes in ((1, 1), (2, 1), (1, 2), (4, 1))]
     assert len(set(cuts)) == 3 and cuts[1] == cuts[3], "two heads are two shards, however many ranks hold them"
-
-
-def test_speed() -> None:
-    """Printed, not asserted: run with -s."""
-    model = model_of()
-    ranks = ranks_of(model, 2)
-    tokens, steps = list(range(100, 116)), 200
-    blocks = [range(4 * i, 4 * i + 4) for i in range(4)]
-    step(model, ranks, *(segment(tokens, blocks[i], 0, f"{i}") for i in range(4)))
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step(model, ranks, *(segment(tokens, blocks[i], 15, f"{i}") for i in range(4)))
-    took_us = (time.perf_counter() - begun) / steps * 1e6
-    print(f"oracle: {took_us:.0f} us a step of 4 requests of 16 tokens, TP 2")

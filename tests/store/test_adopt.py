@@ -346,6 +346,29 @@ def test_a_slot_that_two_claim_is_neithers() -> None:
     check_integrity(store)
 
 
+@pytest.mark.parametrize(("tenant", "layout"), [("b", 1), ("a", 2)])
+def test_a_block_that_hangs_on_another_tenants_or_layouts_block_is_dropped(tenant: str, layout: int) -> None:
+    """Its seal matches all the same: that knows the parent's key, and two tenants may have a block of the same key."""
+    columns = PlainColumns()
+    old = stored(columns, [5, 6])
+    fingerprint, shards = LAYOUTS[layout - 1]
+    assert old.open_layout(1, fingerprint, shards).number == layout
+    root, child = (KEY_A, KEY_B) if tenant != "a" else (b"c" * 16, b"d" * 16)
+    for shard in range(len(shards)):
+        old.prepare_store(1, 9, tenant, layout, shard, b"", root + child, 0)
+        old.complete_store(1, 9, np.array([7, 8], np.uint64), 0)
+    table, row = old.blocks.table, found(old)[tenant, child]
+    table.parent[row] = found(old)["a", KEY_A]
+    rows = np.array([row])
+    sealed = seals(table, rows, old.layouts[layout], np.uint64(tenant_word(tenant)))
+    assert (sealed == table.many.seal[rows]).all() or tenant == "a"
+    table.many.seal[rows] = sealed
+    store = new_store(columns)
+    assert adopt(store, SLABS, False, 0).dropped == 1
+    assert found(store).keys() == {("a", KEY_A), ("a", KEY_B), (tenant, root)}
+    check_integrity(store)
+
+
 def test_what_an_old_reader_leased_stays_and_is_found() -> None:
     columns = PlainColumns()
     old = stored(columns, [5, 6])

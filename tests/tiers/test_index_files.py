@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,3 +96,66 @@ def test_a_table_that_no_such_pool_can_need_is_refused(left: Path, monkeypatch: 
 def test_no_index_at_all(tmp_path: Path) -> None:
     assert why_not_adopt(tmp_path, *SIZES) == "its index has no header"
     assert sizes_left(tmp_path / "nowhere") == (0, 0, 0)
+
+
+# -- files that are not what the server before has left
+
+
+@pytest.fixture
+def names(left: Path) -> list[str]:
+    FileColumns(left).grow("sessions", np.uint64, 3, 4)
+    (left / "segment-00000").write_bytes(b"memory")
+    names = ["index-header", "index-state", "index-keys", "index-sessions", "segment-00000"]
+    assert why_not_adopt(left, *SIZES) == "" and all((left / name).exists() for name in names)
+    return names
+
+
+def test_a_file_with_another_name_elsewhere_is_not_adopted(left: Path, names: list[str], tmp_path: Path) -> None:
+    """Whoever has the other name may have it open: another server, or what somebody copies from."""
+    for name in names:
+        os.link(left / name, tmp_path / f"another-{name}")
+        assert why_not_adopt(left, *SIZES) == f"{name} is no plain file of ours"
+        (tmp_path / f"another-{name}").unlink()
+    assert why_not_adopt(left, *SIZES) == ""
+
+
+def test_a_file_of_another_user_is_not_adopted(left: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root could map it, and its owner could cut it off under the server."""
+    right, strangers = os.stat, set[str]()
+
+    def stat(path: Any, **how: Any) -> Any:
+        found = right(path, **how)
+        if Path(path).name not in strangers:
+            return found
+        fields = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+        return SimpleNamespace(**fields | {"st_uid": found.st_uid + 1})
+
+    monkeypatch.setattr(index_files.os, "stat", stat)
+    for name in names:
+        strangers.add(name)
+        assert why_not_adopt(left, *SIZES) == f"{name} is no plain file of ours"
+        strangers.clear()
+    assert why_not_adopt(left, *SIZES) == ""
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path.with_name("index-header"))])
+def test_only_plain_files_are_adopted(left: Path, names: list[str], make: Callable[[Path], None]) -> None:
+    for name in ("index-odd", "segment-odd"):
+        make(left / name)
+        assert why_not_adopt(left, *SIZES) == f"{name} is no plain file of ours"
+        (left / name).rmdir() if (left / name).is_dir() else (left / name).unlink()
+    assert why_not_adopt(left, *SIZES) == ""
+
+
+def test_an_index_with_a_hole_is_not_adopted(left: Path, names: list[str]) -> None:
+    """A hole is filled when somebody writes there, and where no memory is left that is a bus error."""
+    for name in names:
+        path, content = left / name, (left / name).read_bytes()
+        path.unlink()
+        with open(path, "wb") as file:
+            file.truncate(len(content) + (64 << 10))
+            file.write(content[:1])
+        expected = "" if name.startswith("segment-") else f"{name} has holes"  # segments are looked at one by one
+        assert why_not_adopt(left, *SIZES) == expected
+        path.write_bytes(content)
+    assert why_not_adopt(left, *SIZES) == ""
