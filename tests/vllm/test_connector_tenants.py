@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("_nothing_is_left")
 
 HOSTILE = {
     "slash": "a/b",
-    "parent": "..",
+    "parent": "../../a-salt",  # not just two dots, which lines of vLLM's own log have
     "nul": "a\0b",
     "long": "x" * 4000,
     "emoji": "🦊 und 🐻",
