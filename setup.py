@@ -11,6 +11,7 @@ setup(
             "kvkeep.kv._native",
             sources=[
                 "src/kvkeep/kv/_native.c",
+                "src/kvkeep/kv/_guard.c",
                 "src/kvkeep/kv/_keys.c",
                 "src/kvkeep/kv/_climb.c",
                 "src/kvkeep/gpu/_drive.c",

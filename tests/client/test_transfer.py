@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 
 from kvkeep.client import transfer as module
 from kvkeep.client.connection import Connection
-from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.errors import RequestError
+from kvkeep.kv import native
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
@@ -299,6 +301,65 @@ def test_without_a_word_to_the_contrary_a_client_verifies(simulation: Make) -> N
     assert transfer(connection, engine).load(look_up(connection, 2, [4, 5])).tolist() == [False, True]
     assert not sim.connection(verify=False).options.verify
     assert sim.connection(verify=False).verify, "no server has said yet that it does without"
+
+
+# -- a pool whose files somebody makes shorter
+
+
+needs_kernel = pytest.mark.skipif(not native.available, reason="only the C kernel survives it")
+
+
+def cut_off(sim: Any, left_bytes: int) -> None:
+    os.truncate(sim._pools[0].directory / "segment-00000", left_bytes)
+
+
+@needs_kernel
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_pool_that_shrinks_under_a_load_is_a_failed_load(
+    simulation: Make, verify: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim, engine = simulation(shared_memory=True), memory()
+    connection = sim.connected(verify=verify)
+    assert transfer(connection, engine).store(storing([0, 1, 2])) == 3
+    before = engine[[0, 1, 2]].copy()
+    request = look_up(connection, 3, [4, 5, 6])
+    cut_off(sim, 0)
+    caplog.clear()
+    for _ in range(3):
+        assert transfer(connection, engine).load(request).tolist() == [False] * 3
+    assert connection.counters.failures == {"pool": 3} and sim.recorder.count(m.ReportBad) == 0
+    assert (engine[[0, 1, 2]] == before).all()
+    [told] = caplog.messages
+    assert told.startswith("kvkeep: blocks are computed or not stored: a segment of the pool was cut off")
+    assert connection._fence._holders == 1, "no copy holds the pool"
+
+
+@needs_kernel
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_pool_that_shrinks_under_a_store_ends_the_store(simulation: Make, verify: bool) -> None:
+    sim, engine = simulation(shared_memory=True), memory()
+    connection = sim.connected(verify=verify)
+    assert transfer(connection, engine).store(storing([0])) == 1
+    cut_off(sim, 0)
+    outcome = transfer(connection, engine).offer(storing([1, 2], name="v"))
+    assert outcome == Stored(0, complete=False)
+    sim.run(100)
+    assert connection.counters.failures == {"pool": 1} and sim.held() == [(0, 0)], "its slots are given back"
+    assert connection._fence._holders == 1
+    cut_off(sim, sim._pools[0].segment_bytes)
+    assert transfer(connection, engine).store(storing([1, 2], name="v")) == 2, "and the next one goes through"
+
+
+@needs_kernel
+def test_a_server_drops_a_block_whose_memory_is_gone(simulation: Make) -> None:
+    sim, engine = simulation(shared_memory=True), memory()
+    connection = sim.connected()
+    assert transfer(connection, engine).store(storing([0, 1])) == 2
+    request = look_up(connection, 2, [4, 5])
+    cut_off(sim, 0)
+    transfer(connection, engine).report_bad(request, np.array([0]))
+    sim.run(100)
+    assert sim.server.service.counters.bad_blocks == 1 and len(look_up(connection, 2, [4, 5]).checksums) == 0
 
 
 # -- faults

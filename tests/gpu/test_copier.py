@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 import torch
 from pretend import Pretend
 
-from kvkeep.errors import DeviceError, RequestError
+from kvkeep.errors import DeviceError, PoolError, RequestError
 from kvkeep.gpu import copier as module
 from kvkeep.gpu.copier import GpuCopier
 from kvkeep.gpu.kernels import Units
+from kvkeep.kv import native
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.runs import BlockRuns
 
@@ -104,6 +106,31 @@ def test_there_and_back(engine: Engine, order: str) -> None:
     assert good.all()
     for block, data in zip(back, expected, strict=True):
         assert np.array_equal(engine.bytes_of(block), data)
+
+
+@pytest.mark.skipif(not native.available, reason="only the C kernel survives it")
+def test_slots_that_somebody_cuts_off_fail_the_copy_and_nothing_else() -> None:
+    """Those that the bus does not reach: a processor copies them. What is registered stays there for the bus."""
+    engine = Engine(pinned="none")
+    file, nbytes = os.memfd_create("pool"), engine.pool.nbytes
+    os.ftruncate(file, nbytes)
+    engine.pool = np.frombuffer(mmap.mmap(file, nbytes), dtype=np.uint8)
+    engine.base = engine.pool.ctypes.data
+    blocks, slots = [5, 6, 7], [0, 1, BLOCKS - 1]
+    expected = [engine.bytes_of(block) for block in blocks]
+    for _ in range(3):
+        os.ftruncate(file, 0)
+        with pytest.raises(PoolError, match="was cut off"):
+            engine.store(blocks, slots)
+        os.ftruncate(file, nbytes)
+        sums = engine.store(blocks, slots)
+        os.ftruncate(file, nbytes // 2)
+        with pytest.raises(PoolError, match="was cut off"):
+            engine.copier.scattering(0, np.array([9, 10, 11]), engine.addresses(slots), sums)
+        loaded = engine.copier.scattering(0, np.array([9, 10]), engine.addresses(slots[:2]), sums[:2]).good()
+        assert loaded.all() and all(np.array_equal(engine.bytes_of(9 + at), expected[at]) for at in range(2))
+    engine.close()
+    os.close(file)
 
 
 def test_an_engine_whose_memory_is_elsewhere_is_copied_from_and_to_there(engine: Engine) -> None:

@@ -2,11 +2,14 @@
  *
  * For each instruction set that the processor has, prints "<level> <name of the case> <checksum>" for bytes that the
  * test makes in the same way, and fails if a copy differs from a plain one. */
+#include "_guard.c"
 #include "_native.c"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { BLOCKS = 5, MAX_RUNS = 4, LONGEST = 40960 };
 
@@ -54,6 +57,40 @@ static void copy_and_compare(int level, int layout, int shift, int checked) {
     }
 }
 
+/* Memory behind a slot goes away: each call says so, none ends the process, and the next one works. */
+static void cut_off(int level, int layout, int to_runs, int checked) {
+    FILE *const file = tmpfile();
+    const int64_t blocks[2] = {1, 2};
+    uint64_t base[MAX_RUNS], at[2], sums[2];
+    int64_t stride[MAX_RUNS], nbytes = 0;
+    for (int r = 0; r < MAX_RUNS; r++) {
+        base[r] = (uint64_t)(uintptr_t)((to_runs ? back : source) + nbytes);
+        stride[r] = LONGEST;
+        nbytes += layouts[layout][r];
+    }
+    if (file == NULL || ftruncate(fileno(file), 2 * LONGEST) != 0)
+        fail("no file", level, layout);
+    uint8_t *const map = mmap(NULL, 2 * LONGEST, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
+    if (map == MAP_FAILED)
+        fail("no memory", level, layout);
+    for (int b = 0; b < 2; b++)
+        at[b] = (uint64_t)(uintptr_t)(map + b * LONGEST);
+    for (int round = 0; round < 2; round++) {
+        if (ftruncate(fileno(file), 2 * LONGEST) != 0)
+            fail("no file", level, layout);
+        if (kvkeep_move(2, blocks, at, MAX_RUNS, base, stride, layouts[layout], checked ? sums : NULL, to_runs) != 0)
+            fail("a fault where there was none", level, layout);
+        if (ftruncate(fileno(file), LONGEST) != 0)
+            fail("no file", level, layout);
+        if (kvkeep_move(2, blocks, at, MAX_RUNS, base, stride, layouts[layout], checked ? sums : NULL, to_runs) == 0)
+            fail("a fault that nobody was told of", level, layout);
+        if (kvkeep_checksum(2, at, nbytes, sums) == 0 || kvkeep_checksum(1, at, nbytes, sums) != 0)
+            fail("a fault in a checksum that nobody was told of", level, layout);
+    }
+    munmap(map, 2 * LONGEST);
+    fclose(file);
+}
+
 int main(void) {
     for (size_t i = 0; i < sizeof source / 8; i++) {
         const uint64_t lane = mix64(i + 1);
@@ -71,8 +108,10 @@ int main(void) {
             }
         for (int layout = 0; layout < (int)(sizeof layouts / sizeof *layouts); layout++)
             for (int shift = 0; shift < 2; shift++)
-                for (int checked = 0; checked < 2; checked++)
+                for (int checked = 0; checked < 2; checked++) {
                     copy_and_compare(level, layout, shift, checked);
+                    cut_off(level, layout, shift, checked);
+                }
     }
     return 0;
 }

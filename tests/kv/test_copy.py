@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvkeep.errors import RequestError
 from kvkeep.kv import native
 from kvkeep.kv.checksum import checksum
-from kvkeep.kv.copy import gather, scatter
+from kvkeep.kv.copy import gather, move_rows, scatter
 from kvkeep.kv.runs import BlockRuns
 
 torch: Any = pytest.importorskip("torch")
@@ -183,6 +183,23 @@ def test_more_strips_than_one_window(road: str) -> None:
     assert sums is not None
     assert [checksum(slots.bytes_of(i)) for i in range(3)] == sums.tolist()
     assert slots.bytes_of(2).tobytes() == b"".join(layer[2].tobytes() for layer in layers)
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 1000, 4096, 10_000])
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_rows_of_plain_memory_go_into_slots_and_back(road: str, nbytes: int, to_slots: bool) -> None:
+    slots, pitch = Slots(5, nbytes, shift=3), nbytes + 24
+    rows = np.random.default_rng(1).integers(0, 256, (5, pitch), dtype=np.uint8)
+    if not to_slots:
+        for i in range(5):
+            slots.bytes_of(i)[:] = rows[4 - i, :nbytes]
+    before = rows.copy()
+    move_rows(rows.ctypes.data, pitch, slots.addresses, nbytes, to_slots=to_slots)
+    for i in range(5):
+        assert np.array_equal(slots.bytes_of(i), before[i if to_slots else 4 - i, :nbytes])
+        assert np.array_equal(rows[i, :nbytes], slots.bytes_of(i))
+    assert np.array_equal(rows[:, nbytes:], before[:, nbytes:]), "what lies between rows stays"
+    move_rows(rows.ctypes.data, pitch, slots.addresses[:0], nbytes, to_slots=to_slots)
 
 
 def test_nothing_to_copy(road: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
-from kvkeep.kv.copy import gather, scatter
+from kvkeep.kv.copy import gather, move_rows, scatter
 from kvkeep.kv.runs import BlockRuns
 
 _BYTES_AT_A_TIME = 16 << 20  # read with a lock held: some two milliseconds
@@ -201,7 +200,7 @@ class HostReading:
         """It is in place already."""
 
     def put(self, saved: Any, address: int) -> None:
-        ctypes.memmove(address, saved.row.ctypes.data, saved.nbytes)
+        move_rows(saved.row.ctypes.data, 0, np.array([address], dtype=np.uint64), saved.nbytes, to_slots=True)
         self._sums.append(np.array([saved.checksum if self._verify else 0], dtype=np.uint64))
 
     def end(self) -> None:

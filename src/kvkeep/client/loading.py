@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvkeep.client.copier import Fetched, Scattering
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.sources import NO_BLOCK
+from kvkeep.errors import PoolError
 from kvkeep.kv.checksum import ABSENT
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class Loading:
                 expected = sums if self._connection.verify else None
                 moving = self._transfer.copier.scattering(piece, block_ids[wanted], addresses, expected, ready, ahead)
                 self._under_way.append((wanted, sums != ABSENT, moving))
+        except PoolError as error:
+            self._transfer.was_cut_off(error)
+            self._sound = []
+            self._close()
         except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
             self._close()
             raise

@@ -18,6 +18,7 @@ from kvkeep.client.copier import row_addresses
 from kvkeep.client.replies import Plan, read_plan
 from kvkeep.client.requests import Stored, StoreRequest
 from kvkeep.client.sources import Sources
+from kvkeep.errors import PoolError
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.wire import messages as m
 
@@ -221,7 +222,11 @@ class PieceStore:
             addresses = stack.enter_context(place)
             if addresses is None:
                 return None
-            copy = self._sources.copy(self._piece, positions, addresses, verify=self._connection.verify)
+            try:
+                copy = self._sources.copy(self._piece, positions, addresses, verify=self._connection.verify)
+            except PoolError as error:
+                self._transfer.was_cut_off(error)
+                return None
             if copy is None:
                 self._connection.counters.fail("withdrawn")
                 return None

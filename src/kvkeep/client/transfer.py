@@ -251,6 +251,13 @@ class Transfer:
                 addresses = None
             yield addresses
 
+    def was_cut_off(self, error: PoolError) -> None:
+        """The pool's memory went away under a copy: a load that failed, or a store that ends. Said once a session."""
+        self.connection.counters.fail("pool")
+        if self.connection.refusal != str(error):
+            self.connection.refusal = str(error)
+            log.warning("kvkeep: blocks are computed or not stored: %s (%s)", error.message, error.hint)
+
     def shard(self, piece: int) -> int:
         return self._first_shard + piece
 

@@ -17,7 +17,6 @@ Order with the engine is kept by events, never by waiting in its thread:
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
 from kvkeep.gpu.scattering import Fetched, Ready, Scattered, Scattering, Way
 from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Line, Saved
+from kvkeep.kv.copy import move_rows
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.units import format_size
 
@@ -325,8 +325,7 @@ class Reading:
         bay.busy = copies.mark(batch)
         batch.wait(bay.busy)
         batch.run()
-        for at, address in enumerate(addresses.tolist()):
-            ctypes.memmove(address, bounce + at * units.pitch, units.nbytes)
+        move_rows(bounce, units.pitch, addresses, units.nbytes, to_slots=True)
 
     def _collect(self, bay: Bay, runs: Sequence[Run]) -> None:
         """From this bay into slots."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from kvkeep.gpu.device import Cuda
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
 from kvkeep.gpu.staging import BAYS, Bay, Ledger, Line
+from kvkeep.kv.copy import move_rows
 
 _BAYS_TOGETHER = 8  # in one call, and fewer at first: who comes back from one waits for the interpreter
 
@@ -179,8 +179,7 @@ class Way:
         if bay.bounced is not None:
             self._device.wait(bay.bounced)
         bounce, pitch, nbytes = self._line.bounce(bay), self._units.pitch, self._units.nbytes
-        for at, address in enumerate(addresses.tolist()):
-            ctypes.memmove(bounce + at * pitch, address, nbytes)
+        move_rows(bounce, pitch, addresses, nbytes, to_slots=False)
         return bounce, pitch, 0, len(addresses)
 
 

@@ -41,6 +41,8 @@
 
 enum { STORE = 1, HASH = 2 }; /* what to do with the bytes: either or both */
 
+int kvkeep_guarded(void (*work)(const void *), const void *given); /* _guard.c */
+
 struct strip {
     const uint8_t *from;
     uint8_t *to;
@@ -479,14 +481,21 @@ static void work_on_bytes(const struct job *job) {
     }
 }
 
-static void work(const struct job *job) {
+static void work(const void *given) {
+    const struct job *job = given;
     if (fits_lines(job))
         kernel.lines(job);
     else
         work_on_bytes(job);
+}
+
+/* Not 0: memory that the job names is not there (any more), and what it has done is of no use. */
+static int guarded(const struct job *job) {
+    const int failed = kvkeep_guarded(work, job);
 #ifdef X86
     _mm_sfence(); /* streamed stores keep no order with others: without it another core could see "done" first */
 #endif
+    return failed;
 }
 
 /* ---- which processor this is ------------------------------------------------------------------------------------- */
@@ -531,21 +540,23 @@ __attribute__((constructor)) static void start(void) {
 /* ---- what native.py calls ---------------------------------------------------------------------------------------- */
 
 /* Copies blocks[i] of the runs into slots[i] (or back, when to_runs), for i < count; sums[i] becomes the checksum of
- * the bytes copied, unless sums is NULL. Block numbers, addresses and lengths (> 0) are the caller's to check. */
-void kvkeep_move(int64_t count, const int64_t *blocks, const uint64_t *slots, int64_t run_count, const uint64_t *base,
-                 const int64_t *stride, const int64_t *length, uint64_t *sums, int to_runs) {
+ * the bytes copied, unless sums is NULL. Block numbers, addresses and lengths (> 0) are the caller's to check. Not 0 if
+ * the memory behind some address is gone, as with a file that was mapped and is shorter now: then nothing can be said of
+ * what was copied. */
+int kvkeep_move(int64_t count, const int64_t *blocks, const uint64_t *slots, int64_t run_count, const uint64_t *base,
+                const int64_t *stride, const int64_t *length, uint64_t *sums, int to_runs) {
     struct job job = {count, run_count, 0, blocks, slots, base, stride, length, sums, STORE, to_runs};
     for (int64_t r = 0; r < run_count; r++)
         job.nbytes += length[r];
     if (sums != NULL)
         job.what |= HASH;
-    work(&job);
+    return guarded(&job);
 }
 
-/* sums[i] becomes the checksum of the `nbytes` > 0 bytes at addresses[i], for i < count. */
-void kvkeep_checksum(int64_t count, const uint64_t *addresses, int64_t nbytes, uint64_t *sums) {
+/* sums[i] becomes the checksum of the `nbytes` > 0 bytes at addresses[i], for i < count. Not 0 as above. */
+int kvkeep_checksum(int64_t count, const uint64_t *addresses, int64_t nbytes, uint64_t *sums) {
     const uint64_t nowhere = 0;
     const int64_t still = 0;
     const struct job job = {count, 1, nbytes, NULL, addresses, &nowhere, &still, &nbytes, sums, HASH, 1};
-    work(&job);
+    return guarded(&job);
 }

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.errors import RequestError
+from kvkeep.errors import PoolError, RequestError
 from kvkeep.kv import native
 
 ROW = 4096
@@ -70,6 +70,14 @@ def checksum(data: bytes | bytearray | memoryview | NDArray[Any]) -> int:
     if native.available:
         return native.checksum(array.ctypes.data, array.nbytes)
     return _checksum(array)
+
+
+def has_checksum(data: NDArray[np.uint8], expected: int) -> bool:
+    """Not if the memory behind it is gone: a segment of the pool that somebody has made shorter."""
+    try:
+        return checksum(data) == expected
+    except PoolError:
+        return False
 
 
 def checksum_at(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:

@@ -3,6 +3,9 @@
 Arguments are checked before the first byte moves. With the C kernel a block is read once, and copied and hashed in the
 same pass; the numpy road gives the same results, more slowly. Either way a checksum speaks of the very bytes that
 arrived, not of a second look at their source.
+
+With the C kernel, memory of the pool that is gone (its file was made shorter) is a PoolError, and what was copied until
+then is of no use. On the numpy road it is a bus error.
 """
 
 from __future__ import annotations
@@ -64,6 +67,19 @@ def scatter(
     if sums is None or expected is None:
         return np.ones(len(block_ids), dtype=np.bool_)
     return np.equal(sums, np.asarray(expected, dtype=np.uint64))
+
+
+def move_rows(rows: int, pitch: int, slots: NDArray[np.uint64], nbytes: int, *, to_slots: bool) -> None:
+    """Copy `nbytes` of plain memory at rows, rows + pitch, … into slots, or back."""
+    if native.available and len(slots):
+        ids, base = np.arange(len(slots), dtype=np.int64), np.array([rows], dtype=np.uint64)
+        stride, length = np.array([pitch], dtype=np.int64), np.array([nbytes], dtype=np.int64)
+        slots = np.ascontiguousarray(slots, dtype=np.uint64)
+        native.move(ids, slots, base, stride, length, sums=None, to_runs=not to_slots)
+        return
+    for at, slot in enumerate(slots.tolist()):
+        to, source = (slot, rows + at * pitch) if to_slots else (rows + at * pitch, slot)
+        ctypes.memmove(to, source, nbytes)
 
 
 def _scatter_with_numpy(

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.errors import PoolError
+
 _log = logging.getLogger(__name__)
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -31,9 +33,10 @@ def _load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(spec.origin)
         library.kvkeep_use.argtypes, library.kvkeep_use.restype = [ctypes.c_int], ctypes.c_int
         library.kvkeep_move.argtypes = [_int64, *[_pointer] * 2, _int64, *[_pointer] * 4, ctypes.c_int]
-        library.kvkeep_move.restype = None
+        library.kvkeep_move.restype = ctypes.c_int
         library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
-        library.kvkeep_checksum.restype = None
+        library.kvkeep_checksum.restype = ctypes.c_int
+        library.kvkeep_guarded.argtypes = [_pointer, _pointer]  # a kernel without it does not tell of faults
         library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, _pointer]
         library.kvkeep_chain.restype = None
         library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = [_pointer, *[_int64] * 3, _pointer], _int64
@@ -74,9 +77,10 @@ def move(
     """Copy blocks into slots, or back when `to_runs`; fills `sums` with checksums of the bytes copied.
 
     Every array is C-contiguous with exactly the dtype named here, and every address is valid: copy.py sees to it.
+    PoolError if an address was valid and its memory is gone: some of it was copied.
     """
     assert _library is not None
-    _library.kvkeep_move(
+    failed = _library.kvkeep_move(
         len(block_ids),
         block_ids.ctypes.data,
         slots.ctypes.data,
@@ -87,21 +91,28 @@ def move(
         None if sums is None else sums.ctypes.data,
         int(to_runs),
     )
+    _check(failed)
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise PoolError("a segment of the pool was cut off while it was in use", "see who has truncated its files")
 
 
 def checksum(address: int, nbytes: int) -> int:
     """The checksum of `nbytes` > 0 bytes: `checksums` of one area, without the cost of making arrays."""
     assert _library is not None
     area, value = ctypes.c_uint64(address), ctypes.c_uint64()
-    _library.kvkeep_checksum(1, ctypes.byref(area), nbytes, ctypes.byref(value))
+    _check(_library.kvkeep_checksum(1, ctypes.byref(area), nbytes, ctypes.byref(value)))
     return value.value
 
 
 def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
-    """The checksums of `nbytes` > 0 bytes at each address; the caller answers for the memory behind them."""
+    """The checksums of `nbytes` > 0 bytes at each address; the caller answers for the memory behind them. PoolError as
+    in `move`."""
     assert _library is not None
     sums = np.empty(len(addresses), dtype=np.uint64)
-    _library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data)
+    _check(_library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data))
     return sums
 
 

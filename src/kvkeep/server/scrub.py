@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.kv.checksum import ABSENT, checksum
+from kvkeep.kv.checksum import ABSENT, has_checksum
 from kvkeep.server.counters import Counters
 from kvkeep.server.network import PoolMemory
 from kvkeep.store.operators import drop_blocks
@@ -100,7 +100,7 @@ class Scrub:
         return [Shard(position, slot + at, nbytes, each) for at, nbytes, each in places if each not in (0, ABSENT)]
 
     def _matches(self, shard: Shard) -> bool:
-        return checksum(self._memory.view(shard.offset, shard.nbytes)) == shard.checksum
+        return has_checksum(self._memory.view(shard.offset, shard.nbytes), shard.checksum)
 
 
 class Scrubber:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvkeep import __version__
 from kvkeep.errors import ProtocolError, RequestError
-from kvkeep.kv.checksum import ABSENT, checksum
+from kvkeep.kv.checksum import ABSENT, has_checksum
 from kvkeep.kv.identity import check_tenant
 from kvkeep.kv.keys import KEY_BYTES, addresses
 from kvkeep.kv.shape import DIGEST_CHARS
@@ -346,7 +346,7 @@ class Service:
             if expected == ABSENT:
                 continue
             area = self._memory.view(table.slot[row] + layout.shard_offsets[shard], layout.shard_bytes[shard])
-            if checksum(area) == expected:
+            if has_checksum(area, expected):
                 continue
             if expected:
                 self.counters.bad_blocks += 1
