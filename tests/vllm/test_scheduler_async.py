@@ -67,7 +67,8 @@ class Life:
         self.chance = random.Random(seed)
         self.seed = seed
         self.often = 0.25 if mode == "async" else self.chance.choice([0.05, 0.1, 0.25])  # to be alone now and then
-        room = {"num_blocks": self.chance.choice([24, 40, 64]), "budget": self.chance.choice([16, 64])}
+        # The longest request has 47 tokens: 12 blocks in each of two groups, and vLLM keeps one block for itself.
+        room = {"num_blocks": self.chance.choice([25, 40, 64]), "budget": self.chance.choice([16, 64])}
         self.engine = AsyncEngine(SimulatedCache(seed), *specs, extra={"kvkeep.load": mode}, **room)
         self.engine.cache.is_seen = seed % 2 == 0
         self.engine.worker.hasty = lambda: self.chance.random() < 0.5
