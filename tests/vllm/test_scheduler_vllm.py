@@ -480,6 +480,27 @@ def test_two_loads_that_fail_together_where_there_is_no_room_for_both(make: Call
     }
 
 
+@MODELS
+def test_a_request_without_room_does_not_hold_up_one_whose_load_has_ended(
+    make: Callable[..., Engine], specs: tuple[Any, ...]
+) -> None:
+    """The second request waits for the first one's load, so the third one, behind it, gets its blocks first. Then the
+    second needs these blocks, and vLLM before 0.32 looks at no request behind it."""
+    prompts = {"a": PROMPT, "b": [*PROMPT[: 5 * BLOCK], *range(700, 700 + 6 * BLOCK)], "c": OTHER}
+    room = sum(-(-len(prompts["b"]) // BLOCK) for _ in specs)
+    engine = filled(make, *specs, num_blocks=room + 2)  # vLLM keeps the null block, and one is to spare
+    engine.run(request(OTHER, max_tokens=1)).forget()
+    engine.worker.holds = True
+    engine.add(*(request(tokens, name, max_tokens=1) for name, tokens in prompts.items()))
+    while len(engine.worker.loads) < 2:
+        engine.step()
+    engine.worker.holds = False
+    engine.run(most=50)
+    assert {name: engine.answers[name] for name in prompts} == {
+        name: answer_to(tokens, 1) for name, tokens in prompts.items()
+    }
+
+
 # --- stores -----------------------------------------------------------------------------------------------------
 
 

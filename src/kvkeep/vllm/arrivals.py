@@ -32,7 +32,6 @@ class Known:
     local_tokens: int = 0  # what the prefix cache had when it was last asked
     asked_in: int = -1  # the step that vLLM was scheduling then
     held_blocks: int = 0  # its first blocks that it has had at some time, found by vLLM or computed
-    failed: bool = False  # a load of it did
     in_step: bool = False  # what is found of it is loaded before the step that computes the rest
     next_store: int = 0  # with so many tokens computed there may be something to store; most steps end here
 

@@ -160,6 +160,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         arrived = self._requests.complete(reports.finished)
         if arrived:  # vLLM reads this next
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *arrived}
+        self._requests.tell_loaded(connector_output.finished_recving or ())
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(

@@ -69,7 +69,8 @@ class RequestSide:
         self._has_waited = False  # since then, for an answer
         self._may_begin_loads = False  # before the step that they are made in
         self._may_wait = True
-        self._others_first = False  # before requests whose loads failed
+        self._loaded: set[str] = set()  # requests whose loads have ended, until vLLM looks at them
+        self._loaded_first = False  # the next step skips all requests that are not loaded
         self._is_reset = False  # and nothing was computed since
         self._is_refused = False  # by a worker, after vLLM had slept
         self._sleeps = 0  # of all workers
@@ -218,7 +219,11 @@ class RequestSide:
         return False
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
-        """How many tokens after the first `local_tokens` can be loaded; None: not known yet."""
+        """How many tokens after the first `local_tokens` can be loaded; None: not known yet, or vLLM is to skip the
+        request in this step."""
+        self._loaded.discard(request.request_id)
+        if self._loaded_first:
+            return None
         if self._early and self._is_starting():
             return None
         known = self._known.get(request.request_id)
@@ -228,8 +233,6 @@ class RequestSide:
         if (not local_tokens and self._arrivals.is_missing(known)) or not self._arrivals.grow(known):
             return 0
         self._is_idle |= not (self._under_way or self._uncounted_steps) and len(self._alive) == 1
-        if known.failed and self._others_first:
-            return None
         if self._is_idle and self._worker is not None and self._side.stores:
             self._take_in(self._worker.stores_handed_over(), counted=False)
         known.in_step = self._may_load_in_step(known)
@@ -263,6 +266,7 @@ class RequestSide:
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], loaded_tokens: int) -> None:
         """vLLM has given the request all these blocks, and waits for a load if that is to bring any tokens."""
         self._early.drop(request.request_id)
+        self._loaded.discard(request.request_id)
         if self._side is None:
             return
         known = self._known.get(request.request_id)
@@ -329,6 +333,7 @@ class RequestSide:
         """The request is over. What its `kv_transfer_params` are now."""
         known = self._known.pop(request.request_id, None)
         self._alive.discard(request.request_id)
+        self._loaded.discard(request.request_id)
         self._early.drop(request.request_id)
         self.step_loads.drop_ahead()
         if self._side is None:
@@ -383,10 +388,10 @@ class RequestSide:
         self._has_waited = False
         self._is_reset &= self._is_idle
         self._under_way += 1
-        # vLLM looks no further than the first request for which it has no room. One whose load failed may need more
-        # blocks than it gave back, and those behind it, whose loads have ended too, hold them: where nothing else is
-        # computed they go first in every other step.
-        self._others_first = self._is_idle and not self._others_first
+        # Before 0.32, vLLM's scan of waiting requests stops at the first one that does not fit. If that one needs
+        # blocks that loaded requests behind it hold, nothing is ever computed again. While that lasts, `lookup` makes
+        # vLLM skip every request that it asks about in every other step, so that the scan reaches the loaded ones.
+        self._loaded_first = self._is_idle and bool(self._loaded) and not self._loaded_first
         is_later = self._worker is not None and (self._due or self._arrivals.left)  # in few steps
         later = partial(self._stores_of_step, self._due) if is_later else None
         step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle, later)
@@ -436,15 +441,16 @@ class RequestSide:
             self._failed("kvkeep: the results of a step could not be taken in")
         return arrived
 
+    def tell_loaded(self, request_ids: Collection[str]) -> None:
+        """These requests' loads have ended, well or not, and vLLM reads that next."""
+        self._loaded |= self._alive & set(request_ids)
+
     def _take_in(self, reports: Sequence[Finished], *, counted: bool = True) -> None:
         """`counted`: in the worker's own statistics."""
         assert self._side is not None
         self._counts.update({} if counted else counts_of(reports))
         completed = self._side.complete(reports)
         self._counts["loaded_blocks"] += sum(job.good_blocks() for job in completed.loads)
-        for job in completed.loads:
-            if job.failed and job.request_id in self._known:
-                self._known[job.request_id].failed = True
         self.events.completed(completed)
 
     def _store(self, known: Known, computed_tokens: int, *, after_step: bool) -> None:

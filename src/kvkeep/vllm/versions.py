@@ -10,6 +10,8 @@ since   what                                      before
         the same KV                               groups
 0.32    kv_cache_config says how many tokens      what divides all blocks, and each request's hashes are
         a hash covers                             counted to make sure
+0.32    waiting requests that hold blocks are     a waiting request that finds too few blocks hides all behind
+        scheduled before those that do not        it, also those that hold the blocks (RequestSide._build_step)
 0.32    extra keys of hashes say what they are,   the same in both
         and those of KV events do not
 0.33    connectors are told before sleep mode     engines with sleep mode are served without the cache
