@@ -88,7 +88,7 @@ def test_a_malformed_address_is_named(address: str) -> None:
         ask(address, "/v1/status")
 
 
-def test_a_server_that_says_nothing_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_says_nothing_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
     assert remote._ANSWER_WITHIN_S <= 5
     monkeypatch.setattr(remote, "_ANSWER_WITHIN_S", 0.1)
     monkeypatch.setattr(remote, "_CHANGE_WITHIN_S", 0.1)
@@ -98,7 +98,10 @@ def test_a_server_that_says_nothing_is_not_taken_for_none(monkeypatch: pytest.Mo
             ask(address, "/v1/status")
         assert "kvkeep serve" not in caught.value.hint and "not known" not in caught.value.message
         with pytest.raises(Unavailable, match="whether the change was made is not known"):
+            ask(address, "/v1/settings", "PATCH", {"verify": "true"}, token_file=token_file)
+        with pytest.raises(Unavailable) as caught:
             ask(address, "/v1/settings", "PATCH", {"verify": "true"})
+        assert "not known" not in caught.value.message, "it was not sent: which token it needs was asked first"
 
 
 # -- the token
@@ -161,8 +164,9 @@ def test_that_of_the_state_directory_is_found(
     token_file.rename(keys / "admin-token")
     ask(listener[0], "/v1/status")
     assert b"Bearer " + b"t" * 43 in listener[1][0]
-    assert remote._token("http://192.0.2.7:80", None) == (None, ""), "not one that nobody named, to another host"
-    assert remote._token("http://192.0.2.7:80", keys / "admin-token") == (b"t" * 43, "")
+    for method in ("GET", "PUT"):
+        assert remote._token("http://192.0.2.7:80", method, None) == (None, ""), "none that nobody named elsewhere"
+        assert remote._token("http://192.0.2.7:80", method, keys / "admin-token") == (b"t" * 43, "")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -187,7 +191,55 @@ def test_that_of_the_state_directory_is_not_sent_to_another_user(
         with pytest.raises(RequestError) as caught:
             ask(f"{host}:{server.getsockname()[1]}", "/v1/status")
     assert b"authorization" not in heard[0].lower()
-    assert "was not sent: another user (uid" in caught.value.hint and "--token-file" in caught.value.hint
+    assert "no token was sent: another user (uid" in caught.value.hint and "--token-file" in caught.value.hint
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH"])
+def test_the_token_that_a_server_made_is_found_for_changes(server: ServerProcess, method: str) -> None:
+    assert server.state_dir is not None
+    made = (server.state_dir / server.name / "admin.token").read_text().strip()
+    assert remote._token(f"http://{server.http}", method, None) == (made.encode(), "")
+    assert remote._token(f"http://{server.http}", "GET", None) == (None, ""), "reading needs none"
+
+
+def test_a_token_of_the_state_directory_does_not_hide_the_one_that_the_server_made(
+    server: ServerProcess, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
+    (token_file.parent / "keys").mkdir()
+    token_file.rename(token_file.parent / "keys" / "admin-token")
+    assert ask(server.http, "/v1/settings", "PATCH", {"verify": "true"})
+    assert ask(server.http, "/v1/status")["name"] == server.name
+
+
+def test_no_token_is_sought_where_another_user_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor is that user asked where it is: the answer could name any file."""
+    monkeypatch.setenv("KVKEEP_STATE_DIR", str(tmp_path))
+    with other_users_socket(monkeypatch) as server:
+        token, withheld = remote._token(f"http://127.0.0.1:{server.getsockname()[1]}", "POST", None)
+        assert token is None and "another user (uid" in withheld and "admin.token" in withheld
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_a_token_that_cannot_be_read_is_named_with_the_remedy(kvkeep: Run, tmp_path: Path) -> None:
+    with ServerProcess("--pool-size", "16MiB", state_dir=tmp_path) as server:
+        token = tmp_path / server.name / "admin.token"
+        token.rename(token.with_suffix(".away"))
+        done = kvkeep("drain", "--http", server.http)
+        assert done.returncode == 1 and not done.stdout
+        assert f"hint: {token} cannot be read" in done.stderr and "Run this as the server's user" in done.stderr
+        assert ask(server.http, "/v1/status")["stopping"] is False
+        token.with_suffix(".away").rename(token)
+        assert kvkeep("drain", "--http", server.http).returncode == 0
+
+
+def test_a_named_token_wins(kvkeep: Run, server: ServerProcess, token_file: Path) -> None:
+    for words, env in ((["--token-file", str(token_file)], {}), ([], {"KVKEEP_ADMIN_TOKEN": str(token_file)})):
+        done = kvkeep("settings", "set", "verify", "true", "--http", server.http, *words, env=env)
+        assert done.returncode == 1 and "this is not the token of this server" in done.stderr
+    assert kvkeep("settings", "set", "verify", "true", "--http", server.http).returncode == 0
 
 
 def test_without_one_none_is_sent(
@@ -224,7 +276,11 @@ def test_every_command_that_asks_the_server_takes_a_token(kvkeep: Run, token_fil
         env = {"KVKEEP_STATE_DIR": str(tmp_path)}
         for words in commands:
             refused = kvkeep(*words, "--http", server.http, env=env)
-            assert refused.returncode == 1 and "asks for a token" in refused.stderr and "--token-file" in refused.stderr
+            assert (
+                refused.returncode == 1
+                and "needs the server's token" in refused.stderr
+                and "--token-file" in refused.stderr
+            )
             heard = kvkeep(*words, "--http", server.http, "--token-file", str(token_file), env=env)
             assert "token" not in heard.stderr, heard.stderr
         by_name = kvkeep("status", "--http", server.http, env=env | {"KVKEEP_ADMIN_TOKEN": str(token_file)})

@@ -27,7 +27,7 @@ def test_status_for_people_and_for_programs(kvkeep: Run, server: ServerProcess) 
     text = kvkeep("status", env={"KVKEEP_HTTP": server.http}).stdout
     assert server.address in text and f"pid {server.pid}" in text and "64MiB" in text
     assert said["security"] == {"curve": False, "admin_token": False}
-    assert "engines need no key, the admin API no token" in text
+    assert "engines need no key, the admin API needs a token for changes" in text
     assert "cold: no server before it has left anything" in text
 
 
@@ -96,7 +96,7 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["bad blocks"] == "3"
     assert lines["turned away"] == "1 mechanism, 3 unknown_key"
     assert "internal errors" not in lines
-    assert lines["security"] == "engines need a key (CURVE), the admin API no token"
+    assert lines["security"] == "engines need a key (CURVE), the admin API needs a token for changes"
 
 
 def test_facts_of_a_server_that_took_over() -> None:

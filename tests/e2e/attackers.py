@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from kvkeep.cli.keygen import make
@@ -163,3 +168,33 @@ def say_raw(target: tuple[str, int], *pieces: bytes, patience_s: float = 10.0) -
         while data := connection.recv(65536):
             heard += data
     return heard
+
+
+OTHER_USER = 65534
+
+
+def as_another_user(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command as a user who is neither root nor the server's."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root, with setpriv, can act as a second user")
+    become = ["setpriv", f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups", "--inh-caps=-all"]
+    if subprocess.run([*become, command[0], "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip(f"a second user cannot run {command[0]}")
+    return subprocess.run([*become, *command], capture_output=True, text=True, timeout=120, check=False)
+
+
+def keep_tenants(server: ServerProcess, count: int) -> None:
+    """Gives a server that has not started yet so many tenants, for long answers."""
+    assert server.state_dir is not None
+    directory = server.state_dir / server.name
+    directory.mkdir(mode=0o700)
+    kept = {"version": 1, "tenants": {f"t-{number:032x}": 1 for number in range(count)}}
+    (directory / "quotas.json").write_text(json.dumps(kept))
+
+
+def ask_and_never_read(target: tuple[str, int], path: str) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(target)
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return connection

@@ -30,7 +30,17 @@ from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.stream import Stream, socket_path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attackers import Fortress, Knock, Relay, fortress, greeting, say_raw
+from attackers import (
+    Fortress,
+    Knock,
+    Relay,
+    as_another_user,
+    ask_and_never_read,
+    fortress,
+    greeting,
+    keep_tenants,
+    say_raw,
+)
 from engines import engine, eventually, oracle, prompt, serve, tokens_of, without_cache
 
 LAYOUT = 1  # the first one that a server opens
@@ -434,7 +444,7 @@ def http_status(address: str, path: str, token: str | None, method: str = "GET",
 
 def test_the_admin_api_is_closed_to_those_without_the_token(fort: Fortress) -> None:
     token = fort.token_file.read_text().strip()
-    paths = ["/readyz", "/metrics", "/v1/status", "/v1/tenants", "/v1/settings", "/openapi.json", "/nothing"]
+    paths = ["/metrics", "/v1/status", "/v1/tenants", "/v1/settings", "/openapi.json", "/nothing"]
     wrong = [None, "", "Bearer", "Bearer ", f"Bearer {token}x", f"Bearer {token[:-1]}", f"Basic {token}", token]
     wrong += [f"Bearer {'x' * len(token)}", f"Bearer {token} {token}"]
     for path in paths:
@@ -442,7 +452,7 @@ def test_the_admin_api_is_closed_to_those_without_the_token(fort: Fortress) -> N
         for given in wrong:
             assert http_status(fort.server.http, path, given) == 401, (path, given)
     assert http_status(fort.server.http, "/v1/blocks?confirm=everything", None, "DELETE") == 401
-    assert http_status(fort.server.http, "/healthz", None) == 200
+    assert {http_status(fort.server.http, path, None) for path in ("/healthz", "/readyz")} == {200}
     assert fort.failures()["admin_token"] >= len(paths) * len(wrong)
     assert token not in fort.server.log() and token[:-1] not in fort.server.log()
 
@@ -457,6 +467,65 @@ def test_a_new_token_holds_at_once_and_the_old_one_no_longer(tmp_path: Path) -> 
         assert http_status(fort.server.http, "/v1/status", "Bearer " + "n" * 43) == 401, (
             "a token that others can read is none"
         )
+
+
+@pytest.fixture
+def open_server() -> Iterator[ServerProcess]:
+    """One with default settings, as a first user has it."""
+    with ServerProcess("--pool-size", "16MiB") as server:
+        yield server
+
+
+def made_token(server: ServerProcess) -> Path:
+    assert server.state_dir is not None
+    return server.state_dir / server.name / "admin.token"
+
+
+def test_nobody_stops_or_changes_a_server_of_default_settings_without_its_token(open_server: ServerProcess) -> None:
+    http, token = open_server.http, made_token(open_server).read_text().strip()
+    changes = [("POST", "/v1/drain"), ("DELETE", "/v1/blocks?confirm=everything"), ("PATCH", "/v1/settings")]
+    changes += [("PUT", f"/v1/tenants/default/{what}") for what in ("quota", "limit")]
+    for method, path in [*changes, ("DELETE", "/v1/tenants/default/blocks")]:
+        for given in (None, "Bearer ", f"Bearer {token}x", f"Basic {token}"):
+            assert http_status(http, path, given, method) == 401, (method, path, given)
+    status = ask(http, "/v1/status")
+    assert status["pid"] == open_server.pid and not status["stopping"] and status["auth_failures"]["admin_token"] == 24
+    log = open_server.log()
+    assert log.count("was refused: ") == 1 and token not in log, "one line a minute"
+    assert http_status(http, "/v1/drain", f"Bearer {token}", "POST") == 202
+
+
+def test_another_user_of_the_host_neither_drains_the_server_nor_reads_its_token(open_server: ServerProcess) -> None:
+    post = "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1], method='POST'))"
+    done = as_another_user(sys.executable, "-c", post, f"http://{open_server.http}/v1/drain")
+    assert done.returncode and "HTTP Error 401" in done.stderr
+    for read in ("open(sys.argv[1]).read()", "os.listdir(os.path.dirname(sys.argv[1]))"):
+        done = as_another_user(sys.executable, "-c", f"import os, sys; {read}", str(made_token(open_server)))
+        assert done.returncode and "PermissionError" in done.stderr
+    done = as_another_user(sys.executable, "-m", "kvkeep.cli.main", "drain", "--http", open_server.http)
+    assert done.returncode == 1 and f"{made_token(open_server)} cannot be read: Permission denied" in done.stderr
+    assert "Run this as the server's user" in done.stderr and "--token-file" in done.stderr
+    done = as_another_user(sys.executable, "-m", "kvkeep.cli.main", "status", "--http", open_server.http)
+    assert done.returncode == 0, "reading stays open"
+    assert ask(open_server.http, "/v1/status")["stopping"] is False
+
+
+def test_clients_that_never_read_do_not_keep_health_from_being_answered() -> None:
+    """More of them than there are connections, each with an answer that does not fit the kernel's buffers."""
+    server = ServerProcess("--pool-size", "16MiB")
+    keep_tenants(server, 5_000)
+    with server, contextlib.ExitStack() as crowd:
+        host, _, port = server.http.rpartition(":")
+        memory = resident_kib(server.pid)
+        for number in range(600):
+            path = "/metrics" if number % 2 else "/v1/tenants?limit=100000"
+            crowd.enter_context(ask_and_never_read((host, int(port)), path))
+        for _ in range(20):
+            assert [http_status(server.http, path, None) for path in ("/healthz", "/readyz")] == [200, 200]
+        assert eventually(lambda: http_status(server.http, "/metrics", None) == 200), "nor others from being served"
+        assert resident_kib(server.pid) - memory < 256 << 10
+        lines = [line for line in server.log().splitlines() if "kvkeep.server.guard" in line]
+        assert 1 <= len(lines) <= 4 and any("too many connections" in line for line in lines), lines
 
 
 # -- where it listens, and what others on the host can read

@@ -33,18 +33,24 @@ class Running:
     def ask(
         self, path: str, method: str = "GET", body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Status and body, decoded where it is JSON. `body` may be bytes that are no JSON."""
+        """Status and body, decoded where it is JSON. `body` may be bytes that are no JSON. Sends the server's token."""
         host, _, port = self.http.address.rpartition(":")
         connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=60)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
+            usual = {"content-type": "application/json", "authorization": f"Bearer {self.token}"}
+            connection.request(method, path, data, {**usual, **(headers or {})})
             reply = connection.getresponse()
             text = reply.read().decode()
             is_json = reply.headers.get_content_type() == "application/json"
             return reply.status, json.loads(text) if is_json and text else text
         finally:
             connection.close()
+
+    @property
+    def token(self) -> str:
+        settings = self.daemon.settings
+        return (settings.admin_token or settings.made_token).read_text().strip()
 
     def store(self, tenant: str, blocks: int, first: int = 0, complete: bool = True) -> None:
         """A chain of `blocks` blocks of 4 KiB each; its keys are the numbers from `first` on."""

@@ -2,13 +2,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvkeep.errors import RequestError, SettingsError
-from kvkeep.server.guard import MAX_BODY_BYTES, Guard, check_origin, check_token, is_loopback_host, token_reader
+from kvkeep.server.guard import (
+    LOG_INTERVAL_S,
+    MAX_BODY_BYTES,
+    Access,
+    Guard,
+    RefusalLog,
+    check_origin,
+    check_token,
+    is_loopback_host,
+    make_token,
+    token_reader,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +80,20 @@ def test_programs_and_our_own_origin_may(headers: dict[str, str]) -> None:
     check_origin({"host": "localhost:1", **headers})
 
 
+TOKEN = "t" * 43
+WITH_TOKEN = {"authorization": f"Bearer {TOKEN}"}
+EVERYTHING = Access(TOKEN.encode)
+CHANGES = Access(TOKEN.encode, for_reading=False)
+
+
 def through(
-    method: str, headers: dict[str, str], *body: bytes, path: str = "/v1/status", **options: Any
+    method: str,
+    headers: dict[str, str],
+    *body: bytes,
+    path: str = "/v1/status",
+    access: Access = CHANGES,
+    refusals: RefusalLog | None = None,
+    **options: Any,
 ) -> tuple[int, bytes]:
     """Status and body of a request through the guard; what is behind it echoes the body."""
     parts = [{"type": "http.request", "body": part, "more_body": True} for part in body]
@@ -88,26 +113,25 @@ def through(
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "headers": raw, "path": path}
-    asyncio.run(Guard(echo, **options)(scope, receive, send))
+    asyncio.run(Guard(echo, access, refusals or RefusalLog(), **options)(scope, receive, send))
     return sent[0]["status"], sent[1]["body"]
 
 
 def test_what_is_fine_passes_unchanged() -> None:
-    assert through("PUT", {"host": "localhost"}, b"ab", b"cd") == (200, b"abcd")
+    assert through("PUT", {"host": "localhost", **WITH_TOKEN}, b"ab", b"cd") == (200, b"abcd")
     assert through("GET", {"host": "localhost", "origin": "http://other.example"}) == (200, b"")
 
 
 def test_a_long_body_is_refused_whether_or_not_it_says_its_length() -> None:
     half = bytes(MAX_BODY_BYTES // 2)
-    assert through("PUT", {"host": "localhost"}, half, half)[0] == 200
-    status, said = through("PUT", {"host": "localhost"}, half, half, b"x")
+    headers = {"host": "localhost", **WITH_TOKEN}
+    assert through("PUT", headers, half, half)[0] == 200
+    status, said = through("PUT", headers, half, half, b"x")
     assert status == 413 and json.loads(said)["error"] == "body_too_large"
-    assert through("PUT", {"host": "localhost", "content-length": "9" * 20})[0] == 413
+    assert through("PUT", {**headers, "content-length": "9" * 20})[0] == 413
 
 
 # -- the token
-
-TOKEN = "t" * 43
 
 
 @pytest.mark.parametrize("given", [f"Bearer {TOKEN}", f"bearer {TOKEN}", f"BEARER  {TOKEN} "])
@@ -138,37 +162,118 @@ def test_anything_else_does_not_and_is_told_the_remedy(given: str) -> None:
         check_token({}, b"")
 
 
-def test_with_a_token_every_path_but_liveness_asks_for_it() -> None:
+def test_a_token_that_was_set_is_asked_for_on_every_path_but_health() -> None:
     turned_away: list[int] = []
-    options = {"token": TOKEN.encode, "on_bad_token": lambda: turned_away.append(1)}
-    good = {"host": "localhost", "authorization": f"Bearer {TOKEN}"}
-    for path in ("/v1/status", "/metrics", "/readyz", "/", "/healthz/", "/healthz/../v1/status", "//healthz"):
+    options: dict[str, Any] = {"access": EVERYTHING, "on_bad_token": lambda: turned_away.append(1)}
+    good = {"host": "localhost", **WITH_TOKEN}
+    for path in ("/v1/status", "/metrics", "/", "/healthz/", "/healthz/../v1/status", "//healthz", "/readyz/"):
         status, said = through("GET", {"host": "localhost"}, path=path, **options)
         assert status == 401 and json.loads(said)["error"] == "unauthorized"
         assert through("GET", good, path=path, **options)[0] == 200
     assert len(turned_away) == 7
-    assert through("GET", {"host": "localhost"}, path="/healthz", **options)[0] == 200
+    for path in ("/healthz", "/readyz"):
+        assert through("GET", {"host": "localhost"}, path=path, **options)[0] == 200
     assert through("PUT", {**good, "origin": "http://other.example"}, **options)[0] == 403, "the other checks stay"
 
 
-def test_a_foreign_host_name_is_heard_beyond_loopback_with_a_token_alone() -> None:
-    named = {"host": "cache.example", "authorization": f"Bearer {TOKEN}"}
-    assert through("GET", named, token=TOKEN.encode, loopback=False)[0] == 200
-    assert through("GET", {"host": "cache.example"}, token=TOKEN.encode, loopback=False)[0] == 401
-    assert through("GET", named, token=TOKEN.encode, loopback=True)[0] == 403
-    assert through("GET", named, token=None, loopback=False)[0] == 403
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "TRACE", "ANYTHING"])
+def test_the_servers_own_token_is_asked_for_by_changes_alone(method: str) -> None:
+    assert through(method, {"host": "localhost"})[0] == 401
+    assert through(method, {"host": "localhost", "authorization": f"Bearer {TOKEN[1:]}"})[0] == 401
+    assert through(method, {"host": "localhost", **WITH_TOKEN})[0] == 200
+    for reading in ("GET", "HEAD", "OPTIONS"):
+        assert through(reading, {"host": "localhost"})[0] == 200
 
 
-def test_the_token_is_read_anew_and_one_that_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
-    assert token_reader(None) is None
+def test_a_foreign_host_name_is_heard_beyond_loopback_alone() -> None:
+    named, beyond = {"host": "cache.example", **WITH_TOKEN}, Access(TOKEN.encode, loopback=False)
+    assert through("GET", named, access=beyond)[0] == 200
+    assert through("GET", {"host": "cache.example"}, access=beyond)[0] == 401
+    assert through("GET", named, access=EVERYTHING)[0] == 403
+    assert through("GET", named, access=CHANGES)[0] == 403
+
+
+def test_the_token_is_read_anew_and_one_that_cannot_be_read_lets_nobody_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "token"
     with pytest.raises(SettingsError, match="cannot be read"):
-        token_reader(file)
+        token_reader(file, RefusalLog())
     file.write_text(TOKEN)
     file.chmod(0o600)
-    current = token_reader(file)
-    assert current is not None and current() == TOKEN.encode()
+    current = token_reader(file, RefusalLog())
+    assert current() == TOKEN.encode()
     file.write_text("n" * 20)
     assert current() == b"n" * 20
     file.unlink()
     assert current() != current() and len(current()) == 32, "nobody can know it"
+    assert caplog.text.count("cannot be used") == 1, "said once a minute"
+
+
+def test_a_token_of_the_servers_own_is_private_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "admin.token"
+    file.parent.mkdir(mode=0o775)
+    file.parent.chmod(0o775)
+    make_token(file)
+    token = file.read_text().strip()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert len(token) == 43 and [path.name for path in file.parent.iterdir()] == ["admin.token"]
+    make_token(file)
+    assert token_reader(file, RefusalLog(), ours=True)() == token.encode()
+
+
+@pytest.mark.parametrize("flaw", ["open to others", "writable for the group", "cut short", "a link", "another user's"])
+def test_a_token_that_others_may_know_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture, flaw: str) -> None:
+    file, elsewhere = tmp_path / "admin.token", tmp_path / "elsewhere"
+    elsewhere.write_text(TOKEN)
+    elsewhere.chmod(0o600)
+    make_token(file)
+    before = file.read_text()
+    match flaw:
+        case "open to others":
+            file.chmod(0o644)
+        case "writable for the group":
+            file.chmod(0o660)
+        case "cut short":
+            file.write_text("short")
+        case "a link":
+            file.unlink()
+            file.symlink_to(elsewhere)
+        case "another user's":
+            if os.geteuid() != 0:
+                pytest.skip("only root can give a file away")
+            os.chown(file, 65534, 65534)
+    make_token(file)
+    assert len(file.read_text().strip()) == 43 and file.read_text() not in (before, TOKEN)
+    assert stat.S_IMODE(file.lstat().st_mode) == 0o600 and file.stat().st_uid == os.geteuid()
+    assert elsewhere.read_text() == TOKEN
+    assert ("replaces the one before" in caplog.text) == (flaw != "a link")
+
+
+def test_a_directory_of_another_user_holds_no_token(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(SettingsError, match="belongs to another user"):
+        make_token(tmp_path / "admin.token")
+    with pytest.raises(SettingsError, match="cannot be written") as caught:
+        make_token(tmp_path / "nothing" / "admin.token")
+    assert "--state-dir" in caught.value.hint
+
+
+# -- the log
+
+
+def test_refusals_are_logged_once_a_minute_for_each_kind_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [0.0]
+    refusals = RefusalLog(lambda: now_s[0])
+    wrong = {"host": "localhost", "authorization": "Bearer secret-guess"}
+    for _ in range(1000):
+        through("DELETE", wrong, refusals=refusals)
+        through("GET", {"host": "rebound.example"}, refusals=refusals)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "secret-guess" not in caplog.text and "rebound.example" not in caplog.text
+    assert "(unauthorized, 1 times" in lines[0] and "(bad_host, 1 times" in lines[1]
+    now_s[0] = LOG_INTERVAL_S
+    through("DELETE", wrong, refusals=refusals)
+    assert "(unauthorized, 1000 times" in caplog.records[-1].getMessage() and len(caplog.records) == 3

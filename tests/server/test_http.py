@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -349,6 +351,47 @@ def test_openapi_describes_every_route(running: Any) -> None:
     assert [running.ask(path)[0] for path in ("/docs", "/redoc")] == [404, 404], "they load scripts from other sites"
 
 
+def test_every_route_that_changes_something_needs_the_token(running: Any) -> None:
+    running.store(TENANT, 1)
+    routes = running.ask("/openapi.json")[1]["paths"]
+    changes = [(method.upper(), path) for path, methods in routes.items() for method in methods if method != "get"]
+    assert ("POST", "/v1/drain") in changes and len(changes) == 6
+    for method, path in changes:
+        for given in ("", "Bearer ", f"Bearer {'x' * 43}", f"Basic {running.token}"):
+            status, said = running.ask(path.format(tenant=TENANT), method, headers={"authorization": given})
+            assert (status, said["error"]) == (401, "unauthorized"), (method, path)
+            assert str(running.daemon.settings.made_token) in said["hint"] and running.token not in str(said)
+    assert not running.daemon.stopping and running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 1
+    assert running.daemon.service.counters.auth_failures == {"admin_token": 24}
+
+
+def test_reading_needs_no_token_unless_one_was_set(start: Start, tmp_path: Path) -> None:
+    paths = ("/metrics", "/v1/status", "/v1/tenants", "/v1/settings", "/openapi.json")
+    open_paths = ("/healthz", "/readyz")
+    token = tmp_path / "token"
+    token.write_text("t" * 43)
+    token.chmod(0o600)
+    for running, expected in ((start(), 200), (start("--name", "second", "--admin-token", str(token)), 401)):
+        for given in ("", f"Bearer {'x' * 43}"):
+            assert {running.ask(path, headers={"authorization": given})[0] for path in paths} == {expected}
+            assert {running.ask(path, headers={"authorization": given})[0] for path in open_paths} == {200}
+    assert running.ask("/v1/status", headers={"authorization": f"Bearer {'t' * 43}"})[0] == 200
+    assert not running.daemon.settings.made_token.exists(), "it makes none where one is set"
+
+
+def test_the_token_that_the_server_made_is_kept_and_its_users_alone(start: Start, stop: Any) -> None:
+    running = start()
+    file, token = running.daemon.settings.made_token, running.token
+    status = file.lstat()
+    assert (stat.S_IMODE(status.st_mode), status.st_uid, len(token)) == (0o600, os.geteuid(), 43)
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    stop(running)
+    assert start().token == token
+    other = start("--name", "other")
+    assert other.token != token
+    assert other.ask("/v1/settings", "PATCH", {"verify": True}, {"authorization": f"Bearer {token}"})[0] == 401
+
+
 def test_web_sites_are_kept_out(running: Any) -> None:
     running.store(TENANT, 1)
     status, said = running.ask("/v1/status", headers={"Host": "rebound.example"})
@@ -359,46 +402,6 @@ def test_web_sites_are_kept_out(running: Any) -> None:
     assert running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 1
     own = {"Origin": f"http://{running.http.address}"}
     assert running.ask("/v1/blocks?confirm=everything", "DELETE", headers=own)[0] == 200
-
-
-def has_been_closed(connection: socket.socket) -> bool:
-    connection.settimeout(30)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def test_silent_connections_keep_nobody_out(running: Any) -> None:
-    host, _, port = running.http.address.rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(600)]
-    try:
-        assert running.ask("/healthz")[0] == 200
-        assert has_been_closed(silent[0]), "the oldest made way"
-    finally:
-        for connection in silent:
-            connection.close()
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [b"", b"GET /healthz HT", b"PATCH /v1/settings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"],
-)
-def test_a_connection_that_sends_no_whole_request_is_closed(
-    start: Start, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    monkeypatch.setattr("kvkeep.server.http._REQUEST_WITHIN_S", 0.1)
-    host, _, port = start().http.address.rpartition(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(sent)
-        assert has_been_closed(connection)
-
-
-def test_a_request_that_takes_long_is_answered_all_the_same(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeep.server.http._REQUEST_WITHIN_S", 0.05)
-    running = start()
-    running.daemon.run_in_loop(lambda: time.sleep(0.5))
-    assert running.ask("/v1/status")[0] == 200
 
 
 def test_a_server_without_its_lock_file_finds_nothing_and_says_so(start: Start, caplog: Any) -> None:
@@ -458,21 +461,3 @@ def test_a_server_that_never_started_can_be_stopped(start: Start, tmp_path: Path
     extra = HttpServer(running.daemon)
     extra.stop()
     extra.stop()
-
-
-@pytest.mark.parametrize(
-    ("sent", "kind"),
-    [(b"\xff" + bytes(7) + b"\x01\x7f", "a ZMQ client"), (b"*1\r\n$4\r\nPING\r\n", "a Redis client")],
-)
-def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
-    running: Any, caplog: pytest.LogCaptureFixture, sent: bytes, kind: str
-) -> None:
-    host, _, port = running.http.address.rpartition(":")
-    for _ in range(2):
-        with socket.create_connection((host, int(port))) as foreign:
-            foreign.sendall(sent)
-            foreign.shutdown(socket.SHUT_WR)
-            while foreign.recv(4096):  # until the server closes it
-                pass
-    said = [each.getMessage() for each in caplog.records if "seems to be" in each.getMessage()]
-    assert [line.split(": ")[0] for line in said] == [f"127.0.0.1 talks to the HTTP port and seems to be {kind}"]

@@ -10,7 +10,7 @@ import pytest
 from kvkeep.server.admin import Admin, TenantList
 from kvkeep.testing import fuzz_http
 from kvkeep.testing.fuzz_bytes import Leak, random_inputs
-from kvkeep.testing.fuzz_http import App, run_http
+from kvkeep.testing.fuzz_http import WITH_TOKEN, App, run_http
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,8 @@ def test_it_is_quiet_and_reaches_every_operation(app: App, monkeypatch: pytest.M
 
 
 def test_draining_does_not_end_it(app: App) -> None:
-    status, _ = app.ask("POST", "/v1/drain", b"", [(b"host", b"localhost")], b"")
+    assert app.ask("POST", "/v1/drain", b"", [(b"host", b"localhost")], b"")[0] == 401
+    status, _ = app.ask("POST", "/v1/drain", b"", [(b"host", b"localhost"), WITH_TOKEN], b"")
     assert status == 202
     assert app.ask("GET", "/v1/status", b"", [(b"host", b"localhost")], b"")[0] == 200
 

@@ -113,7 +113,7 @@ def lines_for_people(made: dict[str, Any]) -> list[str]:
 
 def _next_steps(made: dict[str, Any]) -> list[str]:
     if not made["clients"]:
-        return ["start the server with its line; from then on all but /healthz asks for the token"]
+        return ["start the server with its line; from then on all but /healthz and /readyz asks for the token"]
     return [
         "start the server with its lines; one that runs with them already sees new clients by itself",
         "a client on another host: move its .key file there (mode 0600), and write the new path into its lines",

@@ -15,7 +15,7 @@ import typer
 from kvkeep.cli.listeners import UNKNOWN_UID, listeners
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.server.setting_rules import is_loopback
-from kvkeep.server.settings import TABLE
+from kvkeep.server.settings import TABLE, made_token
 from kvkeep.wire.address import split_host
 from kvkeep.wire.auth import read_token
 
@@ -40,7 +40,7 @@ TokenFile = Annotated[
         "--token-file",
         envvar="KVKEEP_ADMIN_TOKEN",
         metavar="FILE",
-        help="File of the admin API's token, where the server asks for one.",
+        help="File of the admin API's token. A server on this host that was given none has made one, which is found.",
     ),
 ]
 TOKEN_NAME: Final = "admin-token"
@@ -75,9 +75,18 @@ def ask(
     """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for a refusal."""
     url = _url(address)
     timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
+    token, withheld = _token(url, method, token_file)
+    try:
+        return _send(url, path, method, body, timeout_s, token)
+    except RequestError as refusal:
+        if withheld and refusal.code == "unauthorized":
+            raise RequestError(refusal.code, refusal.message, field=refusal.field, hint=withheld) from None
+        raise
+
+
+def _send(url: str, path: str, method: str, body: Any, timeout_s: float, token: bytes | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    token, withheld = _token(url, token_file)
     if token:
         headers["authorization"] = f"Bearer {token.decode()}"
     request = urllib.request.Request(url + path, data, headers, method=method)
@@ -86,10 +95,7 @@ def ask(
             answer = reply.read()
         return json.loads(answer) if answer else None
     except urllib.error.HTTPError as error:
-        refusal = _refusal(error, url)
-        if withheld and isinstance(refusal, RequestError) and refusal.code == "unauthorized":
-            refusal = RequestError(refusal.code, refusal.message, field=refusal.field, hint=withheld)
-        raise refusal from None
+        raise _refusal(error, url) from None
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         if isinstance(why, TimeoutError):
@@ -102,20 +108,38 @@ def ask(
         raise _stranger(url) from None
 
 
-def _token(url: str, token_file: Path | None) -> tuple[bytes | None, str]:
+def _token(url: str, method: str, token_file: Path | None) -> tuple[bytes | None, str]:
     """The token, if there is one for that server; or why it is not sent. One that nobody named goes to this host alone,
     and there to ourselves and root: any user can listen on a port that is free while the server is down."""
     if token_file is not None:
         return read_token(token_file.expanduser()), ""
     usual = keys_dir() / TOKEN_NAME
+    has_usual = os.path.exists(usual)  # Path.exists raises where the directory is another user's
     host, port = split_host(url.removeprefix("http://"))
-    if not is_loopback(host) or not usual.exists():
+    if not is_loopback(host) or (method == "GET" and not has_usual):
         return None, ""
     if strangers := listeners(host, port) - {os.geteuid(), 0}:
         who = ", ".join("unknown" if uid == UNKNOWN_UID else str(uid) for uid in sorted(strangers))
-        hint = f"the token in {usual} was not sent: another user (uid {who}) listens there. If that is the server, say"
-        return None, f"{hint} --token-file {usual}"
-    return read_token(usual), ""
+        hint = f"no token was sent: another user (uid {who}) listens there. If that is the server, say --token-file"
+        return None, f"{hint} {usual if has_usual else 'FILE, which is admin.token in its state directory'}"
+    token = read_token(usual) if has_usual else None
+    return (token, "") if method == "GET" else _token_for_changes(url, token)
+
+
+def _token_for_changes(url: str, usual: bytes | None) -> tuple[bytes | None, str]:
+    """The token that a server without `admin_token` has made for itself; of another server the `usual` one."""
+    try:
+        rows = _send(url, "/v1/settings", "GET", None, _ANSWER_WITHIN_S, usual)
+        settings = {row["name"]: row["value"] for row in rows}
+        if settings["admin_token"] != "none":
+            return usual, ""
+        path = made_token(Path(settings["state_dir"]), settings["name"])
+    except (KeyError, TypeError):
+        raise _stranger(url) from None
+    try:
+        return read_token(path), ""
+    except SettingsError as error:
+        return None, f"{error.message}. Run this as the server's user, or give a copy of that file with --token-file"
 
 
 def _url(address: str) -> str:

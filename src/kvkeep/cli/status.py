@@ -70,7 +70,7 @@ def time_since(seconds: float) -> str:
 def security(said: dict[str, bool]) -> str:
     """Who has to prove who they are, of those who can reach the server."""
     engines = "engines need a key (CURVE)" if said["curve"] else "engines need no key"
-    return f"{engines}, the admin API {'needs a token' if said['admin_token'] else 'no token'}"
+    return f"{engines}, the admin API needs a token{'' if said['admin_token'] else ' for changes'}"
 
 
 def start(restart: dict[str, Any], scrubbed_blocks: int) -> str:

@@ -7,6 +7,7 @@ waited for with a limit; files are written in the caller's thread, so that a slo
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import os
 import threading
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import TypeVar
 
 from kvkeep import __version__
@@ -31,7 +33,6 @@ from kvkeep.server.snapshot import (
     SessionShown,
     Snapshot,
     TenantShown,
-    largest_tenants,
     take,
     tenant_shown,
 )
@@ -60,6 +61,7 @@ T = TypeVar("T")
 LOOP_WAIT_S = 4.0  # less than our commands wait, so that they hear of it
 _BLOCKS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their turn
 _TENANTS_LOOKED_AT_A_TURN = 4096
+_TENANTS_SHOWN_A_TURN = 128
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,15 @@ class Admin:
         )
 
     def tenants(self, limit: int) -> TenantList:
+        """Tenants are ranked in the caller's thread and looked at a few at a time: there may be 100,000."""
         store, counts = self.daemon.store, self.daemon.service.counters.tenants
-        return self.in_loop(lambda: TenantList(len(store.tenants), largest_tenants(store, counts, limit)))
+        tenants = self.in_loop(lambda: list(store.tenants))
+        largest = heapq.nlargest(limit, tenants, key=attrgetter("usage_bytes"))
+        shown: list[TenantShown] = []
+        for at in range(0, len(largest), _TENANTS_SHOWN_A_TURN):
+            some = largest[at : at + _TENANTS_SHOWN_A_TURN]
+            shown += self.in_loop(lambda some=some: [tenant_shown(tenant, counts) for tenant in some])  # type: ignore[misc]
+        return TenantList(len(tenants), shown)
 
     def tenant(self, tenant: str) -> TenantShown:
         _check_tenant(tenant)

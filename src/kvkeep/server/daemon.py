@@ -232,7 +232,7 @@ class Daemon:
                 self._waker.recv(4096)
         if has_more:
             self._serve_direct()
-        while not self._duties.empty():
+        for _ in range(self._duties.qsize()):  # those that come meanwhile wait until engines have had their turn
             self._duties.get()()
         if time.monotonic() >= self._memory_due:
             self._look_after_memory()

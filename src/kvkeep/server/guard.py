@@ -1,20 +1,30 @@
-"""Who may ask the admin API: those with its token where there is one, and never a web site.
+"""Who may ask the admin API for what, and how many at a time.
+
+    /healthz, /readyz      anybody, always: they wait for no other request
+    other reading routes   on loopback anybody; where `admin_token` is set, whoever sends the token
+    routes that change     whoever sends the token, on loopback too
+
+A server without `admin_token` makes a token at its first start, in a file that only its user can read.
 
 A browser on the server's host can reach loopback on behalf of any site it shows. Two tricks are known, and refused
 here: a site whose name is made to resolve to 127.0.0.1 (its requests carry that name as Host), and a form or script
-that sends a change blindly (its requests carry the site's Origin). A server that listens elsewhere has names of which
-we know nothing; there the token, which no site has, does what the Host header does on loopback. Bodies are short; a
-long one is refused before it is read.
+that sends a change blindly (its requests carry the site's Origin). A server that listens elsewhere has names that it
+does not know; there the token does what the Host header does on loopback. A body has at most 64 KiB, and a longer one
+is refused before it is read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
+import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -22,32 +32,68 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import RequestError, SettingsError
-from kvkeep.wire.auth import read_token
+from kvkeep.wire.auth import check_directory, read_token, write_new
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 64 * 1024
+MAX_WORKED_ON: Final = 4  # requests at a time, so that rendering answers leaves the server's loop its processor time
+MAX_WAITING: Final = 64
+LOG_INTERVAL_S: Final = 60.0
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
+STATUS: Final[Mapping[str, int]] = {
+    "unauthorized": 401,
+    "bad_host": 403,
+    "bad_origin": 403,
+    "body_too_large": 413,
+    "too_many_requests": 503,
+}
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-OPEN_PATH: Final = "/healthz"  # for those who only want to know whether the process lives; it tells nothing else
-STATUS: Final[Mapping[str, int]] = {"unauthorized": 401, "bad_host": 403, "bad_origin": 403, "body_too_large": 413}
+_TOKEN_BYTES = 32
+
+
+class RefusalLog:
+    """Logs refusals: one line a minute for each kind, with how many there were. For one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: dict[str, int] = {}
+        self._logged_at: dict[str, float] = {}
+
+    def note(self, kind: str, message: str) -> None:
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        now_s = self._clock()
+        if now_s - self._logged_at.get(kind, float("-inf")) >= LOG_INTERVAL_S:
+            self._logged_at[kind] = now_s
+            log.warning("%s (%s, %d times since the last such line)", message, kind, self._counts.pop(kind))
+
+
+@dataclass(frozen=True)
+class Access:
+    """`token` gives the token as it is now. `for_reading`: reading routes need it too. `hint` says where it is."""
+
+    token: Callable[[], bytes]
+    for_reading: bool = True
+    loopback: bool = True
+    hint: str = ""
 
 
 class Guard:
-    """ASGI middleware: refuses, or passes on unchanged."""
+    """ASGI middleware: refuses, or passes on unchanged, at most MAX_WORKED_ON requests at a time."""
 
     def __init__(
         self,
         app: ASGIApp,
-        token: Callable[[], bytes] | None = None,
-        loopback: bool = True,
+        access: Access,
+        refusals: RefusalLog,
         on_bad_token: Callable[[], None] = lambda: None,
     ) -> None:
-        """`token` gives the token that requests must carry, None if none is asked for. Without one only those who ask
-        for `loopback` are heard."""
         self._app = app
-        self._token = token
-        self._check_host = loopback or token is None
+        self._access = access
+        self._refusals = refusals
         self._on_bad_token = on_bad_token
+        self._working = asyncio.Semaphore(MAX_WORKED_ON)
+        self._waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,47 +101,94 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            if self._check_host:
-                check_host(headers)
-            if self._token is not None and scope["path"] != OPEN_PATH:
-                check_token(headers, self._token())
-            if scope["method"] not in _READING:
-                check_origin(headers)
+            self._check(scope["path"], scope["method"], headers)
             body = await _read_body(headers, receive)
+            if scope["path"] not in OPEN_PATHS and self._waiting >= MAX_WAITING:
+                raise RequestError("too_many_requests", "too many requests wait for an answer", hint="try again")
         except RequestError as refusal:
+            client = (scope.get("client") or ("an unknown address",))[0]
+            self._refusals.note(refusal.code, f"a request from {client} was refused: {refusal.message}")
             if refusal.code == "unauthorized":
                 self._on_bad_token()
             await _refuse(refusal, send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        await self._pass_on(scope, _replay(body, receive), send)
+
+    def _check(self, path: str, method: str, headers: Mapping[str, str]) -> None:
+        if self._access.loopback:
+            check_host(headers)
+        if method not in _READING:
+            check_origin(headers)
+        if path not in OPEN_PATHS and (self._access.for_reading or method not in _READING):
+            check_token(headers, self._access.token(), self._access.hint)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        self._waiting += 1
+        try:
+            await self._working.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._working.release()
 
 
-def token_reader(path: Path | None) -> Callable[[], bytes] | None:
+def token_reader(path: Path, refusals: RefusalLog, *, ours: bool = False) -> Callable[[], bytes]:
     """Gives the token as the file has it at that moment: a new one holds at once, one that cannot be read lets nobody
-    in. SettingsError if it cannot be read now. None: no token is asked for."""
-    if path is None:
-        return None
-    read_token(path)
+    in. SettingsError if it cannot be read now, or should be `ours` and is another user's."""
+    read_token(path, ours=ours)
 
     def current() -> bytes:
         try:
-            return read_token(path)
+            return read_token(path, ours=ours)
         except SettingsError as error:
-            log.error("admin_token: %s", error.message)
+            refusals.note("admin_token", f"the admin API's token cannot be used: {error.message}")
             return secrets.token_bytes(32)
 
     return current
 
 
-def check_token(headers: Mapping[str, str], token: bytes) -> None:
+def make_token(path: Path) -> None:
+    """Makes the token of a server without `admin_token`, in a directory that is its user's alone. An earlier one stays,
+    unless others may have read or changed it. SettingsError if none can be made."""
+    directory = path.parent
+    try:
+        if directory.stat().st_uid == os.geteuid():
+            directory.chmod(0o700)
+        check_directory(directory, directory.stat())
+        if path.is_symlink():
+            path.unlink()
+        try:
+            read_token(path, ours=True)
+            return
+        except SettingsError as error:
+            if path.exists():
+                log.warning("a new token for the admin API replaces the one before: %s", error.message)
+        draft = path.with_suffix(".new")
+        draft.unlink(missing_ok=True)
+        write_new(draft, secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise SettingsError(
+            f"the admin API's token cannot be written to {path}: {error.strerror}",
+            "choose a --state-dir that can be written, or set admin_token",
+        ) from error
+
+
+def check_token(headers: Mapping[str, str], token: bytes, where: str = "") -> None:
     """Raises unless the request carries the token. How long that takes says nothing of how much of it was right."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode("latin-1"), token):
         raise RequestError(
             "unauthorized",
-            "this server's admin API asks for a token" if not given else "this is not the token of this server",
+            "this request needs the server's token" if not given else "this is not the token of this server",
             field="Authorization",
-            hint="send `Authorization: Bearer TOKEN`; with our commands --token-file FILE, or KVKEEP_ADMIN_TOKEN=FILE",
+            hint="send `Authorization: Bearer TOKEN`; with our commands --token-file FILE, or KVKEEP_ADMIN_TOKEN=FILE"
+            + where,
         )
 
 
@@ -166,7 +259,6 @@ async def _refuse(refusal: RequestError, send: Send) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
         *([(b"www-authenticate", b"Bearer")] if refusal.code == "unauthorized" else []),
     ]
     await send({"type": "http.response.start", "status": STATUS[refusal.code], "headers": headers})

@@ -5,8 +5,12 @@
     /metrics             for Prometheus
     /v1/...              status, tenants, quotas, limits, settings; described by /openapi.json
 
-Where `admin_token` is set, all of it but /healthz asks for that token.
+Changes need a token, and with `admin_token` set so does reading; /healthz and /readyz never do (see guard.py).
 Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
+
+A connection carries one request: there is no keep-alive and no pipelining. The request must come whole, and its answer
+be read, in time. What has not been read yet is bounded over all connections, and so is their number; beyond either
+limit the connection goes whose client has kept the server waiting longest.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import uvicorn
@@ -26,28 +29,33 @@ from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvkeep import __version__
 from kvkeep.errors import KVKeepError, RequestError, SettingsError
 from kvkeep.server.admin import Admin, Drain, SettingShown, Status, TenantList
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.guard import Guard, token_reader
+from kvkeep.server.guard import Access, Guard, RefusalLog, make_token, token_reader
 from kvkeep.server.metrics import make_registry
 from kvkeep.server.setting_rules import is_loopback
+from kvkeep.server.settings import Settings
 from kvkeep.server.snapshot import TenantShown
 from kvkeep.server.stranger_log import StrangerLog
+from kvkeep.units import KIB, MIB
 from kvkeep.wire.address import split_host
 from kvkeep.wire.strangers import HTTP, recognise
 
 log = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 5.0
+REQUEST_WITHIN_S = 5.0
+READ_WITHIN_S = 10.0
 TENANTS_SHOWN, TENANTS_SHOWN_AT_MOST = 1000, 100_000
 CONFIRMATION: Final = "everything"
 _STOP_WITHIN_S = 5.0
-_REQUEST_WITHIN_S = 5.0
-_CONNECTIONS = 256  # above this the longest idle one makes way
+_CONNECTIONS = 256
+_UNREAD_BYTES = 64 * MIB  # of all answers
+_KERNEL_BYTES = 64 * KIB  # of one answer, in the kernel; without a limit it takes up to 4 MiB
 
 _STATUS: Final = {
     "unknown_tenant": 404,
@@ -114,10 +122,8 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(
-    admin: Admin, stuck_after_s: float = STUCK_AFTER_S, token: Callable[[], bytes] | None = None, loopback: bool = True
-) -> FastAPI:
-    """The application over one daemon, for those who know the token, if one is given."""
+def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: float = STUCK_AFTER_S) -> FastAPI:
+    """The application over one daemon."""
     app = FastAPI(
         title="kvkeep",
         version=__version__,
@@ -126,7 +132,7 @@ def make_app(
         docs_url=None,  # the pages that come with it load scripts from other sites
         redoc_url=None,
     )
-    app.add_middleware(Guard, token=token, loopback=loopback, on_bad_token=lambda: _count_bad_token(admin.daemon))
+    app.add_middleware(Guard, access=access, refusals=refusals, on_bad_token=lambda: _count_bad_token(admin.daemon))
     app.add_exception_handler(KVKeepError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_problem)
@@ -300,77 +306,97 @@ def _failed(request: Request, error: Exception) -> Response:
 
 
 class _Connection(H11Protocol):
-    """Closed unless a whole request comes in time, silent or trickling; and when others need its place.
-
-    (uvicorn closes only connections that had a request before, and counts the others against `limit_concurrency`.)
-    """
+    """Carries one request and ends with its answer: first it waits for the request, then the server works on it, then
+    it waits until the client has read the answer. Both waits end in time, or sooner when others need the room."""
 
     strangers: StrangerLog
+    refusals: RefusalLog
+    request_within_s: float
+    read_within_s: float
     _is_known = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._opened = self.loop.time()
+        self._timer = self.loop.call_later(self.request_within_s, self._end_unless_working, "sent no whole request")
+        if len(self.connections) > _CONNECTIONS:
+            self._end_longest_waiting("too many connections")
 
     def data_received(self, data: bytes) -> None:
         if not self._is_known:  # the first that comes tells
             self._is_known = True
             if (stranger := recognise(data)) is not HTTP:
-                address = self.client[0] if self.client else ""
-                self.strangers.note("the HTTP port", address, stranger)
+                self.strangers.note("the HTTP port", self._peer(), stranger)
         super().data_received(data)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._opened = self.loop.time()
-        self._seen: RequestResponseCycle | None = None
-        self._timer = self.loop.call_later(_REQUEST_WITHIN_S, self._look)
-        if len(self.connections) > _CONNECTIONS:
-            self._make_room()
+    def on_response_complete(self) -> None:
+        """The whole answer is in the transport's buffer, from which the client may read it or not."""
+        super().on_response_complete()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(self.read_within_s, self._end_unless_working, "did not read its answer")
+        while sum(each.transport.get_write_buffer_size() for each in self._all()) > _UNREAD_BYTES:
+            self._end_longest_waiting("too much is unread")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
 
-    def _look(self) -> None:
-        """Closes a connection on which nothing has happened since the last look."""
-        if self._seen is self.cycle and (self._is_idle() or self.cycle.more_body):
-            self.transport.close()
-            return
-        self._seen = self.cycle
-        self._timer = self.loop.call_later(_REQUEST_WITHIN_S, self._look)
+    def _is_working(self) -> bool:
+        """Whether the client waits for the server, and not the server for the client."""
+        has_request = self.cycle is not None and not self.cycle.more_body
+        return has_request and not self.cycle.response_complete and not self.transport.is_closing()
 
-    def _make_room(self) -> None:
-        others = [one for one in self.connections if isinstance(one, _Connection) and one is not self]
-        remaining = [one for one in others if not one.transport.is_closing()]
-        idle = [one for one in remaining if one._is_idle()]
-        if idle and len(remaining) >= _CONNECTIONS:
-            min(idle, key=lambda one: one._opened).transport.close()
+    def _end_unless_working(self, why: str) -> None:
+        if not self._is_working():
+            self._end(why)
 
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+    def _end_longest_waiting(self, why: str) -> None:
+        waiting = [each for each in self._all() if not each._is_working()]
+        min(waiting, key=lambda each: each._opened, default=self)._end(why)
+
+    def _end(self, why: str) -> None:
+        """At once: to close it would wait until the client has read what it does not read."""
+        self.refusals.note(why, f"the HTTP connection of {self._peer()} was closed")
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _all(self) -> list[_Connection]:
+        return [each for each in self.connections if isinstance(each, _Connection)]
+
+    def _peer(self) -> str:
+        return self.client[0] if self.client else ""
 
 
 class HttpServer:
     """Listens from construction on, serves from `start` to `stop`."""
 
-    def __init__(self, daemon: Daemon, stuck_after_s: float = STUCK_AFTER_S, **admin_options: float) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        stuck_after_s: float = STUCK_AFTER_S,
+        request_within_s: float = REQUEST_WITHIN_S,
+        read_within_s: float = READ_WITHIN_S,
+        **admin_options: float,
+    ) -> None:
         self.admin = Admin(daemon, **admin_options)
-        token = token_reader(daemon.settings.admin_token)
-        loopback = is_loopback(split_host(daemon.settings.http_address)[0])
+        refusals = RefusalLog()
+        access = _access(daemon.settings, refusals)
         self._socket = _listen(daemon.settings.http_address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.admin.http_address = self.address
-
-        class Connection(_Connection):
-            strangers = daemon.strangers
-
+        limits = {"request_within_s": request_within_s, "read_within_s": read_within_s}
+        connection = type("Connection", (_Connection,), {"strangers": daemon.strangers, "refusals": refusals, **limits})
         config = uvicorn.Config(
-            make_app(self.admin, stuck_after_s, token, loopback),
+            make_app(self.admin, access, refusals, stuck_after_s),
             log_config=None,
+            log_level="error",  # what is below has a line of ours, at a bounded rate
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
-            http=Connection,
-            limit_concurrency=2 * _CONNECTIONS,  # idle ones never are so many: these are requests under way
+            headers=[("connection", "close")],
+            http=connection,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -390,12 +416,24 @@ class HttpServer:
         self._server.run(sockets=[self._socket])
 
 
+def _access(settings: Settings, refusals: RefusalLog) -> Access:
+    """Makes the server's own token where `admin_token` is not set."""
+    loopback = is_loopback(split_host(settings.http_address)[0])
+    if settings.admin_token is not None:
+        return Access(token_reader(settings.admin_token, refusals), True, loopback)
+    make_token(settings.made_token)
+    token = token_reader(settings.made_token, refusals, ours=True)
+    return Access(token, False, loopback, f"; the token is in {settings.made_token}")
+
+
 def _listen(address: str) -> socket.socket:
     host, port = split_host(address)
     host = "127.0.0.1" if host == "localhost" else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BYTES)  # connections have it from here
+        return listener
     except OSError as error:
         raise SettingsError(
             f"cannot listen on {address} for HTTP: {error.strerror}",

@@ -118,7 +118,8 @@ class Settings:
         Setting(FILE, "none", "File or directory of the public keys that may connect; read again when it changes."),
     ]
     admin_token: Annotated[
-        Path | None, Setting(FILE, "none", "File of the token that every request to the admin API must carry.")
+        Path | None,
+        Setting(FILE, "none", "File of the token that every request to the admin API must carry; none: changes only."),
     ]
     trusted_users: Annotated[
         tuple[int, ...],
@@ -237,6 +238,11 @@ class Settings:
         return settings
 
     @property
+    def made_token(self) -> Path:
+        """The file of the token that the server makes for itself where `admin_token` is not set."""
+        return made_token(self.state_dir, self.name)
+
+    @property
     def pool_size_is_auto(self) -> bool:
         """Whether no source gave a size for the pool."""
         return AUTO in self.sources.get("pool_size", "")
@@ -267,6 +273,11 @@ class Settings:
             Row(name, line.kind.show(getattr(self, name)), self.sources.get(name, ""), line.live, line.help)
             for name, line in TABLE.items()
         ]
+
+
+def made_token(state_dir: Path, name: str) -> Path:
+    """See `Settings.made_token`."""
+    return state_dir / name / "admin.token"
 
 
 def _auto_pool_size(shm_dir: Path, name: str, adopt: bool) -> tuple[int, bool]:

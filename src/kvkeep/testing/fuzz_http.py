@@ -16,12 +16,15 @@ from starlette.types import Message
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.admin import Admin
 from kvkeep.server.daemon import Daemon
+from kvkeep.server.guard import Access, RefusalLog
 from kvkeep.server.http import make_app
 from kvkeep.server.settings import Settings
 from kvkeep.testing.fuzz_bytes import Choices, Leak, Ran, memory_directory
 
 _MOST_REQUESTS = 6
 _MOST_TENANTS = 64
+_TOKEN = b"a-token-for-fuzzing"
+WITH_TOKEN = (b"authorization", b"Bearer " + _TOKEN)
 _TENANTS = ("default", tenant_of("a"), tenant_of("b"), "t-" + "0" * 31, "salt", "..", "%00", "a/b", "é")
 _METHODS = ("GET", "PUT", "POST", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "x")
 _HEADERS: tuple[tuple[bytes, bytes], ...] = (
@@ -36,7 +39,7 @@ _HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"accept", b"application/openmetrics-text; version=1.0.0"),
     (b"accept", b";;q=,"),
 )
-_GUARDED = {403, 404, 405, 413, 400}  # may come from what stands before any operation
+_GUARDED = {401, 403, 404, 405, 413, 400}  # may come from what stands before any operation
 _TEXTS = ("none", "1MiB", "debug", "true", "-1", "99999GiB", "", "\ud800", "x" * 100)
 _SETTINGS = ("default_quota", "verify", "log_level", "pool_size", "unknown", "")
 
@@ -65,7 +68,7 @@ class App:
         self._thread = threading.Thread(target=self.daemon.run, daemon=True)
         self._thread.start()
         assert self.daemon.ready.wait(60)
-        self._app = make_app(Admin(self.daemon))
+        self._app = make_app(Admin(self.daemon), Access(lambda: _TOKEN, for_reading=False), RefusalLog())
         self.description: dict[str, Any] = self._app.openapi()
         self._loop = asyncio.new_event_loop()
 
@@ -140,7 +143,7 @@ def _request(choices: Choices, app: App) -> None:
             query.append(f"{parameter['name']}={value}")
     if choices.seldom():
         path += choices.text()
-    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), WITH_TOKEN]
     if choices.seldom():
         headers.append(choices.pick(_HEADERS))
     body = _body(choices, app, operation) if "requestBody" in operation or choices.seldom() else b""

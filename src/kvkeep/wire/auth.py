@@ -101,9 +101,9 @@ def _says(text: str, kind: str) -> bool:
     return any(line.startswith("# ") and kind in line for line in text.splitlines())
 
 
-def read_token(path: Path) -> bytes:
+def read_token(path: Path, *, ours: bool = False) -> bytes:
     """The admin API's token. SettingsError, naming the file, if it holds none or others can read it."""
-    token = read_text(path, PRIVATE).strip()
+    token = read_text(path, PRIVATE, ours=ours).strip()
     if len(token) < MIN_TOKEN_CHARS or not re.fullmatch(r"[\x21-\x7e]+", token):
         raise SettingsError(
             f"{path} holds no token: expected {MIN_TOKEN_CHARS} printable characters or more, without blanks",
