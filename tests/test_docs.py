@@ -93,7 +93,7 @@ def routes() -> list[APIRoute]:
             return self
 
     nothing: Any = Nothing()
-    return [route for route in make_app(nothing).routes if isinstance(route, APIRoute)]
+    return [route for route in make_app(nothing, nothing, nothing).routes if isinstance(route, APIRoute)]
 
 
 def commands(group: Any = None, words: tuple[str, ...] = ("kvkeep",)) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -40,7 +40,7 @@ TokenFile = Annotated[
         "--token-file",
         envvar="KVKEEP_ADMIN_TOKEN",
         metavar="FILE",
-        help="File of the admin API's token. A server on this host that was given none has made one, which is found.",
+        help="File of the admin API's token. That of a server on this host is found without it.",
     ),
 ]
 TOKEN_NAME: Final = "admin-token"
