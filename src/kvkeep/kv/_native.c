@@ -560,3 +560,20 @@ int kvkeep_checksum(int64_t count, const uint64_t *addresses, int64_t nbytes, ui
     const struct job job = {count, 1, nbytes, NULL, addresses, &nowhere, &still, &nbytes, sums, HASH, 1};
     return guarded(&job);
 }
+
+struct word {
+    const volatile uint32_t *from;
+    uint32_t *to;
+};
+
+static void read_word(const void *given) {
+    const struct word *word = given;
+    *word->to = *word->from;
+}
+
+/* The word at that address, or -1 if its memory is gone. Callers keep the GIL: it takes less time than to get it back. */
+int64_t kvkeep_peek(uint64_t address) {
+    uint32_t value = 0;
+    const struct word word = {(const volatile uint32_t *)(uintptr_t)address, &value};
+    return kvkeep_guarded(read_word, &word) ? -1 : (int64_t)value;
+}

@@ -36,7 +36,7 @@ def _load() -> ctypes.CDLL | None:
         library.kvkeep_move.restype = ctypes.c_int
         library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
         library.kvkeep_checksum.restype = ctypes.c_int
-        library.kvkeep_guarded.argtypes = [_pointer, _pointer]  # a kernel without it does not tell of faults
+        library.kvkeep_peek.restype = _int64  # a kernel without it does not tell of faults
         library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, _pointer]
         library.kvkeep_chain.restype = None
         library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = [_pointer, *[_int64] * 3, _pointer], _int64
@@ -51,6 +51,10 @@ def _load() -> ctypes.CDLL | None:
 
 _library = _load()
 available: bool = _library is not None
+# For calls that are over at once: whoever lets go of the GIL may have to wait for it afterwards.
+_quick = ctypes.PyDLL(_library._name, handle=_library._handle) if _library else None
+if _quick:
+    _quick.kvkeep_peek.argtypes, _quick.kvkeep_peek.restype = [ctypes.c_uint64], _int64
 
 
 def use(instruction_set: str) -> str:
@@ -114,6 +118,13 @@ def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
     sums = np.empty(len(addresses), dtype=np.uint64)
     _check(_library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data))
     return sums
+
+
+def peek(address: int) -> int:
+    """The 32-bit word at that address; -1 if its memory is gone. Keeps the GIL."""
+    assert _quick is not None
+    word: int = _quick.kvkeep_peek(address)
+    return word
 
 
 def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import weakref
 from pathlib import Path
 
 import numpy as np
 
 from kvkeep.errors import UntrustedPool
+from kvkeep.kv import native
 from kvkeep.kv.presence import CELL, LEAST_CELLS, Presence, cell_of
 from kvkeep.wire.pool_files import PoolFiles
 
@@ -40,24 +40,27 @@ def make_presence(directory: Path, epoch: int, pool_bytes: int) -> Presence:
 
 
 class PresenceFile:
-    """As an engine sees it. It is read and not mapped: a file that somebody cuts off is no bus error then."""
+    """As an engine sees it. A file that somebody cuts off says nothing, and is no bus error where there is a kernel."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-        cells, rest = divmod(os.fstat(descriptor).st_size, CELL.itemsize)
-        self.is_sound = not rest and cells.bit_count() == 1
-        self._mask = cells - 1
+        self._cells = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), dtype=CELL)
+        self._first, self._mask = self._cells.ctypes.data, len(self._cells) - 1
 
     def lacks(self, key: bytes) -> bool:
         """Whether the server has no block of this key."""
-        cell = cell_of(key, self._mask) * CELL.itemsize
-        return os.pread(self._descriptor, CELL.itemsize, cell) == bytes(CELL.itemsize)
+        cell = cell_of(key, self._mask)
+        if not native.available:
+            return not self._cells[cell]
+        return native.peek(self._first + cell * CELL.itemsize) == 0
 
 
 def open_presence(files: PoolFiles, epoch: int) -> PresenceFile | None:
     """None if it cannot be had, or is nothing of the kind."""
-    with contextlib.suppress(OSError, UntrustedPool):
-        presence = PresenceFile(files.open(presence_path(files.path, epoch).name, os.O_RDONLY))
-        return presence if presence.is_sound else None
+    with contextlib.suppress(OSError, ValueError, UntrustedPool):
+        descriptor = files.open(presence_path(files.path, epoch).name, os.O_RDONLY)
+        try:
+            cells = os.fstat(descriptor).st_size / CELL.itemsize
+            return PresenceFile(descriptor) if cells.is_integer() and int(cells).bit_count() == 1 else None
+        finally:
+            os.close(descriptor)
     return None
