@@ -13,6 +13,7 @@ from kvkeep.errors import RequestError
 from kvkeep.server import admin as module
 from kvkeep.server.admin import Admin
 from kvkeep.store.integrity import check_integrity
+from kvkeep.store.operators import set_quota
 from kvkeep.units import MIB
 
 TENANT = "t-" + "a" * 32
@@ -141,3 +142,49 @@ def test_the_log_shows_settings_as_they_would_be_written(start: Start, caplog: p
     said = [record.getMessage() for record in caplog.records]
     assert {"default_quota = 1MiB", "verify = false", "default_quota = none"} <= set(said)
     assert f"quota of tenant {TENANT}: 8MiB" in said
+
+
+def test_many_tenants_are_shown_a_few_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody on the host may ask for all of them, and engines are served in between."""
+    running = start()
+    admin: Admin = running.http.admin
+    names = [f"t-{number:032x}" for number in range(1000)]
+    running.in_loop(lambda: [set_quota(running.daemon.store, name, 0, 0) for name in names])
+    running.store(names[7], 3)
+    running.store(names[3], 2)
+    shown, turns = module.tenant_shown, [0]
+
+    def counted(*arguments: Any) -> Any:
+        turns[-1] += 1
+        return shown(*arguments)
+
+    in_loop = admin.in_loop
+
+    def in_a_new_turn(duty: Callable[[], Any]) -> Any:
+        turns.append(0)
+        return in_loop(duty)
+
+    monkeypatch.setattr(module, "tenant_shown", counted)
+    monkeypatch.setattr(admin, "in_loop", in_a_new_turn)
+    listed = admin.tenants(100_000)
+    assert [row.tenant for row in listed.tenants[:2]] == [names[7], names[3]] and listed.total == 1000
+    assert {row.tenant for row in listed.tenants} == set(names)
+    assert sum(turns) == 1000 and max(turns) <= 128
+    assert len(admin.tenants(5).tenants) == 5
+
+
+def test_what_is_asked_while_the_loop_carries_out_requests_waits_for_its_next_turn(start: Start) -> None:
+    """Or clients that ask again at once would keep engines waiting."""
+    daemon = start(loop=False).daemon
+    done: list[int] = []
+
+    def again() -> None:
+        done.append(len(done))
+        if len(done) < 10:
+            daemon.run_in_loop(again)
+
+    daemon.run_in_loop(again)
+    daemon._turn(0)
+    assert done == [0]
+    daemon._turn(0)
+    assert done == [0, 1]

@@ -317,7 +317,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._opened = self.loop.time()
+        self._waiting_since = self.loop.time()
         self._timer = self.loop.call_later(self.request_within_s, self._end_unless_working, "sent no whole request")
         if len(self.connections) > _CONNECTIONS:
             self._end_longest_waiting("too many connections")
@@ -332,6 +332,7 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """The whole answer is in the transport's buffer, from which the client may read it or not."""
         super().on_response_complete()
+        self._waiting_since = self.loop.time()
         self._timer.cancel()
         self._timer = self.loop.call_later(self.read_within_s, self._end_unless_working, "did not read its answer")
         while sum(each.transport.get_write_buffer_size() for each in self._all()) > _UNREAD_BYTES:
@@ -352,7 +353,7 @@ class _Connection(H11Protocol):
 
     def _end_longest_waiting(self, why: str) -> None:
         waiting = [each for each in self._all() if not each._is_working()]
-        min(waiting, key=lambda each: each._opened, default=self)._end(why)
+        min(waiting, key=lambda each: each._waiting_since, default=self)._end(why)
 
     def _end(self, why: str) -> None:
         """At once: to close it would wait until the client has read what it does not read."""
