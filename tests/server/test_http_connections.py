@@ -182,9 +182,10 @@ def test_health_does_not_wait_for_other_requests(
     start: Start, crowd: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop is held, so that requests wait: as many as may, and one more, which is refused."""
-    running = start(loop_wait_s=60)
+    running = start(loop_wait_s=600, stuck_after_s=600)
     release = threading.Event()
-    running.daemon.run_in_loop(lambda: release.wait(60))
+    crowd.callback(release.set)
+    running.daemon.run_in_loop(lambda: release.wait(600))  # longer than a client waits
     waiting = [crowd.enter_context(stall(running, "GET /v1/status")) for _ in range(MAX_WORKED_ON + MAX_WAITING)]
     assert eventually(lambda: len(working(running)) == len(waiting))
     status, said = running.ask("/v1/settings")
@@ -207,10 +208,11 @@ def test_a_second_request_on_a_connection_is_not_carried_out(running: Any) -> No
 
 def test_pipelined_requests_are_not_kept_in_memory(start: Start) -> None:
     """While the first request is worked on, the server reads one piece of what follows and no more."""
-    running = start()
+    running = start(loop_wait_s=600)
     release = threading.Event()
-    running.daemon.run_in_loop(lambda: release.wait(60))
-    with connect(running) as connection:
+    running.daemon.run_in_loop(lambda: release.wait(600))
+    with connect(running) as connection, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(release.set)
         connection.sendall(request("GET /v1/status", running.token))
         assert eventually(lambda: len(working(running)) == 1)
         connection.setblocking(False)
@@ -221,7 +223,6 @@ def test_pipelined_requests_are_not_kept_in_memory(start: Start) -> None:
         [one] = connections(running)
         assert eventually(lambda: one.flow.read_paused)
         assert len(one.conn.trailing_data[0]) <= 1 << 20
-        release.set()
 
 
 @pytest.mark.parametrize(
