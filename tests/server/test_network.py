@@ -22,12 +22,13 @@ class World:
     """A server and peers on its network plane."""
 
     def __init__(self) -> None:
+        self.now_ms = 0
         self.server = SimulatedServer(16 * 4096, 4 * 4096, frame_bytes=3 * NBYTES)
         self.peer = self.new_peer()
         self.layout = self.peer.open_layout(NBYTES)
 
     def new_peer(self) -> Peer:
-        return Peer(lambda frames: self.server.service.handle(frames, 0)).attach()
+        return Peer(lambda frames: self.server.service.handle(frames, self.now_ms)).attach()
 
     def prepare(self, keys: bytes = KEYS) -> int:
         """Takes slots; returns the write."""
@@ -110,6 +111,55 @@ def test_a_reply_is_small_or_has_one_block(
     lease = stored.lease()
     assert stored.peer.ask(m.Done, m.Fetch(lease, 0, 0, most)).count == most
     assert stored.peer.refusal(m.Fetch(lease, 0, 0, most + 1)) == "reply_too_large"
+
+
+def wait(world: World, milliseconds: int) -> None:
+    """Time passes; the session says something now and then, and the server looks at its sessions."""
+    world.now_ms += milliseconds
+    world.peer.ask(m.Done, m.Ping())
+    world.server.service.end_dead_sessions(world.now_ms)
+
+
+def test_a_lease_ends_when_it_is_a_minute_old_however_often_it_was_used(stored: World) -> None:
+    lease, service = stored.lease(), stored.server.service
+    for _ in range(3):
+        wait(stored, 20_000)
+        stored.peer.ask(m.Done, m.Fetch(lease, 0, 0, 1))
+    wait(stored, 1)
+    refused = stored.peer.ask(m.Refused, m.Fetch(lease, 0, 0, 1))
+    assert (refused.code, refused.field) == ("lease_expired", "lease") and not stored.peer.payload
+    assert service.counters.expired_leases == 1
+    assert not stored.server.store.sessions[1].leases
+    assert stored.peer.ask(m.Done, m.Release([lease])).count == 0
+    assert stored.peer.load(stored.layout, KEYS[:16]) == BLOCKS[:1], "the session can go on"
+
+
+def test_a_younger_lease_stays(stored: World) -> None:
+    stored.lease()
+    wait(stored, 30_000)
+    young = stored.lease(KEYS[:16])
+    wait(stored, 30_001)
+    stored.peer.ask(m.Done, m.Fetch(young, 0, 0, 1))
+    assert len(stored.server.store.sessions[1].leases) == 1
+
+
+def test_a_write_ends_like_a_lease_and_leaves_nothing(world: World) -> None:
+    write = world.prepare()
+    wait(world, 60_001)
+    assert world.peer.refusal(m.Put(write, 0), BLOCKS[:1]) == "write_expired"
+    assert world.peer.refusal(m.CompleteStore(write, sums(BLOCKS))) == "write_expired"
+    assert world.visible() == 0 and not len(world.server.store.blocks.table)
+
+
+def test_one_check_ends_some_hundred_leases_and_the_next_goes_on(
+    stored: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "_ENDED_A_CALL", 2)
+    leases = [stored.lease() for _ in range(3)]
+    wait(stored, 60_001)
+    assert list(stored.server.store.sessions[1].leases) == leases[2:]
+    wait(stored, 1)
+    assert not stored.server.store.sessions[1].leases
 
 
 def test_a_released_lease_gives_nothing(stored: World) -> None:

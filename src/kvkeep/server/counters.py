@@ -35,6 +35,7 @@ class Counters:
     refused_blocks: int = 0
     orphan_blocks: int = 0
     abandoned_stores: int = 0
+    expired_leases: int = 0
     bad_blocks: int = 0
     bad_frames: int = 0
     connection_resets: int = 0

@@ -405,6 +405,7 @@ class Daemon:
             settings.verify,
             ClientLimits(settings.max_sessions_per_client, settings.max_requests_per_second, settings.max_network_rate),
             self.pool.old_sessions,
+            int(settings.network_lease_timeout * 1000),
         )
 
     def _make_poller(self) -> zmq.Poller:

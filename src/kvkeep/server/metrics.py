@@ -34,6 +34,7 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
         "Those of the refused blocks whose parent was not here or refused.",
     ),
     "abandoned_stores": ("kvkeep_abandoned_stores", "Stores that were begun and given up."),
+    "expired_leases": ("kvkeep_expired_leases", "Leases and writes of network sessions that ended by their age."),
     "bad_blocks": ("kvkeep_bad_blocks", "Blocks that did not match their checksum and were dropped."),
     "bad_frames": ("kvkeep_bad_frames", "Messages without a kvkeep header, or damaged on their way."),
     "connection_resets": ("kvkeep_connection_resets", "Times that all connections were closed to free memory."),

@@ -6,7 +6,8 @@ took of them before the block becomes visible; bytes that leave are checked wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.server.auth import Caller
-from kvkeep.server.sessions import NetworkWrite, ServerSession
+from kvkeep.server.sessions import NetworkLease, NetworkWrite, ServerSession
+from kvkeep.store.store import Store
 from kvkeep.units import MIB
 from kvkeep.wire.messages import Fetch, Put
 
 REPLY_BYTES = 8 * MIB  # in one reply to a Fetch, or one block where that is larger
+_ENDED_A_CALL = 256
 
 
 class PoolMemory(Protocol):
@@ -31,6 +34,13 @@ class PoolMemory(Protocol):
 def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_bytes: int, caller: Caller) -> list[bytes]:
     """One payload frame for each block asked for."""
     if request.lease not in session.network_leases:
+        if request.lease in session.expired:
+            raise RequestError(
+                "lease_expired",
+                f"lease {request.lease} was held longer than network_lease_timeout",
+                field="lease",
+                hint="look up again; raise --network-lease-timeout if loads take that long",
+            )
         raise RequestError("unknown_lease", f"this session has no lease {request.lease}", field="lease")
     lease = session.network_leases[request.lease]
     layout, slots = lease.layout, lease.slots
@@ -90,8 +100,35 @@ def check_arrived(session: ServerSession, number: int, checksums: NDArray[np.uin
         raise RequestError("bad_checksum", "the bytes that came are not those that were sent", field="checksums")
 
 
+def end_aged(session: ServerSession, store: Store, given_before_ms: int, now_ms: int) -> int:
+    """Ends leases and writes that the session was given before that time, however often it has used them: else one
+    Fetch a minute would keep blocks in the pool for ever. Returns how many; some hundreds at most, the oldest first."""
+    leases, writes = _aged(session.network_leases, given_before_ms), _aged(session.network_writes, given_before_ms)
+    for lease in leases:
+        del session.network_leases[lease]
+        store.release(session.number, lease, now_ms)
+    for write in writes:
+        del session.network_writes[write]
+        session.write_tenants.pop(write, None)
+        store.abandon_store(session.number, write, now_ms)
+    session.expired.extend((*leases, *writes))
+    return len(leases) + len(writes)
+
+
+def _aged(held: Mapping[int, NetworkLease | NetworkWrite], given_before_ms: int) -> list[int]:
+    aged = takewhile(lambda number: held[number].since_ms < given_before_ms, held)
+    return list(islice(aged, _ENDED_A_CALL))
+
+
 def _write(session: ServerSession, number: int) -> NetworkWrite:
     write = session.network_writes.get(number)
+    if write is None and number in session.expired:
+        raise RequestError(
+            "write_expired",
+            f"write {number} was held longer than network_lease_timeout",
+            field="write",
+            hint="prepare the store again; raise --network-lease-timeout if stores take that long",
+        )
     if write is None:
         raise RequestError("unknown_write", f"this session has no write {number}", field="write")
     return write

@@ -57,6 +57,7 @@ class Service:
         verify: bool = True,
         client_limits: ClientLimits = NO_LIMITS,
         old_sessions: Callable[[], int] = lambda: 0,
+        network_lease_ms: int = 60_000,
     ) -> None:
         self.store = store
         self.sessions = Sessions()
@@ -69,6 +70,7 @@ class Service:
         self._limits = limits
         self._make_watch = make_watch
         self._network_timeout_ms = network_timeout_ms
+        self._network_lease_ms = network_lease_ms
         self._client_limits = client_limits
         self._paces = Paces(client_limits)
         self.backlog = Backlog()
@@ -132,6 +134,11 @@ class Service:
                     self._end(session, now_ms)
                     self.counters.sessions_died += 1
                     died += 1
+                elif ended := network.end_aged(session, self.store, now_ms - self._network_lease_ms, now_ms):
+                    self.counters.expired_leases += ended
+                    log.warning(
+                        "session %d (%s, pid %d): %d leases and writes are too old and end", *_names(session), ended
+                    )
             except Exception:  # guard: a fault with one session must neither end the server nor keep the others
                 self.counters.internal_errors += 1
                 log.exception("session %d (%s, pid %d) could not be looked at", *_names(session))
@@ -307,7 +314,7 @@ class Service:
         counters.tenants.count_lookup(request.tenant, hit.blocks, len(request.keys) // KEY_BYTES - hit.blocks)
         slots = hit.slots.tobytes()
         if session.plane == m.NETWORK and slots:
-            session.network_leases[number] = NetworkLease(store.layouts.get(layout), hit.slots, request.tenant)
+            session.network_leases[number] = NetworkLease(store.layouts.get(layout), hit.slots, request.tenant, now_ms)
             slots = b""
         return m.Found(hit.blocks, slots, hit.checksums.tobytes())
 
@@ -383,7 +390,7 @@ class Service:
             layout = self.store.layouts.get(request.layout)
             arrived = np.zeros(len(plan.slots), dtype=np.bool_)
             checksums = np.zeros(len(plan.slots), dtype=np.uint64)
-            session.network_writes[number] = NetworkWrite(layout, request.shard, plan.slots, arrived, checksums)
+            session.network_writes[number] = NetworkWrite(layout, request.shard, plan.slots, arrived, checksums, now_ms)
             slots = b""
         return m.Prepared(plan.positions.tobytes(), slots, plan.refused, plan.orphan)
 

@@ -37,6 +37,7 @@ class NetworkLease:
     layout: Layout
     slots: NDArray[np.int64]
     tenant: str
+    since_ms: int
 
 
 @dataclass
@@ -48,6 +49,7 @@ class NetworkWrite:
     slots: NDArray[np.int64]
     arrived: NDArray[np.bool_]
     checksums: NDArray[np.uint64]
+    since_ms: int
 
 
 @dataclass
@@ -68,8 +70,9 @@ class ServerSession:
     identity: str = ""  # digest of the layout that it opened last: sessions that show the same one share blocks
     parts: Mapping[str, str] = field(default_factory=dict)  # what that digest was taken over, by name
     cancelled: OrderedDict[int, None] = field(default_factory=OrderedDict)  # given up before they came, oldest first
-    network_leases: dict[int, NetworkLease] = field(default_factory=dict)
+    network_leases: dict[int, NetworkLease] = field(default_factory=dict)  # both oldest first
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
+    expired: deque[int] = field(default_factory=lambda: deque(maxlen=_NUMBERS_REMEMBERED))  # ended by their age
     write_tenants: dict[int, str] = field(default_factory=dict)  # of writes under way, on either plane
     peer: bytes = b""  # the connection that it is on
     _left: deque[bytes] = field(default_factory=lambda: deque(maxlen=_CONNECTIONS_REMEMBERED))

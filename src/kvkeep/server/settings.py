@@ -195,6 +195,10 @@ class Settings:
         float,
         Setting(DURATION, "30s", "Silence after which a session on another host has ended.", low=0.1, high=86400),
     ]
+    network_lease_timeout: Annotated[
+        float,
+        Setting(DURATION, "60s", "Age at which a lease or write of a network session ends.", low=0.1, high=86400),
+    ]
     shutdown_grace: Annotated[
         float,
         Setting(DURATION, "10s", "Time for requests in progress when the server stops.", low=0, high=3600),

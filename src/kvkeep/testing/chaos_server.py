@@ -26,6 +26,7 @@ from kvkeep.wire.segments import segment_path
 
 _CHECK_US = 100_000  # how often it looks for dead sessions
 _NETWORK_TIMEOUT_MS = 600  # three pings; a paused client is silent for longer
+_NETWORK_LEASE_MS = 300  # some loads and stores over the network take longer
 _FRAME_BYTES = 1 << 20
 
 
@@ -123,6 +124,7 @@ class ChaosServer:
             self.pool.watch,
             _NETWORK_TIMEOUT_MS,
             old_sessions=self.pool.old_sessions,
+            network_lease_ms=_NETWORK_LEASE_MS,
         )
         self._answer = self.service._answer
         self.service._answer = self._answer_or_tell  # type: ignore[method-assign, assignment]
