@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable
@@ -77,23 +78,45 @@ def test_quotas_and_the_default_survive_a_restart(start: Start, stop: Callable[[
     assert last.daemon.settings.default_quota is None, "what was set at run time overrules flags"
 
 
-def test_clearing_is_done_in_pieces_youngest_first(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCKS_CLEARED_A_TURN", 7)
+def test_cleared_blocks_are_out_of_use_at_once_and_their_memory_comes_back_in_pieces(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = start()
     running.store(TENANT, 50)
     running.store(OTHER, 20)
-    turns: list[int] = []
-    dropped = module.drop_blocks
+    store, turns = running.daemon.store, list[int]()
+    tidy, store.blocks.a_turn = store.tidy, 7
 
-    def counted(store: Any, tenant: str, keys: list[bytes]) -> int:
-        turns.append(dropped(store, tenant, keys))
-        return turns[-1]
+    def counted(now_ms: int) -> bool:
+        before = store.blocks.freed
+        has_more = tidy(now_ms)
+        turns.append(store.blocks.freed - before)
+        owner = store.tenants.get(TENANT)
+        assert owner is None or not owner.index, "nothing can be found any more"
+        return has_more
 
-    monkeypatch.setattr(module, "drop_blocks", counted)
+    monkeypatch.setattr(store, "tidy", counted)
     assert running.http.admin.clear(TENANT) == 50
-    assert turns == [7] * 7 + [1], "a piece never takes a whole chain along"
+    assert sum(turns) == 43 and max(turns) == 7, "the first piece goes with the request"
     assert running.http.admin.clear_all() == 20
     running.in_loop(lambda: check_integrity(running.daemon.store))
+    assert running.in_loop(lambda: len(store.blocks.table)) == 0
+
+
+def test_a_limit_is_reached_even_if_nobody_waits_for_it(start: Start) -> None:
+    running = start(loop_wait_s=0.0)  # the caller gives up at once, wherever it is
+    running.store(TENANT, 50)
+    store = running.daemon.store
+    store.blocks.a_turn = 2
+    while running.in_loop(lambda: store.tenants.limit_of(TENANT)) != 8192:
+        with contextlib.suppress(RequestError):
+            running.http.admin.set_limit(TENANT, 8192)
+    for _ in range(200):
+        if not running.in_loop(lambda: store.has_to_tidy):
+            break
+    assert running.in_loop(lambda: store.tenants.get(TENANT).usage_bytes) == 8192
+    running.store(TENANT, 2, first=100)
+    assert running.in_loop(lambda: store.tenants.get(TENANT).usage_bytes) == 8192, "and it can store again"
 
 
 def test_clearing_blocks_that_are_held_waits_for_their_holders(start: Start) -> None:

@@ -112,7 +112,7 @@ def test_openmetrics_is_spoken_to_who_asks_for_it(start: Start) -> None:
 
 
 def test_every_counter_is_a_metric() -> None:
-    counted = {field.name for field in fields(Counters)} - {"refusals", "latency", "auth_failures", "tenants"}
+    counted = {field.name for field in fields(Counters)} - {"refusals", "latency", "auth_failures", "tenants", "turns"}
     assert counted == set(COUNTED)
     assert {field.name for field in fields(TenantCounts)} == set(COUNTED_BY_TENANT)
 
@@ -124,3 +124,13 @@ def test_names_carry_prefix_and_unit(start: Start) -> None:
         assert family.documentation.endswith(".")
         assert "bytes" not in family.name or family.name.endswith("_bytes")
         assert "seconds" not in family.name or family.name.endswith("_seconds")
+
+
+def test_the_longest_turn_of_the_loop_is_that_since_the_last_scrape(start: Start) -> None:
+    running = start()
+    scrape(running)
+    running.in_loop(lambda: running.daemon.service.counters.turns.add(3e6))
+    samples = scrape(running)
+    assert value(samples, "kvkeep_loop_longest_turn_seconds") == 3
+    assert value(samples, "kvkeep_loop_turn_seconds_count") > 1 and value(samples, "kvkeep_loop_turn_seconds_sum") > 3
+    assert value(scrape(running), "kvkeep_loop_longest_turn_seconds") < 3

@@ -56,8 +56,9 @@ def test_at_the_limit_a_layout_that_nobody_needs_makes_way() -> None:
     assert error.value.field == "fingerprint" and "--max-layouts" in error.value.hint
     second.blocks = 1
     layouts.forget_session(2)
-    with pytest.raises(RequestError):
-        layouts.open(1, b"c", (64,))
+    assert layouts.open(1, b"c", (64,)).number == 3 and layouts.leaving == {second.number: 0}
+    assert layouts.open(2, b"b", (64,)) is second and not layouts.leaving, "it is wanted again"
+    layouts.forget_session(2)
     second.blocks = 0
-    third = layouts.open(1, b"c", (64,))
-    assert list(layouts) == [first, third] and third.number == 3
+    layouts.open(1, b"d", (64,))
+    assert [layout.fingerprint for layout in layouts] == [b"a", b"c", b"d"] and first in list(layouts)

@@ -15,12 +15,14 @@ SLOT = 4096
 
 
 def limit(hand: Any, tenant: str, slots: int | None) -> bool:
-    nbytes = None if slots is None else slots * SLOT
-    return operators.set_limit(hand.store, tenant, nbytes, hand.now_ms)
+    """Returns whether that was all."""
+    operators.set_limit(hand.store, tenant, None if slots is None else slots * SLOT, hand.now_ms)
+    return not hand.store.has_to_tidy
 
 
 def default_limit(hand: Any, slots: int | None) -> bool:
-    return operators.set_default_limit(hand.store, None if slots is None else slots * SLOT, hand.now_ms)
+    operators.set_default_limit(hand.store, None if slots is None else slots * SLOT, hand.now_ms)
+    return not hand.store.has_to_tidy
 
 
 def test_a_store_beyond_the_limit_evicts_the_tenants_own_blocks_and_no_others(hand: Callable[..., Any]) -> None:
@@ -106,13 +108,21 @@ def test_leased_blocks_leave_the_index_at_once_and_count_until_they_are_released
     h.put("abcd", "ann")
     lease, _ = h.lease("abcd", "ann")
     assert limit(h, "ann", 2)
-    assert h.usage("ann") == 4 and h.chains("ann") == {"a", "ab"}, "the tail is out of the index, and still there"
-    assert h.lookup("abcd", "ann").blocks == 2
+    assert h.usage("ann") == 4 and h.chains("ann") == set(), "out of the index, and still there"
+    assert h.lookup("abcd", "ann").blocks == 0
     assert h.put("xy", "ann") == 2, "nothing is stored while the tenant is over its limit"
     assert h.usage("ann") == 4
     h.store.release(1, lease, h.now_ms)
-    assert h.usage("ann") == 2 and h.chains("ann") == {"a", "ab"}
+    assert h.usage("ann") == 0
     assert h.put("xy", "ann") == 0 and h.chains("ann") == {"x", "xy"}
+
+
+def test_leased_blocks_that_fit_the_limit_stay(hand: Callable[..., Any]) -> None:
+    h = hand(16)
+    h.put("abcd", "ann")
+    h.lease("ab", "ann")
+    assert limit(h, "ann", 2)
+    assert h.usage("ann") == 2 and h.chains("ann") == {"a", "ab"}
 
 
 def test_blocks_being_written_go_when_their_write_ends(hand: Callable[..., Any]) -> None:
@@ -120,23 +130,32 @@ def test_blocks_being_written_go_when_their_write_ends(hand: Callable[..., Any])
     first, _ = h.prepare("abc", "ann", shard=0)
     second, _ = h.prepare("abc", "ann", shard=1)
     assert limit(h, "ann", 1)
-    assert h.usage("ann") == 3 and h.chains("ann") == {"a"}
+    assert h.usage("ann") == 3 and h.chains("ann") == set()
     h.complete(first)
     assert h.usage("ann") == 3
     h.complete(second)
-    assert h.usage("ann") == 1 and h.lookup("abc", "ann").blocks == 1
+    assert h.usage("ann") == 0
 
 
-def test_a_limit_is_reached_in_pieces_as_well(hand: Callable[..., Any]) -> None:
+def test_a_limit_is_reached_in_pieces_whether_or_not_anybody_waits_for_it(hand: Callable[..., Any]) -> None:
     h = hand(16)
     h.put("abcdefgh", "ann")
-    h.lease("abcd", "ann")
-    assert not operators.set_limit(h.store, "ann", 2 * SLOT, h.now_ms, most=1)
-    pieces = 1
-    while not operators.shrink_to_limits(h.store, ["ann"], h.now_ms, 1):
-        assert h.put("xy", "ann") == 2, "nothing is stored in between"
-        pieces += 1
-    assert pieces == 6 and h.chains("ann") == {"a", "ab"} and h.usage("ann") == 4
+    h.store.blocks.a_turn = 1
+    assert not limit(h, "ann", 2) and h.usage("ann") == 7
+    for usage in range(6, 2, -1):
+        assert h.store.tidy(h.now_ms) and h.usage("ann") == usage
+    h.store.tidy(h.now_ms)
+    assert not h.store.tidy(h.now_ms)
+    assert h.chains("ann") == {"a", "ab"}
+
+
+def test_a_tenant_whose_limit_is_not_reached_yet_comes_nearer_to_it_with_each_store(hand: Callable[..., Any]) -> None:
+    h = hand(16)
+    h.put("abcdefgh", "ann")
+    h.store.blocks.a_turn = 2
+    assert not limit(h, "ann", 3) and h.usage("ann") == 6
+    assert h.put("xy", "ann") == 2 and h.usage("ann") == 4
+    assert h.put("xy", "ann") == 0 and h.usage("ann") == 3
 
 
 def test_the_default_limit_is_for_tenants_without_one_of_their_own(hand: Callable[..., Any]) -> None:

@@ -44,20 +44,69 @@ def test_unused_quota_is_borrowed_and_given_back(hand: Callable[..., Any]) -> No
     h = hand(6)
     h.quota("ann", 3)
     h.quota("bob", 3)
-    assert h.put("abcdef", "ann") == 0 and h.usage("ann") == 6
+    assert h.put("abc", "ann") == 0 and h.put("def", "ann") == 0 and h.usage("ann") == 6
     assert h.put("xyz", "bob") == 0
-    assert h.chains("ann") == {"a", "ab", "abc"} and h.usage("bob") == 3
+    assert h.chains("ann") == {"d", "de", "def"} and h.usage("bob") == 3
     h.put("w", "bob")
     assert (h.usage("ann"), h.usage("bob")) == (3, 3)
 
 
 def test_a_tenant_without_a_quota_lives_on_what_others_leave(hand: Callable[..., Any]) -> None:
-    h = hand(4)
+    h = hand(5)
     h.quota("ann", 4)
     h.put("abc", "ann")
-    assert h.put("xy", "bob") == 1 and h.usage("bob") == 1
-    assert h.put("abcd", "ann") == 0 and h.usage("bob") == 0
-    assert h.put("x", "bob") == 1
+    assert h.put("x", "bob") == 0 and h.put("y", "bob") == 0 and h.usage("bob") == 2
+    assert h.put("abcd", "ann") == 0 and h.usage("bob") == 1
+    assert h.put("z", "bob") == 0 and h.chains("bob") == {"z"}
+
+
+def test_what_a_tenant_reads_beyond_its_quota_leaves_room_for_the_quotas_of_others(hand: Callable[..., Any]) -> None:
+    h = hand(8)
+    for chain in ("abcd", "efgh"):
+        h.put(chain, "ann")
+    h.quota("bob", 3)
+    h.quota("ann", 2)
+    first, hit = h.lease("abcd", "ann")
+    assert hit.blocks == 4, "two by right, and two of the three that nobody is promised"
+    _, hit = h.lease("efgh", "ann")
+    assert hit.blocks == 1 and h.store.withheld_blocks == 3, "the rest would be bob's"
+    _, hit = h.lease("abc", "ann")
+    assert hit.blocks == 3, "what is read already costs nothing more"
+    assert h.put("xyz", "bob") == 0
+    h.store.release(1, first, h.now_ms)
+    assert h.lookup("efgh", "ann").blocks == 1, "its other blocks made way for bob"
+
+
+def test_what_a_tenant_writes_beyond_its_quota_leaves_room_for_the_quotas_of_others(hand: Callable[..., Any]) -> None:
+    h = hand(8)
+    h.quota("bob", 6)
+    write, plan = h.prepare("abcd", "ann")
+    assert (len(plan.slots), plan.refused) == (2, 2)
+    assert h.prepare("e", "cy")[1].refused == 1
+    assert h.prepare("uvwxyz", "bob")[1].refused == 0
+    h.complete(write)
+    assert h.prepare("e", "cy")[1].refused == 0, "ann's are evictable now"
+
+
+def test_a_chain_is_held_as_a_whole_by_who_extends_it(hand: Callable[..., Any]) -> None:
+    h = hand(8)
+    h.put("abcd", "ann")
+    h.quota("bob", 3)
+    assert h.prepare("ef", "ann", after="abcd")[1].refused == 1, "five may be held"
+    h.quota("bob", 4)
+    assert h.prepare("xyz", "cy")[1].refused == 3
+    assert len(h.prepare("wxyz", "bob")[1].slots) == 3, "the quota was raised while ann held more than is left"
+
+
+def test_a_shard_that_may_not_be_held_is_not_written(hand: Callable[..., Any]) -> None:
+    h = hand(4, shard_bytes=(64, 64))
+    write, _ = h.prepare("ab", "ann")
+    h.complete(write)
+    h.quota("bob", 3)
+    _, plan = h.prepare("ab", "ann", shard=1)
+    assert (len(plan.slots), plan.refused) == (0, 2)
+    h.quota("bob", 2)
+    assert h.prepare("ab", "ann", shard=1)[1].refused == 0
 
 
 def test_a_borrower_never_falls_below_its_quota_by_a_large_block(hand: Callable[..., Any]) -> None:

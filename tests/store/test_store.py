@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from kvkeep.errors import RequestError
+from kvkeep.store import operators
+from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 
 Hands = Callable[..., Any]
@@ -220,13 +222,16 @@ def test_finish_says_whether_the_block_is_here(hand: Hands) -> None:
 
 
 def test_thousands_of_blocks_in_one_request(hand: Hands) -> None:
-    h = hand(3000)
-    keys = b"".join(i.to_bytes(16, "big") for i in range(3000))
+    h = hand(2048)
+    keys = b"".join(i.to_bytes(16, "big") for i in range(2048))
     plan = h.store.prepare_store(1, 1, "t", 1, 0, b"", keys, 0)
-    assert plan.positions.tolist() == list(range(3000)) and plan.slots.tolist() == list(range(0, 3000 * 4096, 4096))
-    h.store.complete_store(1, 1, np.arange(3000, dtype=np.uint64), 0)
+    assert plan.positions.tolist() == list(range(2048)) and plan.slots.tolist() == list(range(0, 2048 * 4096, 4096))
+    h.store.complete_store(1, 1, np.arange(2048, dtype=np.uint64), 0)
     hit = h.store.lookup(1, 1, "t", 1, keys, 1000, 0)
-    assert hit.blocks == 3000 and hit.checksums[:, 0].tolist() == list(range(1000, 3000))
+    assert hit.blocks == 2048 and hit.checksums[:, 0].tolist() == list(range(1000, 2048))
+    with pytest.raises(RequestError, match="2049 keys in one store, of 2048") as error:
+        h.store.prepare_store(1, 2, "t", 1, 0, b"", keys + bytes(16), 0)
+    assert error.value.code == "too_many_blocks"
 
 
 def test_at_the_limit_the_coldest_layout_that_no_session_has_open_makes_way(hand: Hands) -> None:
@@ -259,3 +264,187 @@ def test_at_the_limit_the_coldest_tenant_without_a_quota_of_its_own_makes_way(ha
     refused(lambda: h.prepare("e", "eve"), "too_many_tenants", "tenant", "--max-tenants")
     h.store.release(1, leases[0], h.now_ms)
     assert h.put("e", "eve") == 0 and h.usage("bob") == 0 and h.store.tenants.get("ann") is not None
+
+
+# -- a turn does so much and no more
+
+
+def turns_of(h: Any, request: Callable[[], Any], a_turn: int = 8) -> list[int]:
+    """Blocks freed by the request, and by each turn after it until all is done. At no point a lookup contradicts."""
+    blocks, turns = h.store.blocks, list[int]()
+    blocks.a_turn = a_turn
+    before = blocks.freed
+    request()
+    turns.append(blocks.freed - before)
+    while h.store.has_to_tidy:
+        check_integrity(h.store)
+        before = blocks.freed
+        h.store.tidy(h.now_ms)
+        turns.append(blocks.freed - before)
+        assert len(turns) < 500
+    return turns
+
+
+def long_chain(h: Any, name: str, blocks: int, tenant: str = "t") -> bytes:
+    """Its keys."""
+    keys = b"".join(f"{name}{at}".encode().ljust(16, b".") for at in range(blocks))
+    write = next(h.numbers)
+    h.store.prepare_store(1, write, tenant, h.layout, 0, b"", keys, h.now_ms)
+    h.complete(write)
+    return keys
+
+
+def bush(h: Any, leaves: int, tenant: str = "t") -> bytes:
+    """A root with that many children."""
+    root = long_chain(h, "root", 1, tenant)
+    for at in range(leaves):
+        write, key = next(h.numbers), f"leaf{at}".encode().ljust(16, b".")
+        h.store.prepare_store(1, write, tenant, h.layout, 0, root, key, h.now_ms)
+        h.complete(write)
+    return root
+
+
+@pytest.mark.parametrize("shape", ["chain", "bush"])
+def test_a_large_tree_is_unreadable_at_once_and_freed_in_pieces(hand: Hands, shape: str) -> None:
+    h = hand(128)
+    keys = long_chain(h, "c", 100) if shape == "chain" else bush(h, 99)
+    leaf = keys[-16:] if shape == "chain" else b"leaf0".ljust(16, b".")
+    h.store.blocks.a_turn = 8
+    operators.drop_block(h.store, "t", keys[:16])
+    assert leaf in h.store.tenants.get("t").index, "the sweep has not come so far"
+    prompt = keys if shape == "chain" else keys + leaf
+    assert h.store.lookup(1, 900, "t", h.layout, prompt, 0, h.now_ms).blocks == 0
+    plan = h.store.prepare_store(1, 901, "t", h.layout, 0, leaf, b"below".ljust(16), h.now_ms)
+    assert plan.orphan, "nothing is hung on what is going"
+    turns = turns_of(h, lambda: None)
+    assert max(turns) <= 8 and not len(h.store.blocks.table)
+
+
+def test_a_dropped_prompt_can_be_stored_again_before_it_is_swept(hand: Hands) -> None:
+    h = hand(256)
+    keys = long_chain(h, "c", 100)
+    h.store.blocks.a_turn = 8
+    operators.drop_block(h.store, "t", keys[16:32])
+    assert h.store.lookup(1, 900, "t", h.layout, keys, 0, h.now_ms).blocks == 1
+    h.store.release(1, 900, h.now_ms)
+    assert long_chain(h, "c", 100) == keys
+    assert h.store.lookup(1, 901, "t", h.layout, keys, 0, h.now_ms).blocks == 100
+    turns_of(h, lambda: None)
+    assert h.store.lookup(1, 902, "t", h.layout, keys, 0, h.now_ms).blocks == 100 == len(h.store.blocks.table)
+
+
+def test_clearing_detaches_the_index_and_frees_in_pieces(hand: Hands) -> None:
+    h = hand(256)
+    keys = long_chain(h, "c", 100)
+    assert turns_of(h, lambda: operators.clear(h.store, "t")) == [8] * 12 + [4]
+    long_chain(h, "c", 100)
+    h.store.blocks.a_turn = 8
+    assert operators.clear(h.store, "t") == 100
+    long_chain(h, "c", 50)
+    assert h.store.lookup(1, 900, "t", h.layout, keys, 0, h.now_ms).blocks == 50, "stored again since"
+    turns_of(h, lambda: None)
+    assert len(h.store.blocks.table) == 50 and len(h.store.tenants.get("t").index) == 50
+
+
+def test_the_end_of_a_lease_on_a_long_chain_that_was_cleared_frees_it_in_pieces(hand: Hands) -> None:
+    h = hand(128)
+    keys = long_chain(h, "c", 100)
+    h.store.lookup(1, 900, "t", h.layout, keys, 0, h.now_ms)
+    turns_of(h, lambda: operators.clear(h.store, "t"))
+    assert len(h.store.blocks.table) == 100
+    turns = turns_of(h, lambda: h.store.release(1, 900, h.now_ms))
+    assert max(turns) <= 8 and sum(turns) == 100
+
+
+def test_a_session_gives_back_what_it_holds_in_pieces(hand: Hands) -> None:
+    h = hand(256)
+    h.store.open_session(2)
+    for number in range(4):
+        keys = b"".join(f"{number}w{at}".encode().ljust(16, b".") for at in range(50))
+        h.store.prepare_store(2, number, "t", h.layout, 0, b"", keys, h.now_ms)
+    turns = turns_of(h, lambda: h.store.close_session(2, h.now_ms))
+    assert max(turns) <= 8 and sum(turns) == 200 and 2 not in h.store.sessions
+
+
+def test_a_new_name_beyond_the_limit_does_not_wait_for_the_one_that_makes_way(hand: Hands) -> None:
+    h = hand(256, limits=Limits(tenants=2))
+    long_chain(h, "c", 100, "old")
+    long_chain(h, "d", 1, "young")
+    turns = turns_of(h, lambda: long_chain(h, "e", 1, "new"))
+    assert max(turns) <= 8 and sum(turns) == 100
+    assert {tenant.name for tenant in h.store.tenants} == {"young", "new"}
+
+
+def test_a_tenant_that_has_made_way_and_comes_back_needs_a_place_again(hand: Hands) -> None:
+    h = hand(256, limits=Limits(tenants=2))
+    long_chain(h, "c", 100, "old")
+    long_chain(h, "d", 1, "young")
+    h.store.blocks.a_turn = 8
+    long_chain(h, "e", 1, "new")
+    assert len(h.store.tenants) == 3
+    long_chain(h, "c", 2, "old")
+    turns_of(h, lambda: None)
+    assert {tenant.name: tenant.blocks for tenant in h.store.tenants} == {"new": 1, "old": 2}
+
+
+def test_the_name_that_was_in_use_longest_ago_makes_way(hand: Hands) -> None:
+    h = hand(16, limits=Limits(tenants=3))
+    for tenant in ("ann", "bob", "cy"):
+        h.put("a", tenant)
+    lease, _ = h.lease("a", "ann")
+    h.lookup("a", "bob")
+    h.put("a", "dee")
+    assert {tenant.name for tenant in h.store.tenants} == {"ann", "bob", "dee"}
+    h.store.release(1, lease, h.now_ms)
+    h.put("a", "eve")
+    assert {tenant.name for tenant in h.store.tenants} == {"ann", "dee", "eve"}
+
+
+def test_a_layout_makes_way_in_pieces(hand: Hands) -> None:
+    h = hand(256, limits=Limits(layouts=2))
+    h.store.open_session(2)
+    h.layout = h.store.open_layout(2, b"cold", (64,)).number
+    bush(h, 60)
+    long_chain(h, "c", 30)
+    h.store.close_session(2, h.now_ms)
+    turns = turns_of(h, lambda: h.store.open_layout(1, b"new", (64,)))
+    assert max(turns) <= 8 and sum(turns) == 91
+    assert sorted(layout.fingerprint for layout in h.store.layouts) == [b"first", b"new"]
+
+
+def test_a_layout_that_is_wanted_again_keeps_what_is_left_of_it(hand: Hands) -> None:
+    h = hand(256, limits=Limits(layouts=2))
+    h.store.open_session(2)
+    cold = h.layout = h.store.open_layout(2, b"cold", (64,)).number
+    for name in "abcdefghijklmnop":
+        long_chain(h, name, 4)
+    h.store.close_session(2, h.now_ms)
+    h.store.blocks.a_turn = 4
+    h.store.open_layout(1, b"new", (64,))
+    assert h.store.open_layout(1, b"cold", (64,)).number == cold
+    turns_of(h, lambda: None)
+    assert 0 < h.store.layouts[cold].blocks < 64
+
+
+def test_the_first_quota_of_a_tenant_moves_its_blocks_to_other_queues_in_pieces(hand: Hands) -> None:
+    h = hand(128)
+    bush(h, 100)
+    h.store.blocks.a_turn = 8
+    h.quota("t", 1)
+    order, pieces = h.store.blocks.order, 0
+    while h.store.has_to_tidy:
+        check_integrity(h.store)
+        h.store.tidy(h.now_ms)
+        pieces += 1
+    assert pieces >= 12 and not order.to_scan
+    assert h.put("xy", "other") == 0 and h.usage("t") == 101
+
+
+def test_while_its_blocks_move_to_other_queues_nobody_takes_what_a_tenant_is_promised(hand: Hands) -> None:
+    h = hand(20)
+    bush(h, 15, "ann")
+    h.store.blocks.a_turn = 2
+    h.quota("ann", 16)
+    assert h.store.blocks.order.to_scan
+    assert h.put("abcd", "bob") == 0 and h.put("wxyz", "bob") == 0
+    assert (h.usage("ann"), h.usage("bob")) == (16, 4)

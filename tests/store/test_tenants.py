@@ -34,8 +34,10 @@ def test_own_quotas_beat_the_default_and_give_way_to_it() -> None:
         tenants.charge(tenant, 1, 60)
     tenants.set_quota(own, 50)
     tenants.set_default_quota(40)
+    tenants.update(10)
     assert (own.quota_bytes, default.quota_bytes) == (50, 40) and set(tenants.borrowers) == {own, default}
     tenants.set_default_quota(None)
+    tenants.update(10)
     assert (own.quota_bytes, default.quota_bytes) == (50, None) and set(tenants.borrowers) == {own}
     tenants.set_quota(own, None)
     assert own.quota_bytes is None and not tenants.borrowers
@@ -104,4 +106,5 @@ def test_own_quotas_have_the_better_right() -> None:
     assert not own.may_lose_to(default, 40, 10) and not default.has_own_right_to(1)
     tenants.check_integrity()
     tenants.set_default_quota(None)
+    tenants.update(10)
     assert not tenants.on_default

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvkeep.units import format_size
 
 _SIZE, _SHARE, _COUNT = "B", "%", ""
-_COUNTED: Final = "bars|bits|blocks|groups|layers|prompts|repeats|requests|rounds|samples|threads|tokens|trials"
+_COUNTED: Final = "bars|bits|blocks|groups|layers|prompts|repeats|requests|rounds|samples|threads|tokens|trials|turns"
 # The first that fits the end of a name. `{0}` is what was found in the parentheses.
 _UNITS: Final = tuple(
     (re.compile(f"(?:.*_)?(?:{ending})"), unit)

@@ -27,6 +27,7 @@ BENCHES: Final[Mapping[str, str]] = MappingProxyType(
         "lookup": "How long a lookup takes, against a ping.",
         "transfer": "How fast blocks are stored and loaded, against a plain copy.",
         "index": "What a resident block costs in memory, and how fast blocks come and go.",
+        "turns": "How long the server's loop is held, by which request.",
         "restart": "How soon a server that was killed serves again, and what is still there.",
         "security": "What keys cost, and what time tells one tenant about another.",
         "checksum": "How fast checksums are taken.",
@@ -211,6 +212,10 @@ def _load(name: str) -> ModuleType:
                 from kvkeep.bench import index
 
                 return index
+            case "turns":
+                from kvkeep.bench import turns
+
+                return turns
             case "restart":
                 from kvkeep.bench import restart
 

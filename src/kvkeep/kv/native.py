@@ -40,6 +40,9 @@ def _load() -> ctypes.CDLL | None:
         library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, _pointer]
         library.kvkeep_chain.restype = None
         library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = [_pointer, *[_int64] * 3, _pointer], _int64
+        library.kvkeep_hold.argtypes = library.kvkeep_let_go.argtypes = [*[_pointer] * 2, _int64, _pointer, _int64]
+        library.kvkeep_hold.restype = library.kvkeep_let_go.restype = library.kvkeep_not_held.restype = _int64
+        library.kvkeep_not_held.argtypes = [*[_pointer] * 2, *[_int64] * 2]
         library.kvkeep_drive.argtypes = [_pointer, _pointer, _int64, _pointer]
         library.kvkeep_halt.argtypes, library.kvkeep_halt.restype = [_pointer], _int64
         library.kvkeep_drive.restype = ctypes.c_int
@@ -142,6 +145,27 @@ def climb(parents: NDArray[np.int32], row: int, count: int) -> NDArray[np.int64]
     rows = np.empty(count, dtype=np.int64)
     found = _library.kvkeep_climb(_at(parents), len(parents), row, count, _at(rows))
     return rows[count - found :]
+
+
+def hold(parents: NDArray[np.int32], held: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
+    """Notes one more lease or write on each row, and on what it hangs on. How many rows are held that were not."""
+    assert _library is not None
+    found: int = _library.kvkeep_hold(_at(parents), _at(held), len(held), _at(rows), len(rows))
+    return found
+
+
+def let_go(parents: NDArray[np.int32], held: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
+    """Notes one lease or write less on each row. How many rows were held and are not now."""
+    assert _library is not None
+    found: int = _library.kvkeep_let_go(_at(parents), _at(held), len(held), _at(rows), len(rows))
+    return found
+
+
+def not_held(parents: NDArray[np.int32], held: NDArray[np.int32], row: int) -> int:
+    """How many rows a lease that ends in `row` would hold that are not held."""
+    assert _library is not None
+    found: int = _library.kvkeep_not_held(_at(parents), _at(held), len(held), row)
+    return found
 
 
 def _at(buffer: Any) -> Any:

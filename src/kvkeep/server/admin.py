@@ -42,13 +42,12 @@ from kvkeep.store.operators import (
     check_default_quota,
     check_limit,
     check_quota,
-    drop_blocks,
-    on_default_limit,
+    clear,
+    clear_all,
     set_default_limit,
     set_default_quota,
     set_limit,
     set_quota,
-    shrink_to_limits,
 )
 from kvkeep.store.store import Store
 from kvkeep.store.tenants import Tenant
@@ -59,8 +58,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOP_WAIT_S = 4.0  # less than our commands wait, so that they hear of it
-_BLOCKS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their turn
-_TENANTS_LOOKED_AT_A_TURN = 4096
+_TENANTS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their turn
 _TENANTS_SHOWN_A_TURN = 128
 
 
@@ -166,7 +164,7 @@ class Admin:
 
     def status(self) -> Status:
         daemon, now = self.daemon, self.snapshot()
-        by_label = ("refusals", "latency", "auth_failures", "tenants")
+        by_label = ("refusals", "latency", "auth_failures", "tenants", "turns")
         counted = [field.name for field in fields(Counters) if field.name not in by_label]
         counters = {name: getattr(now.counters, name) for name in counted}
         return Status(
@@ -188,7 +186,8 @@ class Admin:
             tenants=now.tenants,
             largest_tenants=now.largest_tenants,
             tenant_counts=now.tenant_counts,
-            counters=counters | {"evictions": now.evictions, "slab_moves": now.slab_moves},
+            counters=counters
+            | {"evictions": now.evictions, "slab_moves": now.slab_moves, "withheld_blocks": now.withheld_blocks},
             refusals=now.counters.refusals,
             auth_failures=now.counters.auth_failures,
             restart=now.restart,
@@ -233,7 +232,8 @@ class Admin:
 
     def set_limit(self, tenant: str, limit_bytes: int | None) -> None:
         """Lets a tenant use so much at most, or with None as much as the default limit. Saved before it is in force;
-        and in force, so that nothing more is stored, before the blocks that are too many go, a few at a time."""
+        and in force, so that nothing more is stored, before the blocks that are too many go, a few at a time. They go
+        even if nobody waits for it any more."""
         _check_tenant(tenant)
         store, now_ms = self.daemon.store, self.daemon.now_ms()
         with self._one_change_at_a_time():
@@ -241,9 +241,8 @@ class Admin:
             others = {name: limit for name, limit in self.daemon.kept_quotas.limits.items() if name != tenant}
             kept = others if limit_bytes is None else others | {tenant: limit_bytes}
             with self._saved(replace(self.daemon.kept_quotas, limits=kept)):
-                fits = self.in_loop(lambda: set_limit(store, tenant, limit_bytes, now_ms, _BLOCKS_CLEARED_A_TURN))
-            if not fits:
-                self._shrink([tenant])
+                self.in_loop(lambda: set_limit(store, tenant, limit_bytes, now_ms))
+            self._tidy()
         log.info("limit of tenant %s: %s", tenant, "the default" if limit_bytes is None else format_size(limit_bytes))
 
     def change_settings(self, changes: Mapping[str, str]) -> list[SettingShown]:
@@ -259,9 +258,8 @@ class Admin:
                 self.in_loop(lambda: check_default_limit(store, changed.default_limit))
                 kept = replace(kept, default_limit_set=True, default_limit_bytes=changed.default_limit)
             with self._saved(kept) if kept != self.daemon.kept_quotas else contextlib.nullcontext():
-                fits = self.in_loop(lambda: self._put_in_force(changed))
-            if not fits:
-                self._shrink(self.in_loop(lambda: on_default_limit(store)))
+                self.in_loop(lambda: self._put_in_force(changed))
+            self._tidy()
         for name in changes:
             log.info("%s = %s", name, TABLE[name].kind.show(getattr(changed, name)))
         return self.settings()
@@ -275,53 +273,41 @@ class Admin:
         return Drain(now.leases, now.writes, blocks, settings.shutdown_grace, settings.keep_pool)
 
     def clear(self, tenant: str) -> int:
-        """Takes all blocks out of use that the tenant has now. Returns how many."""
+        """Takes all blocks out of use that the tenant has now, all of them at once, and then frees their memory.
+        Returns how many."""
         _check_tenant(tenant)
-        self.in_loop(lambda: _known(self.daemon.store, tenant))
-        dropped = self._clear(tenant)
+        dropped = self.in_loop(lambda: clear(self.daemon.store, tenant))
+        self._tidy()
         log.info("cleared %d blocks of tenant %s", dropped, tenant)
         return dropped
 
     def clear_all(self) -> int:
         """Takes all blocks out of use. Returns how many."""
-        store = self.daemon.store
+        store, dropped = self.daemon.store, 0
         names = self.in_loop(lambda: [tenant.name for tenant in store.tenants])
-        dropped = sum(self._clear(name) for name in names)
+        for at in range(0, len(names), _TENANTS_CLEARED_A_TURN):
+            dropped += self.in_loop(lambda at=at: clear_all(store, names[at : at + _TENANTS_CLEARED_A_TURN]))  # type: ignore[misc]
+        self._tidy()
         log.info("cleared all %d blocks", dropped)
         return dropped
 
     # -- inside
 
-    def _clear(self, tenant: str) -> int:
-        """Youngest blocks first, so that no piece takes a whole tree of descendants along at once."""
+    def _tidy(self) -> None:
+        """Waits until what a change has begun is done, and helps: pieces of it between engines' requests."""
         store = self.daemon.store
-        keys = self.in_loop(lambda: list(owner.index) if (owner := store.tenants.get(tenant)) else [])
-        dropped = 0
-        while keys:
-            piece = keys[-_BLOCKS_CLEARED_A_TURN:]
-            del keys[-_BLOCKS_CLEARED_A_TURN:]
-            dropped += self.in_loop(lambda piece=piece: drop_blocks(store, tenant, piece))  # type: ignore[misc]
-        return dropped
+        while self.in_loop(lambda: store.tidy(self.daemon.now_ms())):
+            pass
 
-    def _shrink(self, tenants: list[str]) -> None:
-        """Brings tenants down to their limits, in pieces between engines' requests."""
-        store, now_ms, most = self.daemon.store, self.daemon.now_ms(), _BLOCKS_CLEARED_A_TURN
-        for at in range(0, len(tenants), _TENANTS_LOOKED_AT_A_TURN):
-            some = tenants[at : at + _TENANTS_LOOKED_AT_A_TURN]
-            while not self.in_loop(lambda some=some: shrink_to_limits(store, some, now_ms, most)):  # type: ignore[misc]
-                pass
-
-    def _put_in_force(self, changed: Settings) -> bool:
-        """Returns whether every tenant is within its limit."""
-        daemon, fits = self.daemon, True
+    def _put_in_force(self, changed: Settings) -> None:
+        daemon = self.daemon
         if changed.default_quota != daemon.settings.default_quota:
             set_default_quota(daemon.store, changed.default_quota, daemon.now_ms())
         if changed.default_limit != daemon.settings.default_limit:
-            fits = set_default_limit(daemon.store, changed.default_limit, daemon.now_ms(), most=0)
+            set_default_limit(daemon.store, changed.default_limit, daemon.now_ms())
         daemon.service.verify = changed.verify
         logging.getLogger("kvkeep").setLevel(changed.log_level.upper())
         daemon.settings = changed
-        return fits
 
     @contextlib.contextmanager
     def _one_change_at_a_time(self) -> Iterator[None]:

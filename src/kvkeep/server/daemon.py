@@ -232,6 +232,8 @@ class Daemon:
                 self._waker.recv(4096)
         if has_more:
             self._serve_direct()
+        if self.store.has_to_tidy:
+            self.do_in_loop(lambda: self.store.tidy(self.now_ms()))
         for _ in range(self._duties.qsize()):  # those that come meanwhile wait until engines have had their turn
             self._duties.get()()
         if time.monotonic() >= self._memory_due:
@@ -245,6 +247,7 @@ class Daemon:
                 self._direct.tend(self.service.sessions.is_on)
             self._look_after_lock()
             self.last_turn = time.monotonic()
+        self.service.counters.turns.add((time.monotonic() - self.busy_since) * 1e6)
 
     def _look_after_memory(self) -> None:
         """One message of endless parts would take all memory there is, and ZMQ neither limits it nor says whose it is.

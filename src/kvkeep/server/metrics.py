@@ -101,6 +101,9 @@ def families(now: Snapshot, started: float) -> Iterator[Metric]:
         yield family
     yield CounterMetricFamily("kvkeep_evictions", "Blocks that made way for others.", now.evictions)
     yield CounterMetricFamily("kvkeep_slab_moves", "Slabs that changed their slot size.", now.slab_moves)
+    yield CounterMetricFamily(
+        "kvkeep_withheld_blocks", "Blocks found and not leased: their tenant held all that it may.", now.withheld_blocks
+    )
     refusals = CounterMetricFamily("kvkeep_refusals", "Requests that were refused, by code.", labels=["code"])
     for code, count in sorted(counters.refusals.items()):
         refusals.add_metric([code], count)
@@ -114,6 +117,7 @@ def families(now: Snapshot, started: float) -> Iterator[Metric]:
         turned_away.add_metric([reason], count)
     yield turned_away
     yield _latency(counters.latency)
+    yield from _turns(counters.turns)
 
 
 def _is_ready(now: Snapshot) -> bool:
@@ -215,8 +219,22 @@ def _latency(latency: dict[str, Latency]) -> Metric:
     family = HistogramMetricFamily(
         "kvkeep_request_duration_seconds", "Time inside the server, by kind of message.", labels=["kind"]
     )
-    edges = [*(str(edge / 1e6) for edge in LATENCY_BUCKETS_US), "+Inf"]
     for kind, measured in sorted(latency.items()):
-        buckets = list(zip(edges, accumulate(measured.counts), strict=True))
-        family.add_metric([kind], buckets, measured.total_us / 1e6)
+        family.add_metric([kind], _buckets(measured), measured.total_us / 1e6)
     return family
+
+
+def _turns(turns: Latency) -> Iterator[Metric]:
+    family = HistogramMetricFamily("kvkeep_loop_turn_seconds", "Turns of the loop: so long others wait for it.")
+    family.add_metric([], _buckets(turns), turns.total_us / 1e6)
+    yield family
+    yield _gauge(
+        "kvkeep_loop_longest_turn_seconds",
+        "The longest turn since metrics were last asked for.",
+        turns.longest_us / 1e6,
+    )
+
+
+def _buckets(measured: Latency) -> list[tuple[str, float]]:
+    edges = [*(str(edge / 1e6) for edge in LATENCY_BUCKETS_US), "+Inf"]
+    return [(edge, float(count)) for edge, count in zip(edges, accumulate(measured.counts), strict=True)]

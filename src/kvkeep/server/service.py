@@ -408,16 +408,14 @@ class Service:
         return m.Done(stored.blocks)
 
     def _abandon_store(self, session: ServerSession, number: int, request: m.AbandonStore, now_ms: int) -> m.Reply:
-        abandoned = 0
+        abandoned = self.store.abandon_all(session.number, request.writes, now_ms)
         for write in request.writes:
             session.network_writes.pop(write, None)
             session.write_tenants.pop(write, None)
-            if self.store.abandon_store(session.number, write, now_ms):
-                abandoned += 1
-            else:
+            if write not in abandoned:
                 session.cancel(write)
-        self.counters.abandoned_stores += abandoned
-        return m.Done(abandoned)
+        self.counters.abandoned_stores += len(abandoned)
+        return m.Done(len(abandoned))
 
     def _addresses(self, layout: int, keys: bytes) -> bytes:
         """Where blocks of these keys are kept for this layout. What is no whole number of keys goes to the store as it

@@ -114,6 +114,7 @@ class Snapshot:
     counters: Counters
     ready: bool
     stopping: bool
+    withheld_blocks: int = 0
     restart: RestartShown = RestartShown()
     tenant_counts: dict[str, TenantCounts] = field(default_factory=dict)  # by the label that metrics show
     not_shared: list[NotShared] = field(default_factory=list)
@@ -122,6 +123,8 @@ class Snapshot:
 def take(daemon: Daemon) -> Snapshot:
     """Takes the snapshot. In the loop's thread only."""
     store, counters = daemon.store, daemon.service.counters
+    copied = _copy(counters)
+    counters.turns.longest_us = 0.0  # it is that since the last snapshot
     return Snapshot(
         pool=_pool(daemon),
         quotas=_quotas(store),
@@ -134,7 +137,8 @@ def take(daemon: Daemon) -> Snapshot:
         tenant_counts=counters.tenants.by_label(),
         evictions=store.room.evictions,
         slab_moves=store.room.slab_moves,
-        counters=_copy(counters),
+        withheld_blocks=store.withheld_blocks,
+        counters=copied,
         ready=daemon.ready.is_set(),
         stopping=daemon.stopping,
         restart=_restart(daemon),

@@ -228,16 +228,22 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
     link_all(table, rows)
     by_number = store.tenants.names_left(np.unique(many.tenant[rows]).tolist())
     store.tenants.take_over(by_number)
-    for number, of_tenant in _split(rows, many.tenant[rows]):
-        tenant = store.tenants.by_number[number]
+    for number, of_tenant in sorted(_split(rows, many.tenant[rows]), key=lambda item: int(many.used[item[1]].max())):
+        tenant = store.tenants.by_number[number]  # the one that was used longest ago first: so they may make way
         indexed = of_tenant[many.state[of_tenant] == READY]
         tenant.index.update(zip(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist(), strict=True))
         for layout, some in _split(of_tenant, many.layout[of_tenant]):
             store.tenants.charge(tenant, len(some), len(some) * store.layouts[layout].slot_bytes)
+            evicting = int((many.state[some] == EVICTING).sum())
+            tenant.unindexed_bytes += evicting * store.layouts[layout].slot_bytes
     for layout, some in _split(rows, many.layout[rows]):
-        store.layouts[layout].blocks = len(some)
+        store.layouts[layout].blocks, store.layouts[layout].used = len(some), int(many.used[some].max())
         _rebuild_checks(store, store.layouts[layout], some)
     store.slabs.take_over(slabs, _slots_by_slab(store, rows))
+    many.held[rows] = 0
+    for _, of_tenant in _split(leased := _held_by_old_sessions(store), many.tenant[leased]):
+        for _, some in _split(of_tenant, many.layout[of_tenant]):
+            store.blocks.hold(np.ascontiguousarray(some))
     _hold_lacking(store)
     leaves = adopted[(many.first_child[adopted] == NO_ROW) & (many.pins[adopted] == 0)]
     store.blocks.order.enqueue_all(leaves, now_ms)
@@ -249,15 +255,22 @@ def _hold_lacking(store: Store) -> None:
     """Whoever holds a block that lacks a shard may be writing that shard: to the store it is a write of the old
     sessions', so that no second writer gets the place. Readers never look there."""
     many, old = store.blocks.table.many, store.sessions.get(OLD_SESSIONS)
-    rows = np.array(list(old.leases.values()) if old else [], dtype=np.int64)
+    rows = _held_by_old_sessions(store)
     rows = rows[many.state[rows] == READY]
     for number, of_layout in _split(rows, many.layout[rows]):
         layout = store.layouts[number]
         lacking = layout.checks[many.check[of_layout]] == ABSENT
         for shard in np.flatnonzero(lacking.any(axis=0)).tolist():
             assert old is not None
-            work = old.writes[len(old.writes)] = Write(layout, shard, [])
-            store.add_to_write(old, work, of_layout[lacking[:, shard]].tolist())
+            of_shard = of_layout[lacking[:, shard]]
+            for _, some in _split(of_shard, many.tenant[of_shard]):
+                work = old.writes[len(old.writes)] = Write(layout, shard, [])
+                store.add_to_write(old, work, some.tolist())
+
+
+def _held_by_old_sessions(store: Store) -> Rows:
+    old = store.sessions.get(OLD_SESSIONS)
+    return np.array(list(old.leases.values()) if old else [], dtype=np.int64)
 
 
 def _rebuild_checks(store: Store, layout: Layout, rows: Rows) -> None:

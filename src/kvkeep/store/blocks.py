@@ -1,9 +1,18 @@
-"""Blocks coming and going: the few steps in which a block changes state, each leaving everything consistent."""
+"""Blocks coming and going: the few steps in which a block changes state, each leaving everything consistent.
+
+What is taken out of use can be found no more from that moment on, however much it is. Its memory comes back in pieces
+of `a_turn` blocks (`sweep`), so that nobody waits for long:
+
+    a tree        `drop` takes its root out of the index; the blocks below are `unswept`: they are still in the index,
+                  and whoever finds one looks at what it hangs on
+    a tenant      `clear` takes its whole index away; the blocks in there are swept, the youngest first
+    a long chain  is freed from its leaf up; where a piece ends is in `to_free`
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +26,9 @@ from kvkeep.store.seals import fold_checks, seals_of_chain
 from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
-from kvkeep.store.tree import link_chain, split_keys, subtree, unlink_leaf
+from kvkeep.store.tree import any_above, hold, let_go, link_chain, split_keys, unlink_leaf
+
+BLOCKS_A_TURN = 512  # that one request takes out of use or frees, and each turn after it: a millisecond or two
 
 
 class Blocks:
@@ -39,6 +50,13 @@ class Blocks:
         self.order = EvictionOrder(self.table, tenants, layouts)
         self.sequence = 0  # counts uses: the only time that the eviction order knows
         self.shards_in: dict[int, int] = {}  # rows with shards missing -> bit mask of the shards that are there
+        self.a_turn = BLOCKS_A_TURN
+        self.freed = 0  # blocks, since the start
+        self.dropped = 0  # blocks that have left the index by `drop`
+        self.unswept: dict[int, int] = {}  # EVICTING rows whose children may be in the index -> the next to look at
+        self._to_free: list[int] = []  # EVICTING leaves that nobody holds
+        self._cleared: deque[tuple[Tenant, dict[bytes, int]]] = deque()
+        self._may_free = BLOCKS_A_TURN  # in this turn
 
     def next_use(self) -> int:
         self.sequence += 1
@@ -68,6 +86,7 @@ class Blocks:
         many.finished[at] = 0
         many.expires_ms[at] = expires_ms
         many.queued[at] = -1
+        many.held[at] = 0
         link_chain(table, rows, parent)
         many.state[at] = WRITING  # last: see table.py
         tenant.index.update(zip(keys, row_list, strict=True))
@@ -120,6 +139,19 @@ class Blocks:
         """Notes a use of the whole prefix up to `row`: ancestors inherit it when they become leaves."""
         self.table.used[row] = sequence
 
+    def hold(self, rows: NDArray[np.int64]) -> None:
+        """Counts one more lease or write on each of these blocks, which are of one tenant and layout."""
+        self._charge_held(int(rows[0]), hold(self.table, rows))
+
+    def let_go(self, rows: NDArray[np.int64]) -> None:
+        """Counts one less. Before `unpin`, which may free them."""
+        self._charge_held(int(rows[0]), -let_go(self.table, rows))
+
+    def _charge_held(self, row: int, blocks: int) -> None:
+        layout = self.layouts[self.table.layout[row]]
+        layout.held_blocks += blocks
+        self.tenants.hold(self.tenants.by_number[self.table.tenant[row]], blocks * layout.slot_bytes)
+
     def pin(self, row: int) -> None:
         self.table.pins[row] += 1
 
@@ -171,6 +203,9 @@ class Blocks:
         if parent != NO_ROW:
             if used >= table.used[parent]:
                 table.used[parent], table.finished[parent] = used, finished
+            if table.state[parent] == EVICTING:
+                self._free_evicting(parent)
+                return NO_ROW
             self.order.enqueue(parent, now_ms)
         return parent
 
@@ -200,74 +235,106 @@ class Blocks:
         return chain
 
     def drop(self, rows: Iterable[int]) -> int:
-        """Takes blocks and all below them out of the index at once, and frees those that nobody reads or writes.
+        """Takes blocks and all below them out of use at once, and frees those that nobody reads or writes: the first
+        now, and the rest by `sweep`.
 
         The others, and what they hang on, are EVICTING until the last lease or write on them ends. Returns how many
-        blocks left the index.
+        blocks have left the index until now.
         """
-        table, dropped = self.table, []
-        for root in rows:
-            if table.state[root] not in (WRITING, WAITING, READY):
-                continue  # went with an ancestor
-            for row in subtree(table, root):
-                if table.state[row] != EVICTING:
-                    del self.tenants.by_number[table.tenant[row]].index[table.keys[row]]
-                    table.state[row] = EVICTING
-                    self._no_longer_half(row)
-                    dropped.append(row)
-        for row in reversed(dropped):
+        before = self.dropped
+        for row in rows:
+            if self.table.state[row] in (WRITING, WAITING, READY):
+                self.take_out(row)
+        self.sweep()
+        return self.dropped - before
+
+    def take_out(self, row: int) -> None:
+        """Takes a block out of the index. What hangs on it is `unswept`."""
+        table = self.table
+        tenant, key = self.tenants.by_number[table.tenant[row]], table.keys[row]
+        if tenant.index.get(key) == row:  # else it went with the whole index
+            del tenant.index[key]
+            tenant.unindexed_bytes += self.layouts[table.layout[row]].slot_bytes
+        self._evicting(row)
+        self.unswept[row] = table.first_child[row]
+        self.dropped += 1
+
+    def is_unswept(self, row: int) -> bool:
+        """Whether a block that is in the index hangs on one that was taken out of it."""
+        return bool(self.unswept) and any_above(self.table, row, EVICTING)
+
+    def clear(self, tenant: Tenant) -> int:
+        """Takes all blocks of a tenant out of use at once. Returns how many were in the index. Those that nobody reads
+        or writes are freed by `sweep`."""
+        index, tenant.index = tenant.index, {}
+        if index:
+            tenant.unindexed_bytes = tenant.usage_bytes
+            tenant.cleared += 1
+            self._cleared.append((tenant, index))
+        return len(index)
+
+    @property
+    def has_to_sweep(self) -> bool:
+        return bool(self._to_free or self.unswept or self._cleared)
+
+    def begin_turn(self) -> None:
+        """From now on `a_turn` blocks may be freed again before the rest is left to `sweep`."""
+        self._may_free = self.a_turn
+
+    def sweep(self) -> None:
+        """Goes on with what was taken out of use: about `a_turn` blocks of it."""
+        self.begin_turn()
+        for _ in range(len(self._to_free)):
+            if not self._may_free:
+                return
+            self._free_evicting(self._to_free.pop())
+        looks = self._sweep_trees(self.a_turn)
+        while looks and self._cleared:
+            looks = self._sweep_index(looks)
+
+    def _sweep_trees(self, looks: int) -> int:
+        """Returns how many looks are left."""
+        table, unswept = self.table, self.unswept
+        while unswept and looks:
+            row = next(reversed(unswept))
+            child = unswept[row]
+            if child != NO_ROW and (table.state[child] == FREE or table.parent[child] != row):
+                child = table.first_child[row]  # the one that was next has been evicted
+            while child != NO_ROW and looks:
+                looks -= 1
+                following = table.next_sibling[child]
+                if table.state[child] != EVICTING:
+                    self.take_out(child)
+                child = following
+            unswept[row] = child
+            if child == NO_ROW:
+                del unswept[row]
+                looks = max(0, looks - 1)
+                self._free_evicting(row)
+        return looks
+
+    def _sweep_index(self, looks: int) -> int:
+        """The youngest blocks first: mostly leaves. Returns how many looks are left."""
+        table, (tenant, index) = self.table, self._cleared[0]
+        is_known, rows = self.tenants.by_number.get(tenant.number) is tenant, list[int]()
+        looked_at = min(looks, len(index))
+        for _ in range(looked_at):
+            key, row = index.popitem()
+            is_same = is_known and table.tenant[row] == tenant.number and table.keys[row] == key
+            if is_same and table.state[row] in (WRITING, WAITING, READY) and tenant.index.get(key) != row:
+                self._evicting(row)
+                rows.append(row)
+        if not index:
+            self._cleared.popleft()
+            tenant.cleared -= 1
+        for row in rows:
             if table.state[row] == EVICTING:
                 self._free_evicting(row)
-        return len(dropped)
+        return looks - looked_at
 
-    def withdraw(self, tenant: Tenant, keep_bytes: int, now_ms: int, most: int) -> int:
-        """Takes blocks that somebody reads or writes out of the index, leaves first and least recently used first,
-        until the tenant's blocks in the index take no more than `keep_bytes`; `most` at a time. Returns how many left.
-
-        The tenant has no evictable block. What leaves is EVICTING: freed when the last lease or write on it ends.
-        """
-        table, many, order = self.table, self.table.many, self.order
-        rows = np.fromiter(tenant.index.values(), dtype=np.int64, count=len(tenant.index))
-        sizes = {number: self.layouts[number].slot_bytes for number in np.unique(many.layout[rows]).tolist()}
-        indexed_bytes = sum(sizes[number] * int((many.layout[rows] == number).sum()) for number in sizes)
-        parents, counts = np.unique(many.parent[rows], return_counts=True)
-        children = dict(zip(parents.tolist(), counts.tolist(), strict=True))  # those in the index
-        leaves = [(order.rank(row, now_ms), row) for row in rows[~np.isin(rows, parents)].tolist()]
-        heapify(leaves)
-        withdrawn = 0
-        while indexed_bytes > keep_bytes and withdrawn < most:
-            _, row = heappop(leaves)
-            del tenant.index[table.keys[row]]
-            table.state[row] = EVICTING
-            self._no_longer_half(row)
-            indexed_bytes -= sizes[table.layout[row]]
-            withdrawn += 1
-            parent = table.parent[row]
-            if parent == NO_ROW:
-                continue
-            if table.used[row] >= table.used[parent]:
-                table.used[parent], table.finished[parent] = table.used[row], table.finished[row]
-            children[parent] -= 1
-            if not children[parent]:
-                heappush(leaves, (order.rank(parent, now_ms), parent))
-        return withdrawn
-
-    def drop_coldest(self, column: NDArray[np.int32], numbers: Iterable[int]) -> None:
-        """Frees all blocks of the tenant or layout (as `column` of the table says), among those with these numbers,
-        that was used least recently, leaving out any of whose blocks somebody reads or writes. Looks at every block
-        there is, and may free that many: once for each layout or tenant that is one too many."""
-        rows, many = self.table.live_rows(), self.table.many
-        owners, of_owner = np.unique(column[rows], return_inverse=True)
-        last_used = np.zeros(len(owners), dtype=np.int64)
-        np.maximum.at(last_used, of_owner, many.used[rows])
-        held = np.bincount(of_owner[many.pins[rows] > 0], minlength=len(owners)) > 0
-        may_go = np.flatnonzero(~held & np.isin(owners, list(numbers)))
-        if len(may_go):
-            rows = rows[of_owner == may_go[np.argmin(last_used[may_go])]]
-            groups = many.tenant[rows].astype(np.int64) << 32 | many.layout[rows]
-            rows = rows[np.argsort(groups, kind="stable")]
-            for group in np.split(rows, np.flatnonzero(np.diff(np.sort(groups))) + 1):
-                self._give_back(group.tolist())  # whole trees: nothing that stays hangs on them
+    def _evicting(self, row: int) -> None:
+        self.table.state[row] = EVICTING
+        self._no_longer_half(row)
 
     def _no_longer_half(self, row: int) -> None:
         if self.shards_in.pop(row, None) is not None:
@@ -327,16 +394,20 @@ class Blocks:
         The first ancestor that stays may now be a leaf itself. Its rank is as of the last look for expired blocks:
         what expires later is still to be noted.
         """
-        table = self.table
+        table, unswept = self.table, self.unswept
         while row != NO_ROW and table.state[row] == EVICTING:
-            if table.pins[row] or table.first_child[row] != NO_ROW:
+            if table.pins[row] or table.first_child[row] != NO_ROW or row in unswept:
+                return
+            if not self._may_free:
+                self._to_free.append(row)
                 return
             chain = [row]
-            while self._is_only_child(row):
+            while len(chain) < self._may_free and self._is_only_child(row):
                 row = table.parent[row]
-                if row == NO_ROW or table.pins[row] or table.state[row] != EVICTING:
+                if row == NO_ROW or table.pins[row] or table.state[row] != EVICTING or row in unswept:
                     break
                 chain.append(row)
+            self._may_free -= len(chain)
             row = self._free(chain)
         if row != NO_ROW:
             self._became_leaf(row, self.order.noted_ms)
@@ -345,13 +416,14 @@ class Blocks:
         """Puts a block in line that somebody let go. One that nothing was ever written to goes at once, and so do
         its ancestors as far as they are like it: they would only be in the way."""
         table, shards_in = self.table, self.shards_in
-        while row != NO_ROW and self._is_empty(row):
+        while row != NO_ROW and self._is_empty(row) and self._may_free:
             chain = [row]
-            while self._is_only_child(row):
+            while len(chain) < self._may_free and self._is_only_child(row):
                 row = table.parent[row]
                 if row == NO_ROW or table.pins[row] or shards_in.get(row) != 0:
                     break
                 chain.append(row)
+            self._may_free -= len(chain)
             row = self._evict_chain(chain, now_ms)
         if row != NO_ROW:
             self.order.enqueue(row, now_ms)
@@ -368,21 +440,38 @@ class Blocks:
 
     def _give_back(self, rows: list[int]) -> None:
         """Takes blocks of one tenant, layout and state out of everything but the tree."""
-        table, first, at = self.table, rows[0], np.array(rows)
+        table, first = self.table, rows[0]
+        at = slice(first, first + 1) if len(rows) == 1 else np.array(rows)  # several times as fast
         tenant = self.tenants.by_number[table.tenant[first]]
         layout = self.layouts[table.layout[first]]
-        if table.state[first] != EVICTING:
-            index = tenant.index
-            for key in split_keys(table.keys.words[at].tobytes()):
-                del index[key]
-            for row in self.shards_in.keys() & rows:
+        if table.state[first] == EVICTING:
+            tenant.unindexed_bytes -= len(rows) * layout.slot_bytes
+        else:
+            self._unindex(tenant, rows, split_keys(table.keys.words[at].tobytes()), layout)
+            for row in self.shards_in.keys() & rows if self.shards_in else ():
                 self._no_longer_half(row)
         self.presence.remove(table.keys.words[at, 0])
         self.slabs.give(table.many.slot[at].tolist())
         layout.give_checks(table.many.check[at].tolist())
         layout.blocks -= len(rows)
+        if not layout.blocks and layout.number in self.layouts.leaving:
+            self.layouts.forget(layout)
+        self.freed += len(rows)
         table.give(rows)
         self.tenants.charge(tenant, -len(rows), -len(rows) * layout.slot_bytes)
         if not tenant.blocks:
             self.order.forget_owner(tenant.number)
             self.tenants.forget_if_idle(tenant)
+
+    @staticmethod
+    def _unindex(tenant: Tenant, rows: list[int], keys: list[bytes], layout: Layout) -> None:
+        index = tenant.index
+        if not tenant.cleared:
+            for key in keys:
+                del index[key]
+            return
+        for key, row in zip(keys, rows, strict=True):
+            if index.get(key) == row:
+                del index[key]
+            else:
+                tenant.unindexed_bytes -= layout.slot_bytes

@@ -27,11 +27,17 @@ def _check_index(store: Store) -> None:
             indexed[row] = key
     assert store.blocks.presence.holds_exactly(table.keys.words[table.live_rows(), 0]), "an engine would not ask"
     for row in table.live_rows().tolist():
-        assert (row in indexed) == (table.state[row] != EVICTING), f"row {row} is indexed wrongly"
+        was_cleared = store.tenants.by_number[table.tenant[row]].cleared > 0
+        assert (row in indexed) == (table.state[row] != EVICTING) or was_cleared, f"row {row} is indexed wrongly"
+    for tenant in store.tenants:
+        rows = [row for row in table.live_rows().tolist() if table.tenant[row] == tenant.number and row not in indexed]
+        nbytes = sum(store.layouts[table.layout[row]].slot_bytes for row in rows)
+        assert tenant.unindexed_bytes == nbytes, f"{tenant.name}: bytes out of the index"
 
 
 def _check_tree(store: Store) -> None:
-    table = store.blocks.table
+    table, unswept = store.blocks.table, store.blocks.unswept
+    assert all(table.state[row] == EVICTING for row in unswept)
     for row in table.live_rows().tolist():
         parent = table.parent[row]
         assert all(table.parent[child] == row for child in children(table, row)), f"row {row}: another's child"
@@ -40,6 +46,8 @@ def _check_tree(store: Store) -> None:
         assert table.state[parent] != FREE, f"row {row} outlived its parent"
         assert row in children(table, parent)
         assert table.tenant[parent] == table.tenant[row] and table.layout[parent] == table.layout[row]
+        if parent in unswept or store.tenants.by_number[table.tenant[row]].cleared:
+            continue  # on its way out, or of one that is
         if table.state[row] == READY:
             assert table.state[parent] == READY, "what is READY is closed under prefixes"
         if table.state[parent] == EVICTING:
@@ -72,7 +80,8 @@ def _check_holdings(store: Store) -> None:
     table = store.blocks.table
     pins: dict[int, int] = {}
     writers: dict[int, int] = {}
-    for session in store.sessions.values():
+    ended = list(store.closing)
+    for session in [*store.sessions.values(), *ended]:
         for row in session.leases.values():
             pins[row] = pins.get(row, 0) + 1
         for write in session.writes.values():
@@ -80,11 +89,37 @@ def _check_holdings(store: Store) -> None:
                 pins[row] = pins.get(row, 0) + 1
                 assert not writers.get(row, 0) >> write.shard & 1, "two writers of one shard"
                 writers[row] = writers.get(row, 0) | 1 << write.shard
-        assert session.writing_blocks == sum(len(write.rows) for write in session.writes.values())
+        is_open = not any(session is each for each in ended)
+        assert not is_open or session.writing_blocks == sum(len(write.rows) for write in session.writes.values())
+    _check_held(store, pins)
     assert writers == store.writers
     for row in table.live_rows().tolist():
         assert table.pins[row] == pins.pop(row, 0), f"row {row}: pins"
         assert (row in store.blocks.shards_in) == (table.state[row] == WRITING)
         if table.state[row] == EVICTING and table.first_child[row] == NO_ROW:
-            assert table.pins[row], "an evicting leaf that nobody holds should be gone"
+            going = table.pins[row] or store.blocks.has_to_sweep
+            assert going, "an evicting leaf that nobody holds should be gone"
     assert not pins, "a lease or write on a block that is gone"
+
+
+def _check_held(store: Store, pins: dict[int, int]) -> None:
+    """What somebody reads or writes is counted as held, with all that it hangs on, and for whom."""
+    table, held = store.blocks.table, dict[int, int]()
+    of_tenant: dict[int, int] = {}
+    of_layout: dict[int, int] = {}
+    for row in table.live_rows().tolist():
+        held[row] = pins.get(row, 0) + held.get(row, 0)
+    rows = [row for row in held if held[row]]
+    seen = set(rows)
+    for row in rows:  # grows while it is walked
+        of_tenant[table.tenant[row]] = of_tenant.get(table.tenant[row], 0) + store.layouts[table.layout[row]].slot_bytes
+        of_layout[table.layout[row]] = of_layout.get(table.layout[row], 0) + 1
+        parent = table.parent[row]
+        if parent != NO_ROW:
+            held[parent] += 1
+            if parent not in seen:
+                seen.add(parent)
+                rows.append(parent)
+    assert all(table.held[row] == count for row, count in held.items()), "what is held is counted wrongly"
+    assert all(tenant.held_bytes == of_tenant.get(tenant.number, 0) for tenant in store.tenants)
+    assert all(layout.held_blocks == of_layout.get(layout.number, 0) for layout in store.layouts)

@@ -8,7 +8,7 @@ in it side by side, each on a cache-line boundary:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -41,6 +41,8 @@ class Layout:
     shard_offsets: tuple[int, ...] = field(init=False)
     slot_bytes: int = field(init=False)
     blocks: int = 0
+    held_blocks: int = 0  # that somebody reads or writes, with those that they hang on
+    used: int = 0  # when a block was last used
     sessions: set[int] = field(default_factory=set)
     physical: dict[int, bytes] = field(default_factory=dict)  # shard -> digest of how its tensors lie in memory
     word: int = field(init=False)  # stands for the layout in seals
@@ -113,13 +115,15 @@ class Layout:
 
 class Layouts:
     """The layouts in use. When the limit is reached one makes way that no session has open: if all of those have
-    blocks, the least recently used one loses them."""
+    blocks, the least recently used one loses them, by and by: `leaving` has those, with the next row of the table to
+    look at for blocks of theirs."""
 
     def __init__(self, limit: int, largest_slot_bytes: int, columns: Columns | None = None) -> None:
         self.limit = limit
         self.largest_slot_bytes = largest_slot_bytes
         self._columns = columns or PlainColumns()
         self._records = LayoutRecords(self._columns)
+        self.leaving: dict[int, int] = {}
         self._by_number: dict[int, Layout] = {}
         self._by_fingerprint: dict[bytes, Layout] = {}
         self._next = 1
@@ -142,15 +146,8 @@ class Layouts:
             )
         return layout
 
-    def open(
-        self,
-        session: int,
-        fingerprint: bytes,
-        shard_bytes: tuple[int, ...],
-        drop_unopened: Callable[[list[int]], None] | None = None,
-    ) -> Layout:
-        """Finds or makes the layout, and notes that the session uses it. `drop_unopened` is called at the limit, with
-        the numbers of layouts that no session has open, to drop the blocks of one of them."""
+    def open(self, session: int, fingerprint: bytes, shard_bytes: tuple[int, ...]) -> Layout:
+        """Finds or makes the layout, and notes that the session uses it."""
         known = self._by_fingerprint.get(fingerprint)
         if known is not None:
             if known.shard_bytes != shard_bytes:
@@ -161,6 +158,7 @@ class Layouts:
                     hint="the fingerprint must change with everything that changes the bytes",
                 )
             known.sessions.add(session)
+            self.leaving.pop(known.number, None)
             return known
         if len(fingerprint) > LONGEST_FINGERPRINT_BYTES:
             problem = f"a fingerprint of {len(fingerprint)} bytes is longer than {LONGEST_FINGERPRINT_BYTES}"
@@ -173,7 +171,7 @@ class Layouts:
                 field="shard_bytes",
                 hint="start the server with a larger --slab-size, or use fewer tokens a block",
             )
-        self._make_way(drop_unopened)
+        self._make_way()
         # Of a layout whose record was damaged the checksums may be left: they are nobody's, and rows begin with zeros.
         self._columns.drop(f"checks-{self._next}")
         layout = Layout(self._next, fingerprint, shard_bytes, self._columns)
@@ -212,12 +210,12 @@ class Layouts:
         for layout in self._by_number.values():
             layout.sessions.discard(session)
 
-    def _make_way(self, drop_unopened: Callable[[list[int]], None] | None) -> None:
-        if len(self._by_number) < self.limit or self._forget_one():
+    def _make_way(self) -> None:
+        if len(self._by_number) - len(self.leaving) < self.limit or self._forget_one():
             return
-        if drop_unopened is not None:
-            drop_unopened([layout.number for layout in self if not layout.sessions])
-        if self._forget_one():
+        idle = [each for each in self if not (each.sessions or each.held_blocks or each.number in self.leaving)]
+        if idle and len(self.leaving) < self.limit:
+            self.leaving[min(idle, key=lambda layout: layout.used).number] = 0
             return
         raise RequestError(
             "too_many_layouts",
@@ -229,9 +227,14 @@ class Layouts:
     def _forget_one(self) -> bool:
         for layout in self._by_number.values():
             if not layout.blocks and not layout.sessions:
-                del self._by_number[layout.number]
-                del self._by_fingerprint[layout.fingerprint]
-                self._records.remove(layout.number)
-                self._columns.drop(f"checks-{layout.number}")
+                self.forget(layout)
                 return True
         return False
+
+    def forget(self, layout: Layout) -> None:
+        """Forgets a layout without blocks and sessions."""
+        del self._by_number[layout.number]
+        del self._by_fingerprint[layout.fingerprint]
+        self.leaving.pop(layout.number, None)
+        self._records.remove(layout.number)
+        self._columns.drop(f"checks-{layout.number}")

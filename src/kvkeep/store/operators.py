@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-
-import numpy as np
+from itertools import islice
 
 from kvkeep.errors import RequestError
 from kvkeep.store.plans import TenantUsage
@@ -14,7 +13,7 @@ from kvkeep.store.tenants import Tenant
 from kvkeep.units import TIB, format_size
 
 LARGEST_LIMIT_BYTES = 64 * TIB  # as much as the largest pool
-_ALL = 1 << 62
+_TENANTS_SHRUNK_A_TURN = 64
 
 
 def drop_blocks(store: Store, tenant: str, keys: Iterable[bytes]) -> int:
@@ -30,10 +29,17 @@ def drop_block(store: Store, tenant: str, key: bytes) -> int:
 
 
 def clear(store: Store, tenant: str | None = None) -> int:
-    """Takes all blocks of one tenant, or of all, out of use. Returns how many."""
-    if tenant is None:
-        return sum(store.blocks.drop(list(each.index.values())) for each in list(store.tenants))
-    return store.blocks.drop(list(_known(store, tenant).index.values()))
+    """Takes all blocks of one tenant, or of all, out of use: from now on no lookup finds them. Returns how many. Their
+    memory comes back by and by: `Store.tidy`."""
+    return clear_all(store, [each.name for each in store.tenants] if tenant is None else [_known(store, tenant).name])
+
+
+def clear_all(store: Store, tenants: Iterable[str]) -> int:
+    """The same for some tenants, known or not."""
+    owners = [owner for tenant in tenants if (owner := store.tenants.get(tenant))]
+    cleared = sum(store.blocks.clear(owner) for owner in owners)
+    store.blocks.sweep()
+    return cleared
 
 
 def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
@@ -67,7 +73,8 @@ def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
 def set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
     """Promises a tenant memory, or with None puts it back to the default. All own quotas together fit the pool."""
     check_quota(store, tenant, quota_bytes)
-    _set_quota(store, tenant, quota_bytes, now_ms)
+    _set_quota(store, tenant, quota_bytes)
+    _begin(store, now_ms)
 
 
 def restore(
@@ -81,16 +88,14 @@ def restore(
     """Puts in force at a start what was set before, perhaps for a larger pool. Nothing is refused for its size: own
     quotas that exceed the pool together are scaled down by one factor until they fit again, a default quota is at most
     the pool, and limits lower the quotas that exceed them."""
-    before = [(tenant, tenant.owner) for tenant in store.tenants]
     store.tenants.set_default_quota(default_quota_bytes)
     store.tenants.set_default_limit(default_limit_bytes)
-    for tenant, owner in before:
-        _requeue(store, tenant, owner, now_ms)
     for name, quota_bytes in quotas.items():
-        _set_quota(store, name, quota_bytes, now_ms)
+        _set_quota(store, name, quota_bytes)
     for name, limit_bytes in limits.items():
-        _set_limit(store, name, limit_bytes, now_ms)
-    shrink_to_limits(store, [tenant.name for tenant in store.tenants], now_ms)
+        _set_limit(store, name, limit_bytes)
+    while store.tidy(now_ms):
+        pass
 
 
 def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
@@ -112,15 +117,16 @@ def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
         )
 
 
-def set_limit(store: Store, tenant: str, limit_bytes: int | None, now_ms: int, most: int = _ALL) -> bool:
+def set_limit(store: Store, tenant: str, limit_bytes: int | None, now_ms: int) -> None:
     """Lets a tenant use so much at most, 0: nothing, or with None puts it back to the default limit.
 
-    Where the tenant uses more, its blocks go at once, least recently used leaves first, as `shrink_to_limits` says.
-    Returns whether all are gone that are to go; False: `most` are, and `shrink_to_limits` goes on.
+    Where the tenant uses more, its blocks go, least recently used leaves first: the first now, and the rest by
+    `Store.tidy`. Blocks that somebody reads or writes can no longer be looked up, but count until the last lease or
+    write on them ends. Until the tenant is within its limit nothing of it is stored.
     """
     check_limit(store, tenant, limit_bytes)
-    _set_limit(store, tenant, limit_bytes, now_ms)
-    return shrink_to_limits(store, [tenant], now_ms, most)
+    _set_limit(store, tenant, limit_bytes)
+    _begin(store, now_ms)
 
 
 def check_default_limit(store: Store, limit_bytes: int | None) -> None:
@@ -128,7 +134,7 @@ def check_default_limit(store: Store, limit_bytes: int | None) -> None:
     _check_limit_range(limit_bytes, "default_limit")
     if limit_bytes is None:
         return
-    promised = [t.own_quota_bytes or 0 for t in store.tenants if t.own_limit_bytes is None]
+    promised = [t.own_quota_bytes or 0 for t in store.tenants.named if t.own_limit_bytes is None]
     if max(promised, default=0) > limit_bytes:
         count = sum(quota_bytes > limit_bytes for quota_bytes in promised)
         raise RequestError(
@@ -140,32 +146,11 @@ def check_default_limit(store: Store, limit_bytes: int | None) -> None:
         )
 
 
-def set_default_limit(store: Store, limit_bytes: int | None, now_ms: int, most: int = _ALL) -> bool:
-    """Changes the limit of every tenant that has none of its own. Returns the same as `set_limit`."""
+def set_default_limit(store: Store, limit_bytes: int | None, now_ms: int) -> None:
+    """Changes the limit of every tenant that has none of its own, with what follows from `set_limit`."""
     check_default_limit(store, limit_bytes)
-    before = [(tenant, tenant.owner) for tenant in store.tenants]
     store.tenants.set_default_limit(limit_bytes)
-    for tenant, owner in before:
-        _requeue(store, tenant, owner, now_ms)
-    return shrink_to_limits(store, on_default_limit(store), now_ms, most)
-
-
-def on_default_limit(store: Store) -> list[str]:
-    """The tenants without a limit of their own."""
-    return [tenant.name for tenant in store.tenants if tenant.own_limit_bytes is None]
-
-
-def shrink_to_limits(store: Store, tenants: Iterable[str], now_ms: int, most: int = _ALL) -> bool:
-    """Evicts blocks of those of the tenants that use more than their limit, `most` in all; True when it is done.
-
-    Blocks that somebody reads or writes can no longer be looked up, but count until the last lease or write on them
-    ends. Until a tenant is within its limit nothing of it is stored."""
-    owners = [owner for name in tenants if (owner := store.tenants.get(name)) and owner.is_over_limit]
-    for owner in owners:
-        if most <= 0:
-            return False
-        most -= store.room.shrink_to_limit(owner, now_ms, most)
-    return most > 0 or not owners
+    _begin(store, now_ms)
 
 
 def check_default_quota(store: Store, quota_bytes: int | None) -> None:
@@ -182,10 +167,8 @@ def check_default_quota(store: Store, quota_bytes: int | None) -> None:
 def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> None:
     """Changes the quota of every tenant that has none of its own. None: they have no promise and share one LRU."""
     check_default_quota(store, quota_bytes)
-    before = [(tenant, tenant.owner) for tenant in store.tenants]
     store.tenants.set_default_quota(quota_bytes)
-    for tenant, owner in before:
-        _requeue(store, tenant, owner, now_ms)
+    _begin(store, now_ms)
 
 
 def usage_of(tenant: Tenant) -> TenantUsage:
@@ -218,20 +201,30 @@ def _known(store: Store, tenant: str) -> Tenant:
     return owner
 
 
-def _set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
+def _set_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
     owner = store.tenants.get_or_add(tenant)
-    before = owner.owner
     store.tenants.set_quota(owner, quota_bytes)
-    _requeue(store, owner, before, now_ms)
     store.tenants.forget_if_idle(owner)
 
 
-def _set_limit(store: Store, tenant: str, limit_bytes: int | None, now_ms: int) -> None:
+def _set_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
     owner = store.tenants.get_or_add(tenant)
-    before = owner.owner
     store.tenants.set_limit(owner, limit_bytes)
-    _requeue(store, owner, before, now_ms)
     store.tenants.forget_if_idle(owner)
+
+
+def _begin(store: Store, now_ms: int) -> None:
+    """Carries out what a change of quotas or limits asks for, as far as one turn goes."""
+    tenants, left = store.tenants, store.blocks.a_turn
+    tenants.update(left)
+    if store.blocks.order.to_scan:
+        store.blocks.order.move(now_ms, left)
+    for tenant in list(islice(tenants.to_shrink, _TENANTS_SHRUNK_A_TURN)):
+        before = store.room.evictions
+        if left <= 0 or not store.room.shrink_to_limit(tenant, now_ms, left):
+            return
+        tenants.to_shrink.pop(tenant, None)
+        left -= store.room.evictions - before
 
 
 def _check_limit_range(limit_bytes: int | None, field: str) -> None:
@@ -247,12 +240,3 @@ def _check_limit_range(limit_bytes: int | None, field: str) -> None:
 def _size(nbytes: int) -> str:
     """For people and exact. What is beyond all memory, and maybe beyond a float, is not put into units."""
     return f"{nbytes} bytes" if abs(nbytes) > 1_000_000 * TIB else f"{format_size(nbytes)} ({nbytes} bytes)"
-
-
-def _requeue(store: Store, tenant: Tenant, owner_before: int, now_ms: int) -> None:
-    """A tenant that gains or loses its quota or limit moves to a queue of its own or back to the common one. Only
-    leaves wait in queues."""
-    if tenant.owner != owner_before:
-        rows = np.fromiter(tenant.index.values(), dtype=np.int64, count=len(tenant.index))
-        for row in rows[store.blocks.table.many.first_child[rows] == NO_ROW].tolist():
-            store.blocks.order.enqueue(row, now_ms)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvkeep.store.layouts import Layouts
 from kvkeep.store.plans import NORMAL_PRIORITY
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, WRITING, BlockTable
-from kvkeep.store.tenants import Tenants
+from kvkeep.store.tenants import Tenant, Tenants
 
 _CLASS_SHIFT = 56
 _PRIORITY_SHIFT = 48
@@ -35,7 +35,9 @@ _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _STALE_SLACK = 1024
 _LOOK_AHEAD = 255
-_EXPIRED_A_CALL = 4096
+_EXPIRED_A_CALL = 256
+_MOVED_A_LOOK = 64  # entries of tenants that got other queues
+_ROWS_A_SCAN = 1 << 15
 _AWAITED_PART, _AWAITED_AT_LEAST = 8, 8
 
 
@@ -50,6 +52,9 @@ class EvictionOrder:
         self._expiring: list[int] = []  # heap of `expires_ms << 32 | row`
         self._awaited: OrderedDict[int, None] = OrderedDict()  # half written, oldest first
         self.noted_ms = 0  # blocks that expire up to here have been noted
+        self.to_scan = 0  # rows still to be looked at for blocks of tenants that have changed queues
+        self._scan_at = 0
+        self._is_moving: NDArray[np.bool_] = np.zeros(64, dtype=np.bool_)  # by number of a tenant
 
     def evictable(self, row: int) -> bool:
         """A leaf that nobody reads, writes or depends on."""
@@ -132,7 +137,7 @@ class EvictionOrder:
         heap = self._queues.get(owner, {}).get(slot_bytes)
         if not heap:
             return NO_ROW
-        table = self._table
+        table, moved = self._table, 0
         while heap:
             rank, row = heap[0] >> _ROW_BITS, heap[0] & _ROW_MASK
             if table.queued[row] != rank or table.queue_owner[row] != owner:
@@ -140,6 +145,12 @@ class EvictionOrder:
             elif not self.evictable(row):
                 table.queued[row] = -1
                 heappop(heap)
+            elif self.to_scan and self._current_owner(row) != owner:
+                heappop(heap)
+                self._push(row, self.rank(row, now_ms))
+                moved += 1
+                if moved == _MOVED_A_LOOK:
+                    return NO_ROW
             else:
                 current = self.rank(row, now_ms)
                 if current == rank:
@@ -162,6 +173,35 @@ class EvictionOrder:
         heap = self._queues[owner][self._slot_bytes(first)][:_LOOK_AHEAD]
         rows = [entry & _ROW_MASK for entry in sorted(heap) if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS]
         return [row for row in rows if table.queue_owner[row] == owner and self.evictable(row)]
+
+    def move_later(self, tenant: Tenant) -> None:
+        """The tenant's blocks belong into other queues from now on: `move` puts them there."""
+        if tenant.number >= len(self._is_moving):
+            grown = np.zeros(2 * tenant.number, dtype=np.bool_)
+            grown[: len(self._is_moving)] = self._is_moving
+            self._is_moving = grown
+        self._is_moving[tenant.number] = True
+        self.to_scan = len(self._table.many.state)
+
+    def is_moving(self, tenant: Tenant) -> bool:
+        return self.to_scan > 0 and tenant.number < len(self._is_moving) and bool(self._is_moving[tenant.number])
+
+    def move(self, now_ms: int, most: int) -> None:
+        """Puts blocks into their tenants' queues, up to `most` of them, where those have changed."""
+        many = self._table.many
+        start = self._scan_at if self._scan_at < len(many.state) else 0
+        stop = min(start + _ROWS_A_SCAN, start + self.to_scan, len(many.state))
+        here = slice(start, stop)
+        numbers = many.tenant[here]
+        known = (many.state[here] != FREE) & (numbers < len(self._is_moving))
+        moving = self._is_moving[np.where(known, numbers, 0)] & known & (many.queued[here] != -1)
+        rows = start + np.flatnonzero(moving)
+        for row in rows[:most].tolist():
+            self.enqueue(row, now_ms)
+        self._scan_at = int(rows[most]) if len(rows) > most else stop
+        self.to_scan -= self._scan_at - start
+        if not self.to_scan:
+            self._is_moving[:] = False
 
     def note_expired(self, now_ms: int) -> None:
         """Moves blocks whose time to live has run out to the front. Call before looking for victims.
@@ -186,7 +226,8 @@ class EvictionOrder:
         for row in table.live_rows().tolist():
             if self.evictable(row):
                 live = (table.queue_owner[row], self._slot_bytes(row), table.queued[row])
-                assert live[0] == self._current_owner(row), f"row {row} waits in another owner's queue"
+                tenant = self._tenants.by_number[table.tenant[row]]
+                assert live[0] == tenant.owner or self.is_moving(tenant), f"row {row} waits in another owner's queue"
                 assert live in entries.get(row, []), f"row {row} is evictable and in no queue"
 
     def _expires(self, entry: int) -> bool:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.layouts import Layout
-from kvkeep.store.table import NO_ROW
+from kvkeep.store.table import EVICTING, NO_ROW
 from kvkeep.store.tenants import COMMONS, Tenant
 from kvkeep.store.tree import latest_below, subtree
 
@@ -37,6 +37,7 @@ _OLD_SLABS_LOOKED_AT = 8
 _SLABS_LOOKED_AT = 16
 _ROWS_PER_EVICTION = 64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
 _NEARLY_EMPTY = 8  # a slab of which less than one part in so many is used
+_SEARCHES_A_MOVE = 256
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -44,13 +45,14 @@ _NEVER = np.iinfo(np.int64).max
 class _Budget:
     """What one request may cost, so that it never holds up all others for long."""
 
-    searches: int = 8192  # for a victim, which goes alone or with much of its chain
+    searches: int = 512  # for a victim, which goes alone or with much of its chain
+    blocks: int = 2048  # evicted, alone or with their chain
     slab_moves: int = 8
-    moved_blocks: int = 16384  # evicted to empty slabs; the last slab may exceed it
+    moved_blocks: int = 2048  # evicted to empty slabs; the last slab may exceed it
     scans: int = 2  # of every block there is
 
     def spent(self) -> bool:
-        return self.searches <= 0 or self.slab_moves <= 0 or self.moved_blocks <= 0
+        return min(self.searches, self.blocks, self.slab_moves, self.moved_blocks) <= 0
 
 
 class Room:
@@ -72,12 +74,18 @@ class Room:
         self._budget = _Budget()
         slabs, slot_bytes = self._blocks.slabs, layout.slot_bytes
         self._blocks.order.note_expired(now_ms)
+        if self._blocks.has_to_sweep:
+            self._blocks.sweep()
         wanted = self._within_limit(tenant, slot_bytes, wanted, now_ms)
         available = slabs.available(slot_bytes)
         while available < wanted and not self._budget.spent():
             self._budget.searches -= 1
             more = (available + 1) * slot_bytes
             row = self._victim(tenant, slot_bytes, more, now_ms)
+            if row == NO_ROW and self._blocks.order.to_scan:
+                self._blocks.order.move(now_ms, self._blocks.a_turn)
+                self._budget.searches -= _SEARCHES_A_MOVE
+                continue
             compare = row == NO_ROW or self._time_to_compare_sizes(slot_bytes)
             if not (compare and self._empty_a_slab(tenant, slot_bytes, more, row, now_ms)):
                 if row == NO_ROW:
@@ -86,33 +94,45 @@ class Room:
                 evicted = self._blocks.evict(row, now_ms, limit)
                 self._evicted_since_look[slot_bytes] = self._evicted_since_look.get(slot_bytes, 0) + evicted
                 self.evictions += evicted
+                self._budget.blocks -= evicted
             available = slabs.available(slot_bytes)
         return min(wanted, available)
 
-    def shrink_to_limit(self, tenant: Tenant, now_ms: int, most: int) -> int:
-        """Takes blocks of a tenant that is over its limit out of use, `most` at a time; returns how many.
+    def shrink_to_limit(self, tenant: Tenant, now_ms: int, most: int) -> bool:
+        """Takes blocks of a tenant that is over its limit out of use, up to `most` at a time. True when it is done.
 
-        Evicts as long as there is something to evict. Then blocks that somebody reads or writes leave the index at
-        once, as far as what stays there does not fit the limit; their memory is free, and no longer counts, when the
-        last lease or write on them ends.
+        Evicts as long as there is something to evict. If what is left in the index is still too much, somebody reads
+        or writes below every block of it: all of them leave the index at once. Their memory is free, and no longer
+        counts, when the last lease or write on them ends.
         """
-        limit_bytes, order, before = tenant.limit_bytes, self._blocks.order, self.evictions
+        order, before = self._blocks.order, self.evictions
         order.note_expired(now_ms)
-        while tenant.is_over_limit and (left := most - (self.evictions - before)) > 0:
-            assert limit_bytes is not None
+        while tenant.is_over_limit:
+            left = most - (self.evictions - before)
+            if left <= 0:
+                return False
             row = order.peek_any(tenant.owner, now_ms)
+            assert tenant.limit_bytes is not None
             if row == NO_ROW:
-                withdrawn = self._blocks.withdraw(tenant, limit_bytes, now_ms, left)
-                return self.evictions - before + withdrawn
-            self._evict_excess(row, tenant.usage_bytes - limit_bytes, now_ms, left)
-        return self.evictions - before
+                if order.is_moving(tenant):
+                    order.move(now_ms, most)
+                    return False
+                if tenant.usage_bytes - tenant.unindexed_bytes > tenant.limit_bytes:
+                    self._blocks.clear(tenant)
+                    self._blocks.sweep()
+                break
+            self._evict_excess(row, tenant.usage_bytes - tenant.limit_bytes, now_ms, left)
+        return True
 
     def _within_limit(self, tenant: Tenant, slot_bytes: int, wanted: int, now_ms: int) -> int:
         """Evicts the tenant's own blocks, of whatever size, until up to `wanted` more are within its limit; returns how
-        many are. None while the tenant is over its limit: what is too many is on its way out already."""
+        many are. None while the tenant is over its limit: what is too many then is on its way out."""
         limit_bytes = tenant.limit_bytes
         if limit_bytes is None:
             return wanted
+        to_shrink = self._blocks.tenants.to_shrink
+        if tenant in to_shrink and self.shrink_to_limit(tenant, now_ms, self._blocks.a_turn):
+            del to_shrink[tenant]
         if tenant.is_over_limit:
             return 0
         wanted = min(wanted, limit_bytes // slot_bytes)
@@ -121,7 +141,9 @@ class Room:
             row = self._blocks.order.peek_any(tenant.owner, now_ms)
             if row == NO_ROW:
                 break
-            self._evict_excess(row, excess, now_ms)
+            before = self.evictions
+            self._evict_excess(row, excess, now_ms, self._budget.blocks)
+            self._budget.blocks -= self.evictions - before
         return min(wanted, (limit_bytes - tenant.usage_bytes) // slot_bytes)
 
     def _evict_excess(self, row: int, excess_bytes: int, now_ms: int, most: int = _NEVER) -> None:
@@ -240,7 +262,7 @@ class Room:
     def _is_idle(self, rows: list[int], older_than: int, without: Tenant | None) -> bool:
         """Whether nobody reads or writes these blocks, or has used them lately, and none is of that tenant."""
         many = self._blocks.table.many
-        busy = (many.pins[rows] > 0) | (many.used[rows] >= older_than)
+        busy = (many.held[rows] > 0) | (many.state[rows] == EVICTING) | (many.used[rows] >= older_than)
         if without is not None:
             busy |= many.tenant[rows] == without.number
         return not busy.any()
@@ -275,7 +297,7 @@ class Room:
                 spare_own if other is tenant else not (takes_from_others and other.may_lose_to(tenant, 1, more))
             ):
                 protected[other.number] = True
-        stays = (many.pins[rows] > 0) | protected[owners]
+        stays = (many.held[rows] > 0) | (many.state[rows] == EVICTING) | protected[owners]
         return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
 
     def _hanging_on(self, rows: NDArray[np.int64], slabs: int) -> NDArray[np.int64]:

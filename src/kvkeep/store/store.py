@@ -3,10 +3,15 @@
 Every operation either happens whole or raises RequestError and changes nothing. Sessions, leases and writes are named
 by numbers that the caller chooses: a lease is the number of the lookup that asked for it, a write the number of its
 prepare_store. So whoever lost an answer can still give back what the answer gave.
+
+No request does more work than fits a few milliseconds. What is more, such as freeing a million blocks, is begun by the
+request, which takes effect at once, and is carried on by `tidy`.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,10 +36,12 @@ from kvkeep.store.plans import (
 )
 from kvkeep.store.room import Room
 from kvkeep.store.slabs import Slabs
-from kvkeep.store.table import NO_ROW, WRITING
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WRITING
 from kvkeep.store.tenants import Tenant, Tenants
-from kvkeep.store.tree import longest_hit, rows_of_chain, split_keys
+from kvkeep.store.tree import longest_hit, not_held, rows_of_chain, split_keys, way_up
 
+BLOCKS_PER_STORE = 2048  # that one prepare_store may name: a few milliseconds
+_ROWS_A_SCAN = 1 << 15
 OLD_SESSIONS = 0  # stands for all sessions of the server before this one, as long as any of their processes lives
 
 
@@ -77,7 +84,10 @@ class Store:
         self.tenants = Tenants(self.limits.tenants, default_quota_bytes, columns, pool_bytes)
         self.blocks = Blocks(self.tenants, self.layouts, self.slabs, columns, presence)
         self.room = Room(self.blocks)
+        self.tenants.on_moved = self.blocks.order.move_later
+        self.withheld_blocks = 0  # found by lookups and not leased: their tenant held all that it may
         self.sessions: dict[int, Session] = {}
+        self.closing: deque[Session] = deque()  # sessions that have ended and what they hold still has to be given back
         self.writers: dict[int, int] = {}  # row -> bit mask of the shards that somebody is writing now
 
     # -- memory, sessions, layouts ---------------------------------------------------------------------------------
@@ -100,13 +110,10 @@ class Store:
 
     def close_session(self, session: int, now_ms: int) -> None:
         """Gives back everything the session holds. Only once its process is done with the memory, or dead."""
-        state = self._session(session)
-        for lease in list(state.leases):
-            self.release(session, lease, now_ms)
-        for write in list(state.writes):
-            self.abandon_store(session, write, now_ms)
+        self.closing.append(self._session(session))
         self.layouts.forget_session(session)
         del self.sessions[session]
+        self._give_back(now_ms)
 
     def open_layout(self, session: int, fingerprint: bytes, shard_bytes: tuple[int, ...]) -> Layout:
         self._session(session)
@@ -125,10 +132,33 @@ class Store:
                 field="fingerprint",
                 hint="an engine has one layout for each model it serves; open each once",
             )
-        column = self.blocks.table.many.layout
-        return self.layouts.open(
-            session, fingerprint, shard_bytes, lambda unopened: self.blocks.drop_coldest(column, unopened)
-        )
+        layout = self.layouts.open(session, fingerprint, shard_bytes)
+        self._drop_leaving_layout()
+        return layout
+
+    def tidy(self, now_ms: int) -> bool:
+        """Carries on with what requests have begun: one piece of it. Returns whether there is more to do."""
+        if self.closing:
+            self._give_back(now_ms)
+        elif self.blocks.has_to_sweep:
+            self.blocks.sweep()
+        elif self.tenants.to_update:
+            self.tenants.update(self.blocks.a_turn)
+        elif self.blocks.order.to_scan:
+            self.blocks.order.move(now_ms, self.blocks.a_turn)
+        elif self.tenants.to_shrink:
+            tenant = next(iter(self.tenants.to_shrink))
+            if self.room.shrink_to_limit(tenant, now_ms, self.blocks.a_turn):
+                self.tenants.to_shrink.pop(tenant, None)
+        else:
+            self._drop_leaving_layout()
+        return self.has_to_tidy
+
+    @property
+    def has_to_tidy(self) -> bool:
+        blocks, tenants = self.blocks, self.tenants
+        begun = self.closing or blocks.has_to_sweep or tenants.to_update or blocks.order.to_scan or tenants.to_shrink
+        return bool(begun) or any(at >= 0 for at in self.layouts.leaving.values())
 
     # -- lookup and release ----------------------------------------------------------------------------------------
 
@@ -150,15 +180,23 @@ class Store:
             )
         owner = self.tenants.get(tenant)
         blocks = longest_hit(self.blocks.table, owner.index, keys) if owner else 0
+        if owner and blocks and self.blocks.unswept:
+            blocks = self._without_unswept(owner, keys, blocks)
         if not owner or blocks <= skip:
             return Hit(blocks, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
         rows = rows_of_chain(self.blocks.table, owner.index, keys, skip, blocks)
         many = self.blocks.table.many
         if not len(rows) or many.layout[rows[-1]] != layout:
             return Hit(0, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
+        if self.tenants.reserved_bytes:
+            rows = self._that_may_be_held(owner, shape, rows)
+            if not len(rows):
+                return Hit(skip, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
         deepest = int(rows[-1])
-        self.blocks.touch(deepest, self.blocks.next_use())
+        shape.used = self.blocks.next_use()
+        self.blocks.touch(deepest, shape.used)
         self.blocks.pin(deepest)
+        self.blocks.hold(rows[-1:])
         state.leases[lease] = deepest
         return Hit(skip + len(rows), many.slot[rows], shape.checks[many.check[rows]])
 
@@ -167,7 +205,7 @@ class Store:
         row = self._session(session).leases.pop(lease, NO_ROW)
         if row == NO_ROW:
             return False
-        self.blocks.unpin(row, now_ms)
+        self._release(row, now_ms)
         return True
 
     def tenant_of_lease(self, session: int, lease: int) -> str:
@@ -214,7 +252,7 @@ class Store:
         known = self.tenants.get(tenant)
         above = known.index.get(parent, NO_ROW) if known and parent else NO_ROW
         wanted = split_keys(keys)
-        if parent and above == NO_ROW:
+        if parent and (above == NO_ROW or self.blocks.is_unswept(above)):
             return StorePlan(np.empty(0, np.int32), np.empty(0, np.int64), len(wanted), orphan=True)
         joined, new_from, above = self._walk_known(known, shape, shard, above, wanted)
         may_write = self.limits.writing_blocks_per_session - state.writing_blocks
@@ -222,6 +260,12 @@ class Store:
             new_from, joined = joined[may_write][0], joined[:may_write]
             may_write = 0
         room = min(len(wanted) - new_from, may_write - len(joined))
+        if self.tenants.reserved_bytes:
+            may_hold = self.tenants.may_hold(known, self.slabs.capacity_bytes) // shape.slot_bytes
+            may_hold -= not_held(self.blocks.table, above)
+            room = min(room, may_hold)
+            if may_hold < 0 and joined:
+                new_from, joined = joined[0][0], []
         work = Write(shape, shard, [])
         if joined:
             self.add_to_write(state, work, [row for _, row in joined])
@@ -250,18 +294,28 @@ class Store:
                 f"{len(work.rows)} blocks were to be written, {len(checksums)} checksums came",
                 field="checksums",
             )
+        self.blocks.begin_turn()
         self.blocks.note_checksums(work.rows, work.shard, work.layout, checksums)
         self.blocks.shard_arrived(work.rows, work.shard, work.layout)
-        self._end_write(state, write, now_ms)
+        del state.writes[write]
+        state.writing_blocks -= len(work.rows)
+        self._end_write(work, work.rows, now_ms)
         return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])
 
     def abandon_store(self, session: int, write: int, now_ms: int) -> bool:
         """Gives the slots back unwritten. False if there is no such write: abandoning twice is no error."""
+        return bool(self.abandon_all(session, [write], now_ms))
+
+    def abandon_all(self, session: int, writes: Iterable[int], now_ms: int) -> set[int]:
+        """The same for many. Returns those that there were."""
         state = self._session(session)
-        if write not in state.writes:
-            return False
-        self._end_write(state, write, now_ms)
-        return True
+        abandoned = {write: work for write in writes if (work := state.writes.pop(write, None)) is not None}
+        state.writing_blocks -= sum(len(work.rows) for work in abandoned.values())
+        numbers = set(abandoned)
+        if abandoned:
+            self.closing.append(Session(writes=abandoned))
+            self._give_back(now_ms)
+        return numbers
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -276,6 +330,60 @@ class Store:
         if work is None:
             raise RequestError("unknown_write", f"this session has no write {write}", field="write")
         return work
+
+    def _give_back(self, now_ms: int) -> None:
+        """Gives back what sessions held that have ended, the oldest first: up to `a_turn` leases and blocks."""
+        self.blocks.begin_turn()
+        left = self.blocks.a_turn
+        while self.closing and left > 0:
+            state = self.closing[0]
+            while state.leases and left > 0:
+                self._release(state.leases.popitem()[1], now_ms)
+                left -= 1
+            while state.writes and left > 0:
+                write, work = next(reversed(state.writes.items()))
+                rows = work.rows[-left:]  # the last ones first: the others hang above them
+                del work.rows[-left:]
+                left -= len(rows)
+                if not work.rows:
+                    del state.writes[write]
+                self._end_write(work, rows, now_ms)
+            if not state.leases and not state.writes:
+                self.closing.popleft()
+
+    def _release(self, row: int, now_ms: int) -> None:
+        self.blocks.let_go(np.array([row]))
+        self.blocks.unpin(row, now_ms)
+
+    def _without_unswept(self, owner: Tenant, keys: bytes, blocks: int) -> int:
+        """How many of the leading blocks are READY, where some that hang on what was dropped are still in the index."""
+        row = owner.index[keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]]
+        rows = way_up(self.blocks.table, row, blocks)
+        gone = np.flatnonzero(self.blocks.table.many.state[rows] != READY)
+        return blocks - len(rows) + int(gone[0]) if len(gone) else blocks
+
+    def _that_may_be_held(self, owner: Tenant, shape: Layout, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first ones of a chain, as many as the tenant may hold."""
+        may_hold = self.tenants.may_hold(owner, self.slabs.capacity_bytes) // shape.slot_bytes
+        too_many = min(max(0, not_held(self.blocks.table, int(rows[-1])) - may_hold), len(rows))
+        self.withheld_blocks += too_many
+        return rows[: len(rows) - too_many]
+
+    def _drop_leaving_layout(self) -> None:
+        """Takes trees of a layout that makes way out of use, as many as are among some thousand rows of the table."""
+        number, start = next(((n, at) for n, at in self.layouts.leaving.items() if at >= 0), (0, 0))
+        if not number:
+            return
+        many = self.blocks.table.many
+        stop = min(start + _ROWS_A_SCAN, len(many.state))
+        here = slice(start, stop)
+        is_root = (many.layout[here] == number) & (many.parent[here] == NO_ROW)
+        is_root &= (many.state[here] != FREE) & (many.state[here] != EVICTING)
+        roots = start + np.flatnonzero(is_root)
+        some = roots[: self.blocks.a_turn]
+        at = int(roots[len(some)]) if len(roots) > len(some) else stop
+        self.layouts.leaving[number] = at if at < len(many.state) else -1
+        self.blocks.drop(some.tolist())
 
     def _check_keys(self, keys: bytes) -> None:
         if len(keys) % KEY_BYTES:
@@ -302,6 +410,13 @@ class Store:
         ttl_ms: int,
     ) -> None:
         self._check_keys(keys)
+        if len(keys) // KEY_BYTES > BLOCKS_PER_STORE:
+            raise RequestError(
+                "too_many_blocks",
+                f"{len(keys) // KEY_BYTES} keys in one store, of {BLOCKS_PER_STORE} allowed",
+                field="keys",
+                hint="send fewer at a time",
+            )
         if len(parent) not in (0, KEY_BYTES):
             raise RequestError("bad_keys", f"a parent key has {KEY_BYTES} bytes, not {len(parent)}", field="parent")
         if not 0 <= shard < shape.shards:
@@ -353,9 +468,24 @@ class Store:
                 joined.append((position, row))
             above = row
         rest = wanted[new_from:]
-        if len(set(rest)) != len(rest) or not index.keys().isdisjoint(rest):
+        unswept = self._unswept_among(index, rest) if self.blocks.unswept else {}
+        known = rest if not unswept else [key for key in rest if key not in unswept]
+        if len(set(rest)) != len(rest) or not index.keys().isdisjoint(known):
             raise RequestError("broken_chain", "a key appears twice, or before its parent", field="keys")
+        for row in unswept.values():  # others are to be stored in their place
+            self.blocks.take_out(row)
         return joined, new_from, above
+
+    def _unswept_among(self, index: dict[bytes, int], keys: list[bytes]) -> dict[bytes, int]:
+        """Those of the keys whose blocks hang on what was dropped, or on each other so, with their rows."""
+        table, unswept, gone = self.blocks.table, dict[bytes, int](), set[int]()
+        for key in keys:
+            row = index.get(key, NO_ROW)
+            above = table.parent[row] if row != NO_ROW else NO_ROW
+            if above != NO_ROW and (table.state[above] == EVICTING or above in gone):
+                unswept[key] = row
+                gone.add(row)
+        return unswept
 
     def _create(
         self,
@@ -370,13 +500,14 @@ class Store:
         limit_bytes = self.tenants.limit_of(tenant)
         if limit_bytes is not None and limit_bytes < shape.slot_bytes:
             return []  # before anything of others makes way
-        if self.tenants.get(tenant) is None and len(self.tenants) >= self.tenants.limit:
-            self.blocks.drop_coldest(self.blocks.table.many.tenant, self.tenants.not_named())
+        if not self.tenants.has_place(tenant) and (coldest := self.tenants.make_way()):
+            self.blocks.clear(coldest)
         owner = self.tenants.get_or_add(tenant)
         owner.storing = True
-        self.blocks.next_use()
+        shape.used = self.blocks.next_use()
         if above != NO_ROW:
             self.blocks.pin(above)  # or making room might take the very block that the new ones hang on
+        self.blocks.begin_turn()
         room = self.room.make(owner, shape, len(keys), now_ms)
         rows: list[int] = []
         if room:
@@ -392,16 +523,19 @@ class Store:
         """From now on the session is the one that writes this shard of these blocks."""
         bit, writers = 1 << work.shard, self.writers
         self.blocks.pin_many(rows)
+        if rows:
+            self.blocks.hold(np.array(rows))
         are_new = writers.keys().isdisjoint(rows)
         writers.update(dict.fromkeys(rows, bit) if are_new else {row: writers.get(row, 0) | bit for row in rows})
         work.rows.extend(rows)
         state.writing_blocks += len(rows)
 
-    def _end_write(self, state: Session, write: int, now_ms: int) -> None:
-        work = state.writes.pop(write)
-        state.writing_blocks -= len(work.rows)
+    def _end_write(self, work: Write, rows: list[int], now_ms: int) -> None:
+        """Ends it for these rows of it."""
         others, writers = ~(1 << work.shard), self.writers
-        for row in work.rows:
+        for row in rows:
             if left := writers.pop(row) & others:
                 writers[row] = left
-        self.blocks.unpin_many(work.rows, now_ms)
+        if rows:
+            self.blocks.let_go(np.array(rows))
+        self.blocks.unpin_many(rows, now_ms)

@@ -52,6 +52,7 @@ _DERIVED: dict[str, type[np.generic]] = {
     "prev_sibling": np.int32,
     "queued": np.int64,
     "queue_owner": np.int32,
+    "held": np.int32,
 }
 
 
@@ -76,6 +77,7 @@ class Views:
     seal: NDArray[np.uint64]
     queued: NDArray[np.int64]
     queue_owner: NDArray[np.int32]
+    held: NDArray[np.int32]
 
 
 class KeyColumn:
@@ -129,6 +131,7 @@ class BlockTable:
     seal: memoryview  # of all that the block is, from before it is READY: see seals.py
     queued: memoryview  # rank of the block's one live entry in an eviction queue, or -1
     queue_owner: memoryview  # whose queue that entry is in
+    held: memoryview  # leases and writes that end here, plus children that are held: nothing held can be evicted
 
     def __init__(self, columns: Columns | None = None) -> None:
         self._columns = columns or PlainColumns()
@@ -157,7 +160,7 @@ class BlockTable:
 
     def give(self, rows: list[int]) -> None:
         """Takes rows back. Whatever still points at one (a queue entry) is told apart by `queued` being -1."""
-        at = np.array(rows)
+        at = rows[0] if len(rows) == 1 else np.array(rows)
         self.many.state[at] = FREE
         self.many.queued[at] = -1
         self._free.extend(rows)

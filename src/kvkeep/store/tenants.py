@@ -8,11 +8,15 @@ the pool is one plain LRU.
     in force      limit     the tenant's own, else the default; None: no limit
                   quota     the tenant's own, else the default; at most the limit. Where the own quotas together exceed
                             the pool (it was larger when they were set), each is scaled down by pool / sum of all
+
+What somebody reads or writes is *held* and cannot be evicted. A tenant holds up to its own quota by right. What all
+tenants hold beyond theirs fits into the memory that no own quota promises (`may_hold`): so each own quota can be had
+at any time, whatever the others hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvkeep.errors import RequestError
@@ -40,6 +44,11 @@ class Tenant:
     limit_bytes: int | None = None  # in force
     usage_bytes: int = 0
     blocks: int = 0
+    unindexed_bytes: int = 0  # of its blocks that are on their way out: no lookup finds them
+    held_bytes: int = 0  # of its blocks that somebody reads or writes, and of what these hang on
+    share_bytes: int = 0  # what it may hold by right: its own quota in force
+    cleared: int = 0  # indices that were taken from it and are not swept yet
+    defaults: int = 0  # which defaults its quota and limit were computed with
     storing: bool = False  # at work for it right now: not forgotten even if its last block makes way for its next
     index: dict[bytes, int] = field(default_factory=dict)
     word: int = field(init=False)
@@ -56,6 +65,11 @@ class Tenant:
     def is_named(self) -> bool:
         """Whether an operator has set something for this tenant. Such a tenant is never forgotten."""
         return self.own_quota_bytes is not None or self.own_limit_bytes is not None
+
+    @property
+    def excess_bytes(self) -> int:
+        """What it holds beyond its share."""
+        return max(0, self.held_bytes - self.share_bytes)
 
     @property
     def is_over_limit(self) -> bool:
@@ -101,6 +115,17 @@ class Tenants:
         # their quota, and those with blocks and a limit but no quota.
         self.borrowers: dict[Tenant, None] = {}
         self.on_default: dict[Tenant, None] = {}  # tenants with blocks whose quota is the default one, likewise
+        self.named: dict[Tenant, None] = {}  # tenants with a quota or limit of their own
+        # Tenants that may make way for a new name, the one that was held longest ago first: those with blocks of which
+        # none is held, and without a quota or limit of their own.
+        self.idle: dict[Tenant, None] = {}
+        self.leaving: dict[Tenant, None] = {}  # tenants that have made way and still have blocks: no place is theirs
+        self.to_shrink: dict[Tenant, None] = {}  # tenants that were over their limit when it was lowered
+        self.to_update: list[Tenant] = []  # tenants that the defaults may have changed for
+        self.on_moved: Callable[[Tenant], None] = lambda tenant: None  # its blocks belong into other eviction queues
+        self.reserved_bytes = 0  # the sum of all shares
+        self._excess_bytes = 0  # the sum of what all tenants hold beyond their shares
+        self._defaults = 0
         self._by_name: dict[str, Tenant] = {}
         self._next = 0
         self._free_numbers: list[int] = []  # of tenants that were forgotten
@@ -113,13 +138,25 @@ class Tenants:
         return len(self._by_name)
 
     def get(self, name: str) -> Tenant | None:
-        return self._by_name.get(name)
+        tenant = self._by_name.get(name)
+        if tenant is not None and tenant.defaults != self._defaults:
+            self._put_in_force(tenant)
+        return tenant
+
+    def has_place(self, name: str) -> bool:
+        """Whether the tenant is known, or one more may be."""
+        tenant = self._by_name.get(name)
+        is_known = tenant is not None and tenant not in self.leaving
+        return is_known or len(self._by_name) - len(self.leaving) < self.limit
 
     def get_or_add(self, name: str) -> Tenant:
-        tenant = self._by_name.get(name)
-        if tenant is not None:
+        has_place, tenant = self.has_place(name), self.get(name)
+        if tenant is not None and has_place:
+            if tenant in self.leaving:
+                del self.leaving[tenant]
+                self._note_idle(tenant)
             return tenant
-        if len(self._by_name) >= self.limit:
+        if not has_place:
             raise RequestError(
                 "too_many_tenants",
                 f"{self.limit} tenants hold blocks",
@@ -154,13 +191,30 @@ class Tenants:
         self._put_in_force(tenant)
         return tenant
 
-    def not_named(self) -> list[int]:
-        """The numbers of tenants for which no operator has set anything."""
-        return [tenant.number for tenant in self if not tenant.is_named]
+    def make_way(self) -> Tenant | None:
+        """The tenant that gives its place to a new name; None if all are held, or have something of their own."""
+        coldest = next(iter(self.idle), None)
+        if coldest is not None:
+            self.leaving[coldest] = None
+            self._note_idle(coldest)
+        return coldest
+
+    def may_hold(self, tenant: Tenant | None, capacity_bytes: int) -> int:
+        """How much more a tenant may hold, of so much memory: what is left of its share, and of what nobody has a
+        right to. None: a tenant that is not known yet."""
+        of_share = 0 if tenant is None else max(0, tenant.share_bytes - tenant.held_bytes)
+        return of_share + max(0, capacity_bytes - self.reserved_bytes - self._excess_bytes)
+
+    def hold(self, tenant: Tenant, nbytes: int) -> None:
+        """Notes that so much more of the tenant's blocks is held; negative: less."""
+        before = tenant.excess_bytes
+        tenant.held_bytes += nbytes
+        self._excess_bytes += tenant.excess_bytes - before
+        self._note_idle(tenant)
 
     def limit_of(self, name: str) -> int | None:
         """The limit in force for a tenant, known or not."""
-        tenant = self._by_name.get(name)
+        tenant = self.get(name)
         return self.default_limit_bytes if tenant is None else tenant.limit_bytes
 
     def charge(self, tenant: Tenant, blocks: int, nbytes: int) -> None:
@@ -168,12 +222,14 @@ class Tenants:
         tenant.blocks += blocks
         tenant.usage_bytes += nbytes
         self._note_borrowing(tenant)
+        self._note_idle(tenant)
 
     def forget_if_idle(self, tenant: Tenant) -> None:
         idle = not tenant.blocks and not tenant.is_named and not tenant.storing
         if idle and self._by_name.get(tenant.name) is tenant:
             del self._by_name[tenant.name], self.by_number[tenant.number]
-            self.borrowers.pop(tenant, None)
+            for noted in (self.borrowers, self.idle, self.leaving, self.to_shrink):
+                noted.pop(tenant, None)
             self._free_numbers.append(tenant.number)
 
     def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
@@ -184,11 +240,12 @@ class Tenants:
         tenant.own_quota_bytes = quota_bytes
         self._put_in_force(tenant)
         if was_scaled or self.is_scaled:
-            self._put_all_in_force()
+            for other in list(self.named):
+                self._put_in_force(other)
 
     def set_default_quota(self, quota_bytes: int | None) -> None:
         self.default_quota_bytes = quota_bytes
-        self._put_all_in_force()
+        self._change_defaults()
 
     def set_limit(self, tenant: Tenant, limit_bytes: int | None) -> None:
         """Gives the tenant a limit of its own, or with None the default again."""
@@ -197,7 +254,17 @@ class Tenants:
 
     def set_default_limit(self, limit_bytes: int | None) -> None:
         self.default_limit_bytes = limit_bytes
-        self._put_all_in_force()
+        self._change_defaults()
+
+    def update(self, most: int) -> int:
+        """Puts changed defaults in force for tenants that have asked for nothing since, so many at a time. Returns how
+        many it looked at; 0: all are done."""
+        some = self.to_update[-most:]
+        del self.to_update[-most:]
+        for tenant in some:
+            if tenant.defaults != self._defaults and self._by_name.get(tenant.name) is tenant:
+                self._put_in_force(tenant)
+        return len(some)
 
     @property
     def is_scaled(self) -> bool:
@@ -218,19 +285,33 @@ class Tenants:
         assert self._promised_bytes == sum(tenant.own_quota_bytes or 0 for tenant in self)
         for tenant in self:
             assert self._borrows(tenant) == (tenant in self.borrowers), f"{tenant.name}: borrowing is noted wrongly"
+            assert tenant.is_named == (tenant in self.named)
             assert tenant.blocks or tenant.is_named, f"{tenant.name}: should be forgotten"
+            idle = tenant.blocks > 0 and not tenant.held_bytes and not tenant.is_named and tenant not in self.leaving
+            assert idle == (tenant in self.idle), f"{tenant.name}: whether it may make way is noted wrongly"
+            own = tenant.quota_bytes if tenant.own_quota_bytes is not None else 0
+            assert tenant.share_bytes == own, f"{tenant.name}: its share"
             by_default = tenant.blocks > 0 and tenant.own_quota_bytes is None and tenant.quota_bytes is not None
             assert by_default == (tenant in self.on_default), f"{tenant.name}: its default quota is noted wrongly"
         in_force = sum(tenant.quota_bytes or 0 for tenant in self if tenant.own_quota_bytes is not None)
         assert in_force <= self.pool_bytes, "own quotas in force exceed the pool"
-        assert all(self._by_name.get(t.name) is t for t in (*self.borrowers, *self.on_default))
+        assert self.reserved_bytes == sum(tenant.share_bytes for tenant in self)
+        assert self._excess_bytes == sum(tenant.excess_bytes for tenant in self)
+        noted = (*self.named, *self.borrowers, *self.on_default, *self.idle, *self.leaving, *self.to_shrink)
+        assert all(self._by_name.get(tenant.name) is tenant for tenant in noted)
         assert sorted([*self.by_number, *self._free_numbers]) == list(range(self._next))
 
-    def _put_all_in_force(self) -> None:
-        for tenant in self:
+    def _change_defaults(self) -> None:
+        """From now on: a tenant that asks for something has the new defaults then, and all others by and by. Tenants
+        with something of their own have them at once: what they are promised must add up."""
+        self._defaults += 1
+        self.to_update = list(self)
+        for tenant in list(self.named):
             self._put_in_force(tenant)
 
     def _put_in_force(self, tenant: Tenant) -> None:
+        owner, excess = tenant.owner, tenant.excess_bytes
+        tenant.defaults = self._defaults
         limit = self.default_limit_bytes if tenant.own_limit_bytes is None else tenant.own_limit_bytes
         quota = tenant.own_quota_bytes
         if quota is None and self.default_quota_bytes is not None:
@@ -239,7 +320,26 @@ class Tenants:
             quota = quota * self.pool_bytes // self._promised_bytes
         tenant.limit_bytes = limit
         tenant.quota_bytes = quota if quota is None or limit is None else min(quota, limit)
+        share = 0 if tenant.own_quota_bytes is None or tenant.quota_bytes is None else tenant.quota_bytes
+        self.reserved_bytes += share - tenant.share_bytes
+        tenant.share_bytes = share
+        self._excess_bytes += tenant.excess_bytes - excess
+        if tenant.is_named:
+            self.named[tenant] = None
+        else:
+            self.named.pop(tenant, None)
         self._note_borrowing(tenant)
+        self._note_idle(tenant)
+        if tenant.is_over_limit:
+            self.to_shrink[tenant] = None
+        if tenant.owner != owner:
+            self.on_moved(tenant)
+
+    def _note_idle(self, tenant: Tenant) -> None:
+        if tenant.held_bytes or not tenant.blocks or tenant.is_named or tenant in self.leaving:
+            self.idle.pop(tenant, None)
+        else:
+            self.idle.setdefault(tenant)
 
     @staticmethod
     def _borrows(tenant: Tenant) -> bool:

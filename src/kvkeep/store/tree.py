@@ -16,6 +16,7 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store.table import NO_ROW, READY, BlockTable
 
 _KEY_DTYPE = f"V{KEY_BYTES}"
+_ROWS_A_STEP = 4096
 
 
 def split_keys(keys: bytes) -> list[bytes]:
@@ -57,7 +58,7 @@ def rows_of_chain(table: BlockTable, index: dict[bytes, int], keys: bytes, skip:
     Whatever a client sends, no row comes back that is not the child of the one before it. For a chain the way leads
     from its last row to its first: parents are one small column, the index of keys a large one, full of cache misses.
     """
-    rows = _way_up(table, index[keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES]], hit - skip)
+    rows = way_up(table, index[keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES]], hit - skip)
     parent = table.parent[rows[0]]
     above = keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES] if skip else b""
     if (table.keys[parent] if parent != NO_ROW else b"") == above and table.keys.hold(
@@ -67,7 +68,7 @@ def rows_of_chain(table: BlockTable, index: dict[bytes, int], keys: bytes, skip:
     return _walk_down(table, index, keys, skip, hit)
 
 
-def _way_up(table: BlockTable, row: int, count: int) -> NDArray[np.int64]:
+def way_up(table: BlockTable, row: int, count: int) -> NDArray[np.int64]:
     """At most `count` rows, of which each is the parent of the next and the last is `row`."""
     if native.available:
         return native.climb(table.many.parent, row, count)
@@ -90,6 +91,58 @@ def _walk_down(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: in
         rows.append(row)
         above = row
     return np.array(rows, dtype=np.int64)
+
+
+def hold(table: BlockTable, rows: NDArray[np.int64]) -> int:
+    """Notes one more lease or write on each of some rows. Returns how many rows are held now that were not: a held row
+    holds all that it hangs on."""
+    if native.available:
+        return native.hold(table.many.parent, table.many.held, rows)
+    newly = 0
+    for row in rows.tolist():
+        while row != NO_ROW:
+            table.held[row] += 1
+            if table.held[row] > 1:
+                break
+            newly += 1
+            row = table.parent[row]
+    return newly
+
+
+def let_go(table: BlockTable, rows: NDArray[np.int64]) -> int:
+    """Notes one lease or write less on each of some rows. Returns how many rows were held and are not now."""
+    if native.available:
+        return native.let_go(table.many.parent, table.many.held, rows)
+    gone = 0
+    for row in rows.tolist():
+        while row != NO_ROW:
+            table.held[row] -= 1
+            if table.held[row]:
+                break
+            gone += 1
+            row = table.parent[row]
+    return gone
+
+
+def not_held(table: BlockTable, row: int) -> int:
+    """How many rows would be held, and are not, if a lease ended in this row. NO_ROW: none."""
+    if native.available:
+        return native.not_held(table.many.parent, table.many.held, row)
+    found = 0
+    while row != NO_ROW and not table.held[row]:
+        found += 1
+        row = table.parent[row]
+    return found
+
+
+def any_above(table: BlockTable, row: int, state: int) -> bool:
+    """Whether the row or one that it hangs on has that state."""
+    while row != NO_ROW:
+        rows = way_up(table, row, _ROWS_A_STEP)
+        if (table.many.state[rows] == state).any():
+            return True
+        row = table.parent[int(rows[0])]
+    return False
 
 
 def link_chain(table: BlockTable, rows: NDArray[np.int64], parent: int) -> None:

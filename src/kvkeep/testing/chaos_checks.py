@@ -97,7 +97,8 @@ class Checks:
     def _check_quotas(self) -> None:
         """Nobody within its own quota loses a block to somebody else's store."""
         store = self._server.store
-        moves, usage = store.room.slab_moves, {t.name: (t.usage_bytes, t.own_quota_bytes) for t in store.tenants}
+        indexed = {t.name: (t.usage_bytes - t.unindexed_bytes, t.own_quota_bytes) for t in store.tenants}
+        moves, usage = store.room.slab_moves, indexed
         evicted = store.room.evictions
         if self._usage and moves == self._moves and evicted > self._evictions:
             growing = [name for name, (now, _) in usage.items() if now > self._usage.get(name, (0, None))[0]]
@@ -105,7 +106,7 @@ class Checks:
                 now = usage.get(name, (0, None))[0]
                 if quota is not None and now < min(before, quota) and growing and name not in growing:
                     raise Violation("broken_rules", f"tenant {name} lost blocks within its quota to {growing}")
-        self._usage, self._moves, self._evictions = usage, moves, evicted
+        self._usage, self._moves, self._evictions = {} if store.has_to_tidy else usage, moves, evicted
 
     def begin_anew(self) -> None:
         """There is another server, with what it found."""
@@ -183,6 +184,8 @@ class Checks:
         """With all blocks gone, all memory can be used again."""
         store: Store = self._server.store
         clear(store)
+        while store.tidy(self._server.process.now_ms()):
+            pass
         if len(store.blocks.table):
             raise Violation("leaked_blocks", f"{len(store.blocks.table)} blocks are left after all were cleared")
         for slot_bytes in {layout.slot_bytes for layout in store.layouts}:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import tenant_of
-from kvkeep.store.operators import clear, set_default_quota, set_quota
+from kvkeep.store.operators import clear, set_default_limit, set_default_quota, set_limit, set_quota
 from kvkeep.store.table import READY
 from kvkeep.testing.chaos_checks import Checks
 from kvkeep.testing.chaos_client import ChaosClient, Stop
@@ -146,13 +146,14 @@ class Faults:
         if not self._server.is_up:
             return False
         store, now_ms = self._server.store, self._server.process.now_ms()
-        quota_bytes = chance.choice((None, 0, store.pool_bytes // 4, store.pool_bytes // 2, 2 * 4096 + 1, 4 * 4096 - 1))
+        nbytes = chance.choice((None, 0, store.pool_bytes // 4, store.pool_bytes // 2, 2 * 4096 + 1, 4 * 4096 - 1))
+        tenant, is_own = tenant_of(chance.choice(SALTS)), chance.random() < 0.8
         try:
-            if chance.random() < 0.8:
-                set_quota(store, tenant_of(chance.choice(SALTS)), quota_bytes, now_ms)
+            if chance.random() < 0.6:
+                set_quota(store, tenant, nbytes, now_ms) if is_own else set_default_quota(store, nbytes, now_ms)
             else:
-                set_default_quota(store, quota_bytes, now_ms)
-        except RequestError:  # it does not fit what others were promised
+                set_limit(store, tenant, nbytes, now_ms) if is_own else set_default_limit(store, nbytes, now_ms)
+        except RequestError:  # it does not fit what others were promised, or what the tenant was
             return False
         return True
 

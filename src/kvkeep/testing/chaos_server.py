@@ -110,6 +110,7 @@ class ChaosServer:
         self.store, warm = open_store(self.pool, limits, self.process.now_ms())
         if not self.pool.filled_bytes:
             self.store.add_slabs(*self.pool.fill_next())
+        self.store.blocks.a_turn = self._random.choice((2, 8, 1024))
         self.service = Service(
             self.store,
             self.pool.segments,
@@ -194,6 +195,12 @@ class ChaosServer:
         if self.service.counters.internal_errors:
             raise Violation("broken_rules", f"the server failed inside on a request: {self._stumble}")
         self.after_request()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Carries on with what a request has begun: sometimes before the next one comes, sometimes not."""
+        if self.store.has_to_tidy and self._random.random() < 0.7:
+            self.store.tidy(self.process.now_ms())
 
     def _answer_or_tell(self, *request: Any) -> Any:
         """Keeps what the service only logs."""
@@ -222,4 +229,5 @@ class ChaosServer:
         if not process.paused:
             self.service.end_dead_sessions(process.now_ms())
             self._scrub.judge(self._scrub.look(self._scrub.take()))
+            self._tidy()
         self._simulation.after(_CHECK_US, lambda: self._look_after_sessions(process))

@@ -69,6 +69,7 @@ class StoreModel:
         self.blocks: list[ModelBlock] = []
         self.sessions: dict[int, ModelSession] = {}
         self.layouts: dict[int, int] = {}  # number -> shards
+        self.idle: list[str] = []  # tenants that may make way for a new name, the one held longest ago first
         self._uses = 0
 
     # -- what can be asked -----------------------------------------------------------------------------------------
@@ -102,6 +103,24 @@ class StoreModel:
     def pool_bytes(self) -> int:
         return self.pool_slots * self.slot_bytes
 
+    def held(self, tenant: str) -> int:
+        """Bytes of its blocks that somebody reads or writes, and of all that these hang on."""
+        held = {id(each) for block in self.blocks if self._held(block) for each in self.chain(block)}
+        return sum(self.slot_bytes for block in self.blocks if block.tenant == tenant and id(block) in held)
+
+    def share(self, tenant: str) -> int:
+        """What the tenant may hold by right: its own quota."""
+        return self.quota(tenant) or 0 if tenant in self.own_quotas else 0
+
+    def may_hold(self, tenant: str) -> int:
+        """How much more: what is left of its share, and of the memory that nobody has a right to. Without own quotas
+        that is all there is, and what can be had is a matter of room alone."""
+        if not any(self.share(each) for each in self.own_quotas):
+            return 2 * self.pool_bytes
+        beyond = sum(max(0, self.held(each) - self.share(each)) for each in self.tenants())
+        unpromised = self.pool_bytes - sum(self.share(each) for each in self.own_quotas)
+        return max(0, self.share(tenant) - self.held(tenant)) + max(0, unpromised - beyond)
+
     def usage(self, tenant: str) -> int:
         return sum(self.slot_bytes for block in self.blocks if block.tenant == tenant)
 
@@ -130,9 +149,9 @@ class StoreModel:
 
     def close_session(self, session: int) -> None:
         state = self._session(session)
-        for lease in list(state.leases):
+        for lease in reversed(list(state.leases)):
             self.release(session, lease)
-        for write in list(state.writes):
+        for write in reversed(list(state.writes)):
             self.abandon_store(session, write)
         del self.sessions[session]
 
@@ -153,12 +172,16 @@ class StoreModel:
         self.check_lookup(session, lease, keys, skip)
         found = self.hit(tenant, keys)
         if len(found) > skip:
+            too_many = self._not_held(found[-1]) - self.may_hold(tenant) // self.slot_bytes
+            found = found[: max(skip, len(found) - max(0, too_many))]
+        if len(found) > skip:
             self.lease(session, lease, found[-1])
         return found
 
     def lease(self, session: int, lease: int, deepest: ModelBlock) -> None:
         deepest.used = self._next_use()
         self.sessions[session].leases[lease] = deepest
+        self._note_idle()
 
     def release(self, session: int, lease: int) -> bool:
         released = self._session(session).leases.pop(lease, None)
@@ -202,6 +225,10 @@ class StoreModel:
             joined, taken, room = lacking, len(known), min(len(keys) - len(known), may_write - len(lacking))
         limit = self.limit(tenant)
         room = 0 if limit is not None and limit < self.slot_bytes else room
+        may_hold = self.may_hold(tenant) // self.slot_bytes - self._not_held(above)
+        room = max(0, min(room, may_hold))
+        if may_hold < 0 and joined:
+            joined, taken = [], joined[0]
         if room and tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
             self._drop_coldest_tenant()
         work = ModelWrite(shard, [known[i] for i in joined])
@@ -223,6 +250,7 @@ class StoreModel:
             del state.writes[write]
         if last_known is not None:
             self._let_go([last_known])
+        self._note_idle()
         return ModelPlan([*joined, *range(taken, taken + room)], len(keys) - taken - room)
 
     def complete_store(self, session: int, write: int, checksums: list[int]) -> int:
@@ -243,6 +271,16 @@ class StoreModel:
                 block.state = "ready"
         self._let_go(work.blocks)
         return len(work.blocks)
+
+    def _not_held(self, block: ModelBlock | None) -> int:
+        """How many blocks a lease that ends in this one would hold that are not held."""
+        held = {id(each) for other in self.blocks if self._held(other) for each in self.chain(other)}
+        return sum(id(each) not in held for each in self.chain(block))
+
+    def _note_idle(self) -> None:
+        names = sorted({block.tenant for block in self.blocks} - self.named())
+        idle = [name for name in names if not self.held(name)]
+        self.idle = [name for name in self.idle if name in idle] + [name for name in idle if name not in self.idle]
 
     def abandon_store(self, session: int, write: int) -> bool:
         abandoned = self._session(session).writes.pop(write, None)
@@ -265,6 +303,7 @@ class StoreModel:
             if tenant not in self.tenants():
                 _refuse("unknown_tenant")
             self.own_quotas.pop(tenant, None)
+            self._note_idle()
             return
         others = sum(quota for name, quota in self.own_quotas.items() if name != tenant)
         is_raised, limit = quota_bytes > self.own_quotas.get(tenant, 0), self.limit(tenant)
@@ -275,6 +314,7 @@ class StoreModel:
         if tenant not in self.tenants() and len(self.tenants()) >= self.limits.tenants:
             _refuse("too_many_tenants")
         self.own_quotas[tenant] = quota_bytes
+        self._note_idle()
 
     def restore(
         self, quotas: dict[str, int], limits: dict[str, int], default_quota: int | None, default_limit: int | None
@@ -301,6 +341,7 @@ class StoreModel:
         else:
             self.own_limits[tenant] = limit_bytes
         self._shrink_to_limit(tenant, now_ms)
+        self._note_idle()
 
     def set_default_limit(self, limit_bytes: int | None, now_ms: int) -> None:
         if limit_bytes is not None and any(
@@ -310,6 +351,7 @@ class StoreModel:
         self.default_limit_bytes = limit_bytes
         for tenant in self.tenants() - set(self.own_limits):
             self._shrink_to_limit(tenant, now_ms)
+        self._note_idle()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -429,29 +471,18 @@ class StoreModel:
         return min(wanted, (limit - self.usage(tenant)) // self.slot_bytes)
 
     def _shrink_to_limit(self, tenant: str, now_ms: int) -> None:
-        """First what can be evicted; then what is read or written leaves the index, until the rest of it fits."""
+        """First what can be evicted; if that is not enough, all that is left leaves the index."""
         limit = self.limit(tenant)
         while limit is not None and self.usage(tenant) > limit and (leaves := self._leaves_of(tenant)):
             self._evict(min(leaves, key=lambda b: self._rank(b, now_ms)))
-        while limit is not None and self.usage(tenant) > limit:
-            indexed = [b for b in self.blocks if b.tenant == tenant and b.state != "evicting"]
-            if len(indexed) * self.slot_bytes <= limit:
-                break
-            leaves = [b for b in indexed if not any(other.parent is b for other in indexed)]
-            block = min(leaves, key=lambda b: self._rank(b, now_ms))
-            block.state = "evicting"
-            self._pass_on_use(block)
+        indexed = [block for block in self.blocks if block.tenant == tenant and block.state != "evicting"]
+        if limit is not None and len(indexed) * self.slot_bytes > limit:
+            self._drop(indexed)
 
     def _drop_coldest_tenant(self) -> None:
-        held = {block.tenant for block in self.blocks if self._held(block)}
-        may_go = [block for block in self.blocks if block.tenant not in held | self.named()]
-        if not may_go:
+        if not self.idle:
             _refuse("too_many_tenants")
-        last_used: dict[str, int] = {}
-        for block in may_go:
-            last_used[block.tenant] = max(block.used, last_used.get(block.tenant, 0))
-        coldest = min(last_used, key=lambda name: last_used[name])
-        self._drop([block for block in may_go if block.tenant == coldest])
+        self._drop([block for block in self.blocks if block.tenant == self.idle[0]])
 
     def _may_lose_one(self, tenant: str) -> bool:
         quota = self.quota(tenant)
@@ -485,6 +516,7 @@ class StoreModel:
                 else:
                     break
                 each = each.parent
+        self._note_idle()
 
 
 def _refuse(code: str) -> NoReturn:
