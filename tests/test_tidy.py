@@ -48,11 +48,11 @@ ENGINE_SIDE = {
     "client",
     "connector",
 }  # what an engine loads: no dependency that engines do not ship already
-ENGINE_SHIPS = {"zmq", "msgspec", "numpy", "torch"}
+ENGINE_SHIPS = {"msgspec", "numpy", "torch"}
 TORCH_FOLDERS = {"gpu", "engine", "vllm"}
 # Clocks, files, processes, sockets: what the store may not reach.
 OUTSIDE_WORLD = {"asyncio", "datetime", "fcntl", "io", "mmap", "multiprocessing", "os", "pathlib", "select", "shutil"}
-OUTSIDE_WORLD |= {"signal", "socket", "subprocess", "tempfile", "threading", "time", "zmq"}
+OUTSIDE_WORLD |= {"signal", "socket", "subprocess", "tempfile", "threading", "time", "ssl"}
 VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
 FOREIGN_WORDS = {"chunk", "chunks", "page", "pages"}  # the word is block
 FOREIGN_WORDS_ALLOWED = {"OS_PAGE_BYTES", "os_page_bytes", "dashboard_page"}  # a page that is no block

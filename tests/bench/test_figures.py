@@ -47,7 +47,7 @@ def test_a_figure_has_the_unit_of_its_name(name: str, value: Any, shown: str) ->
 
 def test_a_mapping_with_a_unit_lends_it_to_all_in_it() -> None:
     assert with_unit("p99", 200.25, "ping_us") == "200.25 µs"
-    assert with_unit("handshake_us", 1.04, "curve_to_none") == "1.04×", "a ratio of times is no time"
+    assert with_unit("handshake_us", 1.04, "tls_to_none") == "1.04×", "a ratio of times is no time"
     assert with_unit("hit_us", 12.8, "timing") == "12.8 µs"
 
 

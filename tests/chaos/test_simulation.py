@@ -17,7 +17,8 @@ SEEDS = range(int(os.environ.get("KVKEEP_CHAOS_SEEDS", "25")))
 
 # Those that show in the first few seeds, each with what it must be seen as.
 QUICK_MUTANTS = {
-    "reply-twice": {"broken_rules"},
+    "skip-proof": {"broken_rules"},
+    "read-on": {"broken_rules"},
     "report-early": {"wrong_bytes"},
     "publish-early": {"wrong_bytes"},
     "evict-pinned": {"broken_rules", "wrong_bytes"},

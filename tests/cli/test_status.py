@@ -26,16 +26,16 @@ def test_status_for_people_and_for_programs(kvkeep: Run, server: ServerProcess) 
     assert said["address"] == server.address and said["http_address"] == server.http
     text = kvkeep("status", env={"KVKEEP_HTTP": server.http}).stdout
     assert server.address in text and f"pid {server.pid}" in text and "64MiB" in text
-    assert said["security"] == {"curve": False, "admin_token": False}
-    assert "engines need no key, the admin API needs a token for changes" in text
+    assert said["security"] == {"tls": False, "admin_token": False}
+    assert "engines need no certificate, the admin API needs a token for changes" in text
     assert "cold: no server before it has left anything" in text
 
 
-def test_a_server_with_keys_says_so_and_how_it_started(kvkeep: Run, tmp_path: Path) -> None:
+def test_a_server_with_certificates_says_so_and_how_it_started(kvkeep: Run, tmp_path: Path) -> None:
     keys = make_keys(tmp_path / "keys", ["engine"], "", True)
     flags = [word for name, value in keys["server"].items() for word in ("--" + name.replace("_", "-"), value)]
     (client,) = keys["clients"]
-    options = ClientOptions(curve_key=client["curve_key"], server_key=client["server_key"])
+    options = ClientOptions(**{name: client[name] for name in ("tls_cert", "tls_key", "tls_ca")})
     block = {"block_tokens": 1, "block_shape": (512,), "dtype": "uint64", "required": True, "wait_ms": 10_000}
     with ServerProcess("--pool-size", "1MiB", *flags) as server:
         with connect(server.address, model="m", revision="1", options=options, **block) as cache:
@@ -44,10 +44,13 @@ def test_a_server_with_keys_says_so_and_how_it_started(kvkeep: Run, tmp_path: Pa
         server.start()
         words = ["status", "--http", server.http, "--token-file", keys["server"]["admin_token"]]
         said = json.loads(kvkeep(*words, "--json").stdout)
-        assert said["security"] == {"curve": True, "admin_token": True}
+        assert said["security"] == {"tls": True, "admin_token": True}
         assert said["restart"]["warm"] and said["restart"]["adopted_blocks"] == 3
         text = kvkeep(*words).stdout
-        assert "engines need a key (CURVE), the admin API needs a token" in text and "warm: 3 blocks adopted in" in text
+        assert (
+            "engines need a certificate (TLS), the admin API needs a token" in text
+            and "warm: 3 blocks adopted in" in text
+        )
         server.stop(signal.SIGTERM)
         server.start("--fresh")
         words[2] = server.http
@@ -81,7 +84,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "tenants": 2,
         "auth_failures": {"unknown_key": 3, "mechanism": 1},
         "restart": dataclasses.asdict(RestartShown(why_cold="--fresh was given")),
-        "security": {"curve": True, "admin_token": False},
+        "security": {"tls": True, "admin_token": False},
     } | changes
 
 
@@ -96,7 +99,7 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["bad blocks"] == "3"
     assert lines["turned away"] == "1 mechanism, 3 unknown_key"
     assert "internal errors" not in lines
-    assert lines["security"] == "engines need a key (CURVE), the admin API needs a token for changes"
+    assert lines["security"] == "engines need a certificate (TLS), the admin API needs a token for changes"
 
 
 def test_facts_of_a_server_that_took_over() -> None:

@@ -552,6 +552,8 @@ class Deaf:
     def lost(self) -> bool:
         return False
 
+    def reconnect(self) -> None: ...
+
     def refusal(self) -> str:
         return ""
 

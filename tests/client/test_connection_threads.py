@@ -115,7 +115,7 @@ def test_a_reply_that_one_thread_takes_in_reaches_the_other_that_waits_for_it(si
     with connection.lock:
         for blocks, each in enumerate(reversed(waiting)):
             frames = encode(Header(each.call.session, each.call.number), m.Found(blocks, b"", b""))
-            connection._transport._transport.inbox.append([bytes(frame) for frame in frames])
+            connection._transport.inbox.append([bytes(frame) for frame in frames])
     for blocks, each in enumerate(reversed(waiting)):
         assert each.over and each.call.reply == m.Found(blocks, b"", b"")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -22,25 +23,23 @@ def test_a_number_that_is_none_is_refused_by_name(option: str, value: Any) -> No
         ClientOptions(**{option: value})
 
 
+FILES = {"tls_cert": "/keys/a.pem", "tls_key": "/keys/a.key", "tls_ca": "/keys/ca.pem"}
+OLD = ("KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY")
+
+
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY", "KVKEEP_TRUSTED_USERS"):
+    names = ("KVKEEP_ADDRESS", "KVKEEP_TRUSTED_USERS", *OLD, *(f"KVKEEP_CLIENT_{name.upper()}" for name in FILES))
+    for name in names:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("given", [{"curve_key": "/keys/a.key"}, {"server_key": "/keys/server.pub"}])
-def test_one_key_without_the_other_is_refused(given: dict[str, str]) -> None:
-    with pytest.raises(SettingsError, match=r"is given and .* is not") as caught:
-        ClientOptions(**given)  # type: ignore[arg-type]
+@pytest.mark.parametrize("missing", FILES)
+def test_tls_needs_all_three_files(missing: str) -> None:
+    with pytest.raises(SettingsError, match=f"is set and {missing} is not") as caught:
+        ClientOptions(**(FILES | {missing: None}))  # type: ignore[arg-type]
     assert "kvkeep keygen" in caught.value.hint
-
-
-def test_keys_come_from_the_environment_if_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (ClientOptions().curve_key, ClientOptions().server_key) == (None, None)
-    monkeypatch.setenv("KVKEEP_CLIENT_KEY", "/keys/a.key")
-    monkeypatch.setenv("KVKEEP_SERVER_KEY", "/keys/server.pub")
-    assert (ClientOptions().curve_key, ClientOptions().server_key) == ("/keys/a.key", "/keys/server.pub")
-    assert ClientOptions(curve_key="/keys/b.key").curve_key == "/keys/b.key"
+    assert ClientOptions(**FILES).tls_key == "/keys/a.key"  # type: ignore[arg-type]
 
 
 def test_trusted_users_come_from_the_environment_if_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +56,33 @@ def test_trusted_users_come_from_the_environment_if_nobody_says(monkeypatch: pyt
 def test_what_is_no_user_is_refused(users: Any) -> None:
     with pytest.raises(SettingsError, match="trusted_users"):
         ClientOptions(trusted_users=users)
+
+
+def test_files_come_from_the_environment_if_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {getattr(ClientOptions(), name) for name in FILES} == {None}
+    for name, path in FILES.items():
+        monkeypatch.setenv(f"KVKEEP_CLIENT_{name.upper()}", path)
+    assert {name: getattr(ClientOptions(), name) for name in FILES} == FILES
+    assert ClientOptions(tls_cert="/keys/b.pem").tls_cert == "/keys/b.pem"
+    monkeypatch.setenv("KVKEEP_CLIENT_TLS_CA", "")
+    with pytest.raises(SettingsError, match="tls_ca is not"):
+        ClientOptions()
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_variables_of_earlier_releases_are_refused_by_name(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ClientOptions()
+    monkeypatch.setenv(old, "/keys/a.key")
+    with pytest.raises(SettingsError, match=f"{old} does not exist any more") as caught:
+        ClientOptions()
+    assert "KVKEEP_CLIENT_TLS_CERT" in caught.value.hint and "migration guide" in caught.value.hint
+    assert dataclasses.replace(options, client="b").client == "b", "what was read once is not read again"
+    monkeypatch.setenv(old, "")
+    assert ClientOptions() == options
+
+
+@pytest.mark.parametrize("old", ["curve_key", "server_key"])
+def test_options_of_earlier_releases_are_refused_by_name(old: str) -> None:
+    with pytest.raises(SettingsError, match=f"{old} does not exist any more") as caught:
+        ClientOptions(**{old: "/keys/a.key"})  # type: ignore[arg-type]
+    assert "tls_cert, tls_key and tls_ca" in caught.value.hint

@@ -1,161 +1,531 @@
-"""Frames over ZMQ: what cannot go out fails at once, and a wrong address says so."""
+"""A client's connection: nothing is sent before the server has proved who it is, and nothing blocks."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
-from kvkeep.client.transport import ZmqTransport
+import kvkeep
+from kvkeep.cli.certificates import issue, new_authority
+from kvkeep.cli.remote import ask
+from kvkeep.client import transport as under_test
+from kvkeep.client.connection import Connection
+from kvkeep.client.options import ClientOptions
+from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.transport import StreamTransport
 from kvkeep.errors import SettingsError
-from kvkeep.wire.auth import new_pair
+from kvkeep.kv.identity import ModelIdentity
+from kvkeep.kv.shape import BlockShape
+from kvkeep.server.listeners import Listeners
+from kvkeep.testing.process import ServerProcess
+from kvkeep.wire import messages as m
+from kvkeep.wire.frames import Header, encode
+from kvkeep.wire.stream import Stream
+from kvkeep.wire.tls import TlsFiles, server_context
+
+SHAPE = BlockShape(ModelIdentity(model="stream", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"), (64,))
+CACHE: dict[str, Any] = {
+    "model": "stream",
+    "revision": "1",
+    "block_tokens": 4,
+    "block_shape": (2, 8),
+    "dtype": "float32",
+}
+MOST = 64 << 20
+FRAMES = encode(Header(1, 2), m.Ping())
+LONG = encode(Header(1, 3), m.Lookup("default", 1, bytes(32 << 20)))
+
+
+class Far:
+    """A server's side, without a server. It says nothing by itself."""
+
+    def __init__(self, address: str) -> None:
+        self.listeners = Listeners(address)
+        self.address = self.listeners.address
+        self.streams: list[Stream] = []
+
+    def accept(self) -> None:
+        """Takes the connections that have come, and what they have sent."""
+        for listening in self.listeners:
+            with contextlib.suppress(BlockingIOError):
+                self.streams.append(Stream(listening.socket.accept()[0], MOST))
+        for stream in self.streams:
+            stream.read()
+
+    def speaking(self) -> Stream | None:
+        """The connection by which a whole message has come."""
+        self.accept()
+        return next((stream for stream in self.streams if stream.has_next), None)
+
+    def hang_up(self) -> None:
+        self.accept()
+        for stream in self.streams:
+            stream.close()
+        self.streams.clear()
+
+    def close(self) -> None:
+        self.hang_up()
+        self.listeners.close()
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def far(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Far]:
+    """Reached by a Unix socket, and by TCP."""
+    far = Far(f"ipc://{tmp_path}/far" if request.param == "unix" else "tcp://127.0.0.1:0")
+    if request.param == "tcp":
+        unix = list(far.listeners)[1]
+        unix.socket.close()
+        far.listeners._all.remove(unix)
+    yield far
+    far.close()
+
+
+def until(happens: Callable[[], Any], poll: Callable[[], object] = lambda: None) -> Any:
+    """The limit only ends a test that has failed."""
+    give_up_s = time.monotonic() + 60
+    while not (result := happens()):
+        poll()
+        time.sleep(0.001)
+        assert time.monotonic() < give_up_s
+    return result
+
+
+def open_between(transport: StreamTransport, far: Far) -> Stream:
+    """Both ends of an open connection: ours sends a Ping, theirs has read it."""
+    until(lambda: transport.send(FRAMES), far.accept)
+    stream: Stream = until(far.speaking)
+    assert stream.next() == FRAMES
+    return stream
+
+
+# -- sending and receiving
 
 
 def test_without_a_server_a_send_fails_at_once_and_nothing_is_queued_for_later(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/nobody"
-    transport = ZmqTransport(address)
-    assert not transport.send([b"a", b"b"])
-    assert transport.receive() is None
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.bind(address)
-        while not transport.send([b"now"]):
-            transport.wait(10)
-        assert router.recv_multipart()[1:] == [b"now"], "what failed was not kept"
-        transport.close()
-
-
-def test_frames_go_both_ways_and_wait_returns_when_something_has_come(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/server"
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.bind(address)
-        transport = ZmqTransport(address)
-        while not transport.send([b"question", memoryview(b"payload")]):
-            transport.wait(10)
-        sender, *frames = router.recv_multipart()
-        assert frames == [b"question", b"payload"]
-        router.send_multipart([sender, b"answer", b""])
-        transport.wait(60_000)
-        assert transport.receive() == [b"answer", b""]
-        assert transport.receive() is None
-        transport.close()
-
-
-def test_close_does_not_wait_for_what_was_not_delivered(tmp_path: Path) -> None:
-    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
-    transport.send([b"lost"])
+    transport = StreamTransport(f"ipc://{tmp_path}/far")
+    assert not transport.send(FRAMES) and transport.receive() is None
+    far = Far(f"ipc://{tmp_path}/far")
+    stream = open_between(transport, far)
+    stream.read()
+    assert stream.next() is None, "what failed was not kept"
     transport.close()
-    assert transport._socket.closed
+    far.close()
+
+
+def test_messages_go_both_ways_with_their_payload_and_wait_returns_when_one_has_come(far: Far) -> None:
+    transport = StreamTransport(far.address)
+    stream = open_between(transport, far)
+    sent = encode(Header(1, 4), m.Put(5, 0), [memoryview(b"a block"), memoryview(b"another"[:7])])
+    assert transport.send(sent)
+    until(lambda: stream.has_next, stream.read)
+    assert stream.next() == [bytes(frame) for frame in sent]
+    stream.send(FRAMES)
+    transport.wait(60_000)
+    assert transport.receive() == FRAMES and transport.receive() is None
+    transport.close()
+
+
+def test_payload_buffers_may_be_reused_as_soon_as_it_is_sent(far: Far) -> None:
+    transport = StreamTransport(far.address)
+    stream = open_between(transport, far)
+    blocks = [bytearray(b"%d" % number * (4 << 20)) for number in range(4)]
+    wanted = [bytes(block) for block in blocks]
+    assert transport.send(encode(Header(1, 4), m.Put(5, 0), blocks))
+    for block in blocks:
+        block[:] = bytes(len(block))
+
+    def both() -> None:
+        stream.read()
+        transport.receive()
+
+    until(lambda: stream.has_next, both)
+    message = stream.next()
+    assert message is not None and message[2:] == wanted
+    transport.close()
+
+
+def test_to_one_that_does_not_read_only_so_much_is_sent(far: Far) -> None:
+    transport, sent = StreamTransport(far.address), 0
+    open_between(transport, far)
+    message = encode(Header(1, 3), m.Lookup("default", 1, bytes(1 << 20)))
+    while transport.send(message):
+        sent += 1
+        assert sent < 100
+    assert transport._stream is not None and transport._stream.unsent_bytes < 18 << 20 and not transport.lost()
+    transport.close()
+
+
+def test_a_long_message_moves_on_while_the_other_side_reads_and_a_server_that_stands_still_costs_nothing(
+    far: Far,
+) -> None:
+    transport = StreamTransport(far.address)
+    stream = open_between(transport, far)
+    waits: list[int] = []
+    transport.wait = lambda timeout_ms: waits.append(timeout_ms)  # type: ignore[method-assign]
+    assert transport.send(LONG) and transport._stream is not None and transport._stream.unsent_bytes
+    for _ in range(1_000):
+        assert transport.receive() is None
+    assert sum(waits) < 1_000, "once its patience is used up, it does not wait again and again"
+    del transport.wait  # type: ignore[method-assign]
+
+    def read_all() -> None:
+        while not stream.has_next and not stream.is_over:
+            stream.read()
+
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    until(lambda: transport._stream is not None and not transport._stream.unsent_bytes, lambda: transport.wait(1_000))
+    reader.join(60)
+    assert stream.next() == LONG
+    transport.close()
+
+
+def test_a_loss_is_told_once_and_the_next_connection_is_made(far: Far) -> None:
+    transport = StreamTransport(far.address)
+    open_between(transport, far)
+    assert not transport.lost()
+    far.hang_up()
+    until(transport.lost, transport.receive)
+    assert not transport.lost()
+    open_between(transport, far)
+    transport.close()
+    assert not transport.send(FRAMES), "closed for good"
 
 
 @pytest.mark.parametrize("address", ["localhost:5555", "tcp://", "tcp://host:port", "smoke://signals", ""])
 def test_an_address_that_is_none_is_named_with_a_remedy(address: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        ZmqTransport(address)
+        StreamTransport(address)
     assert repr(address) in caught.value.message
     assert "tcp://host:port" in caught.value.hint
 
 
-def test_a_connection_that_ends_is_noticed_once() -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        transport = ZmqTransport(f"tcp://127.0.0.1:{port}")
-        while not transport.send([b"hello"]):
-            transport.wait(1)
-        assert router.recv_multipart()[1] == b"hello"
-        assert not transport.lost()
-        router.close(linger=0)
-        while not transport.lost():
-            transport.wait(1)
-        assert not transport.lost()
+# -- proof
+
+
+def test_nothing_is_said_to_another_user(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = os.geteuid() + 4711
+    monkeypatch.setattr(under_test, "peer_uid", lambda connected: stranger)
+    transport = StreamTransport(far.address)
+    until(transport.refusal, lambda: (far.accept(), transport.send(FRAMES)))
+    assert not transport.send(FRAMES)
+    assert f"uid {stranger}" in transport.refusal() and "trusted_users" in transport.refusal()
+    transport.close()
+    far.accept()
+    assert far.streams and all(stream.first == b"" for stream in far.streams), "not one byte"
+    far.hang_up()
+    friendly = StreamTransport(far.address, trusted_users=(stranger,))
+    open_between(friendly, far)
+    friendly.close()
+
+
+def test_a_user_that_is_not_known_yet_is_waited_for_and_not_for_ever(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    uids: list[int | None] = [None, None, os.geteuid()]
+    monkeypatch.setattr(under_test, "peer_uid", lambda connected: uids.pop(0) if len(uids) > 1 else uids[0])
+    transport = StreamTransport(far.address)
+    open_between(transport, far)
+    assert len(uids) == 1
+    transport.close()
+    uids[:] = [None]
+    monkeypatch.setattr(under_test, "_PROVE_WITHIN_S", 0.0)
+    transport = StreamTransport(far.address)
+    assert not transport.send(FRAMES) and not transport.send(FRAMES)
+    transport.close()
+
+
+def test_who_has_taken_the_unix_socket_of_a_port_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user can take the name, but not who the kernel says they are."""
+    far = Far("tcp://127.0.0.1:0")
+    real = under_test.peer_uid
+    monkeypatch.setattr(under_test, "peer_uid", lambda one: 4711 if one.family == socket.AF_UNIX else real(one))
+    transport = StreamTransport(far.address)
+    stream = open_between(transport, far)
+    assert stream.socket.family == socket.AF_INET
+    transport.close()
+    far.close()
+
+
+def test_a_server_that_ends_every_connection_is_told_of(far: Far) -> None:
+    transport = StreamTransport(far.address)
+
+    def knock() -> None:
+        far.hang_up()
+        transport.send(FRAMES)
+        transport.receive()
+
+    until(transport.refusal, knock)
+    assert "trusted_users" in transport.refusal()
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (b"\xff" + bytes(8) + b"\x7f", "an earlier release"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "other than a kvkeep server"),
+    ],
+)
+def test_a_server_of_another_kind_is_named(far: Far, said: bytes, expected: str) -> None:
+    transport = StreamTransport(far.address)
+    open_between(transport, far).socket.sendall(said)
+    until(transport.refusal, transport.receive)
+    assert expected in transport.refusal() and transport.lost()
+    transport.close()
+
+
+# -- beyond this host
+
+
+def test_beyond_loopback_there_is_no_connection_without_certificates() -> None:
+    with pytest.raises(SettingsError) as caught:
+        StreamTransport("tcp://kvkeep.example:5555")
+    assert "tls_ca, tls_cert and tls_key" in caught.value.hint
+
+
+def files_of(directory: Path, name: str, certificate: Any, authority: Any) -> TlsFiles:
+    made = TlsFiles(directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-ca.pem")
+    for path, text in (
+        (made.cert, certificate.cert),
+        (made.key, certificate.key),
+        (made.ca, authority.cert),
+    ):
+        path.write_text(text)
+        path.chmod(0o600)
+    return made
+
+
+def test_with_certificates_each_side_proves_itself_and_a_wrong_one_is_told(tmp_path: Path) -> None:
+    ours, theirs = new_authority(1), new_authority(1)
+    at_server = files_of(tmp_path, "server", issue(ours, "server", ("127.0.0.1",), days=1), ours)
+    at_client = files_of(tmp_path, "client", issue(ours, "client", days=1), ours)
+    at_stranger = files_of(tmp_path, "stranger", issue(theirs, "stranger", days=1), ours)
+    at_other = files_of(tmp_path, "other", issue(ours, "other", days=1), theirs)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        listening.setblocking(False)
+
+        def meet(files: TlsFiles) -> tuple[StreamTransport, Stream | None]:
+            transport, stream, is_sent = StreamTransport(address, files), None, False
+
+            def knock() -> None:
+                nonlocal stream, is_sent
+                try:
+                    connected = listening.accept()[0]
+                except BlockingIOError:
+                    pass
+                else:
+                    context = server_context(at_server)
+                    stream = Stream(
+                        context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False), MOST
+                    )
+                if stream is not None:
+                    stream.read()
+                is_sent = is_sent or transport.send(FRAMES)
+                transport.receive()
+
+            until(lambda: transport.refusal() or (stream is not None and stream.has_next), knock)
+            return transport, stream
+
+        transport, stream = meet(at_client)
+        assert stream is not None and stream.next() == FRAMES and isinstance(stream.socket, ssl.SSLSocket)
+        long = encode(Header(1, 3), m.Lookup("default", 1, os.urandom(3 << 20)), [os.urandom(1 << 20)] * 2)
+        assert transport.send(long)
+        until(lambda: stream.next() == long, lambda: (stream.read(), transport.receive()))  # after more Pings
         transport.close()
+        stream.close()
+        for files, expected in ((at_stranger, "rejected"), (at_other, "CA")):
+            transport, stream = meet(files)
+            assert expected in transport.refusal(), transport.refusal()
+            transport.close()
+            if stream is not None:
+                assert stream.first == b""
+                stream.close()
 
 
-# -- with keys
+def test_a_name_is_looked_up_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer, asked = threading.Event(), threading.Event()
+
+    def slow(host: str, flags: int) -> list[tuple[int, str]]:
+        if flags:
+            raise OSError
+        asked.set()
+        assert may_answer.wait(60)
+        return [(socket.AF_INET, "127.0.0.1")]
+
+    monkeypatch.setattr(under_test, "_look_up", slow)
+    resolver = under_test._Resolver("some.host")
+    assert resolver.addresses() == [] and asked.wait(60), "it does not wait for the answer"
+    may_answer.set()
+    assert until(resolver.addresses) == [(socket.AF_INET, "127.0.0.1")]
 
 
-def until(happens: Callable[[], bool], transport: ZmqTransport) -> None:
-    """Polls the transport as a connection does. The limit only ends a test that has failed."""
-    for _ in range(4_000):
-        if happens():
+def test_an_address_in_numbers_needs_no_look_up() -> None:
+    assert under_test._Resolver("127.0.0.1").addresses() == [(socket.AF_INET, "127.0.0.1")]
+    assert under_test._Resolver("::1").addresses() == [(socket.AF_INET6, "::1")]
+
+
+# -- with a real server
+
+
+@pytest.fixture
+def connect(server: ServerProcess) -> Iterator[Callable[..., Connection]]:
+    made: list[Connection] = []
+
+    def begin(to: ServerProcess = server, **options: object) -> Connection:
+        made.append(Connection(SHAPE, ClientOptions(address=to.address, **options)))  # type: ignore[arg-type]
+        assert made[-1].wait_until_up(60_000)
+        return made[-1]
+
+    yield begin
+    for connection in made:
+        connection.close()
+
+
+def family(connection: Connection) -> int:
+    transport = connection._transport
+    assert isinstance(transport, StreamTransport) and transport._stream is not None
+    return transport._stream.socket.family
+
+
+def answers(connection: Connection) -> bool:
+    return connection.wait(connection.call(m.Ping(), 10_000)) is not None
+
+
+def break_it(connection: Connection) -> None:
+    transport = connection._transport
+    assert isinstance(transport, StreamTransport) and transport._stream is not None
+    transport._stream.socket.shutdown(socket.SHUT_RDWR)
+
+
+def counted(server: ServerProcess) -> list[float]:
+    """Sessions that ended, and that died."""
+    with urllib.request.urlopen(f"http://{server.http.removeprefix('http://')}/metrics", timeout=60) as reply:
+        lines = str(reply.read().decode()).splitlines()
+    names = ("kvkeep_sessions_ended_total", "kvkeep_sessions_died_total")
+    return [float(line.split()[-1]) for name in names for line in lines if line.startswith(name)]
+
+
+def test_a_server_on_this_host_is_asked_by_its_unix_socket(connect: Callable[..., Connection]) -> None:
+    near, network = connect(), connect(shared_memory=False)
+    assert family(near) == family(network) == socket.AF_UNIX
+    assert answers(near) and answers(network)
+
+
+def test_and_by_tcp_where_there_is_none(
+    server: ServerProcess, connect: Callable[..., Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "unix_name", lambda address: None)
+    connection = connect()
+    assert family(connection) == socket.AF_INET and answers(connection)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_blocks_go_in_and_come_out(server: ServerProcess, shared_memory: bool) -> None:
+    options = ClientOptions(shared_memory=shared_memory)
+    with kvkeep.connect(server.address, required=True, options=options, **CACHE) as cache:
+        rows = np.random.default_rng(1).random((512, 2, 8), dtype=np.float32)
+        tokens = range(2048) if shared_memory else range(2048, 4096)
+        assert cache.put(tokens, rows) == 512
+        assert np.array_equal(cache.get(tokens), rows)
+
+
+def test_a_message_longer_than_any_buffer_of_the_kernels(connect: Callable[..., Connection]) -> None:
+    connection = connect()
+    assert connection.layout is not None
+    keys = os.urandom(16 * 100_000)
+    call = connection.call(m.Lookup("default", connection.layout.layout, keys), 60_000)
+    connection.wait(call)
+    assert isinstance(call.reply, m.Found) or call.failure == "too_many_blocks", call.failure
+    assert answers(connection)
+
+
+def test_a_connection_that_breaks_costs_the_calls_on_their_way_and_no_session(
+    connect: Callable[..., Connection],
+) -> None:
+    connection = connect(ping_interval_ms=500)
+    before = connection.welcome
+    for _ in range(3):
+        break_it(connection)
+        call = connection.call(m.Ping(), 10_000)
+        connection.wait(call)
+        assert call.failure == "unreachable"
+        until(lambda: answers(connection), connection.poll)
+    assert connection.welcome is before and connection.counters.sessions == 1
+
+
+def test_what_is_leased_stays_so_when_it_breaks() -> None:
+    """Others of the engine's processes read it, by connections of their own; with verification off nobody would notice
+    that the slots are somebody else's."""
+    with (
+        ServerProcess("--pool-size", "1MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms") as server,
+        kvkeep.connect(server.address, required=True, **CACHE) as cache,
+    ):
+        rows = np.full((256, 2, 8), 7, dtype=np.float32)
+        assert cache.put(range(1024), rows) == 256
+        scheduler = SchedulerAdapter(
+            cache.connection.shape, ClientOptions(address=server.address, ping_interval_ms=200)
+        )
+        assert scheduler.connection.wait_until_up(60_000)
+        keys = cache._chain(range(1024), None).keys(0)
+        scheduler.lookup("r", None, keys)
+        scheduler.connection.wait(scheduler._asked["r"].call)
+        answer = scheduler.lookup("r", None, keys)
+        assert answer is not None and answer.blocks == 256
+        break_it(scheduler.connection)
+        give_up_s = time.monotonic() + 1.5
+        while time.monotonic() < give_up_s:
+            scheduler.connection.poll()
+            time.sleep(0.01)
+        assert ask(server.http, "/v1/status")["leases"] == 1 and scheduler.connection.counters.sessions == 1
+        scheduler.close()
+
+
+def test_a_server_that_is_killed_and_started_again_is_found_again(connect: Callable[..., Connection]) -> None:
+    with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server:
+        connection = connect(server)
+        epoch = connection.epoch
+        server.stop(signal.SIGKILL)
+        call = connection.call(m.Ping(), 10_000)
+        connection.wait(call)
+        assert call.failure == "unreachable", "at once, and not at its deadline"
+        server.start()
+        until(lambda: connection.up and connection.epoch not in (0, epoch), connection.poll)
+        assert answers(connection)
+        connection.close()
+
+
+def test_a_paused_server_is_waited_for_no_longer_than_a_deadline(connect: Callable[..., Connection]) -> None:
+    with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server:
+        connection = connect(server)
+        server.send(signal.SIGSTOP)
+        call = connection.call(m.Ping(), 50)
+        connection.wait(call)
+        assert call.failure == "deadline"
+        server.send(signal.SIGCONT)
+        until(lambda: connection.answering, connection.poll)
+        assert connection.counters.sessions == 1
+        connection.close()
+
+
+def test_goodbye_is_heard(server: ServerProcess, connect: Callable[..., Connection]) -> None:
+    """Also of one who does not wait for the answer."""
+    for _ in range(20):  # the server may look for the dead in that very moment
+        connection, before = connect(), counted(server)
+        connection.start_over()
+        connection._closing = True
+        now = until(lambda before=before: (now := counted(server)) != before and now)  # type: ignore[misc]
+        if now[0] > before[0]:
             return
-        transport.lost()
-        transport.wait(5)
-    raise AssertionError("it did not happen")
-
-
-@pytest.fixture
-def curve_server() -> Iterator[tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator]]:
-    """A ROUTER of another make that lets in any key, or those that its authenticator is told of."""
-    public, secret = new_pair()
-    with zmq.Context() as context:
-        authenticator = ThreadAuthenticator(context)
-        authenticator.start()
-        authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
-        with context.socket(zmq.ROUTER) as router:
-            router.curve_server, router.curve_secretkey, router.linger = True, secret.encode(), 0
-            port = router.bind_to_random_port("tcp://127.0.0.1")
-            yield router, f"tcp://127.0.0.1:{port}", public, authenticator
-        authenticator.stop()
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "a.key"
-    path.write_text(new_pair()[1])
-    path.chmod(0o600)
-    return path
-
-
-def test_with_the_right_keys_frames_go_both_ways(
-    curve_server: tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator], key_file: Path
-) -> None:
-    router, address, public, _ = curve_server
-    transport = ZmqTransport(address, str(key_file), public)
-    until(lambda: transport.send([b"question"]), transport)
-    assert router.poll(20_000)
-    sender, question = router.recv_multipart()
-    router.send_multipart([sender, b"answer"])
-    transport.wait(60_000)
-    assert (question, transport.receive()) == (b"question", [b"answer"])
-    transport.close()
-
-
-@pytest.mark.parametrize("wrong", ["server key", "no keys"])
-def test_with_keys_that_do_not_fit_nothing_goes_out_and_it_can_be_told(
-    curve_server: tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator], key_file: Path, wrong: str
-) -> None:
-    router, address, _, _ = curve_server
-    keys = (str(key_file), new_pair()[0]) if wrong == "server key" else ()
-    transport = ZmqTransport(address, *keys)
-    until(lambda: transport.send([b"secret"]) or bool(transport.refusal()), transport)
-    for _ in range(40):
-        transport.lost()
-        transport.wait(5)
-    assert transport.refusal() == "its keys and ours do not fit (see curve_key and server_key)"
-    assert not router.poll(0)
-    transport.close()
-
-
-def test_who_was_turned_away_knocks_again_until_the_keys_are_set_right(
-    curve_server: tuple[zmq.Socket[bytes], str, str, ThreadAuthenticator],
-    key_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvkeep.client.transport._KNOCK_AGAIN_S", 0.02)
-    router, address, public, authenticator = curve_server
-    authenticator.configure_curve(domain="*", location=str(key_file.parent))  # an empty list of certificates
-    transport = ZmqTransport(address, str(key_file), public)
-    until(lambda: bool(transport.refusal()), transport)
-    authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
-    until(lambda: transport.send([b"now"]), transport)
-    assert router.recv_multipart()[1:] == [b"now"]
-    until(lambda: not transport.refusal(), transport)
-    transport.close()
-
-
-def test_a_key_file_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="nothing cannot be read"):
-        ZmqTransport("tcp://127.0.0.1:1", str(tmp_path / "nothing"), new_pair()[0])
+    raise AssertionError("they died, and have not ended")

@@ -142,8 +142,9 @@ def test_every_option_of_the_client_can_be_set() -> None:
         gpu_staging_bytes=17,
         shared_memory=False,
         trusted_users=(1000, 1001),
-        curve_key="/keys/engine.key",
-        server_key="/keys/server.pub",
+        tls_cert="/keys/engine.pem",
+        tls_key="/keys/engine.key",
+        tls_ca="/keys/ca.pem",
     )
     extra = {f"kvkeep.{name}": value for name, value in vars(chosen).items()}
     assert client_options(extra) == chosen
@@ -155,10 +156,18 @@ def test_users_are_ids_or_names(users: Any) -> None:
     assert client_options({"kvkeep.trusted_users": users}).trusted_users == (0, 7)
 
 
-def test_one_key_without_the_other_is_refused() -> None:
-    said = refusal(lambda: client_options({"kvkeep.curve_key": "/keys/engine.key"}))
-    assert "curve_key is given and server_key is not" in said
-    assert client_options({"kvkeep.curve_key": None, "kvkeep.server_key": None}) == ClientOptions()
+def test_one_tls_file_without_the_others_is_refused() -> None:
+    said = refusal(lambda: client_options({"kvkeep.tls_cert": "/keys/engine.pem"}))
+    assert "tls_cert is set and tls_key is not" in said
+    assert client_options({"kvkeep.tls_cert": None, "kvkeep.tls_key": None}) == ClientOptions()
+
+
+@pytest.mark.parametrize("old", ["kvkeep.curve_key", "kvkeep.server_key"])
+@pytest.mark.parametrize("value", ["/keys/engine.key", None])
+def test_keys_of_earlier_releases_are_refused_by_name(old: str, value: Any) -> None:
+    said = refusal(lambda: client_options({old: value}))
+    assert f"{old} (kv_connector_extra_config) does not exist any more" in said
+    assert "kvkeep.tls_cert, kvkeep.tls_key and kvkeep.tls_ca" in said and "migration guide" in said
 
 
 @pytest.mark.parametrize(
@@ -179,8 +188,8 @@ def test_one_key_without_the_other_is_refused() -> None:
         ("kvkeep.trusted_users", [True], "a list of user ids or names"),
         ("kvkeep.trusted_users", [65534], "a list of user ids or names"),
         ("kvkeep.trusted_users", {"1000": 1}, "a list of user ids or names"),
-        ("kvkeep.curve_key", 7, "text, or null"),
-        ("kvkeep.server_key", "", "text, or null"),
+        ("kvkeep.tls_cert", 7, "text, or null"),
+        ("kvkeep.tls_ca", "", "text, or null"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_its_key(key: str, value: Any, expected: str) -> None:

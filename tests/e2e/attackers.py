@@ -1,30 +1,35 @@
-"""What attackers have: raw connections, a relay that listens in, sockets with any keys. And a server to attack."""
+"""What attackers have: raw connections, a relay that listens in, any certificate. And a server to attack."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
+from kvkeep.cli.certificates import Issued
 from kvkeep.cli.keygen import make
 from kvkeep.cli.remote import ask
 from kvkeep.client.options import ClientOptions
 from kvkeep.testing.peer import Peer
 from kvkeep.testing.process import ServerProcess
-from kvkeep.wire.auth import new_pair, read_pair
+from kvkeep.wire.stream import Stream
+from kvkeep.wire.tls import TlsFiles, client_context
 
-_PATIENCE_MS = 10_000  # ends a test that has failed
+_PATIENCE_S = 10.0  # ends a test that has failed
+HOST = "127.0.0.2"  # of this host, and without the Unix socket by which its engines reach the server otherwise
 
 # The first 64 bytes of a ZMTP 3.1 connection: signature, version, mechanism, as-server, filler.
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -36,11 +41,10 @@ def greeting(mechanism: bytes) -> bytes:
 
 @dataclass
 class Fortress:
-    """A server with keys and a token, and all that its operator has."""
+    """A server with certificates and a token, and all that its operator has."""
 
     server: ServerProcess
     keys: Path
-    public_key: str
     token_file: Path
 
     def status(self) -> dict[str, Any]:
@@ -55,61 +59,85 @@ class Fortress:
         return sum(self.failures().values())
 
     def add_client(self, name: str, tenants: str = "") -> None:
-        make(self.keys, [name], tenants, False)
+        make(self.keys, [name], tenants)
+
+    def authority(self) -> Issued:
+        """The operator's own CA."""
+        return Issued((self.keys / "ca.pem").read_text(), (self.keys / "ca.key").read_text())
+
+    def files(self, name: str = "engine") -> TlsFiles:
+        return TlsFiles(self.keys / f"{name}.pem", self.keys / f"{name}.key", self.keys / "ca.pem")
 
     def options(self, name: str = "engine", **more: Any) -> ClientOptions:
         """What a client of that name is told."""
-        key_file = str(self.keys / f"{name}.key")
-        return ClientOptions(address=self.server.address, curve_key=key_file, server_key=self.public_key, **more)
+        files = self.files(name)
+        tls = {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_ca": str(files.ca)}
+        return ClientOptions(address=more.pop("address", None) or self.address, **tls, **more)
 
-    def pair(self, name: str = "engine") -> tuple[str, str]:
-        return read_pair(self.keys / f"{name}.key")
+    def knock(self, name: str = "engine") -> Knock:
+        """A connection with the certificate of that client."""
+        return Knock(self.host_and_port, client_context(self.files(name)))
+
+    @property
+    def address(self) -> str:
+        """Where engines of other hosts connect."""
+        return f"tcp://{HOST}:{self.host_and_port[1]}"
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        host, _, port = self.server.address.removeprefix("tcp://").rpartition(":")
-        return host, int(port)
+        return HOST, int(self.server.address.rpartition(":")[2])
 
 
 @contextlib.contextmanager
 def fortress(directory: Path, *flags: str) -> Iterator[Fortress]:
-    made = make(directory, ["engine"], "", True)
+    made = make(directory, ["engine"], "", True, (HOST,))
     secure = [word for name, value in made["server"].items() for word in ("--" + name.replace("_", "-"), value)]
-    with ServerProcess("--pool-size", "16MiB", "--session-check-interval", "50ms", *secure, *flags) as server:
-        yield Fortress(server, directory, made["clients"][0]["server_key"], Path(made["server"]["admin_token"]))
+    own = ("--pool-size", "16MiB", "--session-check-interval", "50ms", "--address", "tcp://0.0.0.0:0")
+    with ServerProcess(*own, *secure, *flags) as server:
+        yield Fortress(server, directory, Path(made["server"]["admin_token"]))
 
 
 class Knock:
-    """A DEALER socket with whatever security it is given."""
+    """A connection of our protocol: over TLS with whatever certificate is in the context, or in the clear. An SSLError
+    if the server's certificate is not to the context's taste."""
 
-    def __init__(self, address: str, **security: Any) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        for name, value in security.items():
-            setattr(self.socket, name, value)
-        self.socket.connect(address)
+    def __init__(self, target: tuple[str, int], context: ssl.SSLContext | None = None) -> None:
+        connected = socket.create_connection(target, timeout=_PATIENCE_S)
+        if context is not None:
+            connected = context.wrap_socket(connected, server_hostname=target[0])
+        self.stream = Stream(connected, 1 << 30)
 
-    @classmethod
-    def curve(cls, address: str, server_key: str, pair: tuple[str, str] | None = None) -> Knock:
-        public, secret = pair or new_pair()
-        return cls(
-            address,
-            curve_serverkey=server_key.encode(),
-            curve_publickey=public.encode(),
-            curve_secretkey=secret.encode(),
-        )
+    def say(self, frames: list[bytes]) -> None:
+        """Sends a message, as far as the other side takes it."""
+        self.stream.send(frames)
+        until_s = time.monotonic() + _PATIENCE_S
+        while self.stream.unsent_bytes and not self.stream.is_over and time.monotonic() < until_s:
+            select.select([], [self.stream], [], 0.1)
+            self.stream.flush()
 
-    def peer(self, patience_ms: int = _PATIENCE_MS) -> Peer:
-        """Says what it is told over this socket. No reply within so long is none."""
+    def hear(self, patience_s: float = _PATIENCE_S) -> list[bytes] | None:
+        """The next message; None if the connection ends first, or none comes in time."""
+        until_s = time.monotonic() + patience_s
+        while time.monotonic() < until_s:
+            self.stream.read()
+            if (frames := self.stream.next()) is not None:
+                return frames
+            if self.stream.is_over:
+                return None
+            select.select([self.stream], [], [], 0.01)
+        return None
+
+    def peer(self) -> Peer:
+        """Says what it is told over this connection."""
 
         def exchange(frames: list[bytes]) -> list[bytes] | None:
-            self.socket.send_multipart(frames)
-            return self.socket.recv_multipart() if self.socket.poll(patience_ms) else None
+            self.say(frames)
+            return self.hear()
 
         return Peer(exchange)
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self.stream.close()
 
     def __enter__(self) -> Knock:
         return self

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import stat
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,22 @@ import numpy as np
 import pytest
 
 import kvkeep
+from kvkeep.cli.certificates import Issued, issue, new_authority
+from kvkeep.cli.keygen import make
 from kvkeep.cli.remote import ask
-from kvkeep.client.options import ClientOptions
 from kvkeep.errors import Unavailable
 from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.peer import Peer, chain
+from kvkeep.testing.peer import chain
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
-from kvkeep.wire.auth import new_pair
+from kvkeep.wire.address import unix_name
 from kvkeep.wire.frames import Header, encode
-from kvkeep.wire.stream import Stream, socket_path
+from kvkeep.wire.stream import Stream
+from kvkeep.wire.tls import TlsFiles, client_context
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attackers import (
+    HOST,
     Fortress,
     Knock,
     Relay,
@@ -64,97 +68,117 @@ def blocks(number: int) -> np.ndarray:
     return np.full((2, 2, 8), number, dtype=np.float32)
 
 
-# -- who has a key is served
+# -- who has a certificate is served
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_the_oracle_gets_hits_over_curve(fort: Fortress, shared_memory: bool) -> None:
+def test_the_oracle_gets_hits_over_tls(fort: Fortress, shared_memory: bool) -> None:
     """With the oracle model one wrong byte would change the tokens."""
-    keys = {"kvkeep.curve_key": str(fort.keys / "engine.key"), "kvkeep.server_key": fort.public_key}
-    extra = {**keys, "kvkeep.shared_memory": shared_memory}
+    options = fort.options()
+    extra = {f"kvkeep.{name}": getattr(options, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    extra |= {"kvkeep.shared_memory": shared_memory}
     model, prompts = oracle(), [prompt(23) for _ in range(3)]
     expected = without_cache(model, prompts)
     before = fort.status()["counters"]["hit_blocks"]
     for _ in range(2):
-        with engine(fort.server, model, extra=extra) as llm:
+        with engine(fort.address, model, extra=extra) as llm:
             assert tokens_of(serve(llm, prompts)) == expected
             planes = {session["plane"] for session in fort.status()["sessions"]}
             assert planes == {"shared_memory" if shared_memory else "network"}
     assert fort.status()["counters"]["hit_blocks"] - before >= 3 * 5
 
 
-def test_keys_can_come_from_the_environment(fort: Fortress, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVKEEP_CLIENT_KEY", str(fort.keys / "engine.key"))
-    monkeypatch.setenv("KVKEEP_SERVER_KEY", str(fort.keys / "server.pub"))
-    with kvkeep.connect(fort.server.address, required=True, wait_ms=10_000, **CACHE) as cache:
+def test_certificates_can_come_from_the_environment(fort: Fortress, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        monkeypatch.setenv(f"KVKEEP_CLIENT_{name.upper()}", getattr(fort.options(), name))
+    with kvkeep.connect(fort.address, required=True, wait_ms=10_000, **CACHE) as cache:
         assert cache.put(range(8), blocks(1)) == 2
 
 
-def test_over_ipc_too(tmp_path: Path) -> None:
+def test_on_the_servers_host_its_own_user_needs_no_certificate(tmp_path: Path) -> None:
+    """The Unix socket says who is at the other end."""
     address = f"ipc://{tmp_path}/socket"
-    with fortress(tmp_path / "keys", "--address", address) as fort:
-        with cache_of(fort) as cache:
-            assert cache.put(range(8), blocks(1)) == 2
-        with pytest.raises(Unavailable):
-            kvkeep.connect(address, required=True, wait_ms=300, **CACHE)
+    with (
+        fortress(tmp_path / "keys", "--address", address),
+        kvkeep.connect(address, required=True, wait_ms=10_000, **CACHE) as cache,
+    ):
+        assert cache.put(range(8), blocks(1)) == 2
 
 
 # -- who has none gets nothing
 
 
-def assert_gets_nothing(fort: Fortress, make_knock: Callable[[], Knock], reasons: set[str]) -> None:
+def assert_gets_nothing(fort: Fortress, make_knock: Callable[[], Knock], reason: str) -> None:
     """Nothing comes back, no session is opened, nothing is carried out, and it is counted."""
     before, failures = fort.status()["counters"], fort.failures()
-    with make_knock() as knock:
-        knock.socket.send_multipart(HELLO)
-        assert eventually(lambda: any(fort.failures().get(each, 0) > failures.get(each, 0) for each in reasons))
-        assert not knock.socket.poll(200)
+    with contextlib.suppress(ssl.SSLError, ConnectionError), make_knock() as knock:
+        knock.say(HELLO)
+        assert knock.hear() is None
+    assert eventually(lambda: fort.failures().get(reason, 0) > failures.get(reason, 0))
     after = fort.status()["counters"]
     assert after["sessions_opened"] == before["sessions_opened"] and after["bad_frames"] == before["bad_frames"]
-    assert fort.failures().keys() - failures.keys() <= {*reasons, "broken_off"}
+    assert fort.failures().keys() - failures.keys() <= {reason}
 
 
-def test_a_key_that_nobody_authorized(fort: Fortress) -> None:
-    assert_gets_nothing(fort, lambda: Knock.curve(fort.server.address, fort.public_key), {"unknown_key"})
+def written(directory: Path, issued: Issued, ca: str) -> TlsFiles:
+    files = TlsFiles(directory / "cert.pem", directory / "own.key", directory / "ca.pem")
+    for path, text in ((files.cert, issued.cert), (files.key, issued.key), (files.ca, ca)):
+        path.write_text(text)
+        path.chmod(0o600)
+    return files
 
 
-def test_the_servers_own_public_key_is_no_client(fort: Fortress) -> None:
-    pair = (fort.public_key, new_pair()[1])
-    assert_gets_nothing(
-        fort, lambda: Knock.curve(fort.server.address, fort.public_key, pair), {"cryptographic", "unknown_key"}
-    )
+def test_a_name_that_nobody_authorized(fort: Fortress, tmp_path: Path) -> None:
+    stranger = written(tmp_path, issue(fort.authority(), "stranger", days=1), fort.authority().cert)
+    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, client_context(stranger)), "unknown_client")
 
 
-def test_an_authorized_public_key_without_its_secret_half(fort: Fortress) -> None:
-    pair = (fort.pair()[0], new_pair()[1])
-    assert_gets_nothing(fort, lambda: Knock.curve(fort.server.address, fort.public_key, pair), {"cryptographic"})
+def test_an_authorized_name_of_another_ca(fort: Fortress, tmp_path: Path) -> None:
+    posing = written(tmp_path, issue(new_authority(1), "engine", days=1), fort.authority().cert)
+    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, client_context(posing)), "handshake")
 
 
-def test_a_client_that_takes_the_server_for_another(fort: Fortress) -> None:
-    assert_gets_nothing(fort, lambda: Knock.curve(fort.server.address, new_pair()[0], fort.pair()), {"cryptographic"})
+def test_an_authorized_name_whose_time_is_over(fort: Fortress, tmp_path: Path) -> None:
+    now = datetime.now(UTC) - timedelta(days=5)
+    ca = fort.authority()
+    old = written(tmp_path, issue(ca, "engine", days=1, now=now), ca.cert)
+    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, client_context(old)), "handshake")
 
 
-def test_no_security_at_all(fort: Fortress) -> None:
-    assert_gets_nothing(fort, lambda: Knock(fort.server.address), {"mechanism", "broken_off"})
+def test_the_servers_own_certificate_is_no_client(fort: Fortress) -> None:
+    assert_gets_nothing(fort, lambda: fort.knock("server"), "handshake")
 
 
-def test_a_password(fort: Fortress) -> None:
-    security = {"plain_username": b"admin", "plain_password": b"admin"}
-    assert_gets_nothing(fort, lambda: Knock(fort.server.address, **security), {"mechanism", "broken_off"})
+def test_tls_without_a_certificate(fort: Fortress) -> None:
+    context = ssl.create_default_context(cafile=str(fort.keys / "ca.pem"))
+    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, context), "handshake")
 
 
-@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"GSSAPI", b"", b"CURVEBALL"])
-def test_raw_greetings_of_other_mechanisms_get_a_greeting_and_the_door(fort: Fortress, mechanism: bytes) -> None:
+def test_tls_of_yesterday(fort: Fortress) -> None:
+    context = ssl.create_default_context(cafile=str(fort.keys / "ca.pem"))
+    context.load_cert_chain(fort.files().cert, fort.files().key)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, context), "handshake")
+
+
+def test_no_tls_at_all(fort: Fortress) -> None:
+    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port), "handshake")
+
+
+@pytest.mark.parametrize(
+    "first", [greeting(b"CURVE"), greeting(b"NULL"), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00"]
+)
+def test_other_protocols_get_an_alert_and_the_door(fort: Fortress, first: bytes) -> None:
     before = fort.turned_away()
-    ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    heard = say_raw(fort.host_and_port, greeting(mechanism), ready + HELLO[0] + HELLO[1])
-    assert len(heard) <= 64 and b"KVKP" not in heard
+    heard = say_raw(fort.host_and_port, first, HELLO[0] + HELLO[1])
+    assert len(heard) <= 7 and b"KVKP" not in heard
     assert eventually(lambda: fort.turned_away() > before)
 
 
-def test_a_recorded_handshake_played_again_gets_nothing(fort: Fortress) -> None:
+def test_a_recorded_session_played_again_gets_nothing(fort: Fortress) -> None:
     relay = Relay(fort.host_and_port)
-    with Knock.curve(relay.address, fort.public_key, fort.pair()) as honest:
+    host, port = relay.address.removeprefix("tcp://").split(":")
+    with Knock((host, int(port)), client_context(fort.files())) as honest:
         peer = honest.peer().attach()
         assert peer.store(peer.open_layout(64), KEYS, BLOCKS) in (0, 2)
         peer.ask(m.Done, m.Goodbye())
@@ -162,26 +186,38 @@ def test_a_recorded_handshake_played_again_gets_nothing(fort: Fortress) -> None:
     recorded, answered = b"".join(relay.sent), b"".join(relay.answered)
     assert len(recorded) > 500 and len(answered) > 500, "the relay heard a whole session"
     assert b"KVKP" not in recorded + answered and BLOCKS[0] not in recorded, "all of it encrypted"
+    assert b"engine" not in recorded, "and the client's name, too"
     before, counters = fort.turned_away(), fort.status()["counters"]
-    for pieces in ((recorded,), tuple(relay.sent), (recorded[:64], recorded[64:])):
+    for pieces in ((recorded,), tuple(relay.sent)):
         heard = say_raw(fort.host_and_port, *pieces)
-        # A greeting and the answer to the first step, which promises nothing; an honest session goes on from there.
-        assert len(heard) <= 64 + 2 + 168
-    assert eventually(lambda: fort.turned_away() >= before + 3)
-    assert fort.failures()["cryptographic"] >= 2, "that of the pieces was one step further, to a cookie of old"
+        assert len(heard) < len(answered), "a server's first flight, which promises nothing"
+    assert eventually(lambda: fort.turned_away() >= before + 2)
     assert fort.status()["counters"] == counters, "nothing that was asked then was done now"
 
 
-def test_a_client_does_not_speak_to_a_server_that_lacks_the_key(tmp_path: Path, fort: Fortress) -> None:
-    """Somebody who listens in the server's place, with a key of his own and an open door, gets no message."""
+def test_a_client_does_not_speak_to_a_server_of_another_ca(tmp_path: Path, fort: Fortress) -> None:
+    """Somebody who listens in the server's place, with a certificate of his own and an open door, gets no message."""
     with fortress(tmp_path / "keys") as impostor:
-        options = ClientOptions(
-            address=impostor.server.address, curve_key=str(fort.keys / "engine.key"), server_key=fort.public_key
-        )
-        with pytest.raises(Unavailable):
-            kvkeep.connect(options=options, required=True, wait_ms=500, **CACHE)
+        options = fort.options(address=impostor.address)
+        with pytest.raises(Unavailable, match="not signed by a CA that we trust"):
+            kvkeep.connect(options=options, required=True, wait_ms=2_000, **CACHE)
         assert impostor.status()["counters"]["sessions_opened"] == 0
-        assert eventually(lambda: impostor.failures().get("cryptographic", 0) > 0)
+        assert eventually(lambda: impostor.failures().get("handshake", 0) > 0)
+
+
+def test_a_client_does_not_speak_to_another_client_that_poses_as_the_server(tmp_path: Path, fort: Fortress) -> None:
+    """It has a certificate of the right CA, for that very host, but not one for servers."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(fort.files().cert, fort.files().key)
+    with socket.create_server((HOST, 0)) as listener:
+        options = fort.options(address=f"tcp://{HOST}:{listener.getsockname()[1]}")
+        with kvkeep.connect(options=options, wait_ms=0, **CACHE) as cache:
+            listener.settimeout(30)
+            accepted, _ = listener.accept()
+            accepted.settimeout(30)
+            with pytest.raises(ssl.SSLError):  # which also closes it
+                context.wrap_socket(accepted, server_side=True)
+            assert not cache.connected
 
 
 def test_failures_are_in_the_metrics_and_in_the_log_once(tmp_path: Path) -> None:
@@ -192,7 +228,7 @@ def test_failures_are_in_the_metrics_and_in_the_log_once(tmp_path: Path) -> None
         request = urllib.request.Request(f"http://{fort.server.http}/metrics")
         request.add_header("authorization", f"Bearer {fort.token_file.read_text().strip()}")
         with urllib.request.urlopen(request, timeout=60) as reply:
-            assert 'kvkeep_auth_failures_total{reason="mechanism"}' in reply.read().decode()
+            assert 'kvkeep_auth_failures_total{reason="handshake"}' in reply.read().decode()
         assert fort.server.log().count("was turned away") == 1
 
 
@@ -201,38 +237,36 @@ def resident_kib(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def test_a_crowd_without_keys_costs_little_and_others_are_served_meanwhile(tmp_path: Path) -> None:
-    """Hundreds of connections, silent or in the middle of a step without end, and what they sent is forgotten."""
+def test_a_crowd_without_certificates_costs_little_and_others_are_served_meanwhile(tmp_path: Path) -> None:
+    """Hundreds of connections, silent or in the middle of a handshake without end, and what they sent is forgotten."""
     with fortress(tmp_path / "keys") as fort, cache_of(fort) as cache:
         cache.put(range(8), blocks(1))
         before = resident_kib(fort.server.pid)
         crowd = [socket.create_connection(fort.host_and_port) for _ in range(300)]
-        endless = greeting(b"CURVE") + b"\x06" + (32 << 20).to_bytes(8, "big") + bytes(16_384)  # so much is to come
+        endless = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc" + bytes(8_192)  # half of a ClientHello of 16 KiB
         for one in crowd[::2]:
-            with contextlib.suppress(OSError):  # the first ones' time is over already
+            with contextlib.suppress(OSError):  # it made way for another already
                 one.sendall(endless)
         assert (cache.get(range(8)) == blocks(1)).all()
-        assert resident_kib(fort.server.pid) - before < 128 << 10
-        assert eventually(lambda: fort.turned_away() >= 300), "each is turned away when its time is over"
-        assert (cache.get(range(8)) == blocks(1)).all()
+        assert resident_kib(fort.server.pid) - before < 64 << 10
         for one in crowd:
+            with contextlib.suppress(OSError):
+                one.settimeout(30)
+                assert len(one.recv(65536)) <= 7, "each is turned away when its time is over"
             one.close()
+        assert (cache.get(range(8)) == blocks(1)).all()
 
 
-# -- who has a key, and means harm
+# -- who has a certificate, and means harm
 
 
-def test_a_hostile_client_with_a_key_of_its_own_reaches_no_other_tenant(fort: Fortress) -> None:
+def test_a_hostile_client_with_a_certificate_of_its_own_reaches_no_other_tenant(fort: Fortress) -> None:
     """It knows everything but the other's key: session token, tenant id, block keys, lease and write numbers."""
     victim_tenant, own = tenant_of("victim"), tenant_of("hostile")
     fort.add_client("hostile", own)
     fort.add_client("victim", victim_tenant)
-    assert eventually(lambda: "3 keys" in fort.server.log())
-    address, server_key = fort.server.address, fort.public_key
-    with (
-        Knock.curve(address, server_key, fort.pair("victim")) as one,
-        Knock.curve(address, server_key, fort.pair("hostile")) as two,
-    ):
+    assert eventually(lambda: "3 names" in fort.server.log())
+    with fort.knock("victim") as one, fort.knock("hostile") as two:
         victim, hostile = one.peer().attach(), two.peer().attach()
         layout = victim.open_layout(64)
         hostile.open_layout(64)
@@ -272,12 +306,12 @@ def test_a_hostile_client_with_a_key_of_its_own_reaches_no_other_tenant(fort: Fo
 def test_a_hostile_client_that_floods_is_refused_and_slows_nobody_for_long(tmp_path: Path) -> None:
     with fortress(tmp_path / "keys", "--max-requests-per-second", "50") as fort:
         fort.add_client("calm")
-        assert eventually(lambda: "2 keys" in fort.server.log())
-        with Knock.curve(fort.server.address, fort.public_key, fort.pair()) as flood, cache_of(fort, "calm") as cache:
+        assert eventually(lambda: "2 names" in fort.server.log())
+        with fort.knock() as flood, cache_of(fort, "calm") as cache:
             peer = flood.peer().attach()
             for number in range(2000):
-                frames = encode(Header(peer.session, 100 + number), m.Ping())
-                flood.socket.send_multipart([bytes(frame) for frame in frames])
+                flood.say([bytes(frame) for frame in encode(Header(peer.session, 100 + number), m.Ping())])
+                flood.hear(0)
                 if number % 500 == 0:
                     assert cache.put(range(8), blocks(1)) in (0, 2)
                     assert (cache.get(range(8)) == blocks(1)).all()
@@ -285,11 +319,11 @@ def test_a_hostile_client_that_floods_is_refused_and_slows_nobody_for_long(tmp_p
             assert not cache.counters.failures.get("deadline")
 
 
-def test_one_key_cannot_take_all_sessions(tmp_path: Path) -> None:
+def test_one_client_cannot_take_all_sessions(tmp_path: Path) -> None:
     with fortress(tmp_path / "keys", "--max-sessions", "6", "--max-sessions-per-client", "4") as fort:
         fort.add_client("calm")
-        assert eventually(lambda: "2 keys" in fort.server.log())
-        with Knock.curve(fort.server.address, fort.public_key, fort.pair()) as greedy:
+        assert eventually(lambda: "2 names" in fort.server.log())
+        with fort.knock() as greedy:
             for _ in range(4):
                 greedy.peer().attach()
             assert greedy.peer().refusal(m.Hello("peer", 2)) == "too_many_sessions"
@@ -298,45 +332,37 @@ def test_one_key_cannot_take_all_sessions(tmp_path: Path) -> None:
 
 
 def test_a_client_that_fetches_and_does_not_read_costs_little_by_however_many_connections(tmp_path: Path) -> None:
-    """Asked for: 96 replies of 4 MiB under one token, each connection with room for 256. Kept: some 64 MiB."""
+    """Asked for: 96 replies of 4 MiB under one token."""
     with fortress(tmp_path / "keys") as fort, contextlib.ExitStack() as connections:
         fort.add_client("calm")
-        assert eventually(lambda: "2 keys" in fort.server.log())
-        public, secret = (half.encode() for half in fort.pair())
-        keys = {"curve_serverkey": fort.public_key.encode(), "curve_publickey": public, "curve_secretkey": secret}
-        knocks = [
-            connections.enter_context(Knock(fort.server.address, **keys, rcvhwm=room, rcvbuf=4096))
-            for room in (1000, 1, 1, 1)
-        ]
+        assert eventually(lambda: "2 names" in fort.server.log())
+        knocks = [connections.enter_context(fort.knock()) for _ in range(4)]
         greedy = knocks[0].peer().attach()
         layout = greedy.open_layout(1 << 20)
         assert greedy.store(layout, chain("a", 4), [bytes([at]) * (1 << 20) for at in range(4)]) == 4
         greedy.ask(m.Found, m.Lookup("default", layout, chain("a", 4)))
         lease, before = greedy.number, resident_kib(fort.server.pid)
         for knock in knocks[1:]:
-            heard = fort.status()["refusals"].get("too_fast", 0)
             for _ in range(32):
                 greedy.number += 1
                 frames = encode(Header(greedy.session, greedy.number), m.Fetch(lease, 0, 0, 4))
-                knock.socket.send_multipart([bytes(frame) for frame in frames])
-            assert eventually(lambda heard=heard: fort.status()["refusals"].get("too_fast", 0) > heard)
-        assert resident_kib(fort.server.pid) - before < 128 << 10
-        greedy.number += 1
-        assert greedy.refusal(m.Ping()) == "unknown_session", "the session has left this connection"
+                knock.stream.send([bytes(frame) for frame in frames])
         with cache_of(fort, "calm", shared_memory=False) as cache:
             assert cache.put(range(8), blocks(1)) == 2
             assert (cache.get(range(8)) == blocks(1)).all(), "others are served meanwhile"
+        assert resident_kib(fort.server.pid) - before < 128 << 10
+        greedy.number += 1
+        assert greedy.refusal(m.Ping()) == "unknown_session", "the session has left this connection"
 
 
 def test_a_session_goes_on_over_a_new_connection(fort: Fortress) -> None:
     """As after one that broke: what it holds is still its own."""
-    address, server_key = fort.server.address, fort.public_key
-    with Knock.curve(address, server_key, fort.pair()) as broken:
+    with fort.knock() as broken:
         first = broken.peer().attach()
         layout = first.open_layout(64)
         first.store(layout, KEYS, BLOCKS)
         first.ask(m.Found, m.Lookup("default", layout, KEYS))
-    with Knock.curve(address, server_key, fort.pair()) as new:
+    with fort.knock() as new:
         second = new.peer()
         second.session, second.number = first.session, first.number
         second.ask(m.Done, m.Fetch(first.number, 0, 0, 2))
@@ -344,31 +370,16 @@ def test_a_session_goes_on_over_a_new_connection(fort: Fortress) -> None:
         second.ask(m.Done, m.Goodbye())
 
 
-# -- the socket beside the pool
-
-
-def test_nobody_becomes_anybody_by_the_socket_beside_the_pool(fort: Fortress) -> None:
-    """Who gets there is the server's own user. Even so: no Hello, and no session but one that has attached here."""
-    with (
-        Knock.curve(fort.server.address, fort.public_key, fort.pair()) as far,
-        socket.socket(socket.AF_UNIX) as connecting,
-    ):
+def test_a_session_over_tls_cannot_be_had_by_the_unix_socket(fort: Fortress) -> None:
+    """Who gets there is the server's own user. Even so: the session is its certificate's, whoever knows its token."""
+    name = unix_name(fort.server.address)
+    assert name is not None
+    with fort.knock() as far, socket.socket(socket.AF_UNIX) as connecting:
         remote = far.peer().attach()
-        with socket_path(fort.server.pool) as path:
-            connecting.connect(path)
-        stream = Stream(connecting, 1 << 20)
-
-        def exchange(frames: list[bytes]) -> list[bytes] | None:
-            stream.send(frames)
-            replies: list[list[bytes]] = []
-            give_up_s = time.monotonic() + 60
-            while not replies and not stream.is_over and time.monotonic() < give_up_s:
-                stream.read()
-                replies += [reply for reply in [stream.next()] if reply is not None]
-            return replies[0] if replies else None
-
-        stranger = Peer(exchange)
-        assert stranger.refusal(m.Hello("stranger", 1)) == "revoked_key"
+        connecting.connect(name)
+        near = Knock.__new__(Knock)
+        near.stream = Stream(connecting, 1 << 20)
+        stranger = near.peer()
         for token in (0, 1, remote.session):
             stranger.session = token
             assert stranger.refusal(m.Ping()) == "unknown_session"
@@ -376,37 +387,16 @@ def test_nobody_becomes_anybody_by_the_socket_beside_the_pool(fort: Fortress) ->
         remote.ask(m.Done, m.Goodbye())
 
 
-def test_nor_where_no_keys_are_asked_for(tmp_path: Path) -> None:
-    """A session over a network stays one, whoever knows its token."""
-    with (
-        ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server,
-        Knock(server.address) as far,
-        socket.socket(socket.AF_UNIX) as connecting,
-    ):
-        remote = far.peer().attach()
-        with socket_path(server.pool) as path:
-            connecting.connect(path)
-        stream = Stream(connecting, 1 << 20)
-        stream.send([bytes(frame) for frame in encode(Header(remote.session, 77), m.Ping())])
-        reply = None
-        give_up_s = time.monotonic() + 60
-        while reply is None and time.monotonic() < give_up_s:
-            stream.read()
-            reply = stream.next()
-        assert reply is not None and b"unknown_session" in reply[1]
-        remote.ask(m.Done, m.Ping())
-
-
-# -- keys that are taken back, and come back
+# -- clients that are revoked, and come back
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_revoked_key_is_out_without_a_restart_and_back_when_it_is_authorized(
+def test_a_revoked_client_is_out_without_a_restart_and_back_when_it_is_authorized(
     tmp_path: Path, shared_memory: bool
 ) -> None:
     with fortress(tmp_path / "keys") as fort, cache_of(fort, shared_memory=shared_memory) as cache:
         assert cache.put(range(8), blocks(1)) == 2
-        line = fort.keys / "authorized" / "engine.pub"
+        line = fort.keys / "authorized" / "engine.client"
         line.rename(line.with_suffix(".away"))
         assert eventually(lambda: not fort.status()["sessions"]), "the session ends within a check interval"
         assert eventually(lambda: not cache.connected) and cache.contains(range(8)) == 0
@@ -416,15 +406,66 @@ def test_a_revoked_key_is_out_without_a_restart_and_back_when_it_is_authorized(
         assert eventually(lambda: cache.contains(range(8)) == 2), "the client comes back by itself"
 
 
-def test_a_client_whose_key_is_authorized_late_connects_by_itself(tmp_path: Path) -> None:
+def test_a_client_that_is_authorized_late_connects_by_itself(tmp_path: Path) -> None:
     with fortress(tmp_path / "keys") as fort:
-        line = fort.keys / "authorized" / "engine.pub"
+        line = fort.keys / "authorized" / "engine.client"
         line.rename(line.with_suffix(".away"))
         assert eventually(lambda: "1 revoked" in fort.server.log())
         with kvkeep.connect(options=fort.options(), wait_ms=300, **CACHE) as cache:
-            assert not cache.connected and eventually(lambda: fort.failures().get("unknown_key", 0) > 0)
+            assert not cache.connected and eventually(lambda: fort.failures().get("unknown_client", 0) > 0)
             line.with_suffix(".away").rename(line)
             assert eventually(lambda: cache.connected)
+
+
+def test_tenants_that_are_taken_from_a_client_are_refused_at_once(tmp_path: Path) -> None:
+    with fortress(tmp_path / "keys") as fort, fort.knock() as before:
+        peer = before.peer().attach()
+        layout = peer.open_layout(64)
+        assert peer.store(layout, KEYS, BLOCKS) == 2
+        (fort.keys / "authorized" / "engine.client").write_text(f"engine tenants={tenant_of('other')}\n")
+        looked_up = m.Lookup("default", layout, KEYS)
+        assert eventually(lambda: isinstance(peer.say(looked_up), m.Refused))
+        assert peer.refusal(looked_up) == "forbidden_tenant", "on a connection that was open before"
+        assert peer.ask(m.Done, m.Ping())
+
+
+# -- certificates that are renewed
+
+
+def test_a_renewed_certificate_is_shown_without_a_restart_and_nobody_loses_a_connection(tmp_path: Path) -> None:
+    with fortress(tmp_path / "keys") as fort, cache_of(fort) as cache:
+        cache.put(range(8), blocks(1))
+        port, opened = fort.host_and_port[1], fort.status()["counters"]["sessions_opened"]
+        with pytest.raises(ssl.SSLCertVerificationError):
+            Knock(("127.0.0.3", port), client_context(fort.files()))
+        for name in ("server.pem", "server.key"):
+            (fort.keys / name).rename(tmp_path / name)
+        assert eventually(lambda: "stay in force" in fort.server.log())
+        assert cache.contains(range(8)) == 2
+        make(fort.keys, [], hosts=(HOST, "127.0.0.3"))
+        assert eventually(lambda: "were read again" in fort.server.log())
+        with Knock(("127.0.0.3", port), client_context(fort.files())) as knock:
+            knock.peer().attach().ask(m.Done, m.Goodbye())
+        assert cache.contains(range(8)) == 2 and fort.status()["counters"]["sessions_opened"] == opened + 1
+
+
+def test_a_ca_that_is_taken_out_takes_its_clients_with_it(tmp_path: Path) -> None:
+    other = make(tmp_path / "other", ["engine"], hosts=(HOST,))
+    with fortress(tmp_path / "keys") as fort:
+        own = (fort.keys / "ca.pem").read_text()
+        both = own + Path(other["server"]["tls_ca"]).read_text()
+        (fort.keys / "ca.pem").write_text(both)
+        assert eventually(lambda: "were read again" in fort.server.log())
+        foreign = written(
+            tmp_path, Issued(*(Path(other["clients"][0][name]).read_text() for name in ("tls_cert", "tls_key"))), both
+        )
+        with Knock(fort.host_and_port, client_context(foreign)) as knock:
+            knock.peer().attach()
+            (fort.keys / "ca.pem").write_text(own)
+            assert knock.hear() is None and knock.stream.is_over
+        assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, client_context(foreign)), "handshake")
+        with cache_of(fort) as cache:
+            assert cache.put(range(8), blocks(1)) == 2, "clients of the CA that stays are let in"
 
 
 # -- the admin API
@@ -531,17 +572,15 @@ def test_clients_that_never_read_do_not_keep_health_from_being_answered() -> Non
 # -- where it listens, and what others on the host can read
 
 
-def test_beyond_loopback_it_listens_with_keys_and_token_alone(tmp_path: Path) -> None:
+def test_beyond_loopback_it_listens_with_certificates_and_token_alone(tmp_path: Path) -> None:
     for flags in (("--address", "tcp://0.0.0.0:0"), ("--http-address", "0.0.0.0:0")):
         with pytest.raises(Unavailable, match="is reachable from other hosts"):
             ServerProcess("--pool-size", "16MiB", *flags).start()
     everywhere = ("--address", "tcp://0.0.0.0:0", "--http-address", "0.0.0.0:0")
     with fortress(tmp_path / "keys", *everywhere) as fort:
         port, http = fort.server.address.rpartition(":")[2], fort.server.http.rpartition(":")[2]
-        options = ClientOptions(
-            address=f"tcp://127.0.0.1:{port}", curve_key=str(fort.keys / "engine.key"), server_key=fort.public_key
-        )
-        with kvkeep.connect(options=options, required=True, wait_ms=10_000, **CACHE) as cache:
+        assert port == str(fort.host_and_port[1])
+        with kvkeep.connect(options=fort.options(), required=True, wait_ms=10_000, **CACHE) as cache:
             assert cache.put(range(8), blocks(1)) == 2
         token = fort.token_file.read_text().strip()
         for host, given, expected in (
@@ -563,7 +602,7 @@ def test_everything_it_makes_is_its_owners_alone_whatever_the_umask(tmp_path: Pa
     before = os.umask(0)
     try:
         address = f"ipc://{tmp_path}/socket"
-        with fortress(tmp_path / "keys", "--address", address) as fort, cache_of(fort) as cache:
+        with fortress(tmp_path / "keys", "--address", address) as fort, cache_of(fort, address=address) as cache:
             cache.put(range(8), blocks(1))
             assert cache.connection.segments is not None
             asked = {"quota_bytes": 1 << 20}

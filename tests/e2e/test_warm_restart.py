@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from kvkeep.cli.remote import ask as ask_http
 from kvkeep.client.cache import Cache
+from kvkeep.client.transport import StreamTransport
 from kvkeep.errors import PoolError
 from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.strange import server_of_version
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, encode
 from kvkeep.wire.pool_files import PoolFiles
@@ -396,14 +397,12 @@ def _hits(answers: list[Any], llm: Any) -> int:
 @pytest.mark.parametrize("version", [m.PROTOCOL_VERSION - 1, m.PROTOCOL_VERSION + 1])
 def test_a_client_of_another_release_is_told(version: int) -> None:
     with ServerProcess(*SMALL_POOL) as server:
-        context = zmq.Context()
-        peer = context.socket(zmq.DEALER)
-        peer.setsockopt(zmq.LINGER, 0)
-        peer.connect(server.address)
-        peer.send_multipart(encode(Header(0, 7, version), m.Hello("other", 1)))
-        assert peer.poll(10_000)
-        frames = peer.recv_multipart()
-        context.destroy(linger=0)
+        peer = StreamTransport(server.address)
+        assert eventually(lambda: peer.send(encode(Header(0, 7, version), m.Hello("other", 1))))
+        peer.wait(10_000)
+        frames = peer.receive()
+        peer.close()
+        assert frames is not None
         assert decode_header(frames) == Header(0, 7)
         told = json.dumps(clients.m.msgspec.msgpack.decode(frames[1]))
         assert f"this server speaks protocol version {m.PROTOCOL_VERSION}, not {version}" in told
@@ -412,24 +411,16 @@ def test_a_client_of_another_release_is_told(version: int) -> None:
 
 
 def test_a_client_of_a_server_of_another_release_misses_and_says_why() -> None:
-    context = zmq.Context()
-    server = context.socket(zmq.ROUTER)
-    server.setsockopt(zmq.LINGER, 0)
-    port = server.bind_to_random_port("tcp://127.0.0.1")
-    connection = clients.kvkeep.connect(
-        model="tiny",
-        revision="1",
-        block_tokens=4,
-        block_shape=(4,),
-        dtype="uint8",
-        wait_ms=1,
-        options=clients.ClientOptions(address=f"tcp://127.0.0.1:{port}"),
-    )
-    with connection as cache:
-        assert server.poll(10_000)
-        peer, *frames = server.recv_multipart()
-        number = decode_header(frames).number
-        server.send_multipart([peer, *encode(Header(0, number, m.PROTOCOL_VERSION + 1), m.Done())])
-        assert eventually(lambda: "speaks protocol version" in cache.connection.refusal)
-        assert cache.contains(TOKENS) == 0 and cache.put(TOKENS, np.zeros((10, 4), np.uint8)) == 0
-    context.destroy(linger=0)
+    with server_of_version(m.PROTOCOL_VERSION + 1) as address:
+        connection = clients.kvkeep.connect(
+            model="tiny",
+            revision="1",
+            block_tokens=4,
+            block_shape=(4,),
+            dtype="uint8",
+            wait_ms=1,
+            options=clients.ClientOptions(address=address),
+        )
+        with connection as cache:
+            assert eventually(lambda: "speaks protocol version" in cache.connection.refusal)
+            assert cache.contains(TOKENS) == 0 and cache.put(TOKENS, np.zeros((10, 4), np.uint8)) == 0

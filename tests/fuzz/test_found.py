@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvkeep.client.transport import ZmqTransport
 from kvkeep.errors import SettingsError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.adopt import adopt
@@ -17,7 +17,7 @@ from kvkeep.testing.fuzz_service import Held
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
-from kvkeep.wire.auth import new_pair, read_public
+from kvkeep.wire.tls import client_context, tls_files
 
 SLAB = 4 * 4096
 POOL = 4 * SLAB
@@ -33,13 +33,11 @@ def peer_of(server: SimulatedServer) -> Peer:
     return Peer(lambda frames: server.service.handle(frames, 0))
 
 
-@pytest.mark.parametrize("text", ["~nobody-of-this-name/server.pub", "a\0b", "\ud800", "~\0", "~\ud800/server.pub"])
-def test_a_key_that_can_be_no_path_is_a_setting_that_is_wrong(text: str) -> None:
+@pytest.mark.parametrize("text", ["~nobody-of-this-name/server.pem", "a\0b", "\ud800", "~\0", "~\ud800/server.pem"])
+def test_a_file_that_can_be_no_path_is_a_setting_that_is_wrong(text: str) -> None:
+    given = SimpleNamespace(tls_cert=text, tls_key=text, tls_ca=text)
     with pytest.raises(SettingsError) as refused:
-        read_public(text)
-    assert refused.value.hint
-    with pytest.raises(SettingsError) as refused:
-        ZmqTransport("tcp://127.0.0.1:1", text, new_pair()[0])
+        client_context(tls_files(given))  # type: ignore[arg-type]
     assert refused.value.hint
 
 

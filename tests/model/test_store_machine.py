@@ -211,6 +211,9 @@ class PromisesMachine(RuleBasedStateMachine):
         had. (A quota that is set or raised while others hold more waits until they let go.)"""
         nbytes, owner = self.slot_sizes(), self.slot_owners()
         held = {slot for slots in held_slots(self.store).values() for slot in slots}
+        for session in self.store.closing:  # whose blocks are let go of piece by piece
+            rows = [*session.leases.values(), *(row for write in session.writes.values() for row in write.rows)]
+            held |= {slot for row in rows for slot in slots_down_to(self.store, row)}
         needed = 0
         for tenant in self.store.tenants:
             share = tenant.quota_bytes if tenant.own_quota_bytes is not None else 0

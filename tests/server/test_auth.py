@@ -1,4 +1,4 @@
-"""Tests for who may connect: the list of keys, the answers to ZAP, tenants bound to keys, keys that are taken back."""
+"""Tests for who may connect: the list of clients, tenants bound to them, files that change, revoked clients."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import os
 import shutil
 import sys
 import tempfile
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
-from zmq.utils import z85
 
+from kvkeep.cli.certificates import Issued, issue, new_authority
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.identity import tenant_of
-from kvkeep.server.auth import ANYONE, Caller, Gate, read_authorized, read_line
-from kvkeep.server.counters import Counters
+from kvkeep.server.auth import ANYONE, Authority, Caller, read_authorized, read_line
 from kvkeep.server.service import Service
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
-from kvkeep.wire.auth import new_pair
 from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.liveness import Watch, hold
+from kvkeep.wire.tls import TlsFiles
 
 LAYOUT = 1  # the first one that a server opens
-KEY, OTHER = new_pair()[0], new_pair()[0]
+KEY, OTHER = "engine-a", "sha256:" + "b0" * 32
 T1, T2 = tenant_of("one"), tenant_of("two")
+CA, OTHER_CA = new_authority(10), new_authority(10)
+SERVER = issue(CA, "kvkeep server", ("localhost",), days=5)
 
 
 # -- the list
@@ -42,63 +43,72 @@ def no_complaint(problem: str) -> None:
     raise AssertionError(problem)
 
 
-def test_a_line_is_a_key_a_name_and_perhaps_tenants() -> None:
-    assert read_line(f"{KEY} engine-1") == Caller(KEY, "engine-1", None)
-    assert read_line(f"{KEY}   e   tenants=default,{T1},t-0*,*") == Caller(KEY, "e", ("default", T1, "t-0*", "*"))
-    assert read_line(f"{KEY} e tenants=salt:one,salt:t%2Cw%20o").tenants == (T1, tenant_of("t,w o"))
+def test_a_line_is_a_name_and_perhaps_tenants() -> None:
+    for name in ("engine-1", "cache.example", "spiffe://example/engine", "#1", OTHER):
+        assert read_line(name) == Caller(name, name, None)
+    assert read_line(f"e   tenants=default,{T1},t-0*,*") == Caller("e", "e", ("default", T1, "t-0*", "*"))
+    assert read_line("e tenants=salt:one,salt:t%2Cw%20o").tenants == (T1, tenant_of("t,w o"))
+
+
+def test_a_fingerprint_may_be_written_as_openssl_prints_it() -> None:
+    assert read_line("SHA256:" + ":".join(["B0"] * 32)).key == OTHER
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "begin with a public key"),
-        ("short name", "begin with a public key"),
-        (KEY, "followed by a name"),
-        (f"{KEY} na/me", "followed by a name"),
-        (f"{KEY} a b", "tenants=a,b once"),
-        (f"{KEY} a tenants=default tenants=default", "tenants=a,b once"),
-        (f"{KEY} a tenants=", "named by its id"),
-        (f"{KEY} a tenants=default,", "named by its id"),
-        (f"{KEY} a tenants=one", "named by its id"),
-        (f"{KEY} a tenants=salt:", "named by its id"),
-        (f"{KEY} a tenants=def*", "named by its id"),
-        (f"{KEY} a tenants=*t-", "named by its id"),
+        ("a\x07b", "name that a certificate can have"),
+        ("a" * 257, "name that a certificate can have"),
+        ("tenants=default", "name that a certificate can have"),
+        ("sha256:", "64 hexadecimal digits"),
+        ("sha256:" + "b0" * 31, "64 hexadecimal digits"),
+        ("sha256:" + "x0" * 32, "64 hexadecimal digits"),
+        ("a b", "tenants=a,b once"),
+        ("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7 engine", "tenants=a,b once"),
+        ("a tenants=default tenants=default", "tenants=a,b once"),
+        ("a tenants=", "named by its id"),
+        ("a tenants=default,", "named by its id"),
+        ("a tenants=one", "named by its id"),
+        ("a tenants=salt:", "named by its id"),
+        ("a tenants=def*", "named by its id"),
+        ("a tenants=*t-", "named by its id"),
     ],
 )
 def test_a_bad_line_says_what_is_wrong_with_it(line: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        read_line(line or " x")
+        read_line(line)
 
 
-def test_the_list_is_a_file_or_a_directory_of_public_keys(tmp_path: Path) -> None:
+def test_the_list_is_a_file_or_a_directory_of_files(tmp_path: Path) -> None:
     file = tmp_path / "authorized"
-    file.write_text(f"# ours\n{KEY} a\n\n{OTHER} b tenants=default\n")
+    file.write_text(f"# ours\n{KEY}\n\n{OTHER} tenants=default\n")
     callers = read_authorized(file, no_complaint)
-    assert callers == {KEY: Caller(KEY, "a"), OTHER: Caller(OTHER, "b", ("default",))}
-    keys = tmp_path / "keys"
-    keys.mkdir()
-    (keys / "a.pub").write_text(f"{KEY} a\n")
-    (keys / "b.pub").write_text(f"{OTHER} b tenants=default\n")
-    (keys / "a.key").write_text("a secret, which is not read")
-    assert read_authorized(keys, no_complaint) == callers
+    assert callers == {KEY: Caller(KEY, KEY), OTHER: Caller(OTHER, OTHER, ("default",))}
+    clients = tmp_path / "clients"
+    clients.mkdir()
+    (clients / "a.client").write_text(f"{KEY}\n")
+    (clients / "b.client").write_text(f"{OTHER} tenants=default\n")
+    (clients / "c.client~").write_text("an-editor-left-this\n")
+    (clients / "c.pem").write_text("a certificate, which is not read")
+    assert read_authorized(clients, no_complaint) == callers
 
 
 def test_what_is_wrong_is_complained_of_counts_for_nothing_and_is_not_quoted(tmp_path: Path) -> None:
-    (tmp_path / "a.pub").write_text(f"{KEY} a\nnonsense tenants=salt:secret\n{KEY} again\n")
-    (tmp_path / "b.pub").write_text(f"{OTHER} b\n")
-    (tmp_path / "b.pub").chmod(0o666)
+    (tmp_path / "a.client").write_text(f"{KEY}\nnonsense tenants=salt:,secret\n{KEY} tenants=default\n")
+    (tmp_path / "b.client").write_text(f"{OTHER}\n")
+    (tmp_path / "b.client").chmod(0o666)
     complaints: list[str] = []
-    assert set(read_authorized(tmp_path, complaints.append)) == {KEY}
+    assert read_authorized(tmp_path, complaints.append) == {KEY: Caller(KEY, KEY)}
     assert len(complaints) == 3 and "secret" not in str(complaints)
-    assert "authorized already, as a" in complaints[1] and "open to others" in complaints[2]
+    assert "engine-a is authorized already" in complaints[1] and "open to others" in complaints[2]
     with pytest.raises(SettingsError, match="open to others"):
-        read_authorized(tmp_path / "b.pub", no_complaint)
+        read_authorized(tmp_path / "b.client", no_complaint)
 
 
 # -- tenants
 
 
-def test_a_bound_key_may_name_its_tenants_alone() -> None:
+def test_a_bound_client_may_name_its_tenants_alone() -> None:
     Caller(KEY).check_tenant(T1)
     ANYONE.check_tenant(T1)
     bound = Caller(KEY, "a", (T1, "t-0*"))
@@ -114,7 +124,7 @@ def test_a_bound_key_may_name_its_tenants_alone() -> None:
 
 
 class World:
-    """A service whose sessions hold real locks, and peers with keys."""
+    """A service whose sessions hold real locks, and peers with certificates."""
 
     def __init__(self, directory: Path) -> None:
         self.server = SimulatedServer(16 * 4096, 4 * 4096)
@@ -160,11 +170,11 @@ def test_a_session_is_its_keys_alone(world: World) -> None:
 
 
 def steps_of(world: World, peer: Peer, message: m.Lookup) -> list[tuple[str, int]]:
-    """Every line that the server runs for a lookup."""
+    """Every line of ours that the server runs for a lookup; the interpreter may collect garbage at any of them."""
     steps: list[tuple[str, int]] = []
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
+        if event == "line" and "/kvkeep/" in frame.f_code.co_filename:
             steps.append((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
@@ -265,11 +275,7 @@ def test_a_revoked_process_that_has_the_pool_mapped_keeps_its_slots_until_it_is_
     assert not len(world.server.store.blocks.table)
 
 
-# -- the gate
-
-
-def zap(key: bytes, mechanism: bytes = b"CURVE", *more: bytes) -> list[bytes]:
-    return [b"id", b"", b"1.0", b"7", b"kvkeep", b"192.0.2.7", b"", mechanism, key, *more]
+# -- the authority
 
 
 class Clock:
@@ -279,78 +285,26 @@ class Clock:
         return self.now
 
 
+def put(files: TlsFiles, issued: Issued, ca: str = CA.cert) -> None:
+    """Writes three files anew, each with another inode, as a rotation does."""
+    for path, text in ((files.cert, issued.cert), (files.key, issued.key), (files.ca, ca)):
+        new = path.with_suffix(".new")
+        new.write_text(text)
+        new.chmod(0o600)
+        new.rename(path)
+
+
 @pytest.fixture
-def keys(tmp_path: Path) -> tuple[Path, Path]:
-    (tmp_path / "server.key").write_text(new_pair()[1])
-    (tmp_path / "server.key").chmod(0o600)
-    (tmp_path / "authorized").write_text(f"{KEY} a\n")
-    return tmp_path / "server.key", tmp_path / "authorized"
+def files(tmp_path: Path) -> TlsFiles:
+    files = TlsFiles(tmp_path / "server.pem", tmp_path / "server.key", tmp_path / "ca.pem")
+    put(files, SERVER)
+    return files
 
 
-def make_gate(keys: tuple[Path, Path], counters: Counters, clock: Clock | None = None) -> Gate:
-    return Gate(zmq.Context.instance(), *keys, lambda: counters, clock or Clock())
-
-
-def test_zap_lets_in_authorized_keys_and_nobody_else(keys: tuple[Path, Path]) -> None:
-    counters = Counters()
-    gate = make_gate(keys, counters)
-    raw = z85.decode(KEY)
-    assert gate.answer(zap(raw)) == [b"id", b"", b"1.0", b"7", b"200", b"", KEY.encode(), b""]
-    bad = [zap(z85.decode(OTHER)), zap(raw, b"NULL"), zap(raw, b"PLAIN", b"x"), zap(raw[:31]), zap(raw, b"CURVE", b"x")]
-    bad += [zap(b""), zap(KEY.encode()), [b"id", b""], [b"id", b"", b"1.0"], zap(raw)[:-1]]
-    for request in bad:
-        reply = gate.answer(request)
-        assert reply[4] == b"400" and reply[6:] == [b"", b""] and len(reply) == 8
-    assert counters.auth_failures == {"unknown_key": len(bad)}
-
-
-def test_a_failure_is_logged_once_a_minute_whoever_knocks(
-    keys: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    clock, counters = Clock(), Counters()
-    gate = make_gate(keys, counters, clock)
-    with caplog.at_level(logging.WARNING, "kvkeep"):
-        for second in range(150):
-            clock.now = second
-            gate.answer(zap(z85.decode(OTHER)))
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(said) == 3 and counters.auth_failures["unknown_key"] == 150
-    assert "192.0.2.7" in said[0] and "unknown_key" in said[0] and "; 60 since" in said[1]
-    assert OTHER not in str(said)
-
-
-def test_the_list_is_read_again_when_it_changes(keys: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
-    gate = make_gate(keys, Counters())
-    assert not gate.reload() and set(gate.callers) == {KEY}
-    keys[1].write_text(f"{OTHER} b\nnonsense\n")
-    with caplog.at_level(logging.INFO, "kvkeep"):
-        assert gate.reload() and set(gate.callers) == {OTHER}
-    assert "1 new, 1 revoked" in caplog.text and "authorized, key 2" in caplog.text and "ignored" in caplog.text
-    assert not gate.reload()
-    keys[1].write_text("")
-    assert gate.reload() and not gate.callers
-
-
-def test_a_list_that_cannot_be_read_changes_nothing_until_it_can(keys: tuple[Path, Path]) -> None:
-    gate = make_gate(keys, Counters())
-    keys[1].unlink()
-    assert not gate.reload() and set(gate.callers) == {KEY}
-    keys[1].write_text(f"{OTHER} b\n")
-    keys[1].chmod(0o666)
-    assert not gate.reload() and set(gate.callers) == {KEY}
-    keys[1].chmod(0o644)
-    assert gate.reload() and set(gate.callers) == {OTHER}
-
-
-def test_a_key_that_leaves_the_directory_is_revoked(keys: tuple[Path, Path], tmp_path: Path) -> None:
-    directory = tmp_path / "clients"
-    directory.mkdir()
-    for name, key in (("a", KEY), ("b", OTHER)):
-        (directory / f"{name}.pub").write_text(f"{key} {name}\n")
-    gate = make_gate((keys[0], directory), Counters())
-    assert set(gate.callers) == {KEY, OTHER}
-    (directory / "a.pub").unlink()
-    assert gate.reload() and set(gate.callers) == {OTHER}
+@pytest.fixture
+def listed(tmp_path: Path) -> Path:
+    (tmp_path / "authorized").write_text(f"{KEY}\n")
+    return tmp_path / "authorized"
 
 
 @pytest.fixture
@@ -358,36 +312,116 @@ def directory(tmp_path: Path) -> Path:
     path = tmp_path / "clients"
     path.mkdir(mode=0o700)
     for name, key in (("a", KEY), ("b", OTHER)):
-        (path / f"{name}.pub").write_text(f"{key} {name}\n")
+        (path / f"{name}.client").write_text(f"{key}\n")
     return path
 
 
-@pytest.mark.parametrize("link", [".#a.pub", "c.pub"])
+def names_in(authority: Authority) -> set[str]:
+    assert authority.callers is not None
+    return set(authority.callers)
+
+
+PRINT = "sha256:" + "0" * 64
+
+
+def test_without_tls_everybody_is_anyone() -> None:
+    authority = Authority(None, None)
+    assert authority.context is None and authority.caller_of(()) is ANYONE and not authority.reload()
+
+
+def test_without_a_list_every_certificate_of_the_ca_is_let_in(files: TlsFiles) -> None:
+    authority = Authority(files, None)
+    assert authority.context is not None and authority.callers is None
+    assert authority.caller_of((PRINT, "engine-9", "b.example")) == Caller("engine-9", "engine-9")
+    assert authority.caller_of((PRINT,)) == Caller(PRINT, PRINT), "it has no other name"
+    assert authority.caller_of(()) is None
+    assert not authority.reload()
+
+
+def test_any_name_of_a_certificate_can_be_in_the_list_and_its_fingerprint_counts_first(
+    files: TlsFiles, listed: Path
+) -> None:
+    listed.write_text(f"{KEY} tenants={T1}\nb.example\nspiffe://x/y\n{OTHER} tenants=default\n")
+    authority = Authority(files, listed)
+    assert authority.caller_of((PRINT, KEY)) == Caller(KEY, KEY, (T1,))
+    assert authority.caller_of((PRINT, "other", "b.example")) == Caller("b.example", "other")
+    assert authority.caller_of((PRINT, "spiffe://x/y")) == Caller("spiffe://x/y", "spiffe://x/y")
+    assert authority.caller_of((OTHER, KEY)) == Caller(OTHER, KEY, ("default",))
+    for names in ((), (PRINT,), (PRINT, "engine"), (PRINT, "Engine-A"), (PRINT, "*")):
+        assert authority.caller_of(names) is None
+
+
+def test_the_list_is_read_again_when_it_changes(
+    files: TlsFiles, listed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(files, listed)
+    context = authority.context
+    assert not authority.reload() and names_in(authority) == {KEY}
+    listed.write_text(f"{OTHER}\nnon sense\n")
+    with caplog.at_level(logging.INFO, "kvkeep"):
+        assert authority.reload() and names_in(authority) == {OTHER}
+    assert authority.caller_of((PRINT, KEY)) is None and authority.context is context
+    assert "1 new, 1 revoked" in caplog.text and "authorized, client 2" in caplog.text and "ignored" in caplog.text
+    assert not authority.reload()
+    listed.write_text("")
+    assert authority.reload() and not authority.callers and authority.caller_of((OTHER,)) is None
+
+
+def test_tenants_that_change_are_in_force_at_once(files: TlsFiles, listed: Path) -> None:
+    authority = Authority(files, listed)
+    listed.write_text(f"{KEY} tenants={T1}\n")
+    assert authority.reload() and authority.caller_of((PRINT, KEY)) == Caller(KEY, KEY, (T1,))
+
+
+def test_a_list_that_cannot_be_read_changes_nothing_until_it_can(files: TlsFiles, listed: Path) -> None:
+    authority = Authority(files, listed)
+    listed.unlink()
+    assert not authority.reload() and names_in(authority) == {KEY}
+    listed.write_text(f"{OTHER}\n")
+    listed.chmod(0o666)
+    assert not authority.reload() and names_in(authority) == {KEY}
+    listed.chmod(0o644)
+    assert authority.reload() and names_in(authority) == {OTHER}
+
+
+def test_a_client_that_leaves_the_directory_is_revoked(files: TlsFiles, directory: Path) -> None:
+    authority = Authority(files, directory)
+    assert names_in(authority) == {KEY, OTHER}
+    (directory / "a.client").unlink()
+    assert authority.reload() and names_in(authority) == {OTHER}
+
+
+@pytest.mark.parametrize("link", [".#a.client", "c.client"])
 def test_a_link_to_nothing_keeps_nobody_from_being_revoked(
-    keys: tuple[Path, Path], directory: Path, link: str, caplog: pytest.LogCaptureFixture
+    files: TlsFiles, directory: Path, link: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Editors leave such while a file is open."""
-    gate = make_gate((keys[0], directory), Counters())
+    authority = Authority(files, directory)
     (directory / link).symlink_to("nobody@nowhere.1")
-    assert not gate.reload() and set(gate.callers) == {KEY, OTHER}
-    assert ("cannot be read" in caplog.text) == (link == "c.pub"), "what begins with a dot is not looked at"
-    (directory / "b.pub").unlink()
-    assert gate.reload() and set(gate.callers) == {KEY}
+    assert not authority.reload() and names_in(authority) == {KEY, OTHER}
+    assert ("cannot be read" in caplog.text) == (link == "c.client"), "what begins with a dot is not looked at"
+    (directory / "b.client").unlink()
+    assert authority.reload() and names_in(authority) == {KEY}
 
 
-def test_what_is_wrong_with_the_list_is_tried_again_each_time_and_said_every_minute(
-    keys: tuple[Path, Path], directory: Path, caplog: pytest.LogCaptureFixture
+def test_what_is_wrong_is_tried_again_each_time_and_said_every_minute(
+    files: TlsFiles, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    gate = make_gate((keys[0], directory), Counters(), clock)
-    (directory / "c.pub").write_text("nonsense\n")
+    authority = Authority(files, directory, clock)
+    (directory / "c.client").write_text("non sense\n")
+    files.key.write_text("nonsense")
     for second in range(150):
         clock.now = 1_000.0 + second
-        gate.reload()
-    assert caplog.text.count("c.pub, key 1") == 3
-    (directory / "c.pub").unlink()
-    gate.reload()
-    assert not gate._problems
+        authority.reload()
+    assert caplog.text.count("c.client, client 1") == caplog.text.count("holds no private key") == 3
+    (directory / "c.client").unlink()
+    put(files, SERVER)
+    authority.reload()
+    caplog.clear()
+    clock.now += 1_000.0
+    authority.reload()
+    assert not caplog.text
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,14 +435,14 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("what", ["directory", "file", "the only file"])
 def test_a_list_that_belongs_to_another_user_lets_nobody_in(
-    keys: tuple[Path, Path], directory: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    directory: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = directory / "b.pub"
+    file = directory / "b.client"
     give_away(directory if what == "directory" else file, monkeypatch)
     complaints: list[str] = []
     if what == "file":
         assert OTHER not in read_authorized(directory, complaints.append)
-        assert "b.pub belongs to another user" in str(complaints)
+        assert "b.client belongs to another user" in str(complaints)
         return
     with pytest.raises(SettingsError, match="belongs to another user") as caught:
         read_authorized(directory if what == "directory" else file, no_complaint)
@@ -417,116 +451,124 @@ def test_a_list_that_belongs_to_another_user_lets_nobody_in(
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
 def test_a_directory_that_others_can_write_to_stops_the_start_and_later_changes_nothing(
-    keys: tuple[Path, Path], directory: Path, mode: int, caplog: pytest.LogCaptureFixture
+    files: TlsFiles, directory: Path, mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate = make_gate((keys[0], directory), Counters())
+    authority = Authority(files, directory)
     directory.chmod(mode)
-    (directory / "evil.pub").write_text(f"{new_pair()[0]} evil\n")
-    assert not gate.reload() and set(gate.callers) == {KEY, OTHER}
+    (directory / "evil.client").write_text("evil\n")
+    assert not authority.reload() and names_in(authority) == {KEY, OTHER}
     assert "others can write to the directory" in caplog.text and "nobody can be revoked" in caplog.text
     with pytest.raises(SettingsError, match="others can write") as caught:
-        make_gate((keys[0], directory), Counters())
+        Authority(files, directory)
     assert "chmod 700" in caught.value.hint
-    (directory / "evil.pub").unlink()
-    (directory / "a.pub").unlink()
+    (directory / "evil.client").unlink()
+    (directory / "a.client").unlink()
     directory.chmod(0o755)
-    assert gate.reload() and set(gate.callers) == {OTHER}
+    assert authority.reload() and names_in(authority) == {OTHER}
 
 
 def test_a_directory_that_cannot_be_looked_into_throws_nobody_out(
-    keys: tuple[Path, Path], directory: Path, caplog: pytest.LogCaptureFixture
+    files: TlsFiles, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tempfile.TemporaryDirectory() as parent:
         os.chmod(parent, 0o711)  # or it would be the parent that keeps us out
         moved = Path(shutil.move(directory, parent)) / ""
-        gate = make_gate((keys[0], moved), Counters())
+        authority = Authority(files, moved)
         moved.chmod(0o100)
         was_root = os.geteuid() == 0
         try:
             if was_root:
                 os.seteuid(65534)
-            assert not gate.reload()
+            assert not authority.reload()
         finally:
             if was_root:
                 os.seteuid(0)
             moved.chmod(0o700)
-        assert set(gate.callers) == {KEY, OTHER} and "cannot be read: Permission denied" in caplog.text
-        (moved / "a.pub").unlink()
-        assert gate.reload() and set(gate.callers) == {OTHER}
+        assert names_in(authority) == {KEY, OTHER} and "cannot be read: Permission denied" in caplog.text
+        (moved / "a.client").unlink()
+        assert authority.reload() and names_in(authority) == {OTHER}
 
 
-def test_a_list_with_a_mistake_stops_the_start(keys: tuple[Path, Path]) -> None:
-    keys[1].write_text("nonsense\n")
-    with pytest.raises(SettingsError, match=r"authorized_keys: .*authorized, key 1") as caught:
-        make_gate(keys, Counters())
-    assert "public-key name" in caught.value.hint
+def test_a_list_with_a_mistake_stops_the_start(files: TlsFiles, listed: Path) -> None:
+    listed.write_text("non sense\n")
+    with pytest.raises(SettingsError, match=r"authorized_clients: .*authorized, client 1") as caught:
+        Authority(files, listed)
+    assert "NAME tenants=a,b" in caught.value.hint
 
 
-def test_a_handshake_is_let_in_by_the_gate_and_names_its_key(keys: tuple[Path, Path]) -> None:
-    """Over real sockets: first nobody, then a key that becomes authorized, then the same key revoked."""
-    counters = Counters()
-    gate = Gate(context := zmq.Context(), *keys, lambda: counters)
-    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    try:
-        gate.guard(router)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        public, secret = new_pair()
-        keys[1].write_text(f"{public} c\n")
-        assert gate.reload()
-        dealer.curve_publickey, dealer.curve_secretkey = public.encode(), secret.encode()
-        dealer.curve_serverkey = zmq.curve_public(keys[0].read_bytes())
-        dealer.connect(f"tcp://127.0.0.1:{port}")
-        dealer.send_multipart([b"one", b"two"])
-        poller = zmq.Poller()
-        for socket in (router, *gate.sockets):
-            poller.register(socket, zmq.POLLIN)
-        for _ in range(100):  # events of ours come first: one, if all is well
-            if router in (ready := dict(poller.poll(10_000))):
-                break
-            for socket in ready:
-                gate.serve(socket)
-        assert router.poll(0), "nothing came"
-        _, frames, caller = gate.receive(router)
-        assert frames == [b"one", b"two"] and caller == Caller(public, "c")
-        keys[1].write_text("")
-        assert gate.reload()
-        dealer.send(b"three")
-        assert router.poll(10_000)
-        _, _, caller = gate.receive(router)
-        assert caller is not None and caller.revoked and counters.auth_failures == {"revoked_key": 1}
-        with pytest.raises(zmq.Again):
-            gate.receive(router)
-    finally:
-        gate.close()
-        context.destroy(linger=0)
+def test_a_list_without_anybody_is_warned_of(
+    files: TlsFiles, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for each in directory.iterdir():
+        each.rename(each.with_suffix(".pub"))
+    Authority(files, directory)
+    assert "nobody is authorized" in caplog.text and ".client" in caplog.text
 
 
-def test_a_message_that_no_key_came_with_is_nobodys(keys: tuple[Path, Path], tmp_path: Path) -> None:
-    """It cannot be, unless ZMQ let somebody in without asking us; then it gets nothing all the same."""
-    counters = Counters()
-    gate = Gate(context := zmq.Context(), *keys, lambda: counters)
-    guarded, open_one, dealer = (context.socket(kind) for kind in (zmq.ROUTER, zmq.ROUTER, zmq.DEALER))
-    try:
-        gate.guard(guarded)
-        open_one.bind(f"ipc://{tmp_path}/socket")
-        dealer.connect(f"ipc://{tmp_path}/socket")
-        dealer.send_multipart([b"one", b"two"])
-        assert open_one.poll(10_000)
-        assert gate.receive(open_one)[1:] == ([b"one", b"two"], None)
-        assert counters.auth_failures == {"no_key": 1}
-    finally:
-        gate.close()
-        context.destroy(linger=0)
+# -- certificates that change
 
 
-def test_without_a_key_everybody_is_let_in_as_before(tmp_path: Path) -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
-        gate = Gate(context, None, None, Counters)
-        gate.guard(router)
-        router.bind(f"ipc://{tmp_path}/socket")
-        dealer.connect(f"ipc://{tmp_path}/socket")
-        dealer.send_multipart([b"one", b"two"])
-        assert router.poll(10_000)
-        assert gate.receive(router)[1:] == ([b"one", b"two"], ANYONE)
-        assert not gate.sockets and not gate.reload()
-        gate.close()
+def test_a_renewed_certificate_is_used_without_a_restart(
+    files: TlsFiles, listed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(files, listed)
+    before = authority.context
+    put(files, issue(CA, "kvkeep server", ("localhost",), days=5))
+    with caplog.at_level(logging.INFO, "kvkeep"):
+        assert authority.reload()
+    assert authority.context is not before and "were read again" in caplog.text and authority.trust == 0
+    assert not authority.reload(), "once is enough"
+
+
+def expired() -> Issued:
+    return issue(CA, "kvkeep server", ("localhost",), days=1, now=datetime.now(UTC) - timedelta(days=5))
+
+
+@pytest.mark.parametrize("broken", ["half", "expired", "key", "ca"])
+def test_broken_files_leave_those_before_in_force_until_they_are_mended(
+    files: TlsFiles, listed: Path, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(files, listed)
+    before, new = authority.context, issue(CA, "kvkeep server", ("localhost",), days=5)
+    if broken == "half":
+        files.cert.write_text(new.cert)  # the key follows in a moment
+    elif broken == "expired":
+        put(files, expired())
+    else:
+        getattr(files, broken).chmod(0o666)
+    listed.write_text(f"{OTHER}\n")
+    assert authority.reload() and names_in(authority) == {OTHER}, "the list changes all the same"
+    assert authority.context is before and f"tls: tls_{'key' if broken == 'half' else ''}" in caplog.text
+    assert "stay in force" in caplog.text
+    assert not authority.reload()
+    put(files, new)
+    assert authority.reload() and authority.context is not before
+
+
+def test_a_broken_list_does_not_keep_a_certificate_from_being_renewed(files: TlsFiles, listed: Path) -> None:
+    authority = Authority(files, listed)
+    before = authority.context
+    listed.unlink()
+    put(files, issue(CA, "kvkeep server", ("localhost",), days=5))
+    assert authority.reload() and authority.context is not before and names_in(authority) == {KEY}
+
+
+def test_connections_are_to_be_verified_again_when_a_ca_was_removed_and_not_when_one_was_added(
+    files: TlsFiles,
+) -> None:
+    authority = Authority(files, None)
+    put(files, SERVER, CA.cert + OTHER_CA.cert)
+    assert authority.reload() and authority.trust == 0
+    put(files, SERVER, "# in another order\n" + OTHER_CA.cert + CA.cert)
+    assert authority.reload() and authority.trust == 0
+    put(files, SERVER, OTHER_CA.cert)
+    assert authority.reload() and authority.trust == 1
+    put(files, SERVER, "")
+    assert not authority.reload() and authority.trust == 1
+
+
+@pytest.mark.parametrize("which", ["cert", "key", "ca"])
+def test_files_that_cannot_be_used_stop_the_start(files: TlsFiles, which: str) -> None:
+    getattr(files, which).write_text("nonsense")
+    with pytest.raises(SettingsError, match=f"tls_{which}: "):
+        Authority(files, None)

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvkeep.server.guard import MAX_WAITING, MAX_WORKED_ON
+from kvkeep.server.http import _Connection
 from kvkeep.store.operators import set_quota
 
 TENANT = "t-" + "a" * 32
@@ -241,3 +243,32 @@ def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
                 pass
     said = [each.getMessage() for each in caplog.records if "seems to be" in each.getMessage()]
     assert [line.split(": ")[0] for line in said] == [f"127.0.0.1 talks to the HTTP port and seems to be {kind}"]
+
+
+class Waiting(_Connection):
+    """A connection that waits since then, with so many bytes of its answer unread."""
+
+    def __init__(self, connections: set[Any], since: float, unread_bytes: int) -> None:
+        self.connections = connections
+        self.transport = SimpleNamespace(get_write_buffer_size=lambda: unread_bytes)  # type: ignore[assignment]
+        self._waiting_since = since
+        connections.add(self)
+
+    def _is_working(self) -> bool:
+        return False
+
+    def _end(self, why: str) -> None:
+        self.connections.discard(self)
+
+
+def test_who_does_not_read_makes_way_before_who_waits_longer_for_its_turn() -> None:
+    """While the server worked on the answers that nobody reads, a health check has connected and waits."""
+    connections: set[Any] = set()
+    health = Waiting(connections, since=1.0, unread_bytes=0)
+    later, sooner = (Waiting(connections, since, 1000) for since in (3.0, 2.0))
+    health._end_longest_waiting("too much is unread")
+    assert connections == {health, later} and sooner not in connections
+    health._end_longest_waiting("too much is unread")
+    assert connections == {health}
+    health._end_longest_waiting("too many connections")
+    assert not connections, "where all read, who waits longest goes"

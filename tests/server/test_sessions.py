@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import RequestError
-from kvkeep.server.sessions import DIRECT, ServerSession, Sessions
+from kvkeep.server.sessions import ServerSession, Sessions
 from kvkeep.wire.liveness import Watch, hold
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 
@@ -157,14 +157,3 @@ def test_a_connection_with_another_key_does_not_take_a_session_over() -> None:
     with pytest.raises(RequestError):
         sessions.get(one.token, "other", b"second")
     assert one.peer == b"first" and sessions.get(one.token, "key", b"first") is one
-
-
-def test_a_session_goes_to_the_socket_beside_the_pool_and_back_to_where_it_came_from() -> None:
-    one = session()
-    one.peer = b"zmq 1"
-    assert one.is_on(DIRECT + b"1") and one.is_on(DIRECT + b"2"), "the first has broken"
-    assert not one.is_on(DIRECT + b"1")
-    assert one.is_on(b"zmq 1"), "so has the second"
-    assert not one.is_on(DIRECT + b"2") and one.is_on(DIRECT + b"3")
-    assert one.is_on(b"zmq 2") and not one.is_on(DIRECT + b"3"), "that has been made anew as well"
-    assert one.is_on(b"zmq 3") and not one.is_on(b"zmq 2")

@@ -10,7 +10,9 @@ from kvkeep.errors import SettingsError
 from kvkeep.server.setting_rules import is_loopback
 from kvkeep.server.settings import Settings
 
-KEYS = ["--curve-key", "/keys/server.key", "--authorized-keys", "/keys/authorized"]
+FILES = {"--tls-cert": "/keys/server.pem", "--tls-key": "/keys/server.key", "--tls-ca": "/keys/ca.pem"}
+TLS = [word for pair in FILES.items() for word in pair]
+CLIENTS = ["--authorized-clients", "/keys/authorized"]
 TOKEN = ["--admin-token", "/keys/admin-token"]
 BEYOND = ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://cache.example:5555", "tcp://192.0.2.7:1"]
 BEYOND += ["tcp://localhost.example:5555", "tcp://[::ffff:192.0.2.7]:5555", "tcp://eth0:5555"]
@@ -29,31 +31,36 @@ def refusal(*argv: str) -> str:
 
 @pytest.mark.parametrize("address", BEYOND)
 @pytest.mark.parametrize("other", [[], TOKEN])
-def test_engines_are_listened_for_beyond_loopback_with_keys_alone(address: str, other: list[str]) -> None:
+def test_engines_are_listened_for_beyond_loopback_with_tls_alone(address: str, other: list[str]) -> None:
     said = refusal("--address", address, *other)
-    assert f'address = "{address}"' in said and "curve_key is not set" in said and "kvkeep keygen" in said
-    assert load("--address", address, *KEYS, *other).address == address
+    assert f'address = "{address}"' in said and "tls_cert is not set" in said and "kvkeep keygen" in said
+    assert load("--address", address, *TLS, *other).address == address
 
 
 @pytest.mark.parametrize("address", [each.removeprefix("tcp://").replace(":5555", ":80") for each in BEYOND])
-@pytest.mark.parametrize("other", [[], KEYS])
+@pytest.mark.parametrize("other", [[], TLS])
 def test_http_is_listened_for_beyond_loopback_with_a_token_alone(address: str, other: list[str]) -> None:
     said = refusal("--http-address", address, *other)
     assert f'http_address = "{address}"' in said and "admin_token is not set" in said and "--admin-token" in said
     assert load("--http-address", address, *TOKEN, *other).http_address == address
 
 
-@pytest.mark.parametrize("given", [KEYS[:2], KEYS[2:]])
-def test_keys_come_in_pairs(given: list[str]) -> None:
-    said = refusal(*given)
-    assert "is set and" in said and "curve_key" in said and "authorized_keys" in said
+@pytest.mark.parametrize("missing", FILES)
+def test_tls_needs_all_three_files(missing: str) -> None:
+    said = refusal(*[word for pair in FILES.items() if pair[0] != missing for word in pair])
+    assert f"is set and {missing[2:].replace('-', '_')} is not" in said and "kvkeep keygen" in said
 
 
-def test_on_loopback_keys_and_token_may_be_and_need_not() -> None:
-    assert load().curve_key is None
-    settings = load(*KEYS, *TOKEN)
-    assert settings.curve_key == Path("/keys/server.key") and settings.admin_token == Path("/keys/admin-token")
-    assert load("--curve-key", "none", "--authorized-keys", "NONE").authorized_keys is None
+def test_a_list_of_clients_needs_tls() -> None:
+    assert "authorized_clients is set and tls_cert is not" in refusal(*CLIENTS)
+    assert load(*TLS, *CLIENTS).authorized_clients == Path("/keys/authorized")
+
+
+def test_on_loopback_certificates_and_token_may_be_and_need_not() -> None:
+    assert load().tls_cert is None
+    settings = load(*TLS, *TOKEN)
+    assert settings.tls_key == Path("/keys/server.key") and settings.admin_token == Path("/keys/admin-token")
+    assert load("--tls-cert", "none", "--tls-key", "NONE", "--tls-ca", "none").tls_ca is None
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1"])

@@ -33,7 +33,7 @@ def toml(tmp_path: Path, text: str) -> Path:
 
 
 def test_there_are_few_settings_and_each_says_what_it_is_for() -> None:
-    assert len(TABLE) <= 30
+    assert len(TABLE) <= 33
     for name, line in TABLE.items():
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name)
         assert line.help.endswith(".")
@@ -302,3 +302,30 @@ def test_what_is_described_can_be_set_again() -> None:
 def test_no_arguments_raise_anything_but_a_settings_error(argv: list[str]) -> None:
     with contextlib.suppress(SettingsError):
         load(*argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("curve_key", "tls_cert, tls_key and tls_ca"), ("authorized_keys", "authorized_clients")]
+    + [(name, "KVKEEP_CLIENT_TLS_CERT") for name in ("client_key", "server_key")],
+)
+def test_settings_of_earlier_releases_are_refused_by_name_whatever_their_source(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    config, flag, variable = tmp_path / "kvkeep.toml", "--" + name.replace("_", "-"), "KVKEEP_" + name.upper()
+    config.write_text(f'{name} = "/keys/x"\n')
+    for shown, source in (
+        (name, lambda: load(config=config)),
+        (variable, lambda: load(env={variable: "/keys/x"})),
+        (flag, lambda: load(flag, "/keys/x")),
+        (flag, lambda: load(f"{flag}=/keys/x")),
+        (name, lambda: load().changed(name, "/keys/x")),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            source()
+        assert caught.value.message.startswith(f"{shown} (") and "does not exist any more" in caught.value.message
+        assert words in caught.value.hint and "migration guide" in caught.value.hint
+
+
+def test_the_certificates_of_clients_are_no_settings_of_the_server() -> None:
+    load(env={f"KVKEEP_CLIENT_TLS_{name}": "/keys/x" for name in ("CERT", "KEY", "CA")})

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvkeep.server.stranger_log import LINES_A_MINUTE, REMEMBERED, StrangerLog
-from kvkeep.wire.strangers import HTTP, LMCACHE, Stranger
+from kvkeep.wire.strangers import HTTP, ZMQ, Stranger
 
 
 @pytest.fixture(autouse=True)
@@ -19,14 +19,16 @@ def test_a_peer_is_told_once_for_each_kind(caplog: pytest.LogCaptureFixture) -> 
     now_s = [0.0]
     strangers = StrangerLog(lambda: now_s[0])
     for _ in range(3):
-        strangers.note("tcp://127.0.0.1:5555", "10.0.0.7", LMCACHE)
+        strangers.note("tcp://127.0.0.1:5555", "10.0.0.7", ZMQ)
         strangers.note("tcp://127.0.0.1:5555", "10.0.0.7", HTTP)
         strangers.note("tcp://127.0.0.1:5555", "10.0.0.8", HTTP)
         strangers.note("tcp://127.0.0.1:5555", "10.0.0.9", None)
         now_s[0] += 3600
     said = [each.getMessage() for each in caplog.records]
     assert [line.split(" talks")[0] for line in said] == ["10.0.0.7", "10.0.0.7", "10.0.0.8"]
-    assert said[0].startswith("10.0.0.7 talks to tcp://127.0.0.1:5555 and seems to be an LMCache client: give LMCache")
+    assert said[0].startswith(
+        "10.0.0.7 talks to tcp://127.0.0.1:5555 and seems to be a ZMQ client: LMCache, or a kvkeep"
+    )
 
 
 def test_lines_and_memory_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvkeep.testing.chaos import ChaosRun
-from kvkeep.testing.chaos_plan import EngineItem, Moment, Plan, draw
+from kvkeep.testing.chaos_mutants import planted
+from kvkeep.testing.chaos_network import ChaosNetwork
+from kvkeep.testing.chaos_plan import EngineItem, Moment, Plan, Rate, draw
+from kvkeep.testing.chaos_sockets import ChaosSocket
+from kvkeep.wire.frames import MAGIC
 
 _STORY = """
 import hashlib, logging
@@ -81,3 +85,45 @@ def test_a_failure_of_the_simulation_itself_is_a_finding(
     assert outcome.finding == "engine_errors"
     assert "ZeroDivisionError" in outcome.violation
     assert "ZeroDivisionError" in outcome.story[-1]
+
+
+@pytest.mark.parametrize("mutant", ["", "stay-deaf"])
+@pytest.mark.parametrize("side", ["server", "engine"])
+def test_a_flipped_bit_in_a_length_makes_nobody_deaf_for_long(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, side: str, mutant: str
+) -> None:
+    """The receiver waits for 16 KiB more, and takes what follows for them."""
+    sent = 0
+
+    def send(self: ChaosNetwork, sender: ChaosSocket, data: bytes) -> int:
+        nonlocal sent
+        if sender.process.name.startswith(side) and data.startswith(MAGIC):
+            sent += 1
+            if sent == 30:
+                data = data[:25] + bytes([data[25] ^ 0x40]) + data[26:]
+        return right(self, sender, data)
+
+    right = ChaosNetwork.send
+    monkeypatch.setattr(ChaosNetwork, "send", send)
+    engines = [EngineItem(0, shared_memory=True, kept=False, longest_step_us=3_000)]
+    with planted(mutant):
+        outcome = ChaosRun(make_plan(engines=engines)).run()
+    assert sent > 30
+    assert outcome.finding == ("leaked_leases" if mutant else ""), outcome.violation
+    if not mutant:
+        assert outcome.finished == outcome.requests
+
+
+@pytest.mark.parametrize("fault", ["server_of_other_user", "stalled_connection"])
+def test_a_fault_of_connections_costs_nobody_an_answer(make_plan: Callable[..., Plan], fault: str) -> None:
+    plan = make_plan(pool_blocks=150)
+    outcome = ChaosRun(make_plan(Moment(plan.duration_ms // 2, fault, seed=3), pool_blocks=150)).run()
+    assert not outcome.violation and outcome.faults[fault] == 1
+    assert outcome.finished == outcome.requests
+
+
+@pytest.mark.parametrize("fault", ["cut_connection", "half_message", "late_message", "corrupted_message"])
+def test_nor_does_one_of_bytes_on_their_way(make_plan: Callable[..., Plan], fault: str) -> None:
+    outcome = ChaosRun(make_plan(Rate(fault, 0.05), pool_blocks=150)).run()
+    assert not outcome.violation and outcome.faults[fault] > 2
+    assert outcome.finished == outcome.requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvkeep.engine.blocks import BlockPool
@@ -48,6 +49,7 @@ def hold_a_lease(run: ChaosRun) -> None:
     row = next(row for row in store.blocks.table.live_rows().tolist() if store.blocks.table.state[row] == READY)
     session = next(iter(store.sessions.values()))
     store.blocks.pin(row)
+    store.blocks.hold(np.array([row]))
     session.leases[1 << 40] = row
 
 

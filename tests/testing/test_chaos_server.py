@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,9 @@ from kvkeep.testing.chaos_record import Record, Violation
 from kvkeep.testing.chaos_server import ChaosServer, cut_off_after
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.simulation import Process, Simulation
-from kvkeep.wire.frames import Header, encode
+from kvkeep.wire.frames import Header, decode_header, encode
 from kvkeep.wire.messages import Ping
+from kvkeep.wire.stream import Stream
 
 SLAB_BYTES = 4 * 4096
 
@@ -74,36 +77,87 @@ def test_one_that_stops_in_order_keeps_the_pool_if_told(world: World, keep: bool
     assert world.server.adopted_blocks == (3 if keep else 0)
 
 
+class Caller:
+    """A raw connection to the server, which says what it is told."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        end: Any = world.network.connect(Process(world.simulation, "caller"), socket.AF_UNIX)
+        self.stream = Stream(end, 1 << 20)
+
+    def say(self, *messages: list[Any], duration_us: int = 20_000) -> list[list[bytes]]:
+        """Returns what has come by then."""
+        for frames in messages:
+            self.stream.send(frames)
+        came = []
+        for _ in range(20):
+            self.stream.flush()
+            self._world.simulation.run(duration_us // 20)
+            self.stream.read()
+            while (answer := self.stream.next()) is not None:
+                came.append(answer)
+        return came
+
+
 def test_one_that_is_paused_answers_when_it_goes_on(world: World) -> None:
-    client = Process(world.simulation, "c")
-    transport = world.network.transport(client)
+    caller = Caller(world)
     world.server.pause()
-    world.server.receive(transport, encode(Header(0, 1), Ping()))
-    world.simulation.run(10_000)
-    assert transport.receive() is None
+    assert caller.say(encode(Header(0, 1), Ping())) == []
     world.server.resume()
-    world.simulation.run(10_000)
-    assert transport.receive() is not None
+    assert len(caller.say()) == 1
 
 
 def test_two_replies_to_one_request_are_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = world.peer()
-    transport = world.network.transport(Process(world.simulation, "c"))
-    message = [bytes(frame) for frame in encode(Header(peer.session, 99), Ping())]
-    world.server.receive(transport, message)
-    world.server.receive(transport, message)  # which it has seen
+    peer, caller = world.peer(), Caller(world)
+    message = encode(Header(peer.session, 99), Ping())
+    assert len(caller.say(message, message)) == 1, "it has seen the second one"
     session = world.server.service.sessions.all()[0]
     monkeypatch.setattr(type(session), "is_repeated", lambda *_: False)
     with pytest.raises(Violation, match="answered twice"):
-        world.server.receive(transport, message)
+        caller.say(message)
 
 
 def test_a_fault_inside_the_server_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = world.peer()
+    peer, caller = world.peer(), Caller(world)
     monkeypatch.setattr(world.server.service.sessions, "get", lambda *_: 1 // 0)
-    transport = world.network.transport(Process(world.simulation, "c"))
     with pytest.raises(Violation, match="ZeroDivisionError"):
-        world.server.receive(transport, [bytes(frame) for frame in encode(Header(peer.session, 9), Ping())])
+        caller.say(encode(Header(peer.session, 9), Ping()))
+
+
+def test_a_crash_ends_its_connections_and_the_next_server_takes_new_ones(world: World) -> None:
+    caller = Caller(world)
+    world.server.crash()
+    caller.say()
+    assert caller.stream.is_over
+    world.server.start()
+    assert len(Caller(world).say(encode(Header(0, 1), Ping()))) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 100])
+def test_bytes_that_are_no_message_end_a_connection_wherever_a_turn_ends(world: World, count: int) -> None:
+    """After the last message of a turn the server looks whether there is another one: what it sees then ends the
+    connection, too. Nobody writes again, so nothing else would."""
+    caller = Caller(world)
+    end: Any = caller.stream.socket
+    end.outgoing.arrived += b"".join(encode(Header(0, 1), Ping())) * count + b"nonsense"
+    end.other.notify()
+    assert len(caller.say(duration_us=2_000_000)) <= count
+    assert caller.stream.is_over and len(world.server.connections) == 0
+
+
+def test_nothing_is_read_from_a_peer_that_does_not_take_its_replies(world: World) -> None:
+    caller = Caller(world)
+    end: Any = caller.stream.socket
+    end.incoming.capacity = 600
+    for number in range(1, 400):
+        caller.stream.send(encode(Header(0, number), Ping()))
+        caller.stream.flush()
+    world.simulation.run(100_000)
+    (peer,) = world.server.connections._peers.values()
+    assert 0 < peer.stream.unsent_bytes < 1_000 and peer.waits_to_send
+    assert peer.stream.held_bytes < 32 << 10
+    answers = [answer for _ in range(60) for answer in caller.say()]
+    assert [decode_header(answer).number for answer in answers] == list(range(1, 400))
 
 
 def test_code_of_the_store_is_cut_off_at_a_line() -> None:

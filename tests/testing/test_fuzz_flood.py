@@ -130,4 +130,4 @@ def test_nothing_of_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_its_targets_are_found_by_name() -> None:
-    assert [load(name, FLOODS).__name__ for name in FLOODS] == ["run_decoder", "flood_service"]
+    assert [load(name, FLOODS).__name__ for name in FLOODS] == ["flood_decoder", "flood_service"]

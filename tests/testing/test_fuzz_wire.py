@@ -8,10 +8,22 @@ import msgspec
 import pytest
 
 from kvkeep.testing import fuzz_wire
-from kvkeep.testing.fuzz_bytes import Choices, random_inputs
-from kvkeep.testing.fuzz_wire import REQUESTS, Fields, damaged, pack, run_decoder, seal, spoiled
+from kvkeep.testing.chaos_mutants import planted
+from kvkeep.testing.fuzz_bytes import Choices, Leak, random_inputs
+from kvkeep.testing.fuzz_wire import (
+    REQUESTS,
+    Fields,
+    damaged,
+    flood_decoder,
+    messages_in,
+    pack,
+    read_stream,
+    run_decoder,
+    spoiled,
+)
 from kvkeep.wire import frames as framing
-from kvkeep.wire.frames import Header, decode_header, decode_request
+from kvkeep.wire.frames import Header, decode_header, decode_request, seal
+from kvkeep.wire.stream import Stream
 
 
 def run_all(count: int = 400) -> int:
@@ -35,14 +47,15 @@ def test_it_is_quiet_and_counts_messages() -> None:
         (seal(Header(1, 2), b"", []), True),
         (seal(Header(1, 2), pack({"type": "Ping"}), [])[:1], True),
         ([b"KVKP", b"x"], True),
-        ([], True),
+        ([b"GET / HTTP/1.1"], True),
+        ([], False),
     ],
 )
 def test_what_neither_side_can_read_is_malformed(
     message: list[bytes], is_malformed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fuzz_wire, "_MOST_MESSAGES", 1)
-    monkeypatch.setattr(fuzz_wire, "seal", lambda header, body, payload: message)
+    monkeypatch.setattr(fuzz_wire, "frames_of", lambda choices, fields, number: message)
     assert run_decoder(bytes(30)) == (1, is_malformed)
 
 
@@ -99,3 +112,39 @@ def test_a_decoder_that_changes_what_it_reads_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(framing, "_requests", Forgetful(framing._requests))
     with pytest.raises(AssertionError, match="not what would be sent"):
         run_all()
+
+
+# -- the framing
+
+
+def test_a_flood_refuses_most_of_what_it_sends() -> None:
+    ran = flood_decoder(bytes(range(256)) * 20)
+    assert ran == flood_decoder(bytes(range(256)) * 20)
+    assert ran.messages / 2 < ran.malformed_frames < ran.messages
+    assert flood_decoder(b"") == (0, 0)
+
+
+def test_messages_are_found_in_the_bytes_of_a_connection() -> None:
+    one, other = seal(Header(1, 2), b"body"), seal(Header(1, 3), b"x", [b"ab", b"cd"])
+    data = b"".join((*one, *other))
+    assert messages_in(data) == ([one, other], False)
+    assert messages_in(data + b"K") == ([one, other], True)
+    assert messages_in(data[:-1]) == ([one], True)
+    assert messages_in(b"") == ([], False)
+
+
+@pytest.mark.parametrize("mutant", ["half-is-whole", "greedy", "swapped"])
+def test_a_stream_that_is_wrong_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b"".join(seal(Header(1, 2), b"x" * 100)) * 2
+    if mutant == "half-is-whole":
+        with planted(mutant):
+            assert read_stream(data, [50]) != messages_in(data)[0]
+    elif mutant == "greedy":
+        monkeypatch.setattr("kvkeep.wire.stream._READ_BYTES", 1 << 20)
+        with pytest.raises(Leak):
+            read_stream(data * 500, [1 << 20])
+    else:
+        right = Stream.next
+        monkeypatch.setattr(Stream, "next", lambda self: [*reversed(found)] if (found := right(self)) else None)
+        with pytest.raises(AssertionError, match="other messages"):
+            run_all()

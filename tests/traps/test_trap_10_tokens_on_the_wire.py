@@ -15,7 +15,7 @@ def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps:
     """What one request says to the server that finds all its blocks there and then computes `steps` tokens."""
     model, tokens = oracle(), [at * 31 % 97 for at in range(block_tokens * blocks + 1)]
     never = {"kvkeep.ping_interval_ms": 86_400_000}
-    with Relay(server.address, pool=server.pool) as wire:
+    with Relay(server.address) as wire:
         options = {"block_tokens": block_tokens, "num_blocks": 4 * blocks + 64, "max_num_batched_tokens": 4096}
         with patient_engine(wire.address, model, never, **options) as llm:
             serve(llm, [tokens], max_tokens=1)

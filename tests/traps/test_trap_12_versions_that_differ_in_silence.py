@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-import zmq
 from engines import KEY, counting, engine, eventually, oracle, prompt, serve, without_cache
 
+from kvkeep.client.transport import StreamTransport
 from kvkeep.testing.process import ServerProcess
 from kvkeep.testing.strange import server_of_version
 from kvkeep.wire import messages as m
@@ -18,22 +18,21 @@ OTHER = m.PROTOCOL_VERSION + 1
 
 
 def test_a_client_of_another_version_is_told_which_one_is_spoken_here(server: ServerProcess) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(server.address)
+    transport = StreamTransport(server.address)
     try:
         # What a later release says in its message is unknown here: any bytes.
         for body in (m.Hello("from the future", 1), m.Ping()):
-            dealer.send_multipart(encode(Header(0, 7, version=OTHER), body))
-            assert dealer.poll(60_000), "silence is the trap"
-            frames = dealer.recv_multipart()
+            assert eventually(lambda body=body: transport.send(encode(Header(0, 7, version=OTHER), body)))  # type: ignore[misc]
+            transport.wait(60_000)
+            frames = transport.receive()
+            assert frames is not None, "silence is the trap"
             header = decode_header(frames)
             refused = decode_reply(header, frames)
             assert isinstance(refused, m.Refused) and refused.code == "protocol_version"
             assert str(m.PROTOCOL_VERSION) in refused.message and str(OTHER) in refused.message and refused.hint
             assert (header.number, header.version) == (7, m.PROTOCOL_VERSION)
     finally:
-        context.destroy(linger=0)
+        transport.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ NEVER = {"kvkeep.ping_interval_ms": 86_400_000}
 
 @pytest.fixture(scope="module")
 def wire(server: ServerProcess) -> Iterator[Relay]:
-    with Relay(server.address, pool=server.pool) as passing:
+    with Relay(server.address) as passing:
         yield passing
 
 

@@ -28,30 +28,32 @@ from kvkeep.testing.relay import Relay
 SALT = "correct-horse-battery-staple"
 
 
-def test_an_engine_without_a_key_gets_nothing_and_serves(plain: Replica, one: Replica, tmp_path: Path) -> None:
-    keys = make(tmp_path / "keys", ["engine"], "", False)
+def test_an_engine_without_a_certificate_gets_nothing_and_serves(plain: Replica, one: Replica, tmp_path: Path) -> None:
+    host = "127.0.0.2"  # of this host, but not by the Unix socket, where an engine's user is proof enough
+    keys = make(tmp_path / "keys", ["engine"], hosts=(host,))
     secure = [word for name, value in keys["server"].items() for word in ("--" + name.replace("_", "-"), value)]
-    own = {f"kvkeep.{name}": keys["clients"][0][name] for name in ("curve_key", "server_key")}
+    own = {f"kvkeep.{name}": keys["clients"][0][name] for name in ("tls_cert", "tls_key", "tls_ca")}
     tokens = prompt(100)
     expected = tokens_of(plain.use("llama").serve([request(tokens)]))
-    with Server(*POOL, *secure) as server:
+    with Server(*POOL, "--address", "tcp://0.0.0.0:0", *secure) as server:
+        address = f"tcp://{host}:{server.address.rpartition(':')[2]}"
         said = len(one.log())
-        one.use("llama", transfer_config=transfer(server))
+        one.use("llama", transfer_config=transfer(address))
         answers = [one.fresh().serve([counting(tokens)])[0] for _ in range(2)]
         assert tokens_of(answers) == 2 * expected
         assert [answer.extra for answer in answers] == [0, 0]
-        assert eventually(lambda: "its keys and ours do not fit" in one.log()[said:])
+        assert eventually(lambda: "TLS" in one.log()[said:])
         now = status(server)
         assert now["auth_failures"] and not now["sessions"] and not now["counters"]["sessions_opened"]
-        engine = one.use("llama", server, extra=own)
+        engine = one.use("llama", address, extra=own)
         answers = [engine.fresh().serve([counting(tokens)])[0] for _ in range(2)]
         assert tokens_of(answers) == 2 * expected
-        assert [answer.extra for answer in answers] == [0, 96], "with a key it stores and finds"
+        assert [answer.extra for answer in answers] == [0, 96], "with a certificate it stores and finds"
         engine.close_engine()
 
 
 def test_no_place_has_a_salt(one: Replica, server: ServerProcess) -> None:
-    with Relay(server.address, pool=server.pool) as wire:
+    with Relay(server.address) as wire:
         engine = one.use("llama", wire.address)
         one.wait_for(server)
         tokens = prompt(100)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from typing import Any, get_args
-from zlib import crc32
 
 import msgspec
 import pytest
 
 from kvkeep.errors import ProtocolError, RequestError
 from kvkeep.wire import messages as m
-from kvkeep.wire.frames import HEADER_BYTES, Header, decode_header, decode_reply, decode_request, encode
+from kvkeep.wire.frames import (
+    HEADER_BYTES,
+    Header,
+    decode_header,
+    decode_reply,
+    decode_request,
+    decode_sizes,
+    encode,
+    seal,
+)
 
 LAYOUT = 1  # the first one that a server opens
 FRAME_BYTES = 1 << 20
@@ -47,9 +55,7 @@ REPLIES = [
 
 def sealed(body: bytes, *, session: int = 7, number: int = 9, version: int = m.PROTOCOL_VERSION) -> list[bytes]:
     """Any bytes as the body of a message whose header and CRC are right."""
-    head = b"KVKP" + version.to_bytes(2, "little") + bytes(2)
-    head += session.to_bytes(8, "little") + number.to_bytes(8, "little")
-    return [head + crc32(head + body).to_bytes(4, "little"), body]
+    return [bytes(frame) for frame in seal(Header(session, number, version), body)]
 
 
 def packed(**fields: Any) -> list[bytes]:
@@ -98,8 +104,28 @@ def test_the_bytes_of_a_message_are_these() -> None:
     """A known answer: what other versions and other languages rely on."""
     header, body = encode(Header(session=0x0102030405060708, number=0x11), m.Ping())
     assert body == b"\x81\xa4type\xa4Ping"
-    assert header.hex() == "4b564b500200000008070605040302011100000000000000a1a51d2f"
-    assert len(header) == HEADER_BYTES == 28
+    assert header.hex() == "4b564b5003000000080706050403020111000000000000000b0000000000000000000000149b5769"
+    assert len(header) == HEADER_BYTES == 40
+
+
+def test_the_header_tells_what_follows() -> None:
+    head, body, *_ = encode(HEADER, m.Put(5, 3), [b"one block", b"and other"])
+    sizes = decode_sizes(head)
+    assert sizes is not None and sizes.total_bytes == len(body) + 18
+    assert (sizes.body_bytes, sizes.payload_frames, sizes.payload_frame_bytes) == (len(body), 2, 9)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 0, 0), (1, 1, 0), (1, 0, 1), (1, m.MAX_LIST_ITEMS + 1, 1)],
+    ids=["no body", "empty payload", "payload in no frames", "too many frames"],
+)
+def test_sizes_that_no_message_has_are_none(sizes: tuple[int, int, int]) -> None:
+    head = bytearray(encode(HEADER, m.Ping())[0])
+    head[24:36] = b"".join(size.to_bytes(4, "little") for size in sizes)
+    assert decode_sizes(head) is None
+    head = bytearray(b"KVKQ" + encode(HEADER, m.Ping())[0][4:])
+    assert decode_sizes(head) is None
 
 
 def test_the_largest_numbers_fit_the_header() -> None:
@@ -146,9 +172,9 @@ def test_a_body_of_another_message_is_seen() -> None:
 
 
 def test_another_version_is_refused_by_name() -> None:
-    error = refusal_of(sealed(b"whatever version 3 sends", version=3))
+    error = refusal_of(sealed(b"whatever version 3 sends", version=m.PROTOCOL_VERSION + 1))
     assert error.code == "protocol_version"
-    assert "version 2, not 3" in error.message
+    assert f"version {m.PROTOCOL_VERSION}, not {m.PROTOCOL_VERSION + 1}" in error.message
     assert "same kvkeep release" in error.hint
 
 
@@ -224,8 +250,10 @@ def test_a_length_that_is_not_there_reserves_no_memory() -> None:
 
 
 def test_a_reply_of_another_version_says_so() -> None:
-    with pytest.raises(ProtocolError, match="protocol version 3, this client 2"):
-        decode_reply(Header(1, 1, version=3), sealed(b"", version=3))
+    with pytest.raises(
+        ProtocolError, match=f"protocol version {m.PROTOCOL_VERSION + 1}, this client {m.PROTOCOL_VERSION}"
+    ):
+        decode_reply(Header(1, 1, version=m.PROTOCOL_VERSION + 1), sealed(b"", version=m.PROTOCOL_VERSION + 1))
 
 
 def test_a_reply_without_its_body_says_so() -> None:

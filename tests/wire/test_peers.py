@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pwd
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -32,9 +35,35 @@ def test_our_own_roots_and_those_who_were_named(uid: int, trusted: tuple[int, ..
     assert is_trusted(uid, trusted) is expected
 
 
-def test_the_overflow_uid_may_be_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every_user", [True, False])
+def test_the_overflow_uid_may_be_our_own_where_it_can_be_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, every_user: bool
+) -> None:
     monkeypatch.setattr(peers.os, "geteuid", lambda: OVERFLOW_UID)
-    assert is_trusted(OVERFLOW_UID, ())
+    monkeypatch.setattr(peers, "_maps_every_user", lambda: every_user)
+    assert is_trusted(OVERFLOW_UID, ()) is every_user
+
+
+_IN_A_NAMESPACE = """
+import os, sys
+from kvkeep.wire.peers import OVERFLOW_UID, is_trusted
+print(os.geteuid(), is_trusted(os.geteuid(), ()), is_trusted(0, ()), is_trusted(OVERFLOW_UID, ()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), f"{OVERFLOW_UID} False True False"),  # nobody is mapped: all look alike, ourselves among them
+        (("--map-root-user",), "0 True True False"),
+        (("--map-user", str(OVERFLOW_UID)), f"{OVERFLOW_UID} False True False"),
+    ],
+)
+def test_in_a_user_namespace_the_overflow_uid_may_be_anybody(flags: tuple[str, ...], said: str) -> None:
+    command = ["unshare", "--user", *flags, sys.executable, "-c", _IN_A_NAMESPACE]
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "--user", *flags, "true"]).returncode:
+        pytest.skip("user namespaces cannot be made here")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == said
 
 
 def test_what_to_do_depends_on_whether_the_user_is_known_here() -> None:

@@ -26,7 +26,7 @@ _UNITS: Final = tuple(
         ("ms", " ms"),
         ("s|seconds", " s"),
         ("bytes|bytes_asked", _SIZE),
-        ("ratio|ratio_to_ping|curve_to_none|growth|speedup", "×"),
+        ("ratio|ratio_to_ping|tls_to_none|growth|speedup", "×"),
         ("fraction|fraction_of_floor|cost|share|same_answers|told_apart(?:_.*)?", _SHARE),
         ("resident|hit_again|dropped", " blocks"),
         ("failed", " requests"),

@@ -1,6 +1,6 @@
-"""What keys cost, and what time tells one tenant about another.
+"""What TLS costs, and what time tells one tenant about another.
 
-Two servers, one with CURVE and one without, are asked in turns, so that noise of the machine meets both: a handshake
+Two servers, one with TLS and one without, are asked in turns, so that noise of the machine meets both: a handshake
 (from a new socket to the first Welcome), a ping, a lookup that misses, and blocks over the network plane.
 
 Time: a lookup of a key that only another tenant has must take as long as one of a key that nobody has, or one tenant
@@ -11,7 +11,10 @@ good.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,7 +26,8 @@ import numpy as np
 
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
-from kvkeep.errors import Unavailable
+from kvkeep.client.transport import StreamTransport
+from kvkeep.errors import SettingsError, Unavailable
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity, tenant_of
 from kvkeep.kv.keys import KEY_BYTES
@@ -33,8 +37,8 @@ from kvkeep.testing.process import ServerProcess
 from kvkeep.testing.server import SimulatedServer
 from kvkeep.units import MIB
 from kvkeep.wire import messages as m
-from kvkeep.wire.auth import new_pair, write_new
 from kvkeep.wire.frames import Header, encode
+from kvkeep.wire.tls import tls_files
 
 _BLOCK_BYTES = MIB
 _BLOCKS = 4
@@ -48,7 +52,7 @@ def run(rounds: int = 300, repeats: int = 50) -> dict[str, Any]:
     """`rounds` pings, lookups and moves of blocks, `repeats` handshakes, for each of the two servers."""
     measured: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
-        servers = {name: stack.enter_context(_server(name == "curve")) for name in ("none", "curve")}
+        servers = {name: stack.enter_context(_server(name == "tls")) for name in ("none", "tls")}
         for _ in range(repeats):
             for name, options in servers.items():
                 measured.setdefault(name, {}).setdefault("handshake_us", []).append(_handshake_us(options))
@@ -63,9 +67,9 @@ def run(rounds: int = 300, repeats: int = 50) -> dict[str, Any]:
         {"security": name, **{what: _median(values) for what, values in all_.items()}}
         for name, all_ in measured.items()
     ]
-    plain, curve = rows
-    ratios = {what: round(curve[what] / plain[what], 2) for what in plain if what != "security"}
-    return {"rows": rows, "curve_to_none": ratios, "timing": timing(rounds * _SAMPLES_A_ROUND)}
+    plain, tls = rows
+    ratios = {what: round(tls[what] / plain[what], 2) for what in plain if what != "security"}
+    return {"rows": rows, "tls_to_none": ratios, "timing": timing(rounds * _SAMPLES_A_ROUND)}
 
 
 def timing(samples: int) -> dict[str, Any]:
@@ -121,26 +125,30 @@ def _lookup_ns(handle: Any, peer: Peer, message: m.Lookup) -> int:
 
 
 @contextmanager
-def _server(curve: bool) -> Iterator[ClientOptions]:
+def _server(tls: bool) -> Iterator[ClientOptions]:
     """A server, and what a client has to be told to reach it over the network plane."""
     with tempfile.TemporaryDirectory(prefix="kvkeep-") as directory:
-        flags, keys = _keys(Path(directory)) if curve else ([], {})
+        flags, files = make_certificates(Path(directory)) if tls else ([], {})
         with ServerProcess("--pool-size", "256MiB", *flags) as server:
-            yield ClientOptions(address=server.address, shared_memory=False, lookup_deadline_ms=10_000, **keys)
+            yield ClientOptions(address=server.address, shared_memory=False, lookup_deadline_ms=10_000, **files)
 
 
-def _keys(where: Path) -> tuple[list[str], dict[str, Any]]:
-    (server_public, server_secret), (public, secret) = new_pair(), new_pair()
-    files = {"server.key": server_secret, "client.key": secret, "authorized": f"{public} bench\n"}
-    for name, text in files.items():
-        write_new(where / name, text)
-    flags = ["--curve-key", str(where / "server.key"), "--authorized-keys", str(where / "authorized")]
-    return flags, {"curve_key": str(where / "client.key"), "server_key": server_public}
+def make_certificates(where: Path) -> tuple[list[str], dict[str, Any]]:
+    """The server's flags and the client's options for TLS. SettingsError if none can be made."""
+    command = [sys.executable, "-m", "kvkeep.cli.main", "keygen", "--dir", str(where), "--name", "bench", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SettingsError("`kvkeep keygen` made no certificates", done.stderr.strip())
+    made = json.loads(done.stdout)
+    flags = [word for name, value in made["server"].items() for word in (f"--{name.replace('_', '-')}", value)]
+    return flags, {name: made["clients"][0][name] for name in ("tls_cert", "tls_key", "tls_ca")}
 
 
 def _connect(options: ClientOptions) -> Connection:
     identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, content="bench security")
-    connection = Connection(BlockShape(identity, (_BLOCK_BYTES,)), options)
+    # TCP is compared with TLS over TCP, so the Unix socket is left out that a client on this host would use.
+    transport = StreamTransport(options.address, tls_files(options), may_use_unix_socket=False)
+    connection = Connection(BlockShape(identity, (_BLOCK_BYTES,)), options, transport)
     if not connection.wait_until_up(_PATIENCE_MS):
         raise Unavailable(f"no session with {options.address}: {connection.refusal}")
     return connection

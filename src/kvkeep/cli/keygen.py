@@ -1,4 +1,10 @@
-"""`kvkeep keygen`: keys for engines and server and a token for the admin API, in files for their owner alone."""
+"""`kvkeep keygen`: certificates for server and engines and a token for the admin API, in files for their owner alone.
+
+ca.pem, ca.key             the CA that signs the others; its key is needed only to make more certificates
+server.pem, server.key     the server's certificate, for each name and IP address that engines reach it by
+NAME.pem, NAME.key         the certificate of one client, with NAME as its common name
+authorized/NAME.client     the line of that client for the server's authorized_clients
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import os
 import re
 import secrets
 import shlex
+import socket
 import stat
 from json import dumps as to_json
 from pathlib import Path
@@ -16,11 +23,14 @@ import typer
 from kvkeep.cli.output import Json, note, show_json
 from kvkeep.cli.remote import TOKEN_NAME, keys_dir
 from kvkeep.errors import SettingsError
-from kvkeep.server.auth import read_line
-from kvkeep.wire.auth import new_pair, read_pair, write_new
+from kvkeep.server.auth import CLIENT_FILE, read_line
+from kvkeep.wire.auth import PRIVATE, read_text, write_new
 
 AUTHORIZED = "authorized"
+_CA_DAYS, _DAYS = 3650, 825
 _FIRST_CLIENT = "engine"
+_RESERVED = ("ca", "server", TOKEN_NAME)
+_TLS = ("tls_cert", "tls_key", "tls_ca")
 _TOKEN_BYTES = 32
 
 
@@ -31,18 +41,28 @@ def keygen(
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--name", help="Make a key for a client of this name; may be given several times."),
+        typer.Option("--name", help="Make a certificate for a client of this name; may be given several times."),
+    ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host", help="A name or IP address that clients reach the server by; may be given several times."
+        ),
     ] = None,
     tenants: Annotated[
         str, typer.Option(help="Bind these clients to tenants: ids, beginnings of ids and *, with commas between.")
     ] = "",
     admin_token: Annotated[bool, typer.Option("--admin-token", help="Make a token for the admin API.")] = False,
+    days: Annotated[
+        int, typer.Option(help="How long certificates of server and clients are valid.", min=1, max=36_500)
+    ] = _DAYS,
     json: Json = False,
 ) -> None:
-    """Make keys for engines and server, and a token for the admin API. Nothing is ever overwritten."""
+    """Make a CA, certificates for server and engines, and a token for the admin API. Nothing is ever overwritten."""
     where = (directory or keys_dir()).expanduser().absolute()
-    clients = names or ([] if admin_token else [_FIRST_CLIENT])
-    made = make(where, clients, tenants, admin_token)
+    is_complete = admin_token or (hosts and (where / "ca.pem").exists())
+    clients = names or ([] if is_complete else [_FIRST_CLIENT])
+    made = make(where, clients, tenants, admin_token, tuple(hosts or ()), days)
     if json:
         show_json(made)
         return
@@ -56,43 +76,75 @@ def keygen(
         note(f"the client is called {_FIRST_CLIENT}, as no name was given; for several: --name host-a --name host-b")
 
 
-def make(where: Path, clients: list[str], tenants: str, admin_token: bool) -> dict[str, Any]:
-    """Makes what is asked for, all or nothing of it, and says where it is and how to use it. The server's own pair is
-    made with the first client. SettingsError for a name that is none or is taken."""
+def make(
+    where: Path,
+    clients: list[str],
+    tenants: str = "",
+    admin_token: bool = False,
+    hosts: tuple[str, ...] = (),
+    days: int = _DAYS,
+) -> dict[str, Any]:
+    """Makes what is asked for, all or nothing of it, and says where it is and how to use it. The CA and the server's
+    certificate are made with the first client; a server's certificate that is there is not made again. SettingsError
+    for a name that cannot be one or is taken."""
     _check_names(clients)
     if tenants and not clients:
         raise SettingsError("--tenants binds clients, and none is made", "name them with --name")
     _make_directory(where)
-    if clients:
-        _make_directory(where / AUTHORIZED)
     texts: dict[Path, str] = {}
-    server_key, made = where / "server.key", {"directory": str(where)}
-    if clients and not server_key.exists():
-        public, secret = new_pair()
-        texts[server_key] = f"# kvkeep: secret key of the server\n{secret}\n"
-        texts[where / "server.pub"] = f"# kvkeep: public key of the server\n{public}\n"
-    elif clients:
-        public, _ = read_pair(server_key)
+    server: dict[str, str] = {}
+    entries: list[dict[str, str]] = []
+    if clients or hosts:
+        _make_directory(where / AUTHORIZED)
+        entries = _certificates(where, clients, tenants, hosts, days, texts)
+        server = {**_named(where, "server"), "authorized_clients": str(where / AUTHORIZED)}
+    if admin_token:
+        texts[where / TOKEN_NAME] = secrets.token_urlsafe(_TOKEN_BYTES) + "\n"
+        server["admin_token"] = str(where / TOKEN_NAME)
+    _write(texts)
+    return {"directory": str(where), "files": [str(path) for path in texts], "server": server, "clients": entries}
+
+
+def _certificates(
+    where: Path, clients: list[str], tenants: str, hosts: tuple[str, ...], days: int, texts: dict[Path, str]
+) -> list[dict[str, str]]:
+    """Puts the files to be written into `texts`, and says what each client needs."""
+    try:  # not at the top: a token needs no certificates
+        from kvkeep.cli.certificates import Issued, is_host, issue, new_authority
+    except ImportError:
+        raise SettingsError(
+            "to make certificates, kvkeep needs the package cryptography", "pip install 'kvkeep[tls]'"
+        ) from None
+
+    def add(name: str, issued: Issued) -> Issued:
+        texts.update({where / f"{name}.key": issued.key, where / f"{name}.pem": issued.cert})
+        return issued
+
+    if (where / "ca.pem").exists():
+        ca = Issued(read_text(where / "ca.pem"), read_text(where / "ca.key", PRIVATE, ours=True))
+    else:
+        ca = add("ca", new_authority(_CA_DAYS))
+    if hosts or not (where / "server.pem").exists():
+        here = [name for name in (socket.gethostname(), "localhost", "127.0.0.1", "::1") if is_host(name)]
+        add("server", issue(ca, "kvkeep server", (*here, *hosts), days=days))
     entries = []
     for name in clients:
-        own, secret = new_pair()
-        line = f"{own} {name}" + (f" tenants={tenants}" if tenants else "")
+        issued = add(name, issue(ca, name, days=days))
+        line = name + (f" tenants={tenants}" if tenants else "")
         try:
             read_line(line)
         except ValueError as error:
             raise SettingsError(f"--tenants {tenants}: {error}") from None
-        texts[where / f"{name}.key"] = f"# kvkeep: secret key of the client {name}\n{secret}\n"
-        texts[where / AUTHORIZED / f"{name}.pub"] = f"{line}\n"
-        entries.append({"name": name, "curve_key": str(where / f"{name}.key"), "public_key": own, "server_key": public})
-    if admin_token:
-        texts[where / TOKEN_NAME] = secrets.token_urlsafe(_TOKEN_BYTES) + "\n"
-    _write(texts)
-    server: dict[str, str] = {}
-    if clients:
-        server |= {"curve_key": str(server_key), "authorized_keys": str(where / AUTHORIZED)}
-    if admin_token:
-        server["admin_token"] = str(where / TOKEN_NAME)
-    return {**made, "files": [str(path) for path in texts], "server": server, "clients": entries}
+        entry = where / AUTHORIZED / f"{name}{CLIENT_FILE}"
+        if not entry.exists() or entry.read_text() != f"{line}\n":  # a renewed certificate keeps its line
+            texts[entry] = f"{line}\n"
+        entries.append({"name": name, **_named(where, name), "fingerprint": issued.fingerprint})
+    return entries
+
+
+def _named(where: Path, name: str) -> dict[str, str]:
+    """The files of one side, by option."""
+    return dict(zip(_TLS, (str(where / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem")), strict=True))
 
 
 def lines_for_people(made: dict[str, Any]) -> list[str]:
@@ -100,10 +152,10 @@ def lines_for_people(made: dict[str, Any]) -> list[str]:
     lines = ["server, in its settings file:"]
     lines += [f"    {name} = {_quoted(value)}" for name, value in made["server"].items()]
     for client in made["clients"]:
-        extra = {f"kvkeep.{name}": client[name] for name in ("curve_key", "server_key")}
+        extra = {f"kvkeep.{name}": client[name] for name in _TLS}
         lines += ["", f"client {client['name']}, as kv_connector_extra_config:", f"    {_quoted(extra)}"]
-        lines += ["or in its environment:", f"    export KVKEEP_CLIENT_KEY={shlex.quote(client['curve_key'])}"]
-        lines += [f"    export KVKEEP_SERVER_KEY={shlex.quote(client['server_key'])}"]
+        lines += ["or in its environment:"]
+        lines += [f"    export KVKEEP_CLIENT_{name.upper()}={shlex.quote(client[name])}" for name in _TLS]
     if "admin_token" in made["server"]:
         lines += ["", "commands such as `kvkeep status`:"]
         lines += [f"    --token-file {shlex.quote(made['server']['admin_token'])}"]
@@ -116,8 +168,9 @@ def _next_steps(made: dict[str, Any]) -> list[str]:
         return ["start the server with its line; from then on all but /healthz and /readyz asks for the token"]
     return [
         "start the server with its lines; one that runs with them already sees new clients by itself",
-        "a client on another host: move its .key file there (mode 0600), and write the new path into its lines",
+        "a client on another host: copy its .pem and .key (mode 0600) and ca.pem there, and write the new paths",
         'it also needs "kvkeep.address": "tcp://HOST:5555", and the server address = "tcp://0.0.0.0:5555"',
+        "HOST must be in the server's certificate: make that one with --host HOST",
         "start the engines with their lines; `kvkeep status` shows who is connected, and who was turned away",
     ]
 
@@ -129,10 +182,10 @@ def _quoted(value: Any) -> str:
 
 def _check_names(names: list[str]) -> None:
     for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name in ("server", TOKEN_NAME):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name in _RESERVED:
             raise SettingsError(
-                f'--name "{name}": expected letters, digits, dots, - and _, at most 64, not server or {TOKEN_NAME}',
-                "these two are the server's own",
+                f'--name "{name}": expected letters, digits, dots, - and _, at most 64, not {" or ".join(_RESERVED)}',
+                "files of the server have these names",
             )
     if len(set(names)) != len(names):
         raise SettingsError("--name: each client needs a name of its own")
@@ -153,9 +206,9 @@ def _write(texts: dict[Path, str]) -> None:
     """All files or none."""
     for path in texts:
         if path.exists() or path.is_symlink():
-            ours = path.name in (TOKEN_NAME, "server.key", "server.pub")
+            ours = path.stem in _RESERVED
             remedy = "use that one" if ours else "name the next client with --name NAME"
-            raise SettingsError(f"{path} is there already, and nothing was made", f"{remedy}, or remove it")
+            raise SettingsError(f"{path} is there already, and nothing was made", f"{remedy}, or move it away")
     written: list[Path] = []
     try:
         for path, text in texts.items():

@@ -69,7 +69,7 @@ def time_since(seconds: float) -> str:
 
 def security(said: dict[str, bool]) -> str:
     """Who has to prove who they are, of those who can reach the server."""
-    engines = "engines need a key (CURVE)" if said["curve"] else "engines need no key"
+    engines = "engines need a certificate (TLS)" if said["tls"] else "engines need no certificate"
     return f"{engines}, the admin API needs a token{'' if said['admin_token'] else ' for changes'}"
 
 

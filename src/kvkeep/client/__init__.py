@@ -1,7 +1,7 @@
 """The engine's side. Nothing here raises into the engine for a server's fault, and nothing waits past a deadline.
 
 options.py      addresses, deadlines
-transport.py    frames over a ZMQ socket (a simulated one in tests)
+transport.py    a connection to the server: made, proved, made again (a simulated one in tests)
 calls.py        requests on their way, and what became of them
 replies.py      what a server's replies must be like before anyone relies on them
 connection.py   a session with the server: made, kept, made again

@@ -20,19 +20,19 @@ from hashlib import blake2b
 from typing import Any
 
 from kvkeep.client.calls import Breaker, Call, Calls, ClientCounters, Debts, gives
-from kvkeep.client.direct import Ways
 from kvkeep.client.fence import Fence
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import SILENT, UNTRUSTED, Outage
 from kvkeep.client.replies import is_sound_layout, is_sound_welcome
 from kvkeep.client.threads import Threads, monotonic_ms
-from kvkeep.client.transport import Transport, ZmqTransport
+from kvkeep.client.transport import StreamTransport, Transport
 from kvkeep.client.turns import Turns
 from kvkeep.errors import ProtocolError, UntrustedPool
 from kvkeep.kv.shape import BlockShape
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.segments import Segments
+from kvkeep.wire.tls import tls_files
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,7 @@ class Connection:
         self.state, self.refusal = "down", ""  # why the server would not have us, in its words
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
-        by_zmq = transport or ZmqTransport(options.address, options.curve_key, options.server_key)
-        self._transport = Ways(by_zmq, may_go_direct=transport is None)
+        self._transport = transport or StreamTransport(options.address, tls_files(options), options.trusted_users)
         self._pid, self._clock = os.getpid(), clock
         self.lock, self.outage = Turns(threads), Outage(options.address)
         self._calls, self._debts = Calls(), Debts()
@@ -282,7 +281,6 @@ class Connection:
     def _lose_all(self) -> None:
         """What was on its way is gone. Whether the session is, only the server can tell: till then its lock is ours."""
         self.breaker.heard = False
-        self._transport.go_back()
         for call in self._calls.all():
             self._end(call, "unreachable")
         self._tell_outage()
@@ -318,6 +316,7 @@ class Connection:
                 self._end(call, "breaker_open")
             if self._ping in overdue:  # a moment's silence is counted; one of seconds is told
                 self._tell_outage()
+                self._transport.reconnect()  # if the connection is what is silent, the next one may not be
 
     def _end(self, call: Call, failure: str) -> None:
         call.failure = failure
@@ -342,7 +341,6 @@ class Connection:
         elif self.state == "up":
             if (self._ping is None or self._ping.done) and now_ms >= self._next_ping_ms:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
-                self._transport.go_direct(self.welcome if self._fence and not self._calls else None)
                 self._ping = self._send(m.Ping(), max(self.options.ping_interval_ms, self.options.lookup_deadline_ms))
                 if not self.answering and self._fence is not None and self._fence.server_is_gone():
                     self._go_down()
@@ -385,7 +383,6 @@ class Connection:
                 self._handshake = self._send(m.Attach(plane), deadline_ms)
             case "attaching", m.Done():
                 self.state = "opening"
-                self._transport.go_direct(self.welcome if self._fence else None)
                 self._handshake = self._send(self._opening(), deadline_ms)
             case "opening", m.LayoutOpened() as opened if is_sound_layout(opened, self.shape.shard_bytes):
                 self.layout = opened
@@ -404,9 +401,12 @@ class Connection:
         if reply is not None:
             self.counters.fail("protocol")
             self.refusal = f"it sent {type(reply).__name__}, or nonsense in it, while we were {state}"
-        why = self.refusal or ("it does not answer" if step.failure == "deadline" else step.failure)
+        if step.failure == "deadline":
+            self._transport.reconnect()
+        refusal = self.refusal or self._transport.refusal()
+        why = refusal or ("it does not answer" if step.failure == "deadline" else step.failure)
         self.start_over()
-        self.outage.begin(why, self.refusal)
+        self.outage.begin(why, refusal)
 
     def _come_up(self) -> None:
         self.state, self._attempts, self.refusal = "up", 0, ""
@@ -430,7 +430,6 @@ class Connection:
         """Forgets the session. Calls on their way fail; memory of the old pool is let go of."""
         self._calls.end_all("session_lost")
         self._debts.clear()
-        self._transport.go_back()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
         if self._fence is not None:  # last: who got hold of it before has read what was this session's

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 
 from kvkeep.errors import SettingsError
 from kvkeep.wire.peers import OVERFLOW_UID, USERS_FORMAT, parse_users
+from kvkeep.wire.tls import tls_files
 
 DEFAULT_ADDRESS = "tcp://localhost:5555"
 
@@ -19,13 +20,17 @@ def default_address() -> str:
     return os.environ.get("KVKEEP_ADDRESS") or DEFAULT_ADDRESS
 
 
-def default_curve_key() -> str | None:
-    """Our key if nobody says. The server's own setting is KVKEEP_CURVE_KEY: both may be in one environment."""
-    return os.environ.get("KVKEEP_CLIENT_KEY") or None
+def default_tls(which: str) -> str | None:
+    """The file that the environment names, if any. Refuses the variables of earlier releases."""
+    for old in ("KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"):
+        if os.environ.get(old):
+            raise replaced(old, "set KVKEEP_CLIENT_TLS_CERT, KVKEEP_CLIENT_TLS_KEY and KVKEEP_CLIENT_TLS_CA")
+    return os.environ.get(f"KVKEEP_CLIENT_TLS_{which}") or None
 
 
-def default_server_key() -> str | None:
-    return os.environ.get("KVKEEP_SERVER_KEY") or None
+def replaced(old: str, instead: str) -> SettingsError:
+    """The error for a setting of an earlier release."""
+    return SettingsError(f"{old} does not exist any more", f"{instead}: the migration guide says how")
 
 
 def default_trusted_users() -> tuple[int, ...]:
@@ -52,11 +57,15 @@ class ClientOptions:
     gpu_staging_bytes: int = 512 << 20  # GPU memory through which blocks go, where an engine is on one
     shared_memory: bool = True  # False: move bytes through the socket even on the same host
     trusted_users: tuple[int, ...] = field(default_factory=default_trusted_users)  # whose server is as good as our own
-    curve_key: str | None = field(default_factory=default_curve_key)  # file of our secret key; None: no encryption
-    server_key: str | None = field(default_factory=default_server_key)  # the server's public key, or a file of it
+    tls_cert: str | None = field(default_factory=lambda: default_tls("CERT"))  # file of our certificate; None: no TLS
+    tls_key: str | None = field(default_factory=lambda: default_tls("KEY"))  # file of its private key
+    tls_ca: str | None = field(default_factory=lambda: default_tls("CA"))  # file of the CA that signed the server's
+    curve_key: InitVar[None] = None  # of earlier releases: refused by name
+    server_key: InitVar[None] = None
 
-    def __post_init__(self) -> None:
-        """Raises SettingsError, naming the option, for a deadline, an interval, a count or a user that is none."""
+    def __post_init__(self, curve_key: object, server_key: object) -> None:
+        """Raises SettingsError, naming the option, for a deadline, an interval, a count or a user that is none, and for
+        TLS without all of its files."""
         for option in fields(self):
             value = getattr(self, option.name)
             if option.type == "int" and (type(value) is not int or value < 1):
@@ -64,8 +73,7 @@ class ClientOptions:
         users = self.trusted_users
         if not isinstance(users, tuple) or any(type(uid) is not int or uid in (-1, OVERFLOW_UID) for uid in users):
             raise SettingsError(f"trusted_users must be a tuple of user ids, without {OVERFLOW_UID}, not {users!r}")
-        if (self.curve_key is None) != (self.server_key is None):
-            there, missing = ("curve_key", "server_key") if self.curve_key else ("server_key", "curve_key")
-            raise SettingsError(
-                f"{there} is given and {missing} is not", "give both, as `kvkeep keygen` printed them, or neither"
-            )
+        for old, value in (("curve_key", curve_key), ("server_key", server_key)):
+            if value is not None:
+                raise replaced(old, "give tls_cert, tls_key and tls_ca")
+        tls_files(self)

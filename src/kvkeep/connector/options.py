@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from kvkeep.client.options import ClientOptions
+from kvkeep.client.options import ClientOptions, replaced
 from kvkeep.connector.worth import LoadWhen
 from kvkeep.errors import SettingsError
 from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
@@ -36,12 +36,17 @@ _HOST = "a host name, or an IPv4 or IPv6 address"
 _PREFIX = "kvkeep."
 _OWN = ("address", "host", "port", "load", "load_when", "load_failure_policy", "revision", "allow_untested_vllm")
 _OPTIONS = {option.name: str(option.type) for option in dataclasses.fields(ClientOptions) if option.name != "address"}
+_REPLACED = ("kvkeep.curve_key", "kvkeep.server_key")
 KNOWN_KEYS = [_PREFIX + name for name in (*_OWN, *_OPTIONS)]
 
 
 def client_options(extra: Mapping[str, Any]) -> ClientOptions:
     """What the extra config says to the client. Refuses a bad value of any key of ours, whoever it is that reads it."""
     for key in extra:
+        if key in _REPLACED:
+            raise replaced(
+                f"{key} (kv_connector_extra_config)", "set kvkeep.tls_cert, kvkeep.tls_key and kvkeep.tls_ca"
+            )
         if key.startswith(_PREFIX) and key not in KNOWN_KEYS:
             raise unknown("kv_connector_extra_config", key, KNOWN_KEYS)
     for check in (load_mode, load_when, load_failure_policy, revision, allow_untested):

@@ -64,9 +64,9 @@ _TENANTS_SHOWN_A_TURN = 128
 
 @dataclass(frozen=True)
 class SecurityShown:
-    """Who is asked to prove who they are: engines by CURVE keys, operators by the admin API's token."""
+    """Who is asked to prove who they are: engines by TLS certificates, operators by the admin API's token."""
 
-    curve: bool
+    tls: bool
     admin_token: bool
 
 
@@ -192,7 +192,7 @@ class Admin:
             auth_failures=now.counters.auth_failures,
             restart=now.restart,
             security=SecurityShown(
-                curve=daemon.settings.curve_key is not None, admin_token=daemon.settings.admin_token is not None
+                tls=daemon.settings.tls_cert is not None, admin_token=daemon.settings.admin_token is not None
             ),
             not_shared=now.not_shared,
         )

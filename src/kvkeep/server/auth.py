@@ -1,11 +1,9 @@
-"""Who may connect: CURVE keys, which of them are authorized, and what becomes of everybody else.
+"""Who may connect over TLS: certificates of our CA, the list of authorized clients, and the tenants they are bound to.
 
-    a connection ── CURVE handshake, in ZMQ's thread ──► ZAP request ──► Gate.answer ──► 200 and the key, or 400
-    a message ───── with the key that the handshake proved ────────────► Gate.receive ──► frames and their Caller
+    a TLS handshake ──► names of a verified certificate ──► Authority.caller_of ──► Caller, or None: not authorized
 
-Without a key the handshake ends and nothing of ours ever sees a byte of the peer's. The list of authorized keys is read
-again when it changes; every message is held against the list as it is now, so a key that was taken out is out at once,
-on connections that are open as well.
+The list, the certificate, its key and the CA are read again when they change: clients are added and revoked, and
+certificates are renewed, without a restart.
 """
 
 from __future__ import annotations
@@ -13,41 +11,30 @@ from __future__ import annotations
 import logging
 import os
 import re
+import ssl
 import stat
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-import zmq
-from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
-
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant, tenant_of
-from kvkeep.server.counters import Counters
-from kvkeep.wire.auth import UNWRITABLE, check_directory, is_key, key_lines, read_pair, read_text
+from kvkeep.wire.auth import UNWRITABLE, check_directory, key_lines, read_text
+from kvkeep.wire.tls import FINGERPRINT, TlsFiles, server_context, stat_of
 
 log = logging.getLogger(__name__)
 
-ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # the protocol's own name for it
-ZAP_DOMAIN: Final = b"kvkeep"
-PUBLIC_KEY: Final = ".pub"
+CLIENT_FILE: Final = ".client"
 LOG_INTERVAL_S: Final = 60.0
-_EVENTS_A_TURN = 256
-_PARTS_BETWEEN_LOOKS = 1 << 16  # some 50 ms of reading
-_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # those of keys are counted by ZAP
-)
-_CRYPTOGRAPHIC, _MECHANISM = 0x11000001, 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_...; pyzmq has no names for these values
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a message. `tenants`: patterns of the tenants it may name; None for all. Without CURVE: ANYONE."""
+    """Who sent a message. `key`: the name in its certificate that matched the list. `tenants`: patterns of the tenants
+    it may name; None for all. Without TLS: ANYONE."""
 
     key: str = ""
     name: str = ""
@@ -55,19 +42,18 @@ class Caller:
     revoked: bool = False
 
     def check_tenant(self, tenant: str) -> None:
-        """`forbidden_tenant` for one that this key is not bound to."""
+        """`forbidden_tenant` for one that this client is not bound to."""
         if self.tenants is None or any(_matches(tenant, pattern) for pattern in self.tenants):
             return
         raise RequestError(
             "forbidden_tenant",
-            "this client's key is bound to other tenants",
+            "this client's certificate is bound to other tenants",
             field="tenant",
-            hint="add the tenant to tenants= of this key in the server's authorized_keys",
+            hint="add the tenant to tenants= of this client in the server's authorized_clients",
         )
 
 
 ANYONE: Final = Caller()
-NOBODY: Final = Caller("nobody", revoked=True)
 
 
 def _matches(tenant: str, pattern: str) -> bool:
@@ -75,14 +61,15 @@ def _matches(tenant: str, pattern: str) -> bool:
 
 
 def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Caller]:
-    """All keys in a file, or in the files *.pub of a directory, by key. What is wrong with a line goes to `complain`,
-    and the line counts for nothing. SettingsError if nothing can be read, or if others could have written it."""
+    """All clients in a file, or in the files *.client of a directory, by name. What is wrong with a line goes to
+    `complain`, and the line counts for nothing. SettingsError if nothing can be read, or if others could have written
+    it."""
     try:
         status = os.stat(path)
         is_directory = stat.S_ISDIR(status.st_mode)
         if is_directory:
             check_directory(path, status)
-        files = _key_files(path) if is_directory else [path]
+        files = _client_files(path) if is_directory else [path]
     except OSError as error:
         hint = "see that it is there and that the server's user may read it"
         raise SettingsError(f"{path} cannot be read: {error.strerror}", hint) from error
@@ -99,36 +86,37 @@ def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Ca
             try:
                 caller = read_line(line)
             except ValueError as error:
-                complain(f"{file}, key {number}: {error}")  # the line is not quoted: it may have a salt in it
+                complain(f"{file}, client {number}: {error}")  # the line is not quoted: it may have a salt in it
                 continue
             if caller.key in callers:
-                complain(f"{file}, key {number}: this key is authorized already, as {callers[caller.key].name}")
+                complain(f"{file}, client {number}: {caller.key} is authorized already")
                 continue
             callers[caller.key] = caller
     return callers
 
 
-def _key_files(directory: Path) -> list[Path]:
+def _client_files(directory: Path) -> list[Path]:
     """Those that count. What begins with a dot is an editor's, or half copied. OSError if we may not look."""
     names = sorted(os.listdir(directory))
-    return [directory / name for name in names if name.endswith(PUBLIC_KEY) and not name.startswith(".")]
+    return [directory / name for name in names if name.endswith(CLIENT_FILE) and not name.startswith(".")]
 
 
 def read_line(line: str) -> Caller:
-    """A line `public-key name [tenants=a,b]`. ValueError says what is wrong."""
-    key, *rest = line.split()
-    if not is_key(key):
-        raise ValueError("the line does not begin with a public key of 40 characters")
-    if not rest or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", rest[0]):
-        raise ValueError("the key is not followed by a name of letters, digits, dots, - and _, at most 64")
-    name, options = rest[0], rest[1:]
+    """A line `NAME [tenants=a,b]`. ValueError says what is wrong."""
+    name, *options = line.split()
+    if name.lower().startswith(FINGERPRINT):
+        name = name.lower().replace(":", "").replace("sha256", FINGERPRINT, 1)  # openssl writes AB:CD:...
+        if not re.fullmatch(r"[0-9a-f]{64}", name.removeprefix(FINGERPRINT)):
+            raise ValueError("sha256: is not followed by the 64 hexadecimal digits of a certificate's fingerprint")
+    elif not name.isprintable() or len(name) > 256 or name.startswith("tenants="):
+        raise ValueError("the line does not begin with a name that a certificate can have, at most 256 characters")
     tenants: tuple[str, ...] | None = None
     for option in options:
         what, _, value = option.partition("=")
         if what != "tenants" or tenants is not None:
             raise ValueError("after the name there may be tenants=a,b once, and nothing else")
         tenants = tuple(_tenant(each) for each in value.split(","))
-    return Caller(key, name, tenants)
+    return Caller(name, name, tenants)
 
 
 def _tenant(text: str) -> str:
@@ -140,216 +128,121 @@ def _tenant(text: str) -> str:
     return text
 
 
-class Gate:
-    """The server's side of CURVE, in the loop's thread. Without a key it lets everybody in, as ANYONE."""
+class Authority:
+    """Decides which certificates are let in, and with which tenants. Used by one thread.
+
+    `context` is for new connections; None without files, and then everybody is ANYONE. `callers` is the list by name;
+    None without a list, and then every certificate of the CA is let in. `trust` grows when a CA was removed from
+    tls_ca: connections that were verified before have to be closed, and to be verified again."""
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        curve_key: Path | None,
-        authorized_keys: Path | None,
-        counters: Callable[[], Counters],
+        files: TlsFiles | None,
+        authorized_clients: Path | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context = context
-        self._curve_key = curve_key
-        self._path = authorized_keys
-        self._counters = counters
-        self._clock = clock
-        self._said_at: dict[str, float] = {}  # by reason
-        self._unsaid: Counter[str] = Counter()
-        self._signature: list[object] = []
-        self._problems: list[str] = []
-        self._problems_said_at = 0.0
-        self._zap: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._router: zmq.Socket[bytes] | None = None
-        self._last: zmq.Frame | None = None  # the first frame of the last message
-        self._secret = b""
-        self._guarded = 0
-        self.callers: dict[str, Caller] = {}
-        if curve_key is not None:
-            assert authorized_keys is not None
-            self._signature = _signature_of(authorized_keys)
-            self.callers = read_authorized(authorized_keys, _refuse_start)
-            say = log.info if self.callers else log.warning
-            say("engines need a key: %d are authorized in %s", len(self.callers), authorized_keys)
+        self._files, self._list, self._clock = files, authorized_clients, clock
+        self._problems: dict[str, list[str]] = {}  # by what was read
+        self._said: dict[str, list[str]] = {}
+        self._said_at = self._tried_at = 0.0
+        self.context: ssl.SSLContext | None = None
+        self.callers: dict[str, Caller] | None = None
+        self.trust = 0
+        if files is not None:
+            self._files_signature = _signature_of(files)
+            self.context = server_context(files)
+            self._trusted = _certificates_in(files.ca)
+        if files is not None and authorized_clients is not None:
+            self._list_signature = _signature_of(authorized_clients)
+            self.callers = read_authorized(authorized_clients, _refuse_start)
+            log.info("engines need a certificate: %d names are in %s", len(self.callers), authorized_clients)
+            if not self.callers:
+                log.warning("nobody is authorized: of a directory, files *%s are read", CLIENT_FILE)
 
-    @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What the loop has to poll for us."""
-        return [socket for socket in (self._zap, self._monitor) if socket is not None]
-
-    def guard(self, router: zmq.Socket[bytes]) -> None:
-        """Makes the socket ask for keys. Before it is bound: there is no moment at which anybody gets in without."""
-        if self._curve_key is None:
-            return
-        if self._zap is None:
-            self._secret = read_pair(self._curve_key)[1].encode()
-            self._zap = self._context.socket(zmq.ROUTER)
-            self._zap.bind(ZAP_ENDPOINT)
-        router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
-        router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        self._router = router
-        self._guarded += 1
-        endpoint = f"inproc://kvkeep.handshakes.{self._guarded}"  # a name of its own: the last one may not be free yet
-        router.monitor(endpoint, _FAILURES)
-        self._monitor = self._context.socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # with a limit, ZMQ's own thread would wait for us at it
-        self._monitor.connect(endpoint)
-
-    def leave(self) -> None:
-        """Before the guarded socket is closed and another is guarded in its place."""
-        if self._router is not None and self._monitor is not None:
-            self._router.disable_monitor()
-            self._monitor.close(linger=0)
-            self._router = self._monitor = None
-
-    def receive(
-        self, router: zmq.Socket[bytes], look: Callable[[], None] = lambda: None
-    ) -> tuple[bytes, list[bytes], Caller | None]:
-        """The next message: whose connection it came by, its frames, who sent it. None for a message that no key came
-        with, which is answered by nothing. zmq.Again if there is none. `look` is called now and then within a message
-        of very many parts; what it raises ends the message."""
-        first = self._last = router.recv(zmq.NOBLOCK, copy=False)
-        frames = _parts(router, look)  # the rest is there: ZMQ delivers messages whole
-        return first.bytes, frames, ANYONE if self._zap is None else self._caller(first)
-
-    def last_address(self) -> str:
-        """Where the last message came from; "" if ZMQ does not say."""
-        try:
-            return str(self._last.get("Peer-Address")) if self._last is not None else ""
-        except zmq.ZMQError:
-            return ""
-
-    def _caller(self, frame: zmq.Frame) -> Caller | None:
-        try:
-            key = str(frame.get("User-Id"))
-        except zmq.ZMQError:
-            self._fail("no_key")
-            return None
-        return self.caller_of(key)
-
-    def caller_of(self, key: str | None) -> Caller:
-        """Who has that key, as far as the list says so now; None: of whom nobody knows anything, and who has no
-        session."""
-        if key is None:
-            return NOBODY
-        if not key and self._curve_key is None:
+    def caller_of(self, names: tuple[str, ...]) -> Caller | None:
+        """Who has a certificate with these names (see `peer_names`), as the list says now. The line of its fingerprint
+        counts before those of its other names. None: not authorized."""
+        if self.context is None:
             return ANYONE
-        known = self.callers.get(key)
-        if known is None:
-            self._fail("revoked_key")
-        return known or Caller(key, revoked=True)
-
-    def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Does what there is to do on one of our sockets."""
-        for _ in range(_EVENTS_A_TURN):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if socket is self._zap:
-                socket.send_multipart(self.answer(frames), zmq.NOBLOCK)
-            else:
-                self._note_handshake(frames)
-
-    def answer(self, frames: list[bytes]) -> list[bytes]:
-        """The reply to a ZAP request: 200 and the key for one that is authorized, 400 for everything else."""
-        at = frames.index(b"") + 1
-        request = frames[at:]
-        number = request[1] if len(request) > 1 else b""
-        key = ""
-        if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
-            key = z85.encode(request[6]).decode()
-        if key in self.callers:
-            return [*frames[:at], b"1.0", number, b"200", b"", key.encode(), b""]
-        self._fail("unknown_key", request[3].decode(errors="replace") if len(request) > 3 else "")
-        return [*frames[:at], b"1.0", number, b"400", b"not authorized", b"", b""]
+        readable = next(iter(names[1:] or names), "")
+        if self.callers is None:
+            return Caller(readable, readable) if names else None
+        known = next((self.callers[name] for name in names if name in self.callers), None)
+        return known and replace(known, name=readable)
 
     def reload(self) -> bool:
-        """Reads the list again if it changed, or was not whole when last read. True if others are authorized now. One
-        that cannot be read changes nothing; a line that cannot be read authorizes nobody."""
-        if self._path is None or ((signature := _signature_of(self._path)) == self._signature and not self._problems):
+        """Reads what changed, and now and then what could not be used. True if anything is different now. A file that
+        cannot be used changes nothing; a line that cannot be read authorizes nobody."""
+        has_other_files = self._files is not None and self._reload_files(self._files)
+        has_other_list = self.callers is not None and self._reload_list(self.callers)
+        self._say()
+        return has_other_files or has_other_list
+
+    def _reload_files(self, files: TlsFiles) -> bool:
+        signature, now = _signature_of(files), self._clock()
+        is_due = self._problems.get("tls") and now - self._tried_at >= LOG_INTERVAL_S  # a date may heal by itself
+        if signature == self._files_signature and not is_due:
             return False
-        problems: list[str] = []
-        self._signature = signature
+        self._files_signature, self._tried_at = signature, now
         try:
-            callers = read_authorized(self._path, lambda problem: problems.append(f"{problem}; ignored"))
+            context, trusted = server_context(files), _certificates_in(files.ca)
         except SettingsError as error:
-            callers = self.callers
-            problems = [f"{error.message}; those authorized before stay so, and nobody can be revoked ({error.hint})"]
-        self._say(problems)
-        if callers == self.callers:
+            self._problems["tls"] = [f"{error.message}; the files that were read before stay in force ({error.hint})"]
             return False
-        added, removed = len(callers.keys() - self.callers.keys()), len(self.callers.keys() - callers.keys())
-        self.callers = callers
-        log.info("authorized_keys was read again: %d keys, %d new, %d revoked", len(callers), added, removed)
+        self._problems["tls"] = []
+        self.trust += not trusted >= self._trusted
+        self.context, self._trusted = context, trusted
+        log.info("tls_cert, tls_key and tls_ca were read again")
         return True
 
-    def _say(self, problems: list[str]) -> None:
-        """Says what is wrong with the list when that changes, and then every minute as long as it is."""
+    def _reload_list(self, before: dict[str, Caller]) -> bool:
+        assert self._list is not None
+        signature = _signature_of(self._list)
+        if signature == self._list_signature and not self._problems.get("authorized_clients"):
+            return False
+        problems: list[str] = []
+        self._list_signature = signature
+        try:
+            callers = read_authorized(self._list, lambda problem: problems.append(f"{problem}; ignored"))
+        except SettingsError as error:
+            callers = before
+            problems = [f"{error.message}; those authorized before stay so, and nobody can be revoked ({error.hint})"]
+        self._problems["authorized_clients"] = problems
+        if callers == before:
+            return False
+        added, removed = len(callers.keys() - before.keys()), len(before.keys() - callers.keys())
+        self.callers = callers
+        log.info("authorized_clients was read again: %d names, %d new, %d revoked", len(callers), added, removed)
+        return True
+
+    def _say(self) -> None:
+        """Logs what cannot be used when that changes, and then every minute as long as it is so."""
         now = self._clock()
-        if problems != self._problems or now - self._problems_said_at >= LOG_INTERVAL_S:
-            for problem in problems:
-                log.error("authorized_keys: %s", problem)
-            self._problems, self._problems_said_at = problems, now
-
-    def close(self) -> None:
-        if self._router is not None and not self._router.closed:
-            self._router.disable_monitor()
-        for socket in self.sockets:
-            socket.close(linger=0)
-
-    def _note_handshake(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)
-        reasons = {_CRYPTOGRAPHIC: "cryptographic", _MECHANISM: "mechanism"}
-        broken_off = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self._fail("broken_off" if broken_off else reasons.get(event["value"], "protocol"))
-
-    def _fail(self, reason: str, address: str = "") -> None:
-        """Counts, and says so once a minute at most for each reason: who knocks must not fill our disk."""
-        self._counters().fail_auth(reason)
-        self._unsaid[reason] += 1
-        now = self._clock()
-        if reason not in self._said_at or now - self._said_at[reason] >= LOG_INTERVAL_S:
-            where = f" from {address}" if address else ""
-            count = self._unsaid.pop(reason)
-            log.warning("a peer%s was turned away (%s); %d since this was last said", where, reason, count)
-            self._said_at[reason] = now
-
-
-def _parts(router: zmq.Socket[bytes], look: Callable[[], None]) -> list[bytes]:
-    """One message, or the rest of one. To read a million parts takes a second, in which others come in."""
-    parts = [router.recv(zmq.NOBLOCK)]
-    while router.getsockopt(zmq.RCVMORE):
-        parts.append(router.recv(zmq.NOBLOCK))
-        if len(parts) % _PARTS_BETWEEN_LOOKS == 0:
-            look()
-    return parts
+        if self._problems != self._said or now - self._said_at >= LOG_INTERVAL_S:
+            for what, problems in self._problems.items():
+                for problem in problems:
+                    log.error("%s: %s", what, problem)
+            self._said, self._said_at = dict(self._problems), now
 
 
 def _refuse_start(problem: str) -> None:
     raise SettingsError(
-        f"authorized_keys: {problem}", 'a line is "public-key name", as in the .pub files of `kvkeep keygen`'
+        f"authorized_clients: {problem}", 'a line is "NAME" or "NAME tenants=a,b", as `kvkeep keygen` writes it'
     )
 
 
-def _signature_of(path: Path) -> list[object]:
-    """What changes when the list does: of the file, or of the directory and each file in it. What cannot be looked at
-    is in it by its error, so that it hides no change of the others."""
-    signature = [_stat_of(path)]
+def _certificates_in(path: Path) -> set[str]:
+    return set(re.findall(r"-----BEGIN [^-]*CERTIFICATE-----.*?-----END", read_text(path), re.DOTALL))
+
+
+def _signature_of(what: Path | TlsFiles) -> list[object]:
+    """What changes when a list does (of the file, or of the directory and each file in it), or one of the TLS files.
+    What cannot be looked at is in it by its error, so that it hides no change of the others."""
+    if isinstance(what, TlsFiles):
+        return [stat_of(file) for file in (what.cert, what.key, what.ca)]
+    signature = [stat_of(what)]
     try:
-        files = _key_files(path)
+        files = _client_files(what)
     except OSError as error:  # a plain file, too
         return [*signature, error.errno]
-    return [*signature, *(_stat_of(file) for file in files)]
-
-
-def _stat_of(file: Path) -> object:
-    try:
-        one = os.stat(file)
-    except OSError as error:
-        return str(file), error.errno
-    return str(file), one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
+    return [*signature, *(stat_of(file) for file in files)]

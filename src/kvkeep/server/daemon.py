@@ -14,24 +14,20 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import zmq
-
 from kvkeep.errors import PoolError
-from kvkeep.server.auth import LOG_INTERVAL_S, Caller, Gate
-from kvkeep.server.direct import open_direct
+from kvkeep.server.auth import Authority, Caller
+from kvkeep.server.connections import Connections
 from kvkeep.server.host_memory import allow_many_files, warn_of_disk, warn_of_small_pool
 from kvkeep.server.limits import ClientLimits
-from kvkeep.server.listeners import Listener
-from kvkeep.server.own_memory import INCOMING_BYTES, OwnMemory, Statm
+from kvkeep.server.listeners import Listeners
 from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.server.service import Service
-from kvkeep.server.sessions import DIRECT
 from kvkeep.server.settings import Settings
 from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.server.warm import open_store
@@ -39,17 +35,12 @@ from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import format_size
-from kvkeep.wire.frames import decode_header, session_of
 from kvkeep.wire.messages import PoolPlace, WireLimits
-from kvkeep.wire.strangers import recognise_frames
+from kvkeep.wire.tls import tls_files
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_LAST_WORDS_MS = 200  # for replies that are on their way when the server ends
-_MESSAGES_A_TURN, _TURN_S = 256, 0.02  # whichever comes first: then the loop looks at its other duties
-_MEMORY_CHECK_S = 0.1
 
 
 class Daemon:
@@ -62,11 +53,9 @@ class Daemon:
         self.ready = threading.Event()
         self.degraded = ""  # why the pool is smaller than asked for, if it is
         self.lost = False  # whether the pool's lock was removed under us: from then on there are no hits
-        self.last_turn = self._memory_due = time.monotonic()
+        self.last_turn = time.monotonic()
         self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
         self._stopping = self._is_over = False
-        self._too_much = 0  # bytes that have come in, from when they are too many until the socket is open again
-        self._fault_said_at = float("-inf")
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
         self._duties: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -87,26 +76,28 @@ class Daemon:
         if settings.pool_size_is_auto:
             warn_of_small_pool(self.pool)
             self.settings = replace(settings, pool_size=self.pool.pool_bytes, slab_size=self.pool.slab_bytes)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._gate = Gate(
-                self._context, settings.curve_key, settings.authorized_keys, lambda: self.service.counters
-            )
             self.store = self._make_store()
             if not self.pool.filled_bytes:
                 # The first segment is there before anyone can connect: who stores at once finds room.
                 self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
-            self._listener = Listener(self._context, self._gate, settings.address, settings.max_frame_size)
-            self.address = self._listener.address
-            most = settings.max_sessions, settings.max_frame_size
-            self._direct = open_direct(self.pool.directory, *most, self.service.counters, self.strangers)
-            self.service.on_stranger = self._note_stranger
+            self._authority = Authority(tls_files(settings), settings.authorized_clients)
+            self._listeners = Listeners(settings.address, for_others=bool(settings.trusted_users))
+            self.address = self._listeners.address
+            self._connections = Connections(
+                self._listeners,
+                2 * settings.max_sessions,
+                settings.max_frame_size,
+                authority=self._authority,
+                trusted_users=settings.trusted_users,
+                counters=self.service.counters,
+                strangers=self.strangers,
+            )
             self._waker, self._wake = socket.socketpair()
+            self._waker.setblocking(False)
             self._wake.setblocking(False)
-            self._poller = self._make_poller()
-            self._statm = Statm()
-            self._memory = OwnMemory(self._statm.own_bytes, len(self.store.blocks.table))
+            self._connections.also_wait_for(self._waker.fileno())
         except BaseException:  # guard: whatever it is, nothing of a server that does not start may stay behind
             self.close(keep=self.pool.is_left)  # but what was there before
             raise
@@ -127,8 +118,8 @@ class Daemon:
         deadline = time.monotonic() + self.settings.shutdown_grace
         while time.monotonic() < deadline and self._is_in_use():
             self._turn(0.05)
-        self._answer_all()  # whoever asked meanwhile is told, and need not wait for a deadline
-        self._serve_direct()
+        self._connections.wait(0)  # requests that came meanwhile are answered, and need not wait for a deadline
+        self._connections.serve(self._answer)
         self._is_over = True
         while not self._duties.empty():  # nor need who asked by HTTP
             self._duties.get()()
@@ -180,20 +171,13 @@ class Daemon:
             self._scrubber.stop()
         if self._filler is not None:
             self._filler.join()  # or it would put its next segment into a directory that is being removed
-        if hasattr(self, "_listener"):
-            self._listener.remove_file()
-        if hasattr(self, "_direct") and self._direct is not None:
-            self._direct.close()
-        if hasattr(self, "_gate"):
-            self._gate.close()
-        if hasattr(self, "_listener"):
-            self._listener.close(_LAST_WORDS_MS)
-        self._context.destroy(linger=_LAST_WORDS_MS)
+        if hasattr(self, "_listeners"):
+            self._listeners.close()
+        if hasattr(self, "_connections"):
+            self._connections.close()
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()
-        if hasattr(self, "_statm"):
-            self._statm.close()
         keep = keep and self.pool.is_kept and (not hasattr(self, "store") or len(self.store.blocks.table) > 0)
         if keep and hasattr(self, "service"):
             self.service.sessions.leave_all()
@@ -216,84 +200,29 @@ class Daemon:
         """Waits for something to do, does it, and every now and then looks for dead sessions."""
         now = time.monotonic()
         due = self.last_turn + self.settings.session_check_interval
-        timeout_ms = max(0, int(min(timeout_s, due - now, self._memory_due - now) * 1000) + 1)
         self.busy_since = None
-        has_more = self._direct is not None and self._direct.has_more
-        events = self._poller.poll(0 if has_more else timeout_ms)
+        self._connections.wait(max(0.0, min(timeout_s, due - now)))
         self.busy_since = time.monotonic()
-        for ready, _ in events:
-            if ready is self._listener.socket:
-                self._answer_all()
-            elif self._direct is not None and ready == self._direct.fileno():
-                has_more = True
-            elif ready in self._gate.sockets:
-                self._gate.serve(ready)
-            else:
-                self._waker.recv(4096)
-        if has_more:
-            self._serve_direct()
+        self._connections.serve(self._answer)
+        with contextlib.suppress(BlockingIOError):
+            self._waker.recv(4096)
         if self.store.has_to_tidy:
             self.do_in_loop(lambda: self.store.tidy(self.now_ms()))
         for _ in range(self._duties.qsize()):  # those that come meanwhile wait until engines have had their turn
             self._duties.get()()
-        if time.monotonic() >= self._memory_due:
-            self._look_after_memory()
-            self._memory_due = time.monotonic() + _MEMORY_CHECK_S
         if time.monotonic() >= due:
-            if self._gate.reload():
-                self.service.bar(self._gate.callers, self.now_ms())
+            if self._authority.reload():
+                self._connections.check_certificates()
+                if self._authority.callers is not None:
+                    self.service.bar(self._authority.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
-            if self._direct is not None:
-                self._direct.tend(self.service.sessions.is_on)
+            self._connections.tend(self.service.sessions.is_on)
             self._look_after_lock()
             self.last_turn = time.monotonic()
         self.service.counters.turns.add((time.monotonic() - self.busy_since) * 1e6)
 
-    def _look_after_memory(self) -> None:
-        """One message of endless parts would take all memory there is, and ZMQ neither limits it nor says whose it is.
-        So all connections are closed; clients connect again by themselves, and what they had asked is a miss."""
-        with self._faults_noted():
-            incoming = self._too_much or self._incoming_bytes()
-            if incoming > INCOMING_BYTES:
-                self._close_connections(incoming)
-
-    def _close_connections(self, incoming: int) -> None:
-        if not self._listener.socket.closed:  # else it could not be opened again last time
-            self.service.counters.connection_resets += 1
-            log.error(
-                "%s of messages have come in that are not whole, or that nobody has read; all connections are closed, "
-                "and may be made again",
-                format_size(incoming),
-            )
-        self._too_much = incoming
-        try:
-            self._listener.reopen(lambda: self._memory.settle(len(self.store.blocks.table)))
-            self._too_much = 0
-        finally:
-            self._poller = self._make_poller()
-
-    def _look_while_reading(self) -> None:
-        """Breaks a message off in the middle if there is no memory for more. The socket must then be closed, at the end
-        of this turn: what has been read of the message is free by then."""
-        incoming = 0
-        with self._faults_noted():
-            incoming = self._incoming_bytes()
-        if incoming > INCOMING_BYTES:
-            self._too_much, self._memory_due = incoming, 0.0
-            raise zmq.Again
-
-    @contextlib.contextmanager
-    def _faults_noted(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:  # guard: a server that cannot look after its memory serves on, and looks again
-            self.service.counters.internal_errors += 1
-            if time.monotonic() - self._fault_said_at >= LOG_INTERVAL_S:
-                self._fault_said_at = time.monotonic()
-                log.exception("the server could not look after its memory; it will try again and again")
-
-    def _incoming_bytes(self) -> int:
-        return self._memory.incoming_bytes(len(self.store.blocks.table), self.service.backlog.waiting_bytes)
+    def _answer(self, frames: list[bytes], caller: Caller, peer: bytes) -> list[Any] | None:
+        return self.service.handle(frames, self.now_ms(), caller, peer)
 
     def _look_after_lock(self) -> None:
         """Without its lock file the server is dead to whoever comes, and the pool deserted: it stops admitting."""
@@ -314,51 +243,6 @@ class Daemon:
         """Ends the loop's wait. A full buffer will wake it just as well; a closed one has no loop behind it."""
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
-
-    def _answer_all(self) -> None:
-        until = time.monotonic() + _TURN_S
-        for _ in range(_MESSAGES_A_TURN):
-            if time.monotonic() >= until or self._too_much:  # what is left of a message could pass for one
-                return
-            try:
-                peer, frames, caller = self._gate.receive(self._listener.socket, self._look_while_reading)
-            except zmq.Again:
-                return
-            if caller is None:
-                continue
-            reply = self.service.handle(frames, self.now_ms(), caller, peer)
-            if reply is not None:
-                try:
-                    self._send(peer, reply, caller)
-                except zmq.ZMQError as error:  # the peer is gone or does not read: its own deadline ends it
-                    log.debug("a reply could not be sent: %s", error)
-
-    def _note_stranger(self, frames: Sequence[bytes], peer: bytes) -> None:
-        is_here = peer.startswith(DIRECT)
-        address = "a process of this host" if is_here else self._gate.last_address()
-        where = "the socket beside the pool" if is_here else self.address
-        self.strangers.note(where, address, recognise_frames(frames, b"" if is_here else peer))
-
-    def _serve_direct(self) -> None:
-        if self._direct is not None:
-            self._direct.serve(self._answer_direct)
-
-    def _answer_direct(self, frames: list[bytes], peer: bytes) -> list[Any] | None:
-        """Whoever has a session's token is who opened it."""
-        key = self.service.sessions.key_here(session_of(frames[0]) or 0)
-        return self.service.handle(frames, self.now_ms(), self._gate.caller_of(key), peer)
-
-    def _send(self, peer: bytes, reply: list[Any], caller: Caller) -> None:
-        backlog = self.service.backlog
-        if not backlog.wants_mark(peer, sum(map(len, reply))):
-            self._listener.socket.send_multipart([peer, *reply], zmq.NOBLOCK)
-            return
-        # ZMQ tells when it lets go of a frame that it did not copy; the last one goes last. Whether it lets go because
-        # the frame was written or because the connection is gone, it is no longer in memory.
-        last = zmq.Frame(reply[-1], track=True, copy=False, copy_threshold=0)
-        tracker, session = last.tracker, decode_header(reply).session
-        self._listener.socket.send_multipart([peer, *reply[:-1], last], zmq.NOBLOCK)
-        backlog.add(peer, session, caller.key or session, lambda: tracker.done)
 
     def _fill_pool(self) -> None:
         while not self._stopping:
@@ -410,11 +294,3 @@ class Daemon:
             self.pool.old_sessions,
             int(settings.network_lease_timeout * 1000),
         )
-
-    def _make_poller(self) -> zmq.Poller:
-        poller = zmq.Poller()
-        engines = [] if self._listener.socket.closed else [self._listener.socket]
-        direct = [] if self._direct is None else [self._direct]
-        for each in (*engines, *direct, self._waker, *self._gate.sockets):
-            poller.register(each, zmq.POLLIN)
-        return poller

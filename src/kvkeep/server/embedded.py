@@ -161,6 +161,8 @@ class EmbeddedTransport:
         served, self._served = self._served, self._server.serving
         return served and not self._served
 
+    def reconnect(self) -> None: ...
+
     def refusal(self) -> str:
         return ""
 

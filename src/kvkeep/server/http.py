@@ -354,8 +354,11 @@ class _Connection(H11Protocol):
             self._end(why)
 
     def _end_longest_waiting(self, why: str) -> None:
+        """Clients that do not read their answers go first: one that has just connected may wait longer than they, while
+        the server was busy with theirs."""
         waiting = [each for each in self._all() if not each._is_working()]
-        min(waiting, key=lambda each: each._waiting_since, default=self)._end(why)
+        unread = [each for each in waiting if each.transport.get_write_buffer_size()]
+        min(unread or waiting, key=lambda each: each._waiting_since, default=self)._end(why)
 
     def _end(self, why: str) -> None:
         """At once: to close it would wait until the client has read what it does not read."""

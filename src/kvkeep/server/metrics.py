@@ -37,7 +37,10 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
     "expired_leases": ("kvkeep_expired_leases", "Leases and writes of network sessions that ended by their age."),
     "bad_blocks": ("kvkeep_bad_blocks", "Blocks that did not match their checksum and were dropped."),
     "bad_frames": ("kvkeep_bad_frames", "Messages without a kvkeep header, or damaged on their way."),
-    "connection_resets": ("kvkeep_connection_resets", "Times that all connections were closed to free memory."),
+    "connection_resets": (
+        "kvkeep_connection_resets",
+        "Connections closed because messages and replies took too much memory.",
+    ),
     "repeated_requests": ("kvkeep_repeated_requests", "Requests that arrived twice and were carried out once."),
     "internal_errors": ("kvkeep_internal_errors", "Requests that failed inside the server; each is in the log."),
     "sessions_opened": ("kvkeep_sessions_opened", "Sessions that said Hello."),
@@ -110,7 +113,7 @@ def families(now: Snapshot, started: float) -> Iterator[Metric]:
     yield refusals
     turned_away = CounterMetricFamily(
         "kvkeep_auth_failures",
-        "Peers and requests that were turned away for want of a key or token, by reason.",
+        "Peers and requests that were turned away for want of a certificate or token, by reason.",
         labels=["reason"],
     )
     for reason, count in sorted(counters.auth_failures.items()):

@@ -22,7 +22,6 @@ from kvkeep.kv.keys import KEY_BYTES, addresses
 from kvkeep.kv.shape import DIGEST_CHARS
 from kvkeep.server import network
 from kvkeep.server.auth import ANYONE, Caller
-from kvkeep.server.backlog import Backlog
 from kvkeep.server.counters import Counters, Latency
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
 from kvkeep.server.sessions import NetworkLease, NetworkWrite, ServerSession, Sessions
@@ -73,9 +72,7 @@ class Service:
         self._network_lease_ms = network_lease_ms
         self._client_limits = client_limits
         self._paces = Paces(client_limits)
-        self.backlog = Backlog()
         self._old_sessions = old_sessions
-        self.on_stranger: Callable[[Sequence[bytes], bytes], None] = lambda frames, peer: None
         self._handlers: dict[type, Callable[..., m.Reply]] = {
             m.Attach: self._attach,
             m.Ping: lambda *_: m.Done(),
@@ -100,10 +97,7 @@ class Service:
             header = decode_header(frames)
         except ProtocolError:
             self.counters.bad_frames += 1
-            self.on_stranger(frames, peer)
             return None
-        if header.version != m.PROTOCOL_VERSION:
-            self.on_stranger(frames, peer)
         payload: list[bytes] = []
         kind = "unreadable"
         reply: m.Reply | None
@@ -157,7 +151,7 @@ class Service:
                 self._end(session, now_ms)
             elif not self.sessions.bar(session):
                 continue
-            log.warning("session %d (%s, pid %d) ends: its key was revoked", *_names(session))
+            log.warning("session %d (%s, pid %d) ends: its certificate is no longer authorized", *_names(session))
 
     # -- sessions
 
@@ -170,8 +164,6 @@ class Service:
         session.last_seen_ms = now_ms
         if not isinstance(request, m.Goodbye):  # which gives back, and which a session says once
             session.pace.check_request(now_ms)
-        if isinstance(request, m.Fetch | m.Lookup | m.PrepareStore):  # those whose replies can be long
-            self.backlog.check(session.token, session.key or session.token)
         if session.is_repeated(header.number):
             self.counters.repeated_requests += 1
             return None, []
@@ -200,7 +192,9 @@ class Service:
     def _hello(self, request: m.Hello, now_ms: int, caller: Caller, peer: bytes) -> m.Welcome:
         if caller.revoked:
             raise RequestError(
-                "revoked_key", "this client's key was revoked", hint="use a key that is in the server's authorized_keys"
+                "revoked_key",
+                "this client's certificate was revoked",
+                hint="use a certificate that is in the server's authorized_clients",
             )
         if self.draining:
             raise RequestError("shutting_down", "the server is shutting down", hint="connect to the next one")

@@ -27,7 +27,6 @@ from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000
 _CONNECTIONS_REMEMBERED = 64
-DIRECT = b"\0direct "  # so the names of connections to the socket beside the pool begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,12 @@ class ServerSession:
 
     def is_on(self, peer: bytes) -> bool:
         """Whether the session is on that connection. A new one takes it over, since the old one may have broken; from
-        then on the old one is nobody's: a session cannot be used over several at a time. Only to where it went to the
-        socket beside the pool from may it come back: what it has leased is read meanwhile, whatever breaks."""
+        then on the old one cannot use it: a session is on one connection at a time."""
         if peer == self.peer:
             return True
         if peer in self._left:
             return False
-        if not peer.startswith(DIRECT) or self.peer.startswith(DIRECT):
-            self._left.append(self.peer)
+        self._left.append(self.peer)
         self.peer = peer
         return True
 
@@ -170,11 +167,6 @@ class Sessions:
                 hint="the server was restarted or ended the session; say Hello again",
             )
         return session
-
-    def key_here(self, token: int) -> str | None:
-        """The key of who opened that session; None unless it has attached to shared memory on this host."""
-        session = self._by_token.get(token)
-        return session.key if session is not None and session.plane == SHARED_MEMORY else None
 
     def is_on(self, token: int, peer: bytes) -> bool:
         session = self._by_token.get(token)

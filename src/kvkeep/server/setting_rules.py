@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvkeep.errors import SettingsError
 from kvkeep.units import KIB
 from kvkeep.wire.address import split_host
+from kvkeep.wire.tls import tls_files
 
 if TYPE_CHECKING:
     from kvkeep.server.settings import Setting, Settings
@@ -53,15 +54,18 @@ def check_together(settings: Settings, table: Mapping[str, Setting]) -> None:
 
 
 def check_reach(settings: Settings) -> None:
-    """Keys come in pairs, and beyond loopback there must be some."""
-    if (settings.curve_key is None) != (settings.authorized_keys is None):
-        there, missing = ("curve_key", "authorized_keys") if settings.curve_key else ("authorized_keys", "curve_key")
-        raise SettingsError(f"{there} is set and {missing} is not", "`kvkeep keygen` makes both; set both or neither")
-    tcp = _tcp(settings.address)
-    if tcp is not None and not is_loopback(tcp[0]) and settings.curve_key is None:
+    """TLS needs all three files, and beyond loopback there must be TLS."""
+    has_tls = tls_files(settings) is not None
+    if not has_tls and settings.authorized_clients is not None:
         raise SettingsError(
-            f'address = "{settings.address}" is reachable from other hosts, and curve_key is not set',
-            "make keys with `kvkeep keygen`, set curve_key and authorized_keys; or use localhost, 127.0.0.1 or [::1]",
+            "authorized_clients is set and tls_cert is not", "set tls_cert, tls_key and tls_ca: it names certificates"
+        )
+    tcp = _tcp(settings.address)
+    if not has_tls and tcp is not None and not is_loopback(tcp[0]):
+        raise SettingsError(
+            f'address = "{settings.address}" is reachable from other hosts, and tls_cert is not set',
+            "make certificates with `kvkeep keygen`, set tls_cert, tls_key and tls_ca; or use localhost, 127.0.0.1 or "
+            "[::1]",
         )
     if not is_loopback(split_host(settings.http_address)[0]) and settings.admin_token is None:
         raise SettingsError(

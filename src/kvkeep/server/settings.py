@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 
+from kvkeep.client.options import replaced
 from kvkeep.errors import SettingsError
 from kvkeep.server.setting_kinds import (
     ADDRESS,
@@ -44,10 +45,19 @@ from kvkeep.units import GIB, KIB, MIB, TIB
 ENV_PREFIX: Final = "KVKEEP_"
 AUTO: Final = "(auto"  # in the source of a size that was not given but found
 # Variables with our prefix that are no settings: where the file is, whether to use the C kernel, where the command
-# line finds the admin API, and the keys of clients.
+# line finds the admin API, and the certificates of clients.
 ENV_OTHERS: Final = frozenset(
-    {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_AS_LMCACHE", "KVKEEP_HTTP", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"}
+    {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_AS_LMCACHE", "KVKEEP_HTTP"}
+    | {"KVKEEP_CLIENT_TLS_CERT", "KVKEEP_CLIENT_TLS_KEY", "KVKEEP_CLIENT_TLS_CA"}
 )
+# Settings of earlier releases, and what replaces each.
+_OF_CLIENTS: Final = "set KVKEEP_CLIENT_TLS_CERT, KVKEEP_CLIENT_TLS_KEY and KVKEEP_CLIENT_TLS_CA for clients"
+_REPLACED: Final = {
+    "curve_key": "set tls_cert, tls_key and tls_ca to files that `kvkeep keygen` makes",
+    "authorized_keys": "set authorized_clients to a list of certificate names",
+    "client_key": _OF_CLIENTS,
+    "server_key": _OF_CLIENTS,
+}
 
 # Kubernetes gives every container variables named after the Services of its namespace, so a Service called
 # kvkeep, or kvkeep-something, looks like settings of ours. Those that end in _PORT hold an address, such as
@@ -110,12 +120,14 @@ class Settings:
     http_address: Annotated[
         str, Setting(HTTP_ADDRESS, "127.0.0.1:5556", "Where health, metrics and the admin API are.")
     ]
-    curve_key: Annotated[
-        Path | None, Setting(FILE, "none", "File of the server's secret key; only engines with a key can connect then.")
+    tls_cert: Annotated[
+        Path | None, Setting(FILE, "none", "File of the server's certificate; engines need one of their own then.")
     ]
-    authorized_keys: Annotated[
+    tls_key: Annotated[Path | None, Setting(FILE, "none", "File of the certificate's private key.")]
+    tls_ca: Annotated[Path | None, Setting(FILE, "none", "File of the CAs whose certificates engines may show.")]
+    authorized_clients: Annotated[
         Path | None,
-        Setting(FILE, "none", "File or directory of the public keys that may connect; read again when it changes."),
+        Setting(FILE, "none", "File or directory of the certificate names that may connect; none: all of the CA."),
     ]
     admin_token: Annotated[
         Path | None,
@@ -166,7 +178,7 @@ class Settings:
     ]
     max_sessions: Annotated[int, Setting(COUNT, "256", "Engine processes connected at one time.", low=1, high=65536)]
     max_sessions_per_client: Annotated[
-        int, Setting(COUNT, "128", "Sessions of one key or, without keys, of one process.", low=1, high=65536)
+        int, Setting(COUNT, "128", "Sessions of one certificate or, without TLS, of one process.", low=1, high=65536)
     ]
     max_requests_per_second: Annotated[
         int, Setting(COUNT, "20000", "Requests that one session may send in a second.", low=1, high=1 << 24)
@@ -405,7 +417,10 @@ def _is_switch(flag: str) -> bool:
 
 
 def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsError:
-    """The error for a name nobody knows, with the nearest known one in the spelling of its source."""
+    """The error for an unknown name: with its replacement, or with the nearest known name as its source spells it."""
+    for name, instead in _REPLACED.items():
+        if given == spell(name):
+            return replaced(f"{given} ({source})", instead)
     known = [spell(name) for name in TABLE]
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
     return SettingsError(f'unknown setting "{given}" ({source})', f"the nearest known one is {near[0]}")

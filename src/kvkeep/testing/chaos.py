@@ -104,7 +104,7 @@ class ChaosRun:
         self._server.after_start = self._checks.begin_anew
         for client in self._clients:
             client.before_copy = self._checks.before_copy
-        faults = Faults(simulation, self._server, self._clients, self._checks, record)
+        faults = self._faults = Faults(simulation, self._network, self._server, self._clients, self._checks, record)
         for item in plan.items:
             if isinstance(item, Arrival):
                 simulation.at(item.at_ms * 1000, lambda item=item: self._arrive(item))  # type: ignore[misc]
@@ -144,6 +144,7 @@ class ChaosRun:
     def _unsettled(self) -> list[str]:
         """Who is not idle, after being set going again."""
         server = self._server
+        self._faults.end_strangers()
         if not server.is_up:
             server.start()
         server.crash_in_request = None

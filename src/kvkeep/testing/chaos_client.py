@@ -35,7 +35,7 @@ from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
-from kvkeep.testing.chaos_network import ChaosNetwork
+from kvkeep.testing.chaos_network import ADDRESS, ChaosNetwork
 from kvkeep.testing.chaos_plan import Arrival, Cut, EngineItem
 from kvkeep.testing.chaos_record import Record, Violation
 from kvkeep.testing.simulation import Process
@@ -43,7 +43,7 @@ from kvkeep.testing.threads import SimulatedThreads
 from kvkeep.wire.segments import segment_path
 
 _OPTIONS = ClientOptions(
-    address="tcp://simulated:5555",
+    address=ADDRESS,
     client="chaos",
     lookup_deadline_ms=60,
     store_deadline_ms=120,
@@ -111,6 +111,7 @@ class ChaosClient:
         """The process is gone. What it held in the kernel is let go of: its locks."""
         self.record.tell(self.process.name, "crashes")
         self.process.kill()
+        self.network.end_process(self.process)
         for fence in self.fences:
             if fence._holders and fence._descriptor >= 0:
                 os.close(fence._descriptor)

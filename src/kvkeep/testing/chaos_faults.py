@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable, Sequence
 
 from kvkeep.engine.engine import Engine
@@ -12,6 +13,7 @@ from kvkeep.store.operators import clear, set_default_limit, set_default_quota, 
 from kvkeep.store.table import READY
 from kvkeep.testing.chaos_checks import Checks
 from kvkeep.testing.chaos_client import ChaosClient, Stop
+from kvkeep.testing.chaos_network import FAMILIES, ChaosNetwork, Stranger
 from kvkeep.testing.chaos_plan import SALTS, Moment
 from kvkeep.testing.chaos_record import Record
 from kvkeep.testing.chaos_server import ChaosServer
@@ -22,6 +24,7 @@ _PAUSE_US = (5_000, 900_000)
 _SOON_US = (1_000, 60_000)
 _SHORT_US = (20_000, 400_000)
 _LONG_US = (200_000, 1_500_000)
+_TRY_AGAIN_US = 20_000
 _DRAIN_US = (1_000, 200_000)
 _PROVEN_COLUMNS = ("keys", "parent", "tenant", "layout", "check", "slot", "seal")
 _JUMP_US = (500_000, 86_400_000_000)
@@ -33,12 +36,15 @@ class Faults:
     def __init__(
         self,
         simulation: Simulation,
+        network: ChaosNetwork,
         server: ChaosServer,
         clients: Sequence[ChaosClient],
         checks: Checks,
         record: Record,
     ) -> None:
+        self.strangers: list[Stranger] = []
         self._simulation = simulation
+        self._network = network
         self._server = server
         self._clients = clients
         self._checks = checks
@@ -110,13 +116,36 @@ class Faults:
         self._simulation.after(chance.randint(*_PAUSE_US), lambda: server.resume() if process.paused else None)
         return True
 
+    def _server_of_other_user(self, chance: random.Random) -> bool:
+        """The server ends, and somebody else listens in its place: on both sockets, or on one of them, and then beside
+        the next server."""
+        if not self._server.is_up or self.strangers:
+            return False
+        self._server.crash()
+        families = chance.choice((FAMILIES, FAMILIES[:1], FAMILIES[1:]))
+        stranger = Stranger(self._network, families)
+        self.strangers.append(stranger)
+        self._simulation.after(chance.randint(*_LONG_US), self.end_strangers)
+        self._start_later(chance, _LONG_US)
+        return True
+
+    def end_strangers(self) -> None:
+        for stranger in self.strangers:
+            stranger.leave()
+        self.strangers.clear()
+
+    def _stalled_connection(self, chance: random.Random) -> bool:
+        return self._network.stall(chance, chance.randint(*_LONG_US))
+
     def _server_clock_jump(self, chance: random.Random) -> bool:
         self._server.process.jump(chance.randint(*_JUMP_US))
         return True
 
     def _start_later(self, chance: random.Random, down_us: tuple[int, int] = _DOWN_US, *, fresh: bool = False) -> None:
         def start() -> None:
-            if not self._server.is_up:
+            if self._network.is_taken(socket.AF_INET):  # by a stranger: a server without its port does not start
+                self._simulation.after(_TRY_AGAIN_US, start)
+            elif not self._server.is_up:
                 self._server.start(fresh=fresh)
 
         self._simulation.after(chance.randint(*down_us), start)

@@ -15,9 +15,11 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.fence import Fence
 from kvkeep.client.loading import Loading
 from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.transport import StreamTransport
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.engine.blocks import BlockPool
 from kvkeep.server import network
+from kvkeep.server.connections import Connections
 from kvkeep.server.service import Service
 from kvkeep.server.sessions import ServerSession
 from kvkeep.store import adopt
@@ -29,7 +31,9 @@ from kvkeep.store.table import EVICTING, FREE, NO_ROW
 from kvkeep.store.tenants import Tenant
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire import frames
+from kvkeep.wire.frames import HEADER_BYTES
 from kvkeep.wire.messages import SHARED_MEMORY
+from kvkeep.wire.stream import Stream
 
 Patch = tuple[Any, str, Any]
 
@@ -177,6 +181,78 @@ def _overwrite_unread_blocks() -> list[Patch]:
     return [(BlockPool, "take_given", lambda self: set())]
 
 
+# -- the transport
+
+
+def _skip_proof() -> list[Patch]:
+    return [(StreamTransport, "_is_run_by_friend", lambda self, stream: True)]
+
+
+def _prove_too_late() -> list[Patch]:
+    """A peer whose user is not known yet is taken for a friend."""
+
+    def is_run_by_friend(self: StreamTransport, stream: Stream) -> bool:
+        return self._peer_uid(stream.socket) is None or right(self, stream)
+
+    right = StreamTransport._is_run_by_friend
+    return [(StreamTransport, "_is_run_by_friend", is_run_by_friend)]
+
+
+def _half_is_whole() -> list[Patch]:
+    """A message is taken when its header is there and some of the rest."""
+
+    def missing_bytes(self: Stream) -> int:
+        missing = right(self)
+        return 0 if self._sizes is not None and len(self._read) > HEADER_BYTES else missing
+
+    right = Stream._missing_bytes
+    return [(Stream, "_missing_bytes", missing_bytes)]
+
+
+def _drop_unsent() -> list[Patch]:
+    """What the socket did not take at once is forgotten."""
+
+    def flush(self: Stream) -> None:
+        right(self)
+        self._unsent.clear()
+        self._unsent_bytes = 0
+
+    right = Stream.flush
+    return [(Stream, "flush", flush)]
+
+
+def _keep_lost_bytes() -> list[Patch]:
+    """What came over a connection that is lost is read before what comes over the next."""
+
+    def drop(self: StreamTransport) -> None:
+        self._kept = bytes(self._stream._read) if self._stream is not None else b""  # type: ignore[attr-defined]
+        right_drop(self)
+
+    def begin(self: StreamTransport) -> None:
+        right_begin(self)
+        if self._stream is not None:
+            self._stream._read += getattr(self, "_kept", b"")
+
+    right_drop, right_begin = StreamTransport._drop, StreamTransport._begin
+    return [(StreamTransport, "_drop", drop), (StreamTransport, "_begin", begin)]
+
+
+def _stay_deaf() -> list[Patch]:
+    return [(StreamTransport, "reconnect", lambda self: None)]
+
+
+def _read_on() -> list[Patch]:
+    """The server reads from peers that do not take its replies."""
+
+    def serve(self: Connections, peer: Any, answer: Any, until_s: float) -> None:
+        if peer.caller is not None:
+            peer.stream.read()
+        right(self, peer, answer, until_s)
+
+    right = Connections._serve
+    return [(Connections, "_serve", serve)]
+
+
 # -- the server
 
 
@@ -190,15 +266,6 @@ def _free_on_timeout() -> list[Patch]:
 
     right = ServerSession.is_gone
     return [(ServerSession, "is_gone", is_gone)]
-
-
-def _reply_twice() -> list[Patch]:
-    return [(ServerSession, "is_repeated", lambda self, number: False)]
-
-
-def _forget_cancelled() -> list[Patch]:
-    """A request that arrives after it was given up is carried out for nobody."""
-    return [(ServerSession, "cancel", lambda self, number: None)]
 
 
 def _trust_the_network() -> list[Patch]:
@@ -298,11 +365,16 @@ MUTANTS = {
     "believe-bad-blocks": Mutant("blocks that do not match are used", _believe_bad_blocks),
     "trust-the-network": Mutant("bytes that came by Put are not compared with their checksums", _trust_the_network),
     "skip-crc": Mutant("damaged messages are read", _skip_crc),
-    "reply-twice": Mutant("a request that comes twice is carried out twice", _reply_twice),
+    "skip-proof": Mutant("a server of another user is spoken to", _skip_proof),
+    "prove-too-late": Mutant("a server is spoken to before its user is known", _prove_too_late),
+    "half-is-whole": Mutant("half a message is taken for a whole one", _half_is_whole),
+    "drop-unsent": Mutant("bytes that a socket did not take at once are dropped", _drop_unsent),
+    "keep-lost-bytes": Mutant("bytes of a lost connection are read with those of the next", _keep_lost_bytes),
+    "stay-deaf": Mutant("a connection on which nothing comes is kept", _stay_deaf),
+    "read-on": Mutant("a peer that does not take its replies is read from", _read_on),
     "accept-stale-answer": Mutant("an answer of an earlier session is taken", _accept_stale_answer),
     "forget-lease": Mutant("a lease is not given back", _forget_lease),
     "say-once": Mutant("what is given back is said once, confirmed or not", _say_once),
-    "forget-cancelled": Mutant("a request that was given up before it came is carried out", _forget_cancelled),
     "forget-the-dead": Mutant("what dead processes held is kept", _forget_the_dead),
     "reuse-session-number": Mutant("two sessions have one number", _reuse_session_number),
     "no-deadline": Mutant("a call waits for its reply for ever", _no_deadline),

@@ -18,12 +18,11 @@ from kvkeep.engine.models.sampling import SamplingParams
 VOCABULARY = 97
 SALTS = (None, "blue", "green")
 
-# Of a message, or of a copy.
+# Of a send, or of a copy.
 RATES: dict[str, tuple[float, ...]] = {
-    "lost_message": (0.01, 0.08),
+    "cut_connection": (0.002, 0.03),
+    "half_message": (0.01, 0.08),
     "late_message": (0.01, 0.05),
-    "duplicated_message": (0.02, 0.2),
-    "reordered_message": (0.05, 0.3),
     "corrupted_message": (0.01, 0.05),
     "flipped_payload_bit": (0.05, 0.3),
     "slow_tier": (0.02, 0.1),
@@ -38,6 +37,8 @@ MOMENTS: dict[str, int] = {
     "torn_index": 2,
     "server_restart": 2,
     "server_pause": 3,
+    "server_of_other_user": 3,
+    "stalled_connection": 3,
     "client_crash": 2,
     "client_crash_in_copy": 3,
     "client_pause": 2,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,12 +14,16 @@ from types import FrameType
 from typing import Any
 
 from kvkeep.errors import RequestError
+from kvkeep.server.auth import Caller
+from kvkeep.server.connections import Connections
+from kvkeep.server.listeners import Listening
 from kvkeep.server.scrub import Scrub
 from kvkeep.server.service import Service
 from kvkeep.server.warm import open_store
 from kvkeep.store.plans import Limits
-from kvkeep.testing.chaos_network import ChaosNetwork, ChaosTransport
+from kvkeep.testing.chaos_network import FAMILIES, OWN_UID, ChaosNetwork
 from kvkeep.testing.chaos_record import Record, Violation
+from kvkeep.testing.chaos_sockets import ChaosEpoll, ChaosSocket
 from kvkeep.testing.simulation import Process, Simulation
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire.frames import decode_header, decode_reply
@@ -28,10 +34,40 @@ _CHECK_US = 100_000  # how often it looks for dead sessions
 _NETWORK_TIMEOUT_MS = 600  # three pings; a paused client is silent for longer
 _NETWORK_LEASE_MS = 300  # some loads and stores over the network take longer
 _FRAME_BYTES = 1 << 20
+_MOST_CONNECTIONS = 64
+_READ_AHEAD_BYTES = 1 << 20  # beyond a message: the largest read
+_TURN_US = (10, 200)  # from a change to the loop's turn
+_LOOK_US = (*range(0, 300, 10), 15_000)  # from one look at the clock to the next; now and then something takes long
 
 
 class _CutOff(BaseException):
     """The process is gone in the middle of something. No `except Exception` stops it."""
+
+
+class ChaosConnections(Connections):
+    """The server's connections, on sockets of the simulation."""
+
+    def _peer_uid(self, connected: Any) -> int | None:
+        assert isinstance(connected, ChaosSocket)
+        connected.before_recv = self._before_recv
+        return connected.uid
+
+    def _before_recv(self, end: ChaosSocket) -> None:
+        peer = self._peers.get(end.fileno())
+        if peer is not None and peer.stream.unsent_bytes:
+            text = "the server reads from a peer that does not take its replies"
+            end.process.simulation.fail(Violation("broken_rules", text))
+
+    def check(self) -> None:
+        """What it holds is counted, and a peer whose replies wait is waited for."""
+        for peer in self._peers.values():
+            stream = peer.stream
+            if bool(stream.unsent_bytes) != peer.waits_to_send or (stream.is_over and not stream.has_next):
+                raise Violation(
+                    "broken_rules", f"the server forgets a connection with {stream.unsent_bytes} bytes unsent"
+                )
+            if peer.held_bytes != stream.held_bytes or len(stream._read) > self._most_message_bytes + _READ_AHEAD_BYTES:
+                raise Violation("broken_rules", f"{stream.held_bytes} bytes are held, and {peer.held_bytes} counted")
 
 
 def cut_off_after(lines: int, action: Callable[[], object]) -> None:
@@ -81,7 +117,8 @@ class ChaosServer:
         self._random = random.Random(f"server {seed}")
         # The next request is cut off after so many lines of the store's code: the process is gone, and this is next.
         self.crash_in_request: tuple[int, Callable[[], None]] | None = None
-        self._queue: list[tuple[ChaosTransport, list[bytes]]] = []
+        self._turn_is_due = False
+        self._spent_us = 0  # in this turn
         self._answered: set[tuple[int, int]] = set()
         self.hit_blocks = 0  # of all lives that are over
         self.adopted_blocks = 0
@@ -133,12 +170,30 @@ class ChaosServer:
         self.adopted_blocks += warm.adoption.blocks
         self.memory = os.stat(segment_path(self.pool.directory, 0)).st_ino
         self._answered.clear()
-        self._network.listen(self)
+        self._turn_is_due = False
+        self._epoll = ChaosEpoll(self._network.find)
+        self.connections = ChaosConnections(
+            self._listen(),
+            _MOST_CONNECTIONS,
+            _FRAME_BYTES,
+            counters=self.service.counters,
+            clock=self._now_s,
+            epoll=self._epoll,
+        )
         self._look_after_sessions(self.process)
         adoption = warm.adoption
         found = f"{adoption.blocks} blocks adopted, {adoption.dropped} dropped, {adoption.held} held"
         self._record.tell(self.process.name, f"serves, {found}" if self.pool.is_left else "serves, empty")
         self.after_start()
+
+    def _listen(self) -> list[Listening]:
+        """By TCP, and by its Unix socket unless another process has that name."""
+        process, listening = self.process, []
+        for family in FAMILIES:
+            with contextlib.suppress(OSError) if family == socket.AF_UNIX else contextlib.nullcontext():
+                listener: Any = self._network.listen(process, family, OWN_UID, lambda: self._rouse(process))
+                listening.append(Listening(listener, f"simulated {family}"))
+        return listening
 
     def crash(self) -> None:
         """Its process is gone, and with it its locks and its mappings, and nothing else."""
@@ -162,40 +217,72 @@ class ChaosServer:
         self._record.tell(self.process.name, "is gone")
         self.hit_blocks += self.service.counters.hit_blocks
         self.process.kill()
-        self._queue.clear()
         self.crash_in_request = None
-        self._network.listen(None)
+        self._network.end_process(self.process)
 
     def pause(self) -> None:
         self.process.paused = True
 
     def resume(self) -> None:
         self.process.paused = False
-        queue, self._queue = self._queue, []
-        for sender, message in queue:
-            if self.is_up:  # else it crashed on the one before
-                self.receive(sender, message)
+        self._rouse(self.process)
 
     # -- its work
 
-    def receive(self, sender: ChaosTransport, message: list[bytes]) -> None:
-        if self.process.paused:
-            self._queue.append((sender, message))
+    def _now_s(self) -> float:
+        """Its clock. Each look at it takes a moment, so that a long turn ends."""
+        self._spent_us += self._random.choice(_LOOK_US)
+        return (self._simulation.now_us + self.process.offset_us + self._spent_us) / 1e6
+
+    def _rouse(self, process: Process) -> None:
+        """Something has changed at one of its sockets, or it goes on."""
+        if process is self.process and not (self._turn_is_due or process.dead or process.paused):
+            self._turn_is_due = True
+            delay_us = self._random.randint(*_TURN_US) + self._spent_us
+            self._simulation.after(delay_us, lambda: self._turn(process))
+
+    def _turn(self, process: Process) -> None:
+        """One turn of the daemon's loop."""
+        if process is not self.process:
             return
-        if self.crash_in_request is not None:
-            lines, then = self.crash_in_request
-            cut_off_after(lines, lambda: self.service.handle(message, self.process.now_ms()))
+        self._turn_is_due, self._spent_us = False, 0
+        if process.dead or process.paused:
+            return
+        try:
+            self.connections.wait(0)
+            self.connections.serve(self._handle)
+        except _CutOff:
+            assert self.crash_in_request is not None
+            _, then = self.crash_in_request
             self.crash()
             then()
             return
-        reply = self.service.handle(message, self.process.now_ms())
-        if reply is not None:
-            self._note_reply(reply)
-            self._network.to_client(sender, reply)
+        self.connections.check()
         if self.service.counters.internal_errors:
             raise Violation("broken_rules", f"the server failed inside on a request: {self._stumble}")
-        self.after_request()
-        self._tidy()
+        if self.connections._ready or self._epoll.poll():
+            self._rouse(process)
+
+    def _handle(self, frames: list[bytes], caller: Caller, peer: bytes) -> list[Any] | None:
+        def handle() -> list[Any] | None:
+            return self.service.handle(frames, self.process.now_ms(), caller, peer)
+
+        self._record.messages += 1
+        if self.crash_in_request is not None:
+            cut_off_after(self.crash_in_request[0], handle)
+            raise _CutOff
+        try:
+            reply = handle()
+            if reply is not None:
+                self._record.messages += 1
+                self._note_reply(reply)
+            if not self.service.counters.internal_errors:
+                self.after_request()
+                self._tidy()
+        except Exception as error:  # guard: the loop survives whatever is raised; the run does not
+            self._simulation.fail(error)
+            raise
+        return reply
 
     def _tidy(self) -> None:
         """Carries on with what a request has begun: sometimes before the next one comes, sometimes not."""
@@ -228,6 +315,7 @@ class ChaosServer:
             return
         if not process.paused:
             self.service.end_dead_sessions(process.now_ms())
+            self.connections.tend(self.service.sessions.is_on)
             self._scrub.judge(self._scrub.look(self._scrub.take()))
             self._tidy()
         self._simulation.after(_CHECK_US, lambda: self._look_after_sessions(process))

@@ -18,7 +18,8 @@ from kvkeep.server.settings import TABLE, Settings
 from kvkeep.testing.fuzz_bytes import TEXTS, Choices, Ran, memory_directory
 from kvkeep.units import format_duration, format_size, parse_duration, parse_size
 from kvkeep.wire.address import parse_address, split_host
-from kvkeep.wire.auth import read_pair, read_public, read_token
+from kvkeep.wire.auth import read_token
+from kvkeep.wire.tls import TlsFiles, client_context, server_context
 
 _VALUES: tuple[str, ...] = (
     *TEXTS,
@@ -35,8 +36,21 @@ _VALUES: tuple[str, ...] = (
     "-1",
 )
 _VALUES += ("127.0.0.1:0", "ipc:///tmp/x", "debug", "1.5TiB", "~", "~nobody/x")
-_KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-_LINES = (_KEY, f"{_KEY} one", f"{_KEY} one tenants=default,t-*", f"{_KEY} one tenants=salt:%ff", "# no key", "")
+_LINES: tuple[str, ...] = (
+    "host-a",
+    "host-a tenants=default,t-*",
+    "spiffe://x/y tenants=salt:%ff",
+    "sha256:" + "AB:" * 31 + "AB",
+    "# no",
+    "",
+)
+_LINES += (
+    "-----BEGIN CERTIFICATE-----",
+    "AAAA",
+    "-----END CERTIFICATE-----",
+    "-----BEGIN PRIVATE KEY-----",
+    "sha256:0",
+)
 _PARAMS = (*EXTRA_CACHED_TOKENS, "kvkeep_priority", "kvkeep_ttl_ms", "kvkeep_session_finished")
 
 
@@ -111,9 +125,11 @@ def _keys(choices: Choices) -> None:
     content = "\n".join(lines).encode(errors="surrogatepass" if choices.byte() % 2 else "replace")
     _scratch().write_bytes(content + choices.take(choices.byte()))
     os.chmod(_scratch(), choices.pick((0o600, 0o600, 0o644, 0o666)))
-    for read in (read_pair, read_token, lambda path: read_public(str(path))):
+    with contextlib.suppress(SettingsError):
+        read_token(_scratch())
+    for context_of in (server_context, client_context):
         with contextlib.suppress(SettingsError):
-            read(_scratch())
+            context_of(TlsFiles(_scratch(), _scratch(), _scratch()))
     problems: list[str] = []
     with contextlib.suppress(SettingsError):
         read_authorized(_scratch(), problems.append)
@@ -121,8 +137,6 @@ def _keys(choices: Choices) -> None:
         if line.split():
             with contextlib.suppress(ValueError):
                 read_line(line)
-    with contextlib.suppress(SettingsError):
-        read_public(choices.text())
     os.chmod(_scratch(), 0o600)
 
 

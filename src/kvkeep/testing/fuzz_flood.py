@@ -25,9 +25,9 @@ from kvkeep.errors import SettingsError
 from kvkeep.testing.fuzz import HANG_AFTER_S, MOST_FINDINGS, FuzzResult, finding, load
 from kvkeep.testing.fuzz_bytes import Leak, memory_directory
 
-# Targets that take frames; the service's with more that is wrong than coverage would want.
+# Targets that take frames, with more that is wrong than coverage would want.
 FLOODS = {
-    "wire": ("kvkeep.testing.fuzz_wire", "run_decoder"),
+    "wire": ("kvkeep.testing.fuzz_wire", "flood_decoder"),
     "service": ("kvkeep.testing.fuzz_service", "flood_service"),
 }
 MOST_GROWTH_MIB = 64

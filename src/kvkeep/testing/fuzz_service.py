@@ -14,11 +14,11 @@ from kvkeep.server.sessions import ServerSession
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.testing.fuzz_bytes import Choices, Leak, Ran
-from kvkeep.testing.fuzz_wire import FRAME_BYTES, PLANES, REQUESTS, SHARD_BYTES, Fields, damaged, pack, seal, spoiled
+from kvkeep.testing.fuzz_wire import FRAME_BYTES, PLANES, REQUESTS, SHARD_BYTES, Fields, damaged, pack, spoiled
 from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
-from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
+from kvkeep.wire.frames import Header, decode_header, decode_reply, encode, seal
 
 LIMITS = Limits(
     blocks_per_request=32, leases_per_session=8, writing_blocks_per_session=24, sessions=6, layouts=6, tenants=16

@@ -1,19 +1,39 @@
-"""Fuzz target of the decoders, and how messages are made from an input: right ones, nearly right ones, and damaged."""
+"""Fuzz target of framing and decoders, and how messages are made from an input: right, nearly right, or damaged."""
 
 from __future__ import annotations
 
+import itertools
+import socket
+import struct
+from collections.abc import Sequence
+from random import Random
 from typing import Any, get_args
 
 import msgspec
 
 from kvkeep.errors import ProtocolError, RequestError
 from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.fuzz_bytes import Choices, Ran
+from kvkeep.testing.fuzz_bytes import Choices, Leak, Ran
 from kvkeep.testing.peer import chain
 from kvkeep.wire import messages as m
-from kvkeep.wire.frames import Header, decode_header, decode_reply, decode_request, encode
+from kvkeep.wire.frames import (
+    HEADER_BYTES,
+    MAGIC,
+    Header,
+    decode_header,
+    decode_reply,
+    decode_request,
+    decode_sizes,
+    encode,
+    seal,
+)
+from kvkeep.wire.stream import Stream
 
 FRAME_BYTES = 1 << 16
+MOST_MESSAGE_BYTES = 2 * FRAME_BYTES
+_READ_AHEAD_BYTES = 1 << 14  # what one read takes beyond the message that it is for
+_MOST_PIECES = 50
+_BASES_OF_A_FLOOD, _CONNECTIONS_OF_A_FLOOD = 20, 1_000
 _MOST_MESSAGES = 40
 SHARD_BYTES = 64
 _LONGEST_ERROR_CHARS = 400
@@ -24,12 +44,6 @@ _TENANTS = ("default", tenant_of("a"), tenant_of("b"), tenant_of("c"), "", "salt
 _KEY_RUNS = [chain(name, length) for name in "ab" for length in (1, 2, 5, 9, 33, 0)]
 _KEY_RUNS += [_KEY_RUNS[1][:-1], _KEY_RUNS[1] * 2, chain("a", 5)[16:], b"k", bytes(64)]
 PLANES = (m.NETWORK, m.SHARED_MEMORY, "", "x" * 2000)
-
-
-def seal(header: Header, body: bytes, payload: list[bytes]) -> list[bytes]:
-    """A body of any bytes under a right header and CRC, which `encode` gives only to messages."""
-    frames = encode(header, msgspec.Raw(body))  # type: ignore[arg-type]
-    return [*(bytes(frame) for frame in frames), *payload]
 
 
 def pack(value: Any) -> bytes:
@@ -163,20 +177,139 @@ def damaged(choices: Choices, frames: list[bytes]) -> list[bytes]:
             return seal(decode_header(frames), frames[1] + bytes(FRAME_BYTES), frames[2:])
 
 
+class Pieces:
+    """A socket from which these bytes come, so many at a time, over and over; 0: none this time."""
+
+    def __init__(self, data: bytes, sizes: Sequence[int], family: int = socket.AF_UNIX) -> None:
+        self.family = family
+        self.given = 0
+        self._data, self._sizes, self._calls = data, sizes, 0
+        assert any(sizes)
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def setsockopt(self, *_: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def recv(self, most: int) -> bytes:
+        if self.given == len(self._data):
+            return b""
+        size = self._sizes[self._calls % len(self._sizes)]
+        self._calls += 1
+        if not size:
+            raise BlockingIOError
+        piece = self._data[self.given : self.given + min(size, most)]
+        self.given += len(piece)
+        return piece
+
+
+def messages_in(data: bytes) -> tuple[list[list[bytes]], bool]:
+    """The messages that follow each other in these bytes, and whether something is left that is none: written another
+    way than `Stream`, which is to find the same."""
+    found, at = [], 0
+    while len(data) - at >= HEADER_BYTES:
+        magic, body, count, each = struct.unpack_from("<4s20xIII", data, at)
+        end = at + HEADER_BYTES + body + count * each
+        too_many = count > m.MAX_LIST_ITEMS or body + count * each > MOST_MESSAGE_BYTES
+        if magic != MAGIC or not body or too_many or (count > 0) != (each > 0) or end > len(data):
+            break
+        starts = [at, at + HEADER_BYTES, *range(at + HEADER_BYTES + body, end, each or 1), end]
+        found.append([data[start:stop] for start, stop in itertools.pairwise(starts)])
+        at = end
+    return found, at < len(data)
+
+
+def read_stream(data: bytes, sizes: Sequence[int], family: int = socket.AF_UNIX) -> list[list[bytes]]:
+    """What a Stream makes of these bytes in these pieces. It holds no more than the message under way has announced,
+    and what one read takes beyond it."""
+    stream = Stream(Pieces(data, sizes, family), MOST_MESSAGE_BYTES)  # type: ignore[arg-type]
+    found = []
+    while True:
+        stream.read()
+        announced = HEADER_BYTES
+        if stream.held_bytes >= HEADER_BYTES and (follows := decode_sizes(stream._read)) is not None:
+            announced += follows.total_bytes
+        if stream.held_bytes > min(announced, HEADER_BYTES + MOST_MESSAGE_BYTES) + _READ_AHEAD_BYTES:
+            raise Leak(f"{stream.held_bytes} bytes are held for a message of {announced}")
+        while (message := stream.next()) is not None:
+            found.append(message)
+        if stream.is_over:
+            break
+    assert not stream.has_next and not stream.unsent_bytes
+    stream.close()
+    assert not stream.held_bytes, "a connection that is over holds nothing"
+    return found
+
+
 def run_decoder(data: bytes) -> Ran:
-    """Requests and replies from one input: each is read or refused, and what is read is what was meant."""
+    """Requests and replies from one input, as they come over connections: each is read or refused, and what is read is
+    what was meant."""
     choices, messages, malformed = Choices(data), 0, 0
     fields = Fields(choices)
     while choices.left and messages < _MOST_MESSAGES:
-        messages += 1
-        kind = choices.pick((*REQUESTS, *_REPLIES))
-        message = fields.message(kind)
-        body = spoiled(choices, message) if choices.byte() % 2 else pack(message)
-        frames = seal(Header(choices.below(1 << 64), messages), body, [])
-        if choices.byte() >= 192:
-            frames = damaged(choices, frames)
-        malformed += not _decode(frames)
+        sent = b""
+        for _ in range(choices.pick((1, 1, 2, 5))):
+            messages += 1
+            sent += b"".join(frames_of(choices, fields, messages))
+        malformed += _receive(sent, choices)
     return Ran(messages, malformed)
+
+
+def flood_decoder(data: bytes) -> Ran:
+    """Many connections from one input, each with a few of its messages, nearly all of them spoiled by a bit, a cut or
+    foreign bytes: less to choose for coverage, and ten times as fast."""
+    choices, random, malformed, messages = Choices(data), Random(data), 0, 0
+    fields = Fields(choices)
+    bases = [b"".join(frames_of(choices, fields, number)) for number in range(_BASES_OF_A_FLOOD)]
+    for _ in range(_CONNECTIONS_OF_A_FLOOD if data else 0):
+        parts = [broken(random, random.choice(bases)) for _ in range(random.choice((1, 1, 3)))]
+        messages += len(parts)
+        sent = b"".join(parts)
+        sizes = [random.choice((len(sent), HEADER_BYTES, HEADER_BYTES + 1, 1 + len(sent) // 3)), len(sent)]
+        malformed += _refused(sent, sizes, socket.AF_UNIX)
+    return Ran(messages, malformed)
+
+
+def broken(random: Random, whole: bytes) -> bytes:
+    """These bytes cut, with others between or in their place, or with a flipped bit; near their beginning."""
+    at = random.randrange(min(len(whole), 2 * HEADER_BYTES) or 1)
+    match random.randrange(5):
+        case 0:
+            return whole[:at]
+        case 1:
+            return whole[:at] + random.randbytes(random.randrange(8)) + whole[at:]
+        case 2:
+            return random.randbytes(at)
+        case _ if whole:
+            broken = bytearray(whole)
+            broken[at] ^= 1 << random.randrange(8)
+            return bytes(broken)
+    return whole
+
+
+def frames_of(choices: Choices, fields: Fields, number: int) -> list[bytes]:
+    """A message of this number, right or wrong."""
+    message = fields.message(choices.pick((*REQUESTS, *_REPLIES)))
+    body = spoiled(choices, message) if choices.byte() % 2 else pack(message)
+    payload = [bytes(choices.pick((64, 1)))] * (choices.byte() % 4) if choices.seldom() else []
+    frames = seal(Header(choices.below(1 << 64), number), body, payload)
+    return damaged(choices, frames) if choices.byte() >= 192 else frames
+
+
+def _receive(sent: bytes, choices: Choices) -> int:
+    """Bytes of one connection, in pieces that the input chooses. Returns how many messages were refused: what ends the
+    connection, and what is not whole when it ends, counts as one."""
+    least = len(sent) // _MOST_PIECES
+    sizes = [size + least for size in choices.take(1 + choices.byte() % 4)] or [least + 1]
+    return _refused(sent, sizes if any(sizes) else [1], choices.pick((socket.AF_UNIX, socket.AF_INET)))
+
+
+def _refused(sent: bytes, sizes: Sequence[int], family: int) -> int:
+    found = read_stream(sent, sizes if any(sizes) else [1], family)
+    expected, is_refused = messages_in(sent)
+    assert found == expected, "other messages than were sent"
+    return is_refused + sum(not _decode(message) for message in found)
 
 
 def _decode(frames: list[bytes]) -> bool:

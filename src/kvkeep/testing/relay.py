@@ -7,9 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-from kvkeep.wire.stream import SOCKET_FILE
 
 _PIECE_BYTES = 1 << 16
 _BLOCKS = 4096  # bytes: what arrives from a server in pieces larger than this are blocks
@@ -17,10 +14,9 @@ _BLOCKS = 4096  # bytes: what arrives from a server in pieces larger than this a
 
 class Relay:
     """Clients connect to `address`, and all is passed on to the server; `sent` is what they said to it. With
-    `bytes_a_second`, each direction of each connection is that slow. With the server's `pool` directory it stands at
-    the socket there, too."""
+    `bytes_a_second`, each direction of each connection is that slow."""
 
-    def __init__(self, server: str, bytes_a_second: int | None = None, pool: Path | None = None) -> None:
+    def __init__(self, server: str, bytes_a_second: int | None = None) -> None:
         host, _, port = server.removeprefix("tcp://").rpartition(":")
         self._pace_s = 1 / bytes_a_second if bytes_a_second else 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -31,9 +27,6 @@ class Relay:
         self._free.set()
         self._ends: list[socket.socket] = [self._listener]
         self._accept(self._listener, lambda: socket.create_connection((host, int(port))))
-        self._moved: tuple[Path, Path] | None = None
-        if pool is not None:
-            self._stand_at(pool / SOCKET_FILE)
 
     def hold_blocks(self) -> None:
         """From now on a connection on which blocks come from the server is stuck; the others are not."""
@@ -48,30 +41,12 @@ class Relay:
             with contextlib.suppress(OSError):  # or who waits in one of our threads would keep the connection
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
-        if self._moved is not None:
-            self._moved[0].replace(self._moved[1])
 
     def __enter__(self) -> Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _stand_at(self, path: Path) -> None:
-        away = path.with_suffix(".away")
-        path.rename(away)
-        self._moved = away, path
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
-        listener.listen()
-        self._ends.append(listener)
-
-        def connect() -> socket.socket:
-            far = socket.socket(socket.AF_UNIX)
-            far.connect(str(away))
-            return far
-
-        self._accept(listener, connect)
 
     def _accept(self, listener: socket.socket, connect: Callable[[], socket.socket]) -> None:
         def run() -> None:

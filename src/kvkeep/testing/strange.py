@@ -6,10 +6,11 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import zmq
-
+from kvkeep.server.connections import Connections
 from kvkeep.server.daemon import Daemon
+from kvkeep.server.listeners import Listeners
 from kvkeep.server.settings import Settings
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, encode
@@ -18,23 +19,24 @@ from kvkeep.wire.frames import Header, decode_header, encode
 @contextlib.contextmanager
 def server_of_version(version: int) -> Iterator[str]:
     """The address of one that speaks another version of the protocol, and answers everything in it."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router, ending = context.socket(zmq.ROUTER), threading.Event()
-    port = router.bind_to_random_port("tcp://127.0.0.1")
+    listeners, ending = Listeners("tcp://127.0.0.1:0"), threading.Event()
+    connections = Connections(listeners, 16, 1 << 20)
 
-    def answer() -> None:
+    def answer(frames: list[bytes], caller: object, peer: bytes) -> list[Any]:
+        return encode(Header(0, decode_header(frames).number, version=version), m.Done())
+
+    def run() -> None:
         while not ending.is_set():
-            if router.poll(20):
-                peer, *frames = router.recv_multipart()
-                header = decode_header(frames)
-                router.send_multipart([peer, *encode(Header(0, header.number, version=version), m.Done())])
+            connections.wait(0.02)
+            connections.serve(answer)
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=run)
     thread.start()
-    yield f"tcp://127.0.0.1:{port}"
+    yield listeners.address
     ending.set()
     thread.join()
-    context.destroy(linger=0)
+    listeners.close()
+    connections.close()
 
 
 @contextlib.contextmanager

@@ -122,6 +122,8 @@ class SimulatedTransport:
     def lost(self) -> bool:
         return False  # this network has no connections to lose, only messages
 
+    def reconnect(self) -> None: ...
+
     def refusal(self) -> str:
         return ""
 

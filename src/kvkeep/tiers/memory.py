@@ -6,7 +6,6 @@
     segment-00000 …               the memory
     presence-…                    how many blocks there are with a key like this one, for who would ask in vain
     session-….lock                one for each attached session (`session_locks`)
-    direct.sock                   by which sessions of this host ask (`kvkeep.server.direct`)
     index-…                       what is in it, for the next server, if that is to find it (`index_files`)
 """
 

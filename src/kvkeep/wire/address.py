@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 from typing import Final
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of a Unix socket, less its terminator
@@ -31,3 +33,37 @@ def split_host(text: str) -> tuple[str, int]:
     if match is None or int(match[2]) > 65535:
         raise ValueError
     return match[1].strip("[]"), int(match[2])
+
+
+def tcp_host(address: str) -> tuple[str, int] | None:
+    """Host and port of a TCP address, with `localhost` as the number it stands for. None for a Unix socket's."""
+    if not address.startswith("tcp://"):
+        return None
+    host, port = split_host(address.removeprefix("tcp://"))
+    return "127.0.0.1" if host == "localhost" else host, port
+
+
+def is_loopback(host: str) -> bool:
+    """By name or number, without asking a resolver: what a name means may change after it was checked."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def unix_name(address: str) -> str | None:
+    """The Unix socket of an address, as `socket` takes it. A server on loopback, or on every interface, also listens on
+    a socket named after its port, in the namespace of names without files: like the port itself, it exists in this
+    network namespace only. None for a host elsewhere."""
+    if (tcp := tcp_host(address)) is None:
+        path = address.removeprefix("ipc://")
+        return f"\0{path[1:]}" if path.startswith("@") else path
+    host, port = tcp
+    host = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host)
+    return f"\0kvkeep {host}:{port}" if is_loopback(host) else None
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,75 +1,19 @@
-"""Keys and tokens in files: how they are made, read and kept from others.
-
-    server.key    the server's secret key           the server alone
-    server.pub    its public key                    every engine: who has another server's key gets no connection
-    NAME.key      an engine's secret key            that engine alone
-    NAME.pub      "public-key name", and optionally "tenants=a,b": a line for the server's authorized_keys
-
-Keys are those of CURVE (Curve25519), written in Z85 as ZMQ does: 40 printable characters without blanks and quotes. A
-line that begins with "# " is a comment; Z85 has a #, but no blank.
-"""
+"""Secrets and lists in files: how they are read, checked and kept from others."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-import struct
 from pathlib import Path
 from typing import Final
 
-import zmq
-from zmq.utils import z85
-
 from kvkeep.errors import SettingsError
 
-KEY_CHARS: Final = 40
 MAX_FILE_BYTES: Final = 1 << 20
 MIN_TOKEN_CHARS: Final = 16
-_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 PRIVATE: Final = stat.S_IRWXO | stat.S_IWGRP  # what a secret's mode may not have; Kubernetes lets the group read
 UNWRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH  # and that of a list which decides who gets in
-
-
-def new_pair() -> tuple[str, str]:
-    """A new public and secret key. Both begin with a letter or digit: neither looks like a path or an option."""
-    check_curve()
-    while True:
-        public, secret = (key.decode() for key in zmq.curve_keypair())
-        if public[0].isalnum() and secret[0].isalnum():
-            return public, secret
-
-
-def check_curve() -> None:
-    """SettingsError where the ZMQ library was built without encryption."""
-    if not zmq.has("curve"):
-        raise SettingsError(
-            "this build of the ZMQ library has no CURVE", "install pyzmq from a wheel, or with libsodium"
-        )
-
-
-def is_key(text: str) -> bool:
-    """Whether it is a key as ZMQ writes it."""
-    if not _KEY.fullmatch(text):
-        return False
-    try:
-        return len(z85.decode(text)) == 32
-    except struct.error:  # five characters that stand for more than four bytes hold
-        return False
-
-
-def read_pair(path: Path) -> tuple[str, str]:
-    """Public and secret key of a secret-key file. SettingsError names the file if it is none or others can read it."""
-    check_curve()
-    text = read_text(path, PRIVATE)
-    lines = key_lines(text)
-    if len(lines) != 1 or not is_key(lines[0]):
-        raise SettingsError(f"{path} is no secret-key file", "`kvkeep keygen` makes one; it holds one key and no more")
-    if _says(text, "public key"):  # it would work, and everybody who has it would have the secret
-        raise SettingsError(
-            f"{path} holds a public key, where the secret one is wanted", "name the file that ends in .key"
-        )
-    return zmq.curve_public(lines[0].encode()).decode(), lines[0]
 
 
 def at_home(text: str) -> Path:
@@ -78,27 +22,6 @@ def at_home(text: str) -> Path:
         return Path(text).expanduser()
     except (RuntimeError, ValueError):  # a ~ without a home, or with what can be nobody's name
         raise SettingsError(f"{text!r} names no home directory that is known here", "write the whole path") from None
-
-
-def read_public(text: str) -> str:
-    """The public key that `text` is, or that is in the file it names. What begins with / ~ or . is always a path."""
-    if is_key(text) and text[0] not in "/~.":
-        return text
-    path = at_home(text)
-    text = read_text(path)
-    lines = key_lines(text)
-    if len(lines) != 1 or not is_key(lines[0].split()[0]):
-        raise SettingsError(f"{path} is no public-key file", "copy the server's server.pub, as `kvkeep keygen` made it")
-    if _says(text, "secret key"):
-        raise SettingsError(
-            f"{path} holds a secret key, where the public one is wanted", "name the file that ends in .pub"
-        )
-    return lines[0].split()[0]
-
-
-def _says(text: str, kind: str) -> bool:
-    """Whether a comment of the file says what it is."""
-    return any(line.startswith("# ") and kind in line for line in text.splitlines())
 
 
 def read_token(path: Path, *, ours: bool = False) -> bytes:

@@ -1,13 +1,18 @@
-"""A message as ZMQ frames and back. The only place that reads bytes a peer sent.
+"""A message as frames and back. The only place that reads bytes a peer sent.
 
-    frame 0   header, 28 bytes, little-endian:  magic "KVKP" | version u16 | 0 u16 | session u64 | number u64 | crc u32
+    frame 0   header, 40 bytes, little-endian:
+              magic "KVKP" | version u16 | 0 u16 | session u64 | number u64
+              | bytes of frame 1 u32 | payload frames u32 | bytes of each u32 | crc u32
     frame 1   the message, MessagePack
-    frame 2…  payload, on the network plane only; each block is covered by its own checksum
+    frame 2…  payload, on the network plane only: blocks of one size, each covered by its own checksum
+
+On a connection the frames follow each other without gaps (stream.py): the header comes first and tells the size of the
+rest, so a receiver knows how much memory a message takes before any of it is taken.
 
 The CRC is CRC-32 of the header before it and of frame 1. A flipped bit in a list of slots would put a block's bytes
-under another block's key: the one thing that may never happen, and TCP's own 16-bit sum is too weak to promise it.
+under another block's key, and TCP's own 16-bit sum is too weak to rule that out.
 
-The header keeps its shape in all versions, so that peers of different versions can tell each other so.
+The header keeps its shape from version 3 on, so that peers of different versions can tell each other so.
 """
 
 from __future__ import annotations
@@ -22,10 +27,10 @@ from zlib import crc32
 import msgspec
 
 from kvkeep.errors import ProtocolError, RequestError
-from kvkeep.wire.messages import PROTOCOL_VERSION, Message, Reply, Request
+from kvkeep.wire.messages import MAX_LIST_ITEMS, PROTOCOL_VERSION, Message, Reply, Request
 
 MAGIC = b"KVKP"
-_HEADER = struct.Struct("<4sHHQQ")
+_HEADER = struct.Struct("<4sHHQQIII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
@@ -48,11 +53,39 @@ class Header:
     version: int = PROTOCOL_VERSION
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What follows a header."""
+
+    body_bytes: int
+    payload_frames: int
+    payload_frame_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.body_bytes + self.payload_frames * self.payload_frame_bytes
+
+
 def encode(header: Header, message: Message, payload: Sequence[Any] = ()) -> list[Any]:
-    """The frames of a message. Payload frames are anything with a buffer, and are not copied here."""
-    head = _HEADER.pack(MAGIC, header.version, 0, header.session, header.number)
-    body = _encoder.encode(message)
+    """The frames of a message. Payload frames have a buffer each, all of one size, and are not copied here."""
+    return seal(header, _encoder.encode(message), payload)
+
+
+def seal(header: Header, body: bytes, payload: Sequence[Any] = ()) -> list[Any]:
+    """The frames of a message whose body is encoded already."""
+    sizes = (len(body), len(payload), len(payload[0]) if payload else 0)
+    head = _HEADER.pack(MAGIC, header.version, 0, header.session, header.number, *sizes)
     return [head + _CRC.pack(crc32(body, crc32(head))), body, *payload]
+
+
+def decode_sizes(head: bytes | bytearray) -> Sizes | None:
+    """What follows this header, before its CRC can be checked. None if no message of ours begins so."""
+    magic, *_, body_bytes, payload_frames, payload_frame_bytes = _HEADER.unpack_from(head)
+    if magic != MAGIC or not body_bytes or payload_frames > MAX_LIST_ITEMS:
+        return None
+    if bool(payload_frames) != bool(payload_frame_bytes):
+        return None
+    return Sizes(body_bytes, payload_frames, payload_frame_bytes)
 
 
 def decode_header(frames: Sequence[bytes]) -> Header:
@@ -60,18 +93,16 @@ def decode_header(frames: Sequence[bytes]) -> Header:
     if not frames or len(frames[0]) != HEADER_BYTES or frames[0][: len(MAGIC)] != MAGIC:
         raise ProtocolError("a message without a kvkeep header", "is something else talking to this port?")
     head = frames[0][: _HEADER.size]
-    _, version, _, session, number = _HEADER.unpack(head)
+    _, version, _, session, number, *_ = _HEADER.unpack(head)
     (crc,) = _CRC.unpack(frames[0][_HEADER.size :])
     if crc32(frames[1] if len(frames) > 1 else b"", crc32(head)) != crc:
         raise ProtocolError("a message was damaged on its way")
     return Header(session, number, version)
 
 
-def session_of(frame: bytes) -> int | None:
-    """Which session a message says that it belongs to, by its frame 0, unchecked; None if it is no message of ours."""
-    if len(frame) != HEADER_BYTES or frame[: len(MAGIC)] != MAGIC:
-        return None
-    session: int = _HEADER.unpack_from(frame)[3]
+def session_of(head: bytes) -> int:
+    """Which session a message says that it belongs to, by its frame 0, unchecked."""
+    session: int = _HEADER.unpack_from(head)[3]
     return session
 
 

@@ -1,8 +1,8 @@
-"""The protocol, version 2.
+"""The protocol, version 3.
 
-A client speaks to the daemon over ZMQ (DEALER to ROUTER). Every request gets exactly one reply: the reply named
-below, or Refused. A reply carries the number of its request; a client that has waited long enough gives up on it, and
-a late reply is then dropped.
+A client speaks to the daemon over a Unix socket, TCP or TLS (stream.py). Every request gets exactly one reply: the
+reply named below, or Refused. A reply carries the number of its request; a client that has waited long enough gives up
+on it, and a late reply is then dropped.
 
 **Handshake.** Hello opens a session and is answered by Welcome: the session's number, the server's epoch, the limits,
 and where the pool's shared memory lies. A client that can see that memory (the epoch file in it tells) takes the
@@ -42,7 +42,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_LIST_ITEMS = 65_536
 
 SHARED_MEMORY, NETWORK = "shared_memory", "network"

@@ -25,8 +25,20 @@ OVERFLOW_UID: Final = _overflow_uid()
 
 def is_trusted(uid: int, trusted: Collection[int]) -> bool:
     """Whether a file or a process of this user is as good as our own: ours, root's, or one of `trusted`. The overflow
-    uid stands for any user that cannot be mapped, so it is trusted only where it is our own."""
-    return uid == os.geteuid() or (uid != OVERFLOW_UID and (uid == 0 or uid in trusted))
+    uid stands for any user that cannot be mapped, so it is trusted only where it is our own and every user is mapped.
+    """
+    if uid == OVERFLOW_UID:
+        return uid == os.geteuid() and _maps_every_user()
+    return uid in (0, os.geteuid()) or uid in trusted
+
+
+def _maps_every_user() -> bool:
+    """Whether each user has an id of its own in our user namespace, as in that of the host."""
+    try:
+        ranges = Path("/proc/self/uid_map").read_text().splitlines()
+        return sum(int(line.split()[2]) for line in ranges) > _LARGEST_UID
+    except OSError:
+        return False
 
 
 def remedy(uid: int) -> str:

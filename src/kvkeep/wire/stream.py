@@ -1,142 +1,179 @@
-"""Messages over a plain Unix socket, for sessions on the server's host: nobody in between wakes threads of their own.
+"""Messages over a connected socket: a Unix socket, TCP, or TLS over TCP. Frames follow each other without gaps.
 
-    length of the body u32 │ frame 0, the header │ frame 1, the body         one message; there are no payload frames
+    header (frames.py) │ body │ payload, payload, …                                              one message
 
-The socket lies in the pool's directory, which is the owner's alone: who can connect to it can read the pool anyway.
+The header tells the size of the rest. Bytes that are not a header of ours, and a message larger than the receiver
+allows, end the connection before memory is taken for them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-import struct
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import ssl
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final
 
-from kvkeep.wire.frames import HEADER_BYTES
-from kvkeep.wire.strangers import LOOKED_AT_BYTES
+from kvkeep.wire.frames import HEADER_BYTES, MAGIC, Sizes, decode_sizes
 
-SOCKET_FILE: Final = "direct.sock"
-_LENGTH = struct.Struct("<I")
-_HEAD_BYTES = _LENGTH.size + HEADER_BYTES
-_BYTES_AT_A_TIME = 16 << 10  # of small messages: a few hundred at most
-_MOST_BYTES_AT_A_TIME, _READS = 1 << 20, 8
-_BUFFER_BYTES = 4 << 20  # the kernel's, as far as it lets us: a message that fits into it goes in one
-
-
-@contextlib.contextmanager
-def socket_path(directory: Path) -> Iterator[str]:
-    """The socket's path, short enough for one whatever the directory is called. OSError if that is not there."""
-    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{SOCKET_FILE}"
-    finally:
-        os.close(descriptor)
+FIRST_BYTES_KEPT: Final = 256  # of a connection, to tell what a peer is that does not speak our protocol
+_READ_BYTES = (
+    16 << 10
+)  # a few hundred small messages; also the largest TLS record, so none is left half read in OpenSSL
+_MOST_READ_BYTES = 1 << 20
+_READS_A_CALL, _TLS_READS_A_CALL = 8, 64  # OpenSSL gives one record at a time
+_BUFFER_BYTES = 4 << 20  # asked of the kernel: a message that fits is sent with one call
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Stream:
-    """One end of a connection. Nothing here blocks. Not safe for several threads."""
+    """One end of a connection. No method blocks. Not safe for several threads."""
 
-    def __init__(self, connected: socket.socket, most_body_bytes: int) -> None:
+    def __init__(self, connected: socket.socket, most_message_bytes: int) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        self._socket = connected
-        self._most_body_bytes = most_body_bytes
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connected
+        self.first = b""  # the first bytes that came
+        self.error: OSError | None = None  # why the connection ended, if the socket said why
+        self.is_over = False  # the peer closed the connection, or sent something that is not a message
+        self.is_ready = not isinstance(connected, ssl.SSLSocket)  # False until the TLS handshake is done
+        self._most_message_bytes = most_message_bytes
         self._read = bytearray()
-        self.first = b""  # bytes that came, by which to tell what is no peer of ours
-        self._unsent = bytearray()
-        self.is_over = False  # the other side is gone, or has sent what is no message
+        self._sizes: Sizes | None = None  # of the message that is being read, once its header is there
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._reads = _READS_A_CALL if self.is_ready else _TLS_READS_A_CALL
+        # A host of an engine need not ignore SIGPIPE as Python does. (OpenSSL takes no flags.)
+        self._send_flags = socket.MSG_NOSIGNAL if self.is_ready else 0
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.socket.fileno()
 
     @property
     def unsent_bytes(self) -> int:
-        return len(self._unsent)
+        return self._unsent_bytes
 
     @property
-    def read_bytes(self) -> int:
-        """Of messages that are not whole, or that nobody has asked for."""
-        return len(self._read)
+    def held_bytes(self) -> int:
+        """Memory that this connection takes: replies not sent, messages not whole or not asked for."""
+        return self._unsent_bytes + len(self._read)
 
     @property
     def is_half(self) -> bool:
-        """Whether a part of a message has gone or come, and the rest has not."""
+        """Whether part of a message has been sent or received, and the rest has not."""
         return bool(self._unsent) or (bool(self._read) and not self.has_next)
 
+    def shake_hands(self) -> bool:
+        """Goes on with the TLS handshake, if there is one. Returns whether it is done."""
+        if not self.is_ready and not self.is_over:
+            assert isinstance(self.socket, ssl.SSLSocket)
+            try:
+                self.socket.do_handshake()
+                self.is_ready = True
+            except _NOT_NOW:
+                pass
+            except (OSError, ValueError) as error:
+                self._lose(error)
+        return self.is_ready and not self.is_over
+
     def send(self, frames: Sequence[Any]) -> None:
-        """What does not go now goes with `flush`."""
+        """Sends now what the socket takes; `flush` sends the rest. The caller may reuse payload buffers afterwards."""
         if self.is_over:
             return
-        head, body = frames
-        self._unsent += b"".join((_LENGTH.pack(len(body)), head, body))
+        head, body, *payload = frames
+        self._unsent.append(memoryview(b"".join((head, body))))
+        self._unsent.extend(memoryview(frame).cast("B") for frame in payload)
+        self._unsent_bytes += len(head) + len(body) + sum(map(len, payload))
         self.flush()
+        if payload and self._unsent:
+            self._unsent = deque(memoryview(bytes(view)) for view in self._unsent)
 
     def flush(self) -> None:
-        if not self._unsent or self.is_over:
+        if not self.is_ready and not self.shake_hands():
             return
         try:
-            del self._unsent[: self._socket.send(self._unsent, socket.MSG_NOSIGNAL)]
-        except BlockingIOError:
+            while self._unsent and not self.is_over:
+                view = self._unsent[0]
+                sent = self.socket.send(view, self._send_flags)
+                self._unsent_bytes -= sent
+                if sent < len(view):
+                    self._unsent[0] = view[sent:]
+                    return
+                self._unsent.popleft()
+        except _NOT_NOW:
             pass
-        except OSError:
-            self._lose()
+        except OSError as error:
+            self._lose(error)
 
     def read(self) -> None:
-        """What has come: no more than belongs to one message, or a few small ones, and of a long one no more than a few
-        MiB: who sends faster than anybody reads must not keep us."""
+        """Takes what has come, up to one message or a few small ones, and a few MiB of a large one: a fast sender must
+        not keep the caller busy."""
+        if not self.is_ready and not self.shake_hands():
+            return
         try:
-            for _ in range(_READS):
+            for _ in range(self._reads):
                 missing = self._missing_bytes()
                 if self.is_over or not missing:
                     return
-                data = self._socket.recv(min(max(missing, _BYTES_AT_A_TIME), _MOST_BYTES_AT_A_TIME))
+                data = self.socket.recv(min(max(missing, _READ_BYTES), _MOST_READ_BYTES))
                 if not data:
                     self._lose()
+                    return
                 self._read += data
-                if len(self.first) < LOOKED_AT_BYTES:
-                    self.first += data[: LOOKED_AT_BYTES - len(self.first)]
-        except BlockingIOError:
+                if len(self.first) < FIRST_BYTES_KEPT:
+                    self.first += data[: FIRST_BYTES_KEPT - len(self.first)]
+        except _NOT_NOW:
             pass
-        except OSError:
-            self._lose()
+        except OSError as error:
+            self._lose(error)
 
     @property
     def has_next(self) -> bool:
-        """Whether a message is whole."""
+        """Whether a whole message is there."""
         return not self._missing_bytes()
 
     def next(self) -> list[bytes] | None:
-        """The next message of those that were read, if one is whole."""
-        if self._missing_bytes():
+        """The next whole message, if there is one: its header, its body and each frame of its payload."""
+        if self._missing_bytes() or (sizes := self._sizes) is None:
             return None
-        end = _HEAD_BYTES + _LENGTH.unpack_from(self._read)[0]
-        message = [bytes(self._read[_LENGTH.size : _HEAD_BYTES]), bytes(self._read[_HEAD_BYTES:end])]
-        del self._read[:end]
-        return message
+        lengths = [HEADER_BYTES, sizes.body_bytes, *[sizes.payload_frame_bytes] * sizes.payload_frames]
+        frames, at = [], 0
+        with memoryview(self._read) as view:
+            for length in lengths:
+                frames.append(bytes(view[at : at + length]))
+                at += length
+        del self._read[:at]
+        self._sizes = None
+        return frames
+
+    def end(self) -> None:
+        """Stops reading and sending, and drops messages that were read and not asked for."""
+        self._lose()
+        self._read.clear()
+        self._sizes = None
 
     def close(self) -> None:
         self.end()
-        self._socket.close()
+        self.socket.close()
 
-    def end(self) -> None:
-        """Nothing more is read or sent; what was read and not asked for is forgotten."""
-        self._lose()
-        self._read.clear()
-
-    def _lose(self) -> None:
-        """The other side is gone: what it has said is there, and nobody takes what was to be sent."""
+    def _lose(self, error: OSError | ValueError | None = None) -> None:
+        """Nothing more can be sent. Whole messages that came before can still be asked for."""
         self.is_over = True
+        self.error = self.error or (error if isinstance(error, OSError) else None)
         self._unsent.clear()
+        self._unsent_bytes = 0
 
     def _missing_bytes(self) -> int:
-        """So many at least until a message is whole; 0: one is. One that nobody would send ends all."""
-        if len(self._read) < _HEAD_BYTES:
-            return _HEAD_BYTES - len(self._read)
-        length: int = _LENGTH.unpack_from(self._read)[0]
-        if length > self._most_body_bytes:
-            self.end()
-            return _HEAD_BYTES
-        return max(0, _HEAD_BYTES + length - len(self._read))
+        """How many bytes are missing, at least, until a message is whole; 0 if one is."""
+        if self._sizes is None:
+            if not MAGIC.startswith(self._read[: len(MAGIC)]):
+                self.end()
+            if len(self._read) < HEADER_BYTES:
+                return HEADER_BYTES - len(self._read)
+            self._sizes = decode_sizes(self._read)
+            if self._sizes is None or self._sizes.total_bytes > self._most_message_bytes:
+                self.end()
+                return HEADER_BYTES
+        return max(0, HEADER_BYTES + self._sizes.total_bytes - len(self._read))

@@ -1,0 +1,294 @@
+"""The connections of engines: taken, proved, served in turn, and closed.
+
+    accepted ──► proved ──────────────────────────► serves requests ──► closed
+                 Unix socket, loopback: its user      a few at a time; nothing is read from a peer
+                 beyond: its certificate              that does not take its replies
+
+A peer costs at most the memory of one message and one reply, and all of them together MOST_BYTES_HELD. Whatever a peer
+does or leaves undone, the others are served.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final
+
+from kvkeep.server.auth import ANYONE, LOG_INTERVAL_S, Authority, Caller
+from kvkeep.server.counters import Counters
+from kvkeep.server.listeners import Listening
+from kvkeep.server.stranger_log import StrangerLog
+from kvkeep.units import MIB, format_size
+from kvkeep.wire.frames import session_of
+from kvkeep.wire.peer_user import peer_uid
+from kvkeep.wire.peers import is_trusted, remedy
+from kvkeep.wire.strangers import recognise
+from kvkeep.wire.stream import Stream
+from kvkeep.wire.tls import handshake_problem, peer_names
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES_HELD: Final = 256 * MIB  # of messages that are not whole and replies that were not taken, over all
+_MESSAGE_SLACK_BYTES = MIB  # a message a little too long is answered with an error; a huge one ends the connection
+_MOST_UNPROVED: Final = 64
+_PROVE_WITHIN_S, _SPEAK_WITHIN_S = 2.0, 10.0
+_MESSAGES_A_TURN, _TURN_S = 32, 0.02  # of one connection, and for all of them: then the loop has other duties
+
+Answer = Callable[[list[bytes], Caller, bytes], list[Any] | None]
+
+
+class Peer:
+    """A connection. `caller`: who it is, once proved. `token`: of the session that it last spoke for, if any."""
+
+    def __init__(self, stream: Stream, name: bytes, where: str, address: str, since_s: float) -> None:
+        self.stream, self.name, self.where, self.address = stream, name, where, address
+        self.caller: Caller | None = None
+        self.names: tuple[str, ...] = ()  # in its certificate
+        self.token = 0
+        self.held_bytes = 0  # as last counted
+        self.waits_to_send = False
+        self.since_s = since_s
+
+    @property
+    def is_tls(self) -> bool:
+        return isinstance(self.stream.socket, ssl.SSLSocket)
+
+
+class Connections:
+    """For the loop's thread, which waits on it, and calls `serve` when there is something to do."""
+
+    def __init__(
+        self,
+        listeners: Iterable[Listening],
+        most_connections: int,
+        most_frame_bytes: int,
+        *,
+        authority: Authority | None = None,
+        trusted_users: Collection[int] = (),
+        counters: Counters | None = None,
+        strangers: StrangerLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        epoll: Any = None,  # as `select.epoll` has it
+    ) -> None:
+        self._clock = clock
+        self._listeners = {each.socket.fileno(): each for each in listeners}
+        self._most_connections = most_connections
+        self._most_message_bytes = 2 * most_frame_bytes + _MESSAGE_SLACK_BYTES  # a body, and a payload
+        self._authority = authority or Authority(None, None)
+        self._trusted_users = trusted_users
+        self._counters, self._strangers = counters or Counters(), strangers or StrangerLog()
+        self._peers: dict[int, Peer] = {}
+        self._ready: dict[int, Peer] = {}  # in the order of their turns
+        self._held_bytes = self._named = 0
+        self._warned_at: dict[str, float] = {}  # by subject
+        self._trust = self._authority.trust
+        self._listens = True
+        self._epoll = epoll or select.epoll()
+        for descriptor in self._listeners:
+            self._epoll.register(descriptor, select.EPOLLIN)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def also_wait_for(self, descriptor: int) -> None:
+        """`wait` returns when it is readable, too. Whoever reads it is the caller."""
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for something to do, at most so long."""
+        for descriptor, _ in self._epoll.poll(0 if self._ready else timeout_s):
+            if descriptor in self._listeners:
+                self._accept(self._listeners[descriptor])
+            elif descriptor in self._peers:
+                self._ready.setdefault(descriptor, self._peers[descriptor])
+
+    def serve(self, answer: Answer) -> None:
+        """Serves those that wait, a few requests each, and for so long at most."""
+        until_s = self._clock() + _TURN_S
+        for peer in list(self._ready.values()):
+            if self._clock() >= until_s:
+                return
+            if self._ready.pop(peer.stream.fileno(), None) is None:
+                continue  # it was closed for another's sake
+            try:
+                self._serve(peer, answer, until_s)
+            except Exception:  # guard: whatever one peer makes us stumble over, the server serves the others
+                self._counters.internal_errors += 1
+                self._warn("internal", "serving a connection failed inside the server; it is closed", trace=True)
+                self._close(peer)
+
+    def tend(self, is_on: Callable[[int, bytes], bool]) -> None:
+        """Now and then: closes connections that have not proved who they are in time, and those that no session is
+        on."""
+        now_s = self._clock()
+        for peer in list(self._peers.values()):
+            if peer.caller is None:
+                if now_s - peer.since_s > _PROVE_WITHIN_S:
+                    self._turn_away("handshake_timeout", peer.where, peer.address, "it did not finish the handshake")
+                    self._close(peer)
+            elif not is_on(peer.token, peer.name) and now_s - peer.since_s > _SPEAK_WITHIN_S:
+                self._close(peer)
+        self._listen(on=True)
+
+    def check_certificates(self) -> None:
+        """After the authority has read its files again: changed rights hold for open connections, too. A revoked client
+        is told so when it asks for something, and lets go of the pool then. Where a CA was removed, all connect again.
+        """
+        is_changed, self._trust = self._trust != self._authority.trust, self._authority.trust
+        for peer in [peer for peer in self._peers.values() if peer.is_tls]:
+            if peer.caller is not None:
+                revoked = Caller(peer.caller.key, peer.caller.name, revoked=True)
+                peer.caller = self._authority.caller_of(peer.names) or revoked
+            if is_changed:
+                self._close(peer)
+
+    def close(self) -> None:
+        for peer in list(self._peers.values()):
+            self._close(peer)
+        self._epoll.close()
+
+    # -- who comes in
+
+    def _accept(self, listening: Listening) -> None:
+        try:
+            connected, end = listening.socket.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptors: who waits does so until there may be some
+            self._warn("accept", f"a connection could not be taken: {error}")
+            self._listen(on=False)
+            return
+        address = str(end[0]) if isinstance(end, tuple) else "a process of this host"
+        try:
+            self._make_room()
+            caller = None
+            if listening.is_unix or self._authority.context is None:
+                self._check_user(connected)
+                caller = ANYONE
+            else:
+                connected = self._authority.context.wrap_socket(
+                    connected, server_side=True, do_handshake_on_connect=False
+                )
+            stream = Stream(connected, self._most_message_bytes)
+            self._epoll.register(connected.fileno(), select.EPOLLIN)
+        except PermissionError as error:
+            connected.close()
+            self._turn_away("other_user", listening.where, address, str(error))
+            return
+        except (OSError, ValueError) as error:
+            connected.close()
+            self._warn("accept", f"a connection was not taken: {error}")
+            return
+        self._named += 1
+        peer = Peer(stream, b"%d" % self._named, listening.where, address, self._clock())
+        peer.caller = caller
+        self._peers[stream.fileno()] = peer
+
+    def _check_user(self, connected: socket.socket) -> None:
+        """PermissionError unless a user that we trust runs the other end."""
+        uid = self._peer_uid(connected)
+        if uid is None:
+            raise PermissionError("the kernel does not say which user it belongs to")
+        if not is_trusted(uid, self._trusted_users):
+            raise PermissionError(f"it belongs to another user (uid {uid}): {remedy(uid)}")
+
+    def _peer_uid(self, connected: socket.socket) -> int | None:
+        return peer_uid(connected)
+
+    def _make_room(self) -> None:
+        """OSError if there is none. Those that have not proved who they are make way first."""
+        unproved = [peer for peer in self._peers.values() if peer.caller is None]
+        if unproved and (len(unproved) >= _MOST_UNPROVED or len(self._peers) >= self._most_connections):
+            self._close(unproved[0])
+        if len(self._peers) >= self._most_connections:
+            raise OSError(f"there are {len(self._peers)} already")
+
+    def _prove(self, peer: Peer) -> bool:
+        """Goes on with a TLS handshake. Whether it is done, and the client is authorized."""
+        if not peer.stream.shake_hands():
+            if peer.stream.is_over:
+                error = peer.stream.error
+                why = handshake_problem(error) if isinstance(error, ssl.SSLError) else "it broke off the handshake"
+                self._turn_away("handshake", peer.where, peer.address, why)
+                self._close(peer)
+            return False
+        assert isinstance(peer.stream.socket, ssl.SSLSocket)
+        peer.names = peer_names(peer.stream.socket)
+        peer.caller = self._authority.caller_of(peer.names)
+        if peer.caller is None:
+            self._turn_away("unknown_client", peer.where, peer.address, "its certificate is not in authorized_clients")
+            self._close(peer)
+        return peer.caller is not None
+
+    # -- serving
+
+    def _serve(self, peer: Peer, answer: Answer, until_s: float) -> None:
+        if peer.caller is None and not self._prove(peer):
+            return
+        assert peer.caller is not None
+        stream = peer.stream
+        stream.flush()
+        if not stream.unsent_bytes:
+            stream.read()
+        for _ in range(_MESSAGES_A_TURN):
+            if stream.unsent_bytes or (frames := stream.next()) is None:
+                break
+            peer.token = session_of(frames[0])
+            reply = answer(frames, peer.caller, peer.name)
+            if reply is not None:
+                stream.send(reply)
+            if self._clock() >= until_s:
+                break
+        has_next = stream.has_next  # to look is to see whether what comes next is a message at all
+        if stream.is_over and not has_next:
+            self._close(peer)
+            return
+        if bool(stream.unsent_bytes) != peer.waits_to_send:
+            peer.waits_to_send = not peer.waits_to_send
+            self._epoll.modify(stream.fileno(), select.EPOLLOUT if peer.waits_to_send else select.EPOLLIN)
+        if has_next and not peer.waits_to_send:
+            self._ready[stream.fileno()] = peer
+        self._count(peer)
+
+    def _count(self, peer: Peer) -> None:
+        held_bytes = peer.stream.held_bytes
+        self._held_bytes += held_bytes - peer.held_bytes
+        peer.held_bytes = held_bytes
+        while self._held_bytes > MOST_BYTES_HELD:
+            most = format_size(MOST_BYTES_HELD)
+            self._counters.connection_resets += 1
+            self._warn("memory", f"half messages and replies take more than {most}; a connection is closed")
+            self._close(max(self._peers.values(), key=lambda each: each.held_bytes))
+
+    # -- closing, and saying so
+
+    def _close(self, peer: Peer) -> None:
+        descriptor = peer.stream.fileno()
+        if self._peers.pop(descriptor, None) is None:
+            return
+        if peer.stream.first and not peer.token:
+            self._strangers.note(peer.where, peer.address, recognise(peer.stream.first))
+        self._ready.pop(descriptor, None)
+        self._held_bytes -= peer.held_bytes
+        self._epoll.unregister(descriptor)
+        peer.stream.close()
+
+    def _listen(self, *, on: bool) -> None:
+        if on != self._listens:
+            self._listens = on
+            for descriptor in self._listeners:
+                self._epoll.modify(descriptor, select.EPOLLIN if on else 0)
+
+    def _turn_away(self, reason: str, where: str, address: str, why: str) -> None:
+        self._counters.fail_auth(reason)
+        self._warn(reason, f"{address} was turned away at {where}: {why}")
+
+    def _warn(self, subject: str, problem: str, *, trace: bool = False) -> None:
+        """Once a minute for each subject: a peer must not fill our disk."""
+        if self._clock() - self._warned_at.get(subject, float("-inf")) >= LOG_INTERVAL_S:
+            self._warned_at[subject] = self._clock()
+            log.warning("%s", problem, exc_info=trace)

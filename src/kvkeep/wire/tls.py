@@ -1,0 +1,244 @@
+"""Mutual TLS for connections beyond this host: each side shows a certificate and verifies the other's.
+
+    tls_cert    our certificate and any intermediate ones, PEM    anyone may read it
+    tls_key     the private key of that certificate, PEM          its owner (and group) alone may read it
+    tls_ca      the CAs whose certificates we accept, PEM         others must not write it: it decides who gets in
+
+TLS 1.3 only. In TLS 1.3 the client's handshake ends before the server has verified the client's certificate: a
+client learns that it was rejected by an SSLError from its first read. `handshake_problem` explains that error, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from kvkeep.errors import SettingsError
+from kvkeep.wire.auth import PRIVATE, UNWRITABLE, at_home, read_text
+
+FINGERPRINT: Final = "sha256:"
+_MAX_NAME_CHARS = 256
+_NAME_KINDS = ("DNS", "URI", "IP Address")
+
+# X509_V_ERR_..., for which the ssl module has no names.
+_NOT_YET_VALID, _EXPIRED, _WRONG_PURPOSE = 9, 10, 26
+_UNTRUSTED = (2, 18, 19, 20, 21)
+_WRONG_HOST = (62, 64)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The three files that TLS needs, on either side."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+def tls_files(given: object) -> TlsFiles | None:
+    """The files that a server's settings or a client's options name; None where TLS is off. SettingsError if some are
+    set and others are not."""
+    named = {name: getattr(given, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    paths = [at_home(str(path)) for path in named.values() if path is not None]
+    if not paths:
+        return None
+    if len(paths) < len(named):
+        there, missing = (next(name for name, path in named.items() if (path is None) == is_none) for is_none in (0, 1))
+        raise SettingsError(
+            f"{there} is set and {missing} is not", "set tls_cert, tls_key and tls_ca, as `kvkeep keygen` says, or none"
+        )
+    return TlsFiles(*paths)
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context that asks every client for a certificate of `files.ca`. SettingsError names the file that cannot be
+    used, also if our certificate has expired or may not be used by a server."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0  # a resumed session would be as old as its ticket: each connection is verified anew
+    _check_own_certificate(context, files.cert, _load(context, files))
+    return context
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context that shows our certificate and verifies that of the server, and its host name. SettingsError names the
+    file that cannot be used. Cheap as long as no file changes: then it is the same context as before."""
+    return _client_context(files, *(stat_of(path) for path in (files.cert, files.key, files.ca)))
+
+
+@lru_cache(maxsize=4)
+def _client_context(files: TlsFiles, *stats: object) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # with CERT_REQUIRED and check_hostname
+    context.hostname_checks_common_name = False
+    _load(context, files)
+    return context
+
+
+def stat_of(path: Path) -> object:
+    """What changes when a file is changed or replaced. One that cannot be looked at is told by its error."""
+    try:
+        one = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        return str(path), getattr(error, "errno", 0)
+    return str(path), one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
+
+
+def peer_names(connected: ssl.SSLSocket) -> tuple[str, ...]:
+    """Names of the peer's verified certificate: its fingerprint "sha256:HEX", then its common name, DNS, URI and IP
+    names. () if it showed none. Names that no list can hold, or that pose as a fingerprint, are left out."""
+    der = connected.getpeercert(binary_form=True)
+    if not der:
+        return ()
+    described: Any = connected.getpeercert() or {}  # the ssl module describes it by nested tuples of text
+    subject = [pair for rdn in described.get("subject", ()) for pair in rdn]
+    names: list[str] = [value for kind, value in subject if kind == "commonName"]
+    others = described.get("subjectAltName", ())
+    names += [value for wanted in _NAME_KINDS for kind, value in others if kind == wanted]
+    good = (name for name in names if name and name.isprintable() and len(name) <= _MAX_NAME_CHARS)
+    fingerprint = FINGERPRINT + hashlib.sha256(der).hexdigest()
+    return tuple(dict.fromkeys([fingerprint, *(name for name in good if not name.lower().startswith(FINGERPRINT))]))
+
+
+def handshake_problem(error: ssl.SSLError) -> str:
+    """What is wrong, and what to do about it, in one sentence. "It" is the other side."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _verification_problem(error)
+    reason = _reason(error)
+    for reasons, problem in _PROBLEMS:
+        if any(each in reason for each in reasons):
+            return problem
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return (
+            "it closed the connection during the TLS handshake (its log says why; a server without tls_cert does this)"
+        )
+    return f"the TLS handshake failed: {reason.replace('_', ' ').lower()}"
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """OpenSSL's word for it, such as WRONG_VERSION_NUMBER; the error's text where OpenSSL has none."""
+    return getattr(error, "reason", None) or str(error).partition(" (_ssl")[0]
+
+
+_PROBLEMS: Final = (
+    (("PEER_DID_NOT_RETURN",), "it showed no certificate (set tls_cert, tls_key and tls_ca there)"),
+    (("CERTIFICATE_REQUIRED",), "it asks for a certificate (set tls_cert, tls_key and tls_ca here)"),
+    (("ALERT_UNKNOWN_CA",), "it rejected our certificate (its tls_ca must hold the CA that signed our tls_cert)"),
+    (("ALERT_CERTIFICATE_EXPIRED",), "it rejected our certificate, which has expired (renew tls_cert here)"),
+    (
+        ("ALERT_BAD_CERT", "ALERT_CERTIFICATE", "ALERT_UNSUPPORTED_CERT", "ACCESS_DENIED", "ALERT_DECRYPT"),
+        "it rejected our certificate (its log says why; see tls_cert here and tls_ca there)",
+    ),
+    (("PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL"), "it does not speak TLS 1.3 (use a newer TLS library there)"),
+    (
+        ("WRONG_VERSION", "HTTP_REQUEST", "RECORD_TYPE", "RECORD_LAYER", "UNKNOWN_PROTOCOL", "UNEXPECTED_MESSAGE",
+         "LENGTH_TOO_LONG", "PROXY_REQUEST", "NOT_SSL"),
+        "it does not speak TLS (set tls_cert, tls_key and tls_ca there, or check the address)",
+    ),
+)  # fmt: skip
+
+
+def _verification_problem(error: ssl.SSLCertVerificationError) -> str:
+    code = error.verify_code
+    if code in _UNTRUSTED:
+        return "its certificate is not signed by a CA that we trust (our tls_ca must hold the CA that signed it)"
+    if code in _WRONG_HOST:
+        return (
+            "its certificate does not name the host that we connect to (make one with `kvkeep keygen --host HOST`, "
+            "or use a name in it as the address)"
+        )
+    if code == _EXPIRED:
+        return "its certificate has expired (renew it there, or set the clock here)"
+    if code == _NOT_YET_VALID:
+        return "its certificate is not valid yet (set the clock, here or where it was made)"
+    if code == _WRONG_PURPOSE:
+        return "its certificate is for another purpose (a server needs serverAuth, a client clientAuth)"
+    return f"its certificate cannot be verified: {error.verify_message}"
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles) -> str:
+    """Puts the three files into a context and returns our certificate. What was checked is what is used: no file is
+    opened twice."""
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    ca = _read("tls_ca", files.ca, UNWRITABLE, "CERTIFICATE")
+    cert = _read("tls_cert", files.cert, UNWRITABLE, "CERTIFICATE")
+    key = _read("tls_key", files.key, PRIVATE, "PRIVATE KEY")
+    _trust(context, "tls_ca", files.ca, ca)
+
+    def refuse_to_ask() -> str:
+        raise SettingsError(f"tls_key: {files.key} is protected by a passphrase", "write the key without one")
+
+    try:
+        with _in_memory(cert) as cert_path, _in_memory(key) as key_path:
+            context.load_cert_chain(cert_path, key_path, password=refuse_to_ask)
+    except ssl.SSLError as error:
+        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "tls_cert", files.cert, cert)  # raises if the fault is there
+        if "MISMATCH" in _reason(error):
+            raise SettingsError(
+                f"tls_key: {files.key} does not belong to the certificate in {files.cert}",
+                "name the key that was made with this certificate",
+            ) from None
+        raise _unusable("tls_key", files.key, error) from None
+    return cert
+
+
+def _read(setting: str, path: Path, forbidden: int, label: str) -> str:
+    try:
+        text = read_text(path, forbidden, ours=True)
+    except SettingsError as error:
+        raise SettingsError(f"{setting}: {error.message}", error.hint) from error
+    if f"{label}-----" not in text:
+        hint = f'a PEM file holds a line "-----BEGIN {label}-----"; `kvkeep keygen` makes such files'
+        raise SettingsError(f"{setting}: {path} holds no {label.lower()} in PEM", hint)
+    return text
+
+
+def _trust(context: ssl.SSLContext, setting: str, path: Path, text: str) -> None:
+    try:
+        context.load_verify_locations(cadata=text.encode("ascii", "replace").decode())  # comments may be in UTF-8
+    except ssl.SSLError as error:
+        raise _unusable(setting, path, error) from None
+
+
+def _unusable(setting: str, path: Path, error: ssl.SSLError) -> SettingsError:
+    reason = _reason(error).replace("_", " ").lower()
+    return SettingsError(f"{setting}: {path} cannot be used: {reason}", "is the file whole? `kvkeep keygen` makes such")
+
+
+@contextmanager
+def _in_memory(text: str) -> Iterator[str]:
+    """A path under which OpenSSL, which only takes paths, finds this text."""
+    descriptor = os.memfd_create("kvkeep-tls")
+    try:
+        with os.fdopen(descriptor, "w", closefd=False) as file:
+            file.write(text)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _check_own_certificate(context: ssl.SSLContext, path: Path, cert: str) -> None:
+    """Shows our certificate to a client in this process that trusts it: what is left to be wrong are its dates and its
+    purpose, and no client could use a server with such a certificate."""
+    judge = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    judge.check_hostname = False
+    judge.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    _trust(judge, "tls_cert", path, cert)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = judge.wrap_bio(to_client, to_server)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (client, server, client):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise SettingsError(
+            f"tls_cert: {path} cannot be used by a server: {error.verify_message}",
+            "renew it: `kvkeep keygen` or your CA makes one for serverAuth",
+        ) from None
