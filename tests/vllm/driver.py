@@ -285,14 +285,6 @@ class Engine:
         _sizes("worker", _ours(get_kv_transfer_group()), found, set())
         return found
 
-    def late_replies(self) -> int:
-        """How many replies have come to the worker for which it waits no longer."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        side: Any = get_kv_transfer_group()
-        late: int = side._worker._adapter.connection.counters.late_replies
-        return late
-
     def memory(self) -> list[str]:
         """A digest of all KV memory, for each rank."""
         digests: list[str] = self.core.model_executor.collective_rpc(memory)
