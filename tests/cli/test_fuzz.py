@@ -82,12 +82,13 @@ def test_bad_options_are_refused_by_name(
 
 
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug in the decoder of the processes to come: a message that is cut short is not refused, but fails."""
+    """A bug in the decoder of the processes to come: a message of an odd number of bytes fails."""
     (tmp_path / "sitecustomize.py").write_text(
         "from kvkeep.wire import frames\n"
         "real = frames.decode_request\n"
         "def clumsy(header, given, frame_bytes):\n"
-        "    given[1]\n"
+        "    if len(given[1]) % 2:\n"
+        "        raise IndexError\n"
         "    return real(header, given, frame_bytes)\n"
         "frames.decode_request = clumsy\n"
     )
