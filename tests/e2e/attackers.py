@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import socket
 import ssl
@@ -24,7 +23,7 @@ from kvkeep.cli.keygen import make
 from kvkeep.cli.remote import ask
 from kvkeep.client.options import ClientOptions
 from kvkeep.testing.peer import Peer
-from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import TlsFiles, client_context
 
@@ -112,7 +111,7 @@ class Knock:
         self.stream.send(frames)
         until_s = time.monotonic() + _PATIENCE_S
         while self.stream.unsent_bytes and not self.stream.is_over and time.monotonic() < until_s:
-            select.select([], [self.stream], [], 0.1)
+            wait_for(self.stream, 100, readable=False, writable=True)
             self.stream.flush()
 
     def hear(self, patience_s: float = _PATIENCE_S) -> list[bytes] | None:
@@ -124,7 +123,7 @@ class Knock:
                 return frames
             if self.stream.is_over:
                 return None
-            select.select([self.stream], [], [], 0.01)
+            wait_for(self.stream, 10)
         return None
 
     def peer(self) -> Peer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import ssl
 import sys
@@ -21,7 +20,7 @@ import kvkeep
 from kvkeep.cli.keygen import make
 from kvkeep.client.options import ClientOptions
 from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import tcp_host
@@ -51,7 +50,7 @@ class Wire:
             assert time.monotonic() < give_up_s, "nothing came"
             if self.stream.is_over:
                 return None
-            select.select([self.stream], [self.stream] if self.stream.unsent_bytes else [], [], 0.1)
+            wait_for(self.stream, 100, writable=bool(self.stream.unsent_bytes))
             self.stream.flush()
             self.stream.read()
         return frames

@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import resource
-import select
 import signal
 import socket
 import struct
@@ -27,7 +26,7 @@ from kvkeep.server.daemon import Daemon
 from kvkeep.server.settings import Settings
 from kvkeep.store.integrity import check_integrity
 from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.tiers import memory
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
@@ -122,7 +121,7 @@ class Wire:
         while (frames := self.stream.next()) is None:
             if self.stream.is_over or time.monotonic() >= give_up_s:
                 return None
-            select.select([self.stream], [self.stream] if self.stream.unsent_bytes else [], [], 1)
+            wait_for(self.stream, 1_000, writable=bool(self.stream.unsent_bytes))
             self.stream.flush()
             self.stream.read()
         return frames

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import ssl
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from kvkeep.cli.certificates import Issued, issue, new_authority
 from kvkeep.errors import SettingsError
+from kvkeep.testing.process import wait_for
 from kvkeep.wire.tls import TlsFiles, client_context, handshake_problem, peer_names, server_context, tls_files
 
 HOSTS = ("cache.example", "127.0.0.1", "::1")
@@ -86,7 +86,8 @@ def connect(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "cache.e
     for _ in range(20):
         for side in sides:
             side.step()
-        select.select([side.socket for side in sides], [], [], 0)
+        for side in sides:
+            wait_for(side.socket, 0)
     return sides
 
 

@@ -21,7 +21,6 @@ import contextlib
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from typing import Any, TypeVar
 
 from kvkeep.bench.vllm_lanes import Lane, serve_lanes
 from kvkeep.errors import KVKeepError
+from kvkeep.testing.process import wait_for
 
 _START_WITHIN_S = 600.0
 _ANSWER_WITHIN_S = _READY_WITHIN_S = 300.0
@@ -195,7 +195,7 @@ class EngineProcess:
         """The next line. There is never more than one on the way."""
         assert self._process.popen.stdout is not None
         until = time.monotonic() + seconds
-        while not select.select([self._process.popen.stdout], [], [], 1.0)[0]:
+        while not wait_for(self._process.popen.stdout, 1_000):
             if self._process.wait(0):  # what it started may hold the pipe open
                 raise self._failure("ended")
             if time.monotonic() > until:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -13,11 +14,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from kvkeep.errors import Unavailable
 
 _numbers = itertools.count()
 _ENDS_IN_S = 60
+
+
+def wait_for(file: Any, timeout_ms: int, *, readable: bool = True, writable: bool = False) -> bool:
+    """Waits until a file or socket is ready. By poll: select takes no descriptor beyond 1,023, and a process that has
+    run many simulations has more."""
+    poll = select.poll()
+    poll.register(file, (select.POLLIN if readable else 0) | (select.POLLOUT if writable else 0))
+    return bool(poll.poll(timeout_ms))
 
 
 class ServerProcess:
