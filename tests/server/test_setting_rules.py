@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import SettingsError
-from kvkeep.server.setting_rules import is_loopback
 from kvkeep.server.settings import Settings
+from kvkeep.wire.address import is_loopback
 
 FILES = {"--tls-cert": "/keys/server.pem", "--tls-key": "/keys/server.key", "--tls-ca": "/keys/ca.pem"}
 TLS = [word for pair in FILES.items() for word in pair]

@@ -14,9 +14,8 @@ import typer
 
 from kvkeep.cli.listeners import UNKNOWN_UID, listeners
 from kvkeep.errors import RequestError, SettingsError, Unavailable
-from kvkeep.server.setting_rules import is_loopback
 from kvkeep.server.settings import TABLE, made_token
-from kvkeep.wire.address import split_host
+from kvkeep.wire.address import is_loopback, split_host
 from kvkeep.wire.auth import read_token
 
 DEFAULT_ADDRESS = TABLE["http_address"].default

@@ -38,12 +38,11 @@ from kvkeep.server.admin import Admin, Drain, SettingShown, Status, TenantList
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.guard import Access, Guard, RefusalLog, make_token, token_reader
 from kvkeep.server.metrics import make_registry
-from kvkeep.server.setting_rules import is_loopback
 from kvkeep.server.settings import Settings
 from kvkeep.server.snapshot import TenantShown
 from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.units import KIB, MIB
-from kvkeep.wire.address import split_host
+from kvkeep.wire.address import is_loopback, split_host
 from kvkeep.wire.strangers import HTTP, recognise
 
 log = logging.getLogger(__name__)

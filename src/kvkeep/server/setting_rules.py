@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.errors import SettingsError
 from kvkeep.units import KIB
-from kvkeep.wire.address import split_host
+from kvkeep.wire.address import is_loopback, split_host, tcp_host
 from kvkeep.wire.tls import tls_files
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ MIN_KEY_BYTES: Final = 16  # no block key is shorter, so a request takes at leas
 def check_together(settings: Settings, table: Mapping[str, Setting]) -> None:
     """SettingsError for what contradicts, and for an address that others can reach with nothing to keep them out."""
     check_reach(settings)
-    tcp = _tcp(settings.address)
+    tcp = tcp_host(settings.address)
     http = split_host(settings.http_address)
     if tcp is not None and tcp[1] == http[1] != 0:
         raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
@@ -60,7 +59,7 @@ def check_reach(settings: Settings) -> None:
         raise SettingsError(
             "authorized_clients is set and tls_cert is not", "set tls_cert, tls_key and tls_ca: it names certificates"
         )
-    tcp = _tcp(settings.address)
+    tcp = tcp_host(settings.address)
     if not has_tls and tcp is not None and not is_loopback(tcp[0]):
         raise SettingsError(
             f'address = "{settings.address}" is reachable from other hosts, and tls_cert is not set',
@@ -72,17 +71,3 @@ def check_reach(settings: Settings) -> None:
             f'http_address = "{settings.http_address}" is reachable from other hosts, and admin_token is not set',
             "make one with `kvkeep keygen --admin-token` and set admin_token; or use localhost, 127.0.0.1 or [::1]",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """By name or number, without asking a resolver: what a name means may change after it was checked."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _tcp(address: str) -> tuple[str, int] | None:
-    return split_host(address.removeprefix("tcp://")) if address.startswith("tcp://") else None
