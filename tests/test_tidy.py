@@ -65,7 +65,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "kvkeep.store.plans": "plain data",
     "kvkeep.engine.models.decoder": "tests of attention, gqa and mla run it against transformers' models",
 }
-ELSEWHERE = {"vllm"}  # has an environment of its own
+ELSEWHERE = {"vllm", "zmq"}  # vLLM has an environment of its own, and brings zmq
 TESTS_OF_THE_WHOLE = {
     "tests/test_tidy.py",
     "tests/test_docs.py",
