@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -19,13 +21,15 @@ from kvkeep.cli import logs
 from kvkeep.cli.output import help_section, note
 from kvkeep.errors import SettingsError
 from kvkeep.server.settings import ENV_PREFIX, TABLE, Settings
-from kvkeep.units import format_size
+from kvkeep.units import MIB, format_size
 
 if TYPE_CHECKING:
     from kvkeep.server.daemon import Daemon
     from kvkeep.server.http import HttpServer
 
 _FIRST_PROGRESS_AFTER_S = 2.0
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_MESSAGE_BYTES, _KEPT_BYTES = 4 * MIB, 32 * MIB
 
 
 class ServeCommand(TyperCommand):
@@ -54,6 +58,7 @@ def serve(
     # Not at the top: every other command would load a web framework before it says a word.
     from kvkeep.server.daemon import Daemon
 
+    keep_freed_memory()
     signals = Signals()
     settings = Settings.load(config, os.environ, context.args, fresh=fresh)
     logs.set_up(settings.log_level, settings.log_json)
@@ -70,6 +75,15 @@ def serve(
         front.stop()
         keep = settings.keep_pool if front.has_opened else daemon.pool.is_left
         daemon.close(keep=keep and not signals.at_terminal)
+
+
+def keep_freed_memory() -> None:
+    """Makes malloc keep up to 32 MiB of freed memory for the next messages. By default malloc returns memory of this
+    size to the kernel at once, and page faults take a fifth of the time of a lookup of 8,192 blocks."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MESSAGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 class Front:
