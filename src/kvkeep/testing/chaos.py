@@ -37,7 +37,7 @@ _SESSIONS_TIME_OUT_US = 11_000_000  # those that nobody attached to, too
 
 
 class ChaosRun:
-    """One run of a plan, which must have an engine."""
+    """One run of a plan, which must have an engine. When it is over, nothing of it is left."""
 
     def __init__(self, plan: Plan, *, detailed: bool = False) -> None:
         self._plan = plan
@@ -52,6 +52,13 @@ class ChaosRun:
 
     def run(self) -> Outcome:
         """Runs to the end. Whatever is found is in the outcome."""
+        try:
+            return self._run()
+        finally:
+            vars(self).clear()  # servers, engines and simulation know each other, and have files open and mapped:
+            gc.collect()  # only a collection ends them, and by itself it may come after many runs
+
+    def _run(self) -> Outcome:
         memory = Path("/dev/shm")
         directory = Path(
             tempfile.mkdtemp(prefix=f"kvkeep-chaos-{os.getpid()}-", dir=memory if memory.is_dir() else None)

@@ -133,7 +133,9 @@ class ChaosClient:
             if fence._holders and fence._descriptor >= 0:
                 os.close(fence._descriptor)
                 fence._descriptor = -1
+            fence._close_server_lock()
             fence.segments.close()
+            fence.segments.files.close()
 
     def pause(self, duration_us: int) -> None:
         process = self.process
