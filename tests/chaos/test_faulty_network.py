@@ -1,4 +1,4 @@
-"""Clients over a network that loses, delays, doubles, reorders and corrupts: right or missing, and nothing leaks.
+"""Clients over a network that loses, delays and corrupts: right or missing, and nothing leaks.
 
 A block's bytes are a function of its tenant and its whole prefix, so one wrong byte anywhere fails the run.
 """
@@ -96,7 +96,6 @@ def test_right_or_missing_under_faults(seed: int) -> None:
     rng = random.Random(seed)
     faults = Faults(
         loss=rng.choice([0.0, 0.05, 0.2]),
-        duplication=rng.choice([0.0, 0.1, 0.3]),
         corruption=rng.choice([0.0, 0.02, 0.1]),
         delay_ms=(0, rng.choice([0, 20, 150, 400])),
     )

@@ -61,14 +61,14 @@ class Door:
             trusted_users=trusted_users,
             counters=self.counters,
         )
-        self.asked: list[tuple[bytes, list[bytes]]] = []
+        self.asked: list[tuple[int, list[bytes]]] = []
         self.callers: list[Caller] = []
         self.reply: Callable[[list[bytes]], list[Any] | None] = lambda frames: frames
         self._knocked: list[Stream] = []
         self._poll = select.poll()
         self._poll.register(self.connections._epoll.fileno(), select.POLLIN)
 
-    def answer(self, frames: list[bytes], caller: Caller, peer: bytes) -> list[Any] | None:
+    def answer(self, frames: list[bytes], caller: Caller, peer: int) -> list[Any] | None:
         self.asked.append((peer, frames))
         self.callers.append(caller)
         return self.reply(frames)
@@ -83,7 +83,7 @@ class Door:
 
     def knock(self, kind: str, files: TlsFiles | None = None) -> Stream:
         """A connection that the server has accepted, and proved if it is one of TLS."""
-        connected, before = self.connect(kind), self.connections._named
+        connected, before = self.connect(kind), self.connections._accepted
         if kind == "tls":
             assert files is not None
             connected = client_context(files).wrap_socket(
@@ -91,7 +91,7 @@ class Door:
             )
         stream = Stream(connected, 1 << 30)
         self._knocked.append(stream)
-        self.until(lambda: self.connections._named > before and (stream.shake_hands() or stream.is_over))
+        self.until(lambda: self.connections._accepted > before and (stream.shake_hands() or stream.is_over))
         if kind == "tls":
             self.serve()  # the client's side is done first
         return stream
@@ -655,7 +655,7 @@ def test_a_flood_of_connections_that_prove_nothing_makes_room_for_those_that_do(
     crowd = []
     for number in range(3 * module._MOST_UNPROVED):
         crowd.append(door.connect("tcp"))
-        door.until(lambda number=number: door.connections._named == number + 2)  # type: ignore[misc]
+        door.until(lambda number=number: door.connections._accepted == number + 2)  # type: ignore[misc]
         assert len(door.connections) <= module._MOST_UNPROVED + 1
     another = door.knock("tls", files_of(keys, "other"))
     for stream in (known, another):

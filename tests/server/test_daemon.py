@@ -442,7 +442,7 @@ def test_a_turn_ends_after_a_while_though_there_is_more_to_answer(
         one.send(encode(Header(0, number), m.Ping()))
     handled: list[int] = []
 
-    def slow(frames: list[bytes], now_ms: int, caller: object, peer: bytes) -> None:
+    def slow(frames: list[bytes], now_ms: int, caller: object, peer: int) -> None:
         time.sleep(0.01)
         handled.append(1)
 

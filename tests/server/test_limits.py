@@ -100,14 +100,6 @@ def test_who_asks_too_fast_is_refused_until_time_has_passed_and_others_are_heard
     assert world.service.counters.refusals == {"too_fast": 3}
 
 
-def test_a_request_that_was_refused_may_be_sent_again_under_its_number() -> None:
-    world = World(ClientLimits(requests_per_second=2))
-    peer = world.peer().attach()
-    assert peer.refusal(m.Ping(), number=7) == "too_fast"
-    world.now_ms += 500
-    assert peer.ask(m.Done, m.Ping(), number=7), "it is not taken for a repeated one"
-
-
 def test_bytes_through_the_socket_are_counted_both_ways() -> None:
     world = World(ClientLimits(network_bytes_per_second=300))
     peer = world.peer().attach()

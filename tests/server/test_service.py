@@ -404,46 +404,24 @@ def test_bytes_that_are_no_message_are_counted_and_not_answered(world: World) ->
     assert world.service.counters.bad_frames == 2
 
 
-# -- repeated and cancelled requests
+# -- numbers that the client chooses
 
 
-def test_a_request_that_comes_twice_is_carried_out_and_answered_once(world: World, peer: Peer, layout: int) -> None:
-    peer.ask(m.Prepared, prepare(layout), number=50)
-    assert peer.say(prepare(layout), number=50) is None
-    assert peer.say(m.Ping(), number=50) is None, "whatever it says"
-    assert list(world.server.store.sessions[world.session.number].writes) == [50]
-    assert world.service.counters.repeated_requests == 2
-
-
-def test_a_refused_number_is_used_up_too(peer: Peer) -> None:
-    assert peer.refusal(m.Lookup("default", 99, KEYS), number=50) == "unknown_layout"
-    assert peer.say(m.Lookup("default", 99, KEYS), number=50) is None
+def test_the_number_of_a_lease_or_a_write_is_taken_until_it_ends(world: World, peer: Peer, layout: int) -> None:
+    peer.store(layout, KEYS, BLOCKS)
+    held = world.server.store.sessions[world.session.number]
+    for number, taken in ((50, prepare(layout, chain("b", 1))), (51, m.Lookup("default", layout, KEYS))):
+        assert not isinstance(peer.say(taken, number=number), m.Refused)
+        assert peer.refusal(prepare(layout, chain("c", 1)), number=number) == "write_exists"
+        assert peer.refusal(m.Lookup("default", layout, KEYS), number=number) == "lease_exists"
+    assert (list(held.writes), list(held.leases)) == ([50], [51])
+    assert peer.ask(m.Done, m.AbandonStore([50])).count == peer.ask(m.Done, m.Release([51])).count == 1
+    assert not held.writes and not held.leases
 
 
 def test_two_sessions_may_use_the_same_number(world: World, peer: Peer, layout: int) -> None:
     peer.ask(m.Prepared, prepare(layout, chain("a", 1)), number=50)
     world.peer().attach().ask(m.Prepared, prepare(layout, chain("b", 1)), number=50)
-
-
-@pytest.mark.parametrize(
-    ("give_back", "request_of"),
-    [(m.Release, lambda layout: m.Lookup("default", layout, KEYS)), (m.AbandonStore, prepare)],
-    ids=["lease", "write"],
-)
-def test_what_was_given_up_before_it_came_is_not_carried_out(
-    world: World,
-    peer: Peer,
-    layout: int,
-    give_back: Callable[[list[int]], m.Message],
-    request_of: Callable[[int], m.Message],
-) -> None:
-    if give_back is m.Release:
-        peer.store(layout, KEYS, BLOCKS)
-    assert peer.ask(m.Done, give_back([77]), number=80).count == 0
-    assert peer.refusal(request_of(layout), number=77) == "cancelled"
-    held = world.server.store.sessions[world.session.number]
-    assert not held.leases and not held.writes
-    assert not world.session.cancelled, "and that is forgotten"
 
 
 @pytest.mark.parametrize(
@@ -464,7 +442,6 @@ def test_what_is_given_up_after_it_came_is_given_back(
     assert peer.ask(m.Done, give_back([77, 77]), number=80).count == 1
     held = world.server.store.sessions[world.session.number]
     assert not held.leases and not held.writes
-    assert not world.session.cancelled
     assert not world.session.network_leases and not world.session.network_writes
 
 

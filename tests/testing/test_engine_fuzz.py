@@ -41,7 +41,7 @@ def test_answers_are_those_without_a_cache(model: str, seeds: int) -> None:
     for name in ("requests", "tokens", "aborted", "preemptions", "local_cached_tokens", "external_cached_tokens"):
         assert total(outcomes, name) > 0, f"no run has {name}: it tests less than it should"
     happened = {name for each in outcomes for name, count in each.faults.items() if count}
-    assert {"loads", "stores", "failed_blocks", "bit_flips", "lost", "duplicated", "corrupted"} <= happened
+    assert {"loads", "stores", "failed_blocks", "bit_flips", "lost", "corrupted"} <= happened
     if model == "oracle":
         assert total(outcomes, "checked_bytes") > 0 and total(outcomes, "failed") > 0
 

@@ -37,7 +37,7 @@ _PATIENCE_S = 0.004
 
 
 class Transport(Protocol):
-    """What a connection needs of a network. `kvkeep.testing` has one that loses, delays, doubles and reorders."""
+    """What a connection needs of a network. `kvkeep.testing` has one that loses, delays and corrupts messages."""
 
     def send(self, frames: Sequence[Any]) -> bool:
         """Sends one message, or returns False at once."""

@@ -38,14 +38,15 @@ _MOST_UNPROVED: Final = 64
 _PROVE_WITHIN_S, _SPEAK_WITHIN_S = 2.0, 10.0
 _MESSAGES_A_TURN, _TURN_S = 32, 0.02  # of one connection, and for all of them: then the loop has other duties
 
-Answer = Callable[[list[bytes], Caller, bytes], list[Any] | None]
+Answer = Callable[[list[bytes], Caller, int], list[Any] | None]
 
 
 class Peer:
-    """A connection. `caller`: who it is, once proved. `token`: of the session that it last spoke for, if any."""
+    """A connection. `number`: those that are accepted later have higher ones. `caller`: who it is, once proved.
+    `token`: of the session that it last spoke for, if any."""
 
-    def __init__(self, stream: Stream, name: bytes, where: str, address: str, since_s: float) -> None:
-        self.stream, self.name, self.where, self.address = stream, name, where, address
+    def __init__(self, stream: Stream, number: int, where: str, address: str, since_s: float) -> None:
+        self.stream, self.number, self.where, self.address = stream, number, where, address
         self.caller: Caller | None = None
         self.names: tuple[str, ...] = ()  # in its certificate
         self.token = 0
@@ -83,7 +84,7 @@ class Connections:
         self._counters, self._strangers = counters or Counters(), strangers or StrangerLog()
         self._peers: dict[int, Peer] = {}
         self._ready: dict[int, Peer] = {}  # in the order of their turns
-        self._held_bytes = self._named = 0
+        self._held_bytes = self._accepted = 0
         self._warned_at: dict[str, float] = {}  # by subject
         self._trust = self._authority.trust
         self._listens = True
@@ -121,7 +122,7 @@ class Connections:
                 self._warn("internal", "serving a connection failed inside the server; it is closed", trace=True)
                 self._close(peer)
 
-    def tend(self, is_on: Callable[[int, bytes], bool]) -> None:
+    def tend(self, is_on: Callable[[int, int], bool]) -> None:
         """Now and then: closes connections that have not proved who they are in time, and those that no session is
         on."""
         now_s = self._clock()
@@ -130,7 +131,7 @@ class Connections:
                 if now_s - peer.since_s > _PROVE_WITHIN_S:
                     self._turn_away("handshake_timeout", peer.where, peer.address, "it did not finish the handshake")
                     self._close(peer)
-            elif not is_on(peer.token, peer.name) and now_s - peer.since_s > _SPEAK_WITHIN_S:
+            elif not is_on(peer.token, peer.number) and now_s - peer.since_s > _SPEAK_WITHIN_S:
                 self._close(peer)
         self._listen(on=True)
 
@@ -183,8 +184,8 @@ class Connections:
             connected.close()
             self._warn("accept", f"a connection was not taken: {error}")
             return
-        self._named += 1
-        peer = Peer(stream, b"%d" % self._named, listening.where, address, self._clock())
+        self._accepted += 1
+        peer = Peer(stream, self._accepted, listening.where, address, self._clock())
         peer.caller = caller
         self._peers[stream.fileno()] = peer
 
@@ -238,7 +239,7 @@ class Connections:
             if stream.unsent_bytes or (frames := stream.next()) is None:
                 break
             peer.token = session_of(frames[0])
-            reply = answer(frames, peer.caller, peer.name)
+            reply = answer(frames, peer.caller, peer.number)
             if reply is not None:
                 stream.send(reply)
             if self._clock() >= until_s:

@@ -42,7 +42,6 @@ class Counters:
     bad_blocks: int = 0
     bad_frames: int = 0
     connection_resets: int = 0
-    repeated_requests: int = 0
     internal_errors: int = 0
     sessions_opened: int = 0
     sessions_ended: int = 0

@@ -221,7 +221,7 @@ class Daemon:
             self.last_turn = time.monotonic()
         self.service.counters.turns.add((time.monotonic() - self.busy_since) * 1e6)
 
-    def _answer(self, frames: list[bytes], caller: Caller, peer: bytes) -> list[Any] | None:
+    def _answer(self, frames: list[bytes], caller: Caller, peer: int) -> list[Any] | None:
         return self.service.handle(frames, self.now_ms(), caller, peer)
 
     def _look_after_lock(self) -> None:

@@ -41,7 +41,6 @@ COUNTED: Final[dict[str, tuple[str, str]]] = {
         "kvkeep_connection_resets",
         "Connections closed because messages and replies took too much memory.",
     ),
-    "repeated_requests": ("kvkeep_repeated_requests", "Requests that arrived twice and were carried out once."),
     "internal_errors": ("kvkeep_internal_errors", "Requests that failed inside the server; each is in the log."),
     "sessions_opened": ("kvkeep_sessions_opened", "Sessions that said Hello."),
     "sessions_ended": ("kvkeep_sessions_ended", "Sessions that said Goodbye."),

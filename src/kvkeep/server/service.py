@@ -1,8 +1,7 @@
 """A request in, a reply out: the daemon's logic, without sockets, threads or a clock of its own.
 
-Whatever arrives, exactly one reply leaves (none for a request that was already answered, or for bytes that are no
-message at all and so name nobody to answer). A fault of ours is answered too, counted and logged: it must not take
-the server down, nor leave an engine waiting.
+Whatever arrives, exactly one reply leaves (none for bytes that are no message at all and so name nobody to answer).
+A fault of ours is answered too, counted and logged: it must not take the server down, nor leave an engine waiting.
 """
 
 from __future__ import annotations
@@ -87,9 +86,7 @@ class Service:
             m.Goodbye: self._goodbye,
         }
 
-    def handle(
-        self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE, peer: bytes = b""
-    ) -> list[Any] | None:
+    def handle(self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE, peer: int = 0) -> list[Any] | None:
         """Carries out one request of the caller's, which came by the connection `peer`, and returns the frames of its
         reply."""
         started = time.perf_counter()
@@ -100,13 +97,11 @@ class Service:
             return None
         payload: list[bytes] = []
         kind = "unreadable"
-        reply: m.Reply | None
+        reply: m.Reply
         try:
             request = decode_request(header, frames, self._limits.frame_bytes)
             kind = type(request).__name__
             reply, payload = self._answer(header, request, frames[2:], now_ms, caller, peer)
-            if reply is None:
-                return None
         except RequestError as error:
             self.counters.refuse(error.code)
             reply = m.Refused(error.code, error.message[:_MESSAGE_CHARS], error.field, error.hint)
@@ -156,17 +151,14 @@ class Service:
     # -- sessions
 
     def _answer(
-        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int, caller: Caller, peer: bytes
-    ) -> tuple[m.Reply | None, list[bytes]]:
+        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int, caller: Caller, peer: int
+    ) -> tuple[m.Reply, list[bytes]]:
         if isinstance(request, m.Hello):
             return self._hello(request, now_ms, caller, peer), []
         session = self.sessions.get(header.session, caller.key, peer)
         session.last_seen_ms = now_ms
         if not isinstance(request, m.Goodbye):  # which gives back, and which a session says once
             session.pace.check_request(now_ms)
-        if session.is_repeated(header.number):
-            self.counters.repeated_requests += 1
-            return None, []
         if not session.plane and not isinstance(request, m.Attach | m.Ping | m.Goodbye):
             raise RequestError("not_attached", "this session has not said Attach", hint="choose a data plane first")
         if isinstance(request, m.Fetch):
@@ -189,7 +181,7 @@ class Service:
             caller.check_tenant(request.tenant)
         return self._handlers[type(request)](session, header.number, request, now_ms), []
 
-    def _hello(self, request: m.Hello, now_ms: int, caller: Caller, peer: bytes) -> m.Welcome:
+    def _hello(self, request: m.Hello, now_ms: int, caller: Caller, peer: int) -> m.Welcome:
         if caller.revoked:
             raise RequestError(
                 "revoked_key",
@@ -295,7 +287,6 @@ class Service:
     # -- loads
 
     def _lookup(self, session: ServerSession, number: int, request: m.Lookup, now_ms: int) -> m.Reply:
-        self._check_not_cancelled(session, number)
         store, layout, skip = self.store, request.layout, request.skip
         keys = self._addresses(layout, request.keys)
         if self.draining:
@@ -321,8 +312,6 @@ class Service:
                 released += 1
                 if tenant:
                     self._count_loaded(tenant, tokens[at])
-            else:
-                session.cancel(lease)
         return m.Done(released)
 
     def _count_loaded(self, tenant: str, tokens: int) -> None:
@@ -360,7 +349,6 @@ class Service:
     # -- stores
 
     def _prepare_store(self, session: ServerSession, number: int, request: m.PrepareStore, now_ms: int) -> m.Reply:
-        self._check_not_cancelled(session, number)
         if self.draining:
             raise RequestError("shutting_down", "the server is shutting down and stores nothing more")
         plan = self.store.prepare_store(
@@ -406,8 +394,6 @@ class Service:
         for write in request.writes:
             session.network_writes.pop(write, None)
             session.write_tenants.pop(write, None)
-            if write not in abandoned:
-                session.cancel(write)
         self.counters.abandoned_stores += len(abandoned)
         return m.Done(len(abandoned))
 
@@ -416,11 +402,6 @@ class Service:
         is, to be refused there."""
         fingerprint = self.store.layouts.get(layout).fingerprint
         return keys if len(keys) % KEY_BYTES else addresses(keys, fingerprint)
-
-    def _check_not_cancelled(self, session: ServerSession, number: int) -> None:
-        if number in session.cancelled:
-            del session.cancelled[number]
-            raise RequestError("cancelled", "this request was given up before it arrived")
 
 
 def _check_tenant(tenant: str) -> None:

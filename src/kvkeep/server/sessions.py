@@ -11,7 +11,7 @@ touches nothing: the daemon moves its bytes, and silence is enough.
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,7 +26,6 @@ from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
 
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000
-_CONNECTIONS_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,49 +67,23 @@ class ServerSession:
     role: str = ""  # what the engine uses it for
     identity: str = ""  # digest of the layout that it opened last: sessions that show the same one share blocks
     parts: Mapping[str, str] = field(default_factory=dict)  # what that digest was taken over, by name
-    cancelled: OrderedDict[int, None] = field(default_factory=OrderedDict)  # given up before they came, oldest first
     network_leases: dict[int, NetworkLease] = field(default_factory=dict)  # both oldest first
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
     expired: deque[int] = field(default_factory=lambda: deque(maxlen=_NUMBERS_REMEMBERED))  # ended by their age
     write_tenants: dict[int, str] = field(default_factory=dict)  # of writes under way, on either plane
-    peer: bytes = b""  # the connection that it is on
-    _left: deque[bytes] = field(default_factory=lambda: deque(maxlen=_CONNECTIONS_REMEMBERED))
-    _seen: set[int] = field(default_factory=set)
-    _seen_order: deque[int] = field(default_factory=deque)
+    peer: int = 0  # the connection that it is on
 
     @property
     def owner(self) -> str | int:
         """The client it counts for."""
         return client_of(self.key, self.pid)
 
-    def is_on(self, peer: bytes) -> bool:
-        """Whether the session is on that connection. A new one takes it over, since the old one may have broken; from
-        then on the old one cannot use it: a session is on one connection at a time."""
-        if peer == self.peer:
-            return True
-        if peer in self._left:
-            return False
-        self._left.append(self.peer)
-        self.peer = peer
-        return True
-
-    def is_repeated(self, number: int) -> bool:
-        """Notes a request's number; True if it came before. (Some networks deliver twice.)"""
-        if number in self._seen:
-            return True
-        self._seen.add(number)
-        self._seen_order.append(number)
-        if len(self._seen_order) > _NUMBERS_REMEMBERED:
-            self._seen.discard(self._seen_order.popleft())
-        return False
-
-    def cancel(self, number: int) -> None:
-        """Remembers that a request is to be given up which has not come yet."""
-        if number in self._seen:
-            return
-        if len(self.cancelled) >= _NUMBERS_REMEMBERED:
-            self.cancelled.popitem(last=False)
-        self.cancelled[number] = None
+    def is_on(self, peer: int) -> bool:
+        """Whether the session is on that connection. One that was accepted later takes it over, since the
+        one before may have broken. An earlier one cannot use it again: what a client sent over a connection
+        that it has given up is not carried out after what it sent over the next."""
+        self.peer = max(self.peer, peer)
+        return peer == self.peer
 
     def is_gone(self, now_ms: int, network_timeout_ms: int) -> bool:
         if self.plane == SHARED_MEMORY:
@@ -148,14 +121,14 @@ class Sessions:
         now_ms: int,
         key: str = "",
         pace: Pace | None = None,
-        peer: bytes = b"",
+        peer: int = 0,
     ) -> ServerSession:
         token = secrets.randbits(63) | 1
         session = ServerSession(token, number, client, pid, watch, now_ms, now_ms, key, pace or Pace(), peer=peer)
         self._by_token[token] = session
         return session
 
-    def get(self, token: int, key: str = "", peer: bytes = b"") -> ServerSession:
+    def get(self, token: int, key: str = "", peer: int = 0) -> ServerSession:
         """The session of that token, if it is asked for with the key that opened it, and not by a connection that it
         has left."""
         session = self._by_token.get(token)
@@ -168,7 +141,7 @@ class Sessions:
             )
         return session
 
-    def is_on(self, token: int, peer: bytes) -> bool:
+    def is_on(self, token: int, peer: int) -> bool:
         session = self._by_token.get(token)
         return session is not None and session.peer == peer
 

@@ -263,7 +263,7 @@ class ChaosServer:
         if self.connections._ready or self._epoll.poll():
             self._rouse(process)
 
-    def _handle(self, frames: list[bytes], caller: Caller, peer: bytes) -> list[Any] | None:
+    def _handle(self, frames: list[bytes], caller: Caller, peer: int) -> list[Any] | None:
         def handle() -> list[Any] | None:
             return self.service.handle(frames, self.process.now_ms(), caller, peer)
 

@@ -192,7 +192,7 @@ class Fuzz:
             return chance.choice((0.0, 0.0, *rates))
 
         return CacheFaults(
-            network=Faults(rate(0.01, 0.1), rate(0.05, 0.3), rate(0.01, 0.05), (0, chance.choice((0, 0, 3, 25)))),
+            network=Faults(rate(0.01, 0.1), rate(0.01, 0.05), (0, chance.choice((0, 0, 3, 25)))),
             load_failure=rate(0.1, 0.5, 1.0),
             load_loss=rate(0.1, 0.5),
             store_loss=rate(0.05, 0.3),

@@ -27,7 +27,6 @@ MOST_MESSAGES, MOST_MESSAGES_OF_A_FLOOD = 40, 1_000  # of an input
 _MALFORMED = ("bad_frame", "frame_too_large", "bad_message")  # refusals of the decoder; of what has no header: silence
 _SLAB_BYTES, _POOL_BYTES = 4 * 4096, 24 * 4096
 _NETWORK_TIMEOUT_MS = 10_000
-_NUMBERS_REMEMBERED = 4096  # of a session: see kvkeep.server.sessions
 _CALLERS = (ANYONE, Caller("k" * 40, "one", ("default",)), Caller("j" * 40, "two", ()), Caller("i" * 40, revoked=True))
 # What goes deep is said more often than what ends a session.
 _OFTEN = (m.PrepareStore, m.Lookup, m.CompleteStore, m.Put, m.Fetch, m.Release, m.AbandonStore)
@@ -241,8 +240,6 @@ def _check_session(session: ServerSession, leases: int, writing_blocks: int) -> 
         raise Leak("more leases than are allowed")
     if writing_blocks > LIMITS.writing_blocks_per_session or len(session.network_writes) > writing_blocks:
         raise Leak("more writes than are allowed")
-    if len(session.cancelled) > _NUMBERS_REMEMBERED or len(session._seen_order) > _NUMBERS_REMEMBERED:
-        raise Leak("more numbers remembered than are allowed")
 
 
 def _good_blocks() -> list[bytes]:

@@ -22,7 +22,7 @@ def server_of_version(version: int) -> Iterator[str]:
     listeners, ending = Listeners("tcp://127.0.0.1:0"), threading.Event()
     connections = Connections(listeners, 16, 1 << 20)
 
-    def answer(frames: list[bytes], caller: object, peer: bytes) -> list[Any]:
+    def answer(frames: list[bytes], caller: object, peer: int) -> list[Any]:
         return encode(Header(0, decode_header(frames).number, version=version), m.Done())
 
     def run() -> None:

@@ -1,6 +1,7 @@
-"""A network in memory that loses, delays, doubles, reorders and corrupts messages, all by one seed.
+"""A network in memory that loses, delays and corrupts messages, all by one seed. As on a connection, those that arrive
+do so once and in the order in which they were sent.
 
-    network = SimulatedNetwork(seed=7, faults=Faults(loss=0.1, duplication=0.1, delay_ms=(0, 40)))
+    network = SimulatedNetwork(seed=7, faults=Faults(loss=0.1, delay_ms=(0, 40)))
     network.serve(service)
     connection = Connection(shape, options, transport=network.transport(), clock=network.clock)
 
@@ -28,10 +29,9 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities for each message, in each direction. Different delays are what reorders."""
+    """Probabilities for each message, in each direction. A message that is delayed delays those behind it."""
 
     loss: float = 0.0
-    duplication: float = 0.0
     corruption: float = 0.0
     delay_ms: tuple[int, int] = (0, 0)
 
@@ -42,7 +42,7 @@ class SimulatedNetwork:
     def __init__(self, seed: int, faults: Faults | None = None) -> None:
         self.clock = SimulatedClock()
         self.faults = faults or Faults()
-        self.counts = {"sent": 0, "lost": 0, "duplicated": 0, "corrupted": 0}
+        self.counts = {"sent": 0, "lost": 0, "corrupted": 0}
         self._random = random.Random(seed)
         self._server: Server | None = None
         self._events: list[tuple[int, int, Callable[[], None]]] = []
@@ -69,26 +69,21 @@ class SimulatedNetwork:
             if self._server is not None:
                 reply = self._server.handle(message, self.clock.now_ms)
                 if reply is not None:
-                    self._post(sender.inbox.append, reply)
+                    self._post(sender.back, sender.inbox.append, reply)
 
-        self._post(deliver, frames)
+        self._post(sender.there, deliver, frames)
 
-    def _post(self, deliver: Callable[[list[bytes]], None], frames: Sequence[Any]) -> None:
+    def _post(self, way: _Way, deliver: Callable[[list[bytes]], None], frames: Sequence[Any]) -> None:
         self.counts["sent"] += 1
         message = [bytes(frame) for frame in frames]
         if self._random.random() < self.faults.loss:
             self.counts["lost"] += 1
             return
-        copies = 1
-        if self._random.random() < self.faults.duplication:
-            self.counts["duplicated"] += 1
-            copies = 2
-        for _ in range(copies):
-            damaged = self._random.random() < self.faults.corruption and any(message)
-            arriving = self._corrupted(message) if damaged else message
-            due_ms = self.clock.now_ms + self._random.randint(*self.faults.delay_ms)
-            heapq.heappush(self._events, (due_ms, self._next_event, lambda m=arriving: deliver(m)))  # type: ignore[misc]
-            self._next_event += 1
+        damaged = self._random.random() < self.faults.corruption and any(message)
+        arriving = self._corrupted(message) if damaged else message
+        way.due_ms = max(way.due_ms, self.clock.now_ms + self._random.randint(*self.faults.delay_ms))
+        heapq.heappush(self._events, (way.due_ms, self._next_event, lambda: deliver(arriving)))
+        self._next_event += 1
 
     def _corrupted(self, message: list[bytes]) -> list[bytes]:
         """One bit of one frame, flipped. Frames without bytes have none to flip."""
@@ -101,11 +96,18 @@ class SimulatedNetwork:
         return frames
 
 
+class _Way:
+    """One direction of a connection, and when the last message that was sent arrives."""
+
+    due_ms = 0
+
+
 class SimulatedTransport:
     """One client's end of the network."""
 
     def __init__(self, network: SimulatedNetwork) -> None:
         self.inbox: deque[list[bytes]] = deque()
+        self.there, self.back = _Way(), _Way()
         self._network = network
 
     def send(self, frames: Sequence[Any]) -> bool:

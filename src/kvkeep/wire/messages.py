@@ -18,7 +18,8 @@ never used.
 
 **Numbers that the client chooses.** Each request has a number, unique in its session. A lease *is* the number of the
 Lookup that asked for it, a write the number of its PrepareStore. So a client that lost a reply can still say Release
-or AbandonStore, and a request that arrives twice is carried out once.
+or AbandonStore. Requests are carried out in the order in which the client sent them: a connection keeps it, and when a
+session has moved to a later connection, the server refuses what still comes over the earlier one.
 
 **Load.** Lookup names the keys of a whole prompt and how many leading blocks to `skip` (the engine has them). The
 answer, Found, counts the leading blocks that are ready and gives, beyond `skip`, each block's slot and checksums, under
