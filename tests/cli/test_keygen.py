@@ -231,7 +231,8 @@ def test_json_names_all_and_tells_no_secret(kvkeep: Run, tmp_path: Path) -> None
     wanted = {"a.client", *(f"{name}.{end}" for name in ("ca", "server", "a") for end in ENDS)}
     assert {Path(each).name for each in said["files"]} == wanted
     (client,) = said["clients"]
-    assert sorted(client) == ["fingerprint", "name", *sorted(TLS)] and client["name"] == "a"
+    assert sorted(client) == ["admin", "fingerprint", "name", *sorted(TLS)]
+    assert client["name"] == "a" and client["admin"] is False
     printed = openssl("x509", "-in", client["tls_cert"], "-noout", "-fingerprint", "-sha256").strip()
     assert read_line("sha256:" + printed.partition("=")[2]).key == client["fingerprint"]
     for path in (tmp_path / "keys").glob("*.key"):
@@ -252,6 +253,8 @@ def test_json_names_all_and_tells_no_secret(kvkeep: Run, tmp_path: Path) -> None
         (["a"], "bad", "--tenants bad"),
         (["a"], "default,", "--tenants"),
         (["a"], "default x", "--tenants"),
+        (["a"], "default admin", "--tenants"),
+        (["a"], "default\nadmin", "--tenants"),
         ([], "default", "--tenants binds clients"),
     ],
 )
@@ -261,6 +264,21 @@ def test_what_cannot_be_meant_is_named_and_nothing_is_made(
     with pytest.raises(SettingsError, match=words):
         make(tmp_path / "keys", names, tenants, not names)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_client_that_administers_has_the_right_in_its_line(kvkeep: Run, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make(keys, ["engine"])
+    done = kvkeep("keygen", "--dir", str(keys), "--name", "ops", "--tenants", "default", "--admin")
+    assert done.returncode == 0, done.stderr
+    assert (keys / "authorized" / "ops.client").read_text() == "ops tenants=default admin\n"
+    callers = read_authorized(keys / "authorized", refuse)
+    assert callers["ops"].admin and not callers["engine"].admin
+    assert f"export KVKEEP_CLIENT_TLS_CERT={keys / 'ops.pem'}" in done.stdout and "--http https://HOST" in done.stdout
+    assert "kv_connector_extra_config" not in done.stdout and "http_address" in done.stdout
+    refused = kvkeep("keygen", "--dir", str(keys), "--admin-token", "--admin")
+    assert refused.returncode == 2 and "--admin gives a right to clients" in refused.stderr
+    assert not (keys / "admin-token").exists()
 
 
 @pytest.mark.parametrize("host", ["", "a b", "cache:5555", "[::1]", "tcp://cache", "kä", "-a", "a" * 300])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.cli import remote
+from kvkeep.cli.keygen import make
 from kvkeep.cli.remote import ask
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.testing.process import ServerProcess
@@ -82,7 +83,10 @@ def test_a_proxy_in_the_environment_is_not_asked(kvkeep: Run, server: ServerProc
     assert kvkeep("status", "--http", server.http, env=proxies).returncode == 0
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:port", "http://", "127.0.0.1:80/path", "a b:80"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "127.0.0.1", "127.0.0.1:port", "http://", "https://", "127.0.0.1:80/path", "a b:80", "ftp://a:80", "://a:80"],
+)
 def test_a_malformed_address_is_named(address: str) -> None:
     with pytest.raises(SettingsError, match="--http"):
         ask(address, "/v1/status")
@@ -286,3 +290,124 @@ def test_every_command_that_asks_the_server_takes_a_token(kvkeep: Run, token_fil
         by_name = kvkeep("status", "--http", server.http, env=env | {"KVKEEP_ADMIN_TOKEN": str(token_file)})
         assert by_name.returncode == 0
         assert "t" * 43 not in server.log()
+
+
+# -- over TLS
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tls") / "keys"
+    make(directory, ["engine"], hosts=("localhost",))
+    make(directory, ["ops"], admin=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def secure(keys: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(*flags_of(keys)) as running:
+        yield running
+
+
+def flags_of(keys: Path) -> list[str]:
+    tls = [word for name, file in TLS_FILES.items() for word in (f"--tls-{name}", str(keys / f"{file}"))]
+    listed = ["--authorized-clients", str(keys / "authorized")]
+    return ["--pool-size", "16MiB", "--http-address", "0.0.0.0:0", *tls, *listed]
+
+
+TLS_FILES = {"cert": "server.pem", "key": "server.key", "ca": "ca.pem"}
+
+
+def env_of(keys: Path, name: str = "") -> dict[str, str]:
+    """The environment of a command that trusts our CA and shows the certificate of this name, or none."""
+    files = {"CA": "ca.pem"} | ({"CERT": f"{name}.pem", "KEY": f"{name}.key"} if name else {})
+    return {f"KVKEEP_CLIENT_TLS_{what}": str(keys / file) for what, file in files.items()}
+
+
+def url_of(server: ServerProcess, scheme: str = "https") -> str:
+    assert server.http.startswith("https://0.0.0.0:")
+    return f"{scheme}://localhost:{server.http.rpartition(':')[2]}"
+
+
+def test_commands_administer_over_tls_with_a_certificate_or_a_token(
+    kvkeep: Run, keys: Path, secure: ServerProcess, tmp_path: Path
+) -> None:
+    where = ("--http", url_of(secure))
+    assert secure.state_dir is not None
+    token = str(secure.state_dir / secure.name / "admin.token")
+    alone = {"KVKEEP_STATE_DIR": str(tmp_path)}
+    for words in (("status",), ("settings", "set", "verify", "true"), ("tenants", "list")):
+        assert kvkeep(*words, *where, env=env_of(keys, "ops") | alone).returncode == 0
+        assert kvkeep(*words, *where, "--token-file", token, env=env_of(keys) | alone).returncode == 0
+        for name in ("", "engine"):
+            refused = kvkeep(*words, *where, env=env_of(keys, name) | alone)
+            assert refused.returncode == 1 and "certificate with the right admin" in refused.stderr
+    done = kvkeep("status", env=env_of(keys, "ops") | {"KVKEEP_HTTP": url_of(secure)})
+    assert f"http         {secure.http}" in done.stdout, done.stdout
+
+
+def test_the_token_of_the_state_directory_is_sent_over_tls_on_this_host_alone(
+    keys: Path, secure: ServerProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert secure.state_dir is not None
+    (tmp_path / "keys").mkdir(mode=0o700)
+    token = (secure.state_dir / secure.name / "admin.token").read_text()
+    (tmp_path / "keys" / "admin-token").write_text(token)
+    (tmp_path / "keys" / "admin-token").chmod(0o600)
+    monkeypatch.setenv("KVKEEP_STATE_DIR", str(tmp_path))
+    for name, value in env_of(keys).items():
+        monkeypatch.setenv(name, value)
+    assert ask(url_of(secure), "/v1/settings", "PATCH", {"verify": "true"})
+    for method in ("GET", "PUT"):
+        assert remote._token("https://192.0.2.7:80", method, None) == (None, "")
+
+
+def test_a_server_is_asked_only_if_its_certificate_proves_it(
+    kvkeep: Run, keys: Path, secure: ServerProcess, tmp_path: Path
+) -> None:
+    make(tmp_path / "other", ["ops"])
+    other = env_of(tmp_path / "other")
+    for env, words in (
+        ({}, "its certificate is not signed by a CA that we trust"),  # the system's CAs did not sign it
+        (other, "its certificate is not signed by a CA that we trust"),
+        (env_of(tmp_path / "other", "ops") | env_of(keys), "it rejected our certificate"),
+    ):
+        done = kvkeep("status", "--http", url_of(secure), env=env)
+        assert done.returncode == 3 and f"error: no TLS connection to {url_of(secure)}: {words}" in done.stderr
+        assert "KVKEEP_CLIENT_TLS_CA" in done.stderr and "Traceback" not in done.stderr
+    wrong_name = url_of(secure).replace("localhost", "127.0.0.2")
+    done = kvkeep("status", "--http", wrong_name, env=env_of(keys, "ops"))
+    assert done.returncode == 3 and "does not name the host that we connect to" in done.stderr
+
+
+def test_the_wrong_scheme_is_answered_with_the_right_one(
+    kvkeep: Run, keys: Path, secure: ServerProcess, server: ServerProcess, token_file: Path
+) -> None:
+    for words in (("status",), ("settings", "set", "verify", "true"), ("drain",)):
+        for more in ((), ("--token-file", str(token_file))):
+            done = kvkeep(*words, "--http", url_of(secure, "http"), *more, env=env_of(keys, "ops"))
+            assert done.returncode == 1 and "this port speaks HTTPS" in done.stderr and "https://" in done.stderr
+    done = kvkeep("status", "--http", f"https://{server.http}", env=env_of(keys))
+    assert done.returncode == 3 and "it does not speak TLS" in done.stderr
+    assert f"--http http://{server.http}" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["CERT", "KEY"])
+def test_a_certificate_needs_its_key(kvkeep: Run, keys: Path, secure: ServerProcess, missing: str) -> None:
+    env = env_of(keys, "ops")
+    del env[f"KVKEEP_CLIENT_TLS_{missing}"]
+    done = kvkeep("status", "--http", url_of(secure), env=env)
+    assert done.returncode == 2 and f"is set and KVKEEP_CLIENT_TLS_{missing} is not" in done.stderr
+
+
+def test_files_that_cannot_be_used_are_named(kvkeep: Run, keys: Path, secure: ServerProcess, tmp_path: Path) -> None:
+    env = env_of(keys, "ops") | {"KVKEEP_CLIENT_TLS_CA": str(tmp_path / "none.pem")}
+    done = kvkeep("status", "--http", url_of(secure), env=env)
+    assert done.returncode == 2 and str(tmp_path / "none.pem") in done.stderr
+
+
+def test_a_server_is_drained_over_tls(kvkeep: Run, keys: Path) -> None:
+    with ServerProcess(*flags_of(keys)) as secure:
+        done = kvkeep("drain", "--http", url_of(secure), env=env_of(keys, "ops"))
+        assert done.returncode == 0 and "the server has ended" in done.stdout, done.stderr
+        assert secure.process is not None and secure.process.wait(60) == 0

@@ -20,6 +20,7 @@ import pytest
 
 import kvkeep as package
 from kvkeep.cli import serve as module
+from kvkeep.cli.keygen import make
 from kvkeep.client.options import ClientOptions
 from kvkeep.server.settings import TABLE
 from kvkeep.testing.process import ServerProcess
@@ -121,8 +122,13 @@ def readiness(http: str) -> tuple[int, dict[str, object]]:
             return error.code, json.load(error)
 
 
-def test_it_says_for_people_where_it_serves(tmp_path: Path) -> None:
-    server = ServerProcess("--pool-size", "32MiB", state_dir=tmp_path)
+@pytest.mark.parametrize("is_https", [False, True])
+def test_it_says_for_people_where_it_serves(tmp_path: Path, is_https: bool) -> None:
+    flags: list[str] = []
+    if is_https:
+        made = make(tmp_path / "keys", ["engine"])["server"] | {"http_address": "0.0.0.0:0"}
+        flags = [word for name, value in made.items() for word in ("--" + name.replace("_", "-"), value)]
+    server = ServerProcess("--pool-size", "32MiB", *flags, state_dir=tmp_path)
     command = [word for word in server.command() if word != "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -130,7 +136,8 @@ def test_it_says_for_people_where_it_serves(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(60) == 0
     assert line.startswith("kvkeep is serving: engines on tcp://127.0.0.1:")
-    assert "HTTP on http://127.0.0.1:" in line and line.endswith("pool 32MiB\n")
+    where = "https://0.0.0.0:" if is_https else "http://127.0.0.1:"
+    assert f"HTTP on {where}" in line and line.endswith("pool 32MiB\n")
 
 
 def test_a_port_in_use_is_found_before_it_says_that_it_serves(kvkeep: Run, tmp_path: Path) -> None:

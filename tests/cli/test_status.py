@@ -100,6 +100,8 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["turned away"] == "1 mechanism, 3 unknown_key"
     assert "internal errors" not in lines
     assert lines["security"] == "engines need a certificate (TLS), the admin API needs a token for changes"
+    over_tls = status() | {"http_address": "https://0.0.0.0:5556", "security": {"tls": True, "admin_token": True}}
+    assert dict(facts(over_tls))["security"].endswith("the admin API needs a token or an admin's certificate")
 
 
 def test_facts_of_a_server_that_took_over() -> None:

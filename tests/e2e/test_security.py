@@ -471,12 +471,20 @@ def test_a_ca_that_is_taken_out_takes_its_clients_with_it(tmp_path: Path) -> Non
 # -- the admin API
 
 
-def http_status(address: str, path: str, token: str | None, method: str = "GET", host: str = "") -> int:
-    request = urllib.request.Request(f"http://{address}{path}", method=method, headers={"host": host or address})
+def http_status(
+    address: str,
+    path: str,
+    token: str | None,
+    method: str = "GET",
+    host: str = "",
+    tls: ssl.SSLContext | None = None,
+) -> int:
+    url = f"{'https' if tls else 'http'}://{address}{path}"
+    request = urllib.request.Request(url, method=method, headers={"host": host or address})
     if token is not None:
         request.add_header("authorization", token)
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=60, context=tls) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         with error:
@@ -579,6 +587,7 @@ def test_beyond_loopback_it_listens_with_certificates_and_token_alone(tmp_path: 
     everywhere = ("--address", "tcp://0.0.0.0:0", "--http-address", "0.0.0.0:0")
     with fortress(tmp_path / "keys", *everywhere) as fort:
         port, http = fort.server.address.rpartition(":")[2], fort.server.http.rpartition(":")[2]
+        assert fort.server.http == f"https://0.0.0.0:{http}"
         assert port == str(fort.host_and_port[1])
         with kvkeep.connect(options=fort.options(), required=True, wait_ms=10_000, **CACHE) as cache:
             assert cache.put(range(8), blocks(1)) == 2
@@ -588,7 +597,9 @@ def test_beyond_loopback_it_listens_with_certificates_and_token_alone(tmp_path: 
             ("cache.example", "", 401),
             (f"127.0.0.1:{http}", f"Bearer {token}", 200),
         ):
-            assert http_status(f"127.0.0.1:{http}", "/v1/status", given, host=host) == expected
+            tls = ssl.create_default_context(cafile=tmp_path / "keys" / "ca.pem")
+            assert http_status(f"127.0.0.1:{http}", "/v1/status", given, host=host, tls=tls) == expected
+        assert http_status(f"127.0.0.1:{http}", "/v1/status", f"Bearer {token}") == 400, "not without TLS"
 
 
 def test_on_loopback_another_hosts_name_is_refused_even_with_the_token(fort: Fortress) -> None:

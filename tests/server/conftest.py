@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,11 +32,17 @@ class Running:
     writes: Iterator[int] = field(default_factory=lambda: iter(range(1, 1 << 30)))
 
     def ask(
-        self, path: str, method: str = "GET", body: Any = None, headers: dict[str, str] | None = None
+        self,
+        path: str,
+        method: str = "GET",
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> tuple[int, Any]:
         """Status and body, decoded where it is JSON. `body` may be bytes that are no JSON. Sends the server's token."""
-        host, _, port = self.http.address.rpartition(":")
-        connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=60)
+        connection = http.client.HTTPConnection(*self.place, timeout=60)
+        if tls is not None:
+            connection = http.client.HTTPSConnection(*self.place, timeout=60, context=tls)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
             usual = {"content-type": "application/json", "authorization": f"Bearer {self.token}"}
@@ -46,6 +53,12 @@ class Running:
             return reply.status, json.loads(text) if is_json and text else text
         finally:
             connection.close()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of the HTTP server; of one that listens everywhere, those on loopback."""
+        host, _, port = self.http.address.removeprefix("https://").rpartition(":")
+        return host.strip("[]").replace("0.0.0.0", "127.0.0.1"), int(port)
 
     @property
     def token(self) -> str:

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import ssl
 import sys
 import tempfile
 from datetime import UTC, datetime, timedelta
@@ -43,10 +44,13 @@ def no_complaint(problem: str) -> None:
     raise AssertionError(problem)
 
 
-def test_a_line_is_a_name_and_perhaps_tenants() -> None:
+def test_a_line_is_a_name_and_perhaps_tenants_and_a_right() -> None:
     for name in ("engine-1", "cache.example", "spiffe://example/engine", "#1", OTHER):
         assert read_line(name) == Caller(name, name, None)
     assert read_line(f"e   tenants=default,{T1},t-0*,*") == Caller("e", "e", ("default", T1, "t-0*", "*"))
+    assert read_line("e admin") == read_line("e  admin ") == Caller("e", "e", None, admin=True)
+    assert read_line("e admin tenants=*") == read_line("e tenants=* admin") == Caller("e", "e", ("*",), admin=True)
+    assert read_line("admin") == Caller("admin", "admin"), "a certificate may be called so"
     assert read_line("e tenants=salt:one,salt:t%2Cw%20o").tenants == (T1, tenant_of("t,w o"))
 
 
@@ -63,9 +67,12 @@ def test_a_fingerprint_may_be_written_as_openssl_prints_it() -> None:
         ("sha256:", "64 hexadecimal digits"),
         ("sha256:" + "b0" * 31, "64 hexadecimal digits"),
         ("sha256:" + "x0" * 32, "64 hexadecimal digits"),
-        ("a b", "tenants=a,b once"),
-        ("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7 engine", "tenants=a,b once"),
-        ("a tenants=default tenants=default", "tenants=a,b once"),
+        ("a b", "tenants=a,b and admin, each once"),
+        ("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7 engine", "tenants=a,b and admin, each once"),
+        ("a tenants=default tenants=default", "tenants=a,b and admin, each once"),
+        ("a admin admin", "tenants=a,b and admin, each once"),
+        ("a admin=", "tenants=a,b and admin, each once"),
+        ("a Admin", "tenants=a,b and admin, each once"),
         ("a tenants=", "named by its id"),
         ("a tenants=default,", "named by its id"),
         ("a tenants=one", "named by its id"),
@@ -373,6 +380,32 @@ def test_tenants_that_change_are_in_force_at_once(files: TlsFiles, listed: Path)
     assert authority.reload() and authority.caller_of((PRINT, KEY)) == Caller(KEY, KEY, (T1,))
 
 
+def test_who_administers_is_read_again_and_holds_as_long_as_its_ca_does(files: TlsFiles, listed: Path) -> None:
+    put(files, SERVER, CA.cert + OTHER_CA.cert)
+    listed.write_text("ops admin\nengine\n")
+    authority = Authority(files, listed)
+    ops, engine = (PRINT, "ops"), (PRINT, "engine")
+    assert authority.is_admin(ops, 0) and not authority.is_admin(engine, 0) and not authority.is_admin((), 0)
+    listed.write_text(f"ops admin\n{PRINT}\n")
+    assert authority.reload() and not authority.is_admin(ops, 0), "the line of its fingerprint counts first"
+    listed.write_text("ops admin\n")
+    assert authority.reload() and authority.is_admin(ops, 0)
+    put(files, SERVER)
+    assert authority.reload() and not authority.is_admin(ops, 0) and authority.is_admin(ops, authority.trust)
+    assert not Authority(files, None).is_admin(ops, 0), "without a list nobody does"
+    assert not Authority(None, None).is_admin((), 0)
+
+
+def test_over_https_a_certificate_is_asked_for_and_not_required(files: TlsFiles) -> None:
+    authority = Authority(files, None)
+    assert authority.context is not None and authority.http_context is not None
+    assert authority.context.verify_mode is ssl.CERT_REQUIRED
+    assert authority.http_context.verify_mode is ssl.CERT_OPTIONAL
+    before = authority.http_context
+    put(files, issue(CA, "kvkeep server", ("localhost",), days=5))
+    assert authority.reload() and authority.http_context is not before
+
+
 def test_a_list_that_cannot_be_read_changes_nothing_until_it_can(files: TlsFiles, listed: Path) -> None:
     authority = Authority(files, listed)
     listed.unlink()
@@ -493,7 +526,7 @@ def test_a_list_with_a_mistake_stops_the_start(files: TlsFiles, listed: Path) ->
     listed.write_text("non sense\n")
     with pytest.raises(SettingsError, match=r"authorized_clients: .*authorized, client 1") as caught:
         Authority(files, listed)
-    assert "NAME tenants=a,b" in caught.value.hint
+    assert "tenants=a,b and admin" in caught.value.hint
 
 
 def test_a_list_without_anybody_is_warned_of(

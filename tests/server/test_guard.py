@@ -80,6 +80,12 @@ def test_programs_and_our_own_origin_may(headers: dict[str, str]) -> None:
     check_origin({"host": "localhost:1", **headers})
 
 
+def test_over_tls_our_own_origin_is_one_of_https() -> None:
+    check_origin({"host": "cache:1", "origin": "https://cache:1"}, "https")
+    with pytest.raises(RequestError):
+        check_origin({"host": "cache:1", "origin": "http://cache:1"}, "https")
+
+
 TOKEN = "t" * 43
 WITH_TOKEN = {"authorization": f"Bearer {TOKEN}"}
 EVERYTHING = Access(TOKEN.encode)
@@ -93,6 +99,7 @@ def through(
     path: str = "/v1/status",
     access: Access = CHANGES,
     refusals: RefusalLog | None = None,
+    state: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[int, bytes]:
     """Status and body of a request through the guard; what is behind it echoes the body."""
@@ -112,7 +119,7 @@ def through(
         sent.append(message)
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": method, "headers": raw, "path": path}
+    scope = {"type": "http", "method": method, "headers": raw, "path": path, "state": state or {}}
     asyncio.run(Guard(echo, access, refusals or RefusalLog(), **options)(scope, receive, send))
     return sent[0]["status"], sent[1]["body"]
 
@@ -183,6 +190,34 @@ def test_the_servers_own_token_is_asked_for_by_changes_alone(method: str) -> Non
     assert through(method, {"host": "localhost", **WITH_TOKEN})[0] == 200
     for reading in ("GET", "HEAD", "OPTIONS"):
         assert through(reading, {"host": "localhost"})[0] == 200
+
+
+def test_a_certificate_that_administers_does_instead_of_the_token_and_of_nothing_else() -> None:
+    beyond = Access(TOKEN.encode, loopback=False)
+    for administers in (True, False):
+        state = {"is_admin": lambda: administers}  # noqa: B023
+        for method in ("GET", "PUT"):
+            status, _ = through(method, {"host": "cache"}, access=beyond, state=state)
+            assert status == (200 if administers else 401)
+        assert through("PUT", {"host": "cache", **WITH_TOKEN}, access=beyond, state=state)[0] == 200
+    foreign = {"host": "cache", "origin": "https://other.example"}
+    assert through("PUT", foreign, access=beyond, state={"is_admin": lambda: True})[0] == 403
+
+
+def test_a_refusal_is_said_when_the_whole_body_has_come() -> None:
+    """A connection that is closed while the client still sends is reset, and the client may lose the answer."""
+    happened: list[Any] = []
+
+    async def receive() -> Any:
+        happened.append("received")
+        return {"type": "http.request", "body": b"a", "more_body": len(happened) < 3}
+
+    async def send(message: Any) -> None:
+        happened.append(message.get("status", "body"))
+
+    scope = {"type": "http", "method": "PUT", "headers": [(b"host", b"localhost")], "path": "/v1/status"}
+    asyncio.run(Guard(send, CHANGES, RefusalLog())(scope, receive, send))  # type: ignore[arg-type]
+    assert happened == ["received"] * 3 + [401, "body"]
 
 
 def test_a_foreign_host_name_is_heard_beyond_loopback_alone() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,20 @@ import pytest
 
 from kvkeep.server.guard import MAX_WAITING, MAX_WORKED_ON
 from kvkeep.server.http import _Connection
-from kvkeep.store.operators import set_quota
+
+sys.path.insert(0, str(Path(__file__).parent))
+from http_clients import (
+    LARGE,
+    add_tenants,
+    connections,
+    eventually,
+    has_been_closed,
+    received,
+    request,
+    unread_bytes,
+)
 
 TENANT = "t-" + "a" * 32
-LARGE = "GET /v1/tenants?limit=100000"
 Start = Callable[..., Any]
 
 
@@ -33,15 +45,6 @@ def crowd() -> Iterator[contextlib.ExitStack]:
         yield clients
 
 
-def eventually(happens: Callable[[], bool]) -> bool:
-    give_up_s = time.monotonic() + 30
-    while not happens():
-        if time.monotonic() > give_up_s:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def connect(running: Any, receive_bytes: int = 0) -> socket.socket:
     host, _, port = running.http.address.rpartition(":")
     connection = socket.socket()
@@ -49,19 +52,6 @@ def connect(running: Any, receive_bytes: int = 0) -> socket.socket:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     connection.connect((host, int(port)))
     return connection
-
-
-def request(line: str, token: str, *headers: str) -> bytes:
-    lines = [f"{line} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {token}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode()
-
-
-def has_been_closed(connection: socket.socket) -> bool:
-    connection.settimeout(30)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 def test_silent_connections_keep_nobody_out(running: Any) -> None:
@@ -97,42 +87,11 @@ def test_a_request_that_takes_long_is_answered_all_the_same(start: Start) -> Non
 # -- clients that do not read, and those that send too much
 
 
-def add_tenants(running: Any, count: int) -> None:
-    """So many that the answer to LARGE does not fit the kernel's buffers."""
-
-    def work() -> None:
-        for number in range(count):
-            set_quota(running.daemon.store, f"t-{number:032x}", 0, 0)
-
-    running.in_loop(work)
-
-
 def stall(running: Any, line: str = LARGE) -> socket.socket:
     """A client that asks and never reads."""
     connection = connect(running, receive_bytes=4096)
     connection.sendall(request(line, running.token))
     return connection
-
-
-def connections(running: Any) -> set[Any]:
-    found: set[Any] = running.http._server.server_state.connections
-    return set(found)
-
-
-def unread_bytes(running: Any) -> int:
-    return sum(each.transport.get_write_buffer_size() for each in connections(running))
-
-
-def received(connection: socket.socket) -> bytes:
-    """All that still comes, until the server's end."""
-    connection.settimeout(60)
-    data = b""
-    try:
-        while piece := connection.recv(1 << 20):
-            data += piece
-    except ConnectionResetError:
-        pass
-    return data
 
 
 def test_a_client_that_does_not_read_is_cut_off(start: Start, caplog: pytest.LogCaptureFixture) -> None:

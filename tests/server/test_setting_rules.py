@@ -42,7 +42,20 @@ def test_engines_are_listened_for_beyond_loopback_with_tls_alone(address: str, o
 def test_http_is_listened_for_beyond_loopback_with_a_token_alone(address: str, other: list[str]) -> None:
     said = refusal("--http-address", address, *other)
     assert f'http_address = "{address}"' in said and "admin_token is not set" in said and "--admin-token" in said
-    assert load("--http-address", address, *TOKEN, *other).http_address == address
+    settings = load("--http-address", address, *TOKEN, *other)
+    assert settings.http_address == address and not settings.http_is_local
+    assert settings.http_has_tls == bool(other)
+
+
+def test_a_list_of_certificates_does_instead_of_a_token() -> None:
+    assert load("--http-address", "0.0.0.0:1", *TLS, *CLIENTS).admin_token is None
+    assert "authorized_clients" in refusal("--http-address", "0.0.0.0:1", *TLS)
+
+
+def test_on_loopback_http_is_plain_also_with_tls_files() -> None:
+    for address in ("localhost:1", "127.0.0.1:1", "[::1]:1"):
+        settings = load("--http-address", address, *TLS, *CLIENTS)
+        assert settings.http_is_local and not settings.http_has_tls
 
 
 @pytest.mark.parametrize("missing", FILES)

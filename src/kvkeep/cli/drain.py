@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli.output import Json, counted, note, show_json
-from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
+from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask, host_and_port
 from kvkeep.errors import RequestError, Unavailable
-from kvkeep.wire.address import split_host
 
 _LOOK_EVERY_S = 0.2
 _WAIT_S = 60.0
@@ -65,7 +64,7 @@ def _wait_for_the_end(http: str, until: float, said: Any, token_file: Any) -> An
 def _listens(http: str) -> bool:
     """Whether there is still somebody, who may only be slow."""
     try:
-        socket.create_connection(split_host(http.removeprefix("http://").rstrip("/")), timeout=1).close()
+        socket.create_connection(host_and_port(http), timeout=1).close()
     except OSError:
         return False
     return True

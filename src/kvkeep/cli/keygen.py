@@ -52,6 +52,9 @@ def keygen(
     tenants: Annotated[
         str, typer.Option(help="Bind these clients to tenants: ids, beginnings of ids and *, with commas between.")
     ] = "",
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Let these clients administer the server over HTTPS, without a token.")
+    ] = False,
     admin_token: Annotated[bool, typer.Option("--admin-token", help="Make a token for the admin API.")] = False,
     days: Annotated[
         int, typer.Option(help="How long certificates of server and clients are valid.", min=1, max=36_500)
@@ -62,7 +65,7 @@ def keygen(
     where = (directory or keys_dir()).expanduser().absolute()
     is_complete = admin_token or (hosts and (where / "ca.pem").exists())
     clients = names or ([] if is_complete else [_FIRST_CLIENT])
-    made = make(where, clients, tenants, admin_token, tuple(hosts or ()), days)
+    made = make(where, clients, tenants, admin_token, tuple(hosts or ()), days, admin=admin)
     if json:
         show_json(made)
         return
@@ -83,6 +86,8 @@ def make(
     admin_token: bool = False,
     hosts: tuple[str, ...] = (),
     days: int = _DAYS,
+    *,
+    admin: bool = False,
 ) -> dict[str, Any]:
     """Makes what is asked for, all or nothing of it, and says where it is and how to use it. The CA and the server's
     certificate are made with the first client; a server's certificate that is there is not made again. SettingsError
@@ -90,13 +95,17 @@ def make(
     _check_names(clients)
     if tenants and not clients:
         raise SettingsError("--tenants binds clients, and none is made", "name them with --name")
+    if admin and not clients:
+        raise SettingsError("--admin gives a right to clients, and none is made", "name them with --name")
     _make_directory(where)
     texts: dict[Path, str] = {}
     server: dict[str, str] = {}
-    entries: list[dict[str, str]] = []
+    entries: list[dict[str, Any]] = []
+    rights = _rights(tenants, admin)
     if clients or hosts:
         _make_directory(where / AUTHORIZED)
-        entries = _certificates(where, clients, tenants, hosts, days, texts)
+        entries = _certificates(where, clients, rights, hosts, days, texts)
+        entries = [{**entry, "admin": admin} for entry in entries]
         server = {**_named(where, "server"), "authorized_clients": str(where / AUTHORIZED)}
     if admin_token:
         texts[where / TOKEN_NAME] = secrets.token_urlsafe(_TOKEN_BYTES) + "\n"
@@ -106,7 +115,7 @@ def make(
 
 
 def _certificates(
-    where: Path, clients: list[str], tenants: str, hosts: tuple[str, ...], days: int, texts: dict[Path, str]
+    where: Path, clients: list[str], rights: str, hosts: tuple[str, ...], days: int, texts: dict[Path, str]
 ) -> list[dict[str, str]]:
     """Puts the files to be written into `texts`, and says what each client needs."""
     try:  # not at the top: a token needs no certificates
@@ -130,16 +139,23 @@ def _certificates(
     entries = []
     for name in clients:
         issued = add(name, issue(ca, name, days=days))
-        line = name + (f" tenants={tenants}" if tenants else "")
-        try:
-            read_line(line)
-        except ValueError as error:
-            raise SettingsError(f"--tenants {tenants}: {error}") from None
+        line = name + rights
         entry = where / AUTHORIZED / f"{name}{CLIENT_FILE}"
         if not entry.exists() or entry.read_text() != f"{line}\n":  # a renewed certificate keeps its line
             texts[entry] = f"{line}\n"
         entries.append({"name": name, **_named(where, name), "fingerprint": issued.fingerprint})
     return entries
+
+
+def _rights(tenants: str, admin: bool) -> str:
+    """What follows a client's name in its line."""
+    binding = f" tenants={tenants}" if tenants else ""
+    try:
+        if read_line(f"NAME{binding}").admin:
+            raise ValueError("there is a blank in it")
+    except ValueError as error:
+        raise SettingsError(f"--tenants {tenants}: {error}") from None
+    return binding + " admin" * admin
 
 
 def _named(where: Path, name: str) -> dict[str, str]:
@@ -153,8 +169,11 @@ def lines_for_people(made: dict[str, Any]) -> list[str]:
     lines += [f"    {name} = {_quoted(value)}" for name, value in made["server"].items()]
     for client in made["clients"]:
         extra = {f"kvkeep.{name}": client[name] for name in _TLS}
-        lines += ["", f"client {client['name']}, as kv_connector_extra_config:", f"    {_quoted(extra)}"]
-        lines += ["or in its environment:"]
+        if client["admin"]:
+            lines += ["", f"{client['name']}, in the environment of `kvkeep status --http https://HOST:5556`:"]
+        else:
+            lines += ["", f"client {client['name']}, as kv_connector_extra_config:", f"    {_quoted(extra)}"]
+            lines += ["or in its environment:"]
         lines += [f"    export KVKEEP_CLIENT_{name.upper()}={shlex.quote(client[name])}" for name in _TLS]
     if "admin_token" in made["server"]:
         lines += ["", "commands such as `kvkeep status`:"]
@@ -166,6 +185,12 @@ def lines_for_people(made: dict[str, Any]) -> list[str]:
 def _next_steps(made: dict[str, Any]) -> list[str]:
     if not made["clients"]:
         return ["start the server with its line; from then on all but /healthz and /readyz asks for the token"]
+    if all(client["admin"] for client in made["clients"]):
+        return [
+            "start the server with its lines, and with an http_address that others reach, such as 0.0.0.0:5556",
+            "an operator on another host: copy the .pem and .key (mode 0600) and ca.pem there, and write the new paths",
+            "HOST must be in the server's certificate: make that one with --host HOST",
+        ]
     return [
         "start the server with its lines; one that runs with them already sees new clients by itself",
         "a client on another host: copy its .pem and .key (mode 0600) and ca.pem there, and write the new paths",

@@ -1,10 +1,16 @@
-"""The admin API from the other side, with the standard library alone."""
+"""The admin API from the other side, with the standard library alone.
+
+Over https:// the server has to show a certificate of the CA in KVKEEP_CLIENT_TLS_CA, or of one that
+the system trusts; we show that in KVKEEP_CLIENT_TLS_CERT, if there is one. A request to https:// is
+never sent without TLS.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,7 +22,8 @@ from kvkeep.cli.listeners import UNKNOWN_UID, listeners
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.server.settings import TABLE, made_token
 from kvkeep.wire.address import is_loopback, split_host
-from kvkeep.wire.auth import read_token
+from kvkeep.wire.auth import at_home, read_token
+from kvkeep.wire.tls import handshake_problem, show_own, trust_ca
 
 DEFAULT_ADDRESS = TABLE["http_address"].default
 _ANSWER_WITHIN_S = 5.0
@@ -27,7 +34,7 @@ Http = Annotated[
     typer.Option(
         "--http",
         envvar="KVKEEP_HTTP",
-        metavar="HOST:PORT",
+        metavar="[https://]HOST:PORT",
         help="Where the server's admin API is.",
         show_default=True,
     ),
@@ -43,6 +50,7 @@ TokenFile = Annotated[
     ),
 ]
 TOKEN_NAME: Final = "admin-token"
+TLS_VARIABLES: Final = ("KVKEEP_CLIENT_TLS_CERT", "KVKEEP_CLIENT_TLS_KEY", "KVKEEP_CLIENT_TLS_CA")
 
 
 # A proxy from the environment is for the world outside, and would see the token.
@@ -53,7 +61,29 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    handlers: list[Any] = [urllib.request.ProxyHandler({}), _NoRedirects]
+    if url.startswith("https:"):
+        handlers.append(urllib.request.HTTPSHandler(context=_context()))
+    return urllib.request.build_opener(*handlers)
+
+
+def _context() -> ssl.SSLContext:
+    """By the files that the environment names for clients. SettingsError if one cannot be used."""
+    cert, key, ca = (os.environ.get(name) for name in TLS_VARIABLES)
+    if bool(cert) != bool(key):
+        there, missing = TLS_VARIABLES[:2] if cert else reversed(TLS_VARIABLES[:2])
+        raise SettingsError(f"{there} is set and {missing} is not", "set both, as `kvkeep keygen` says, or none")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # with CERT_REQUIRED and check_hostname
+    context.hostname_checks_common_name = False
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if ca:
+        trust_ca(context, at_home(ca))
+    else:
+        context.load_default_certs()
+    if cert and key:
+        show_own(context, at_home(cert), at_home(key))
+    return context
 
 
 def keys_dir() -> Path:
@@ -90,15 +120,17 @@ def _send(url: str, path: str, method: str, body: Any, timeout_s: float, token: 
         headers["authorization"] = f"Bearer {token.decode()}"
     request = urllib.request.Request(url + path, data, headers, method=method)
     try:
-        with _opener.open(request, timeout=timeout_s) as reply:
+        with _opener(url).open(request, timeout=timeout_s) as reply:
             answer = reply.read()
         return json.loads(answer) if answer else None
     except urllib.error.HTTPError as error:
         raise _refusal(error, url) from None
     except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", error)
+        why = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(why, TimeoutError):
             raise _silent(url, timeout_s, method) from None
+        if isinstance(why, ssl.SSLError):
+            raise _unproved(url, why) from None
         raise Unavailable(
             f"no kvkeep server answers at {url}: {getattr(why, 'strerror', None) or why}",
             "start one with `kvkeep serve`, or say where it is with --http HOST:PORT or KVKEEP_HTTP",
@@ -114,7 +146,7 @@ def _token(url: str, method: str, token_file: Path | None) -> tuple[bytes | None
         return read_token(token_file.expanduser()), ""
     usual = keys_dir() / TOKEN_NAME
     has_usual = os.path.exists(usual)  # Path.exists raises where the directory is another user's
-    host, port = split_host(url.removeprefix("http://"))
+    host, port = host_and_port(url)
     if not is_loopback(host) or (method == "GET" and not has_usual):
         return None, ""
     if strangers := listeners(host, port) - {os.geteuid(), 0}:
@@ -142,12 +174,20 @@ def _token_for_changes(url: str, usual: bytes | None) -> tuple[bytes | None, str
 
 
 def _url(address: str) -> str:
-    text = address.removeprefix("http://").rstrip("/")
+    scheme, separator, rest = address.rpartition("://")
     try:
-        split_host(text)
+        if separator and scheme not in ("http", "https"):
+            raise ValueError
+        split_host(rest.rstrip("/"))
     except ValueError:
-        raise SettingsError(f'--http "{address}": expected host:port', f"the default is {DEFAULT_ADDRESS}") from None
-    return f"http://{text}"
+        hint = f"the default is {DEFAULT_ADDRESS}; with https:// in front of it for a server that has TLS"
+        raise SettingsError(f'--http "{address}": expected host:port', hint) from None
+    return f"{scheme or 'http'}://{rest.rstrip('/')}"
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of what `--http` was given."""
+    return split_host(_url(address).partition("://")[2])
 
 
 def _refusal(error: urllib.error.HTTPError, url: str) -> RequestError | Unavailable:
@@ -166,6 +206,15 @@ def _silent(url: str, timeout_s: float, method: str) -> Unavailable:
     return Unavailable(
         f"a server listens at {url} but did not answer within {timeout_s:g} s{unknown}",
         "it may be paused or stuck: see its log; if it stays so, end that process and start it again",
+    )
+
+
+def _unproved(url: str, error: ssl.SSLError) -> Unavailable:
+    """The handshake failed, on either side. Nothing was asked."""
+    return Unavailable(
+        f"no TLS connection to {url}: {handshake_problem(error)}",
+        f"{TLS_VARIABLES[2]} names the CA of the server, {TLS_VARIABLES[0]} and {TLS_VARIABLES[1]} our certificate; "
+        f"a server without TLS is asked by --http http://{url.partition('://')[2]}",
     )
 
 

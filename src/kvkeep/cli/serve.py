@@ -174,7 +174,8 @@ def _say_ready(daemon: Daemon, http: HttpServer, as_json: bool) -> None:
         )
     else:
         size = format_size(pool_bytes)
-        line = f"kvkeep is serving: engines on {daemon.address}, HTTP on http://{http.address}, pool {size}"
+        url = http.address if daemon.settings.http_has_tls else f"http://{http.address}"
+        line = f"kvkeep is serving: engines on {daemon.address}, HTTP on {url}, pool {size}"
     try:
         print(line, flush=True)
     except OSError as error:

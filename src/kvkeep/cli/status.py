@@ -67,10 +67,11 @@ def time_since(seconds: float) -> str:
     return " ".join(f"{count}{unit}" for count, unit in parts[:2] if count) or "0s"
 
 
-def security(said: dict[str, bool]) -> str:
+def security(said: dict[str, bool], is_https: bool = False) -> str:
     """Who has to prove who they are, of those who can reach the server."""
     engines = "engines need a certificate (TLS)" if said["tls"] else "engines need no certificate"
-    return f"{engines}, the admin API needs a token{'' if said['admin_token'] else ' for changes'}"
+    proof = "a token or an admin's certificate" if is_https else "a token"
+    return f"{engines}, the admin API needs {proof}{'' if said['admin_token'] else ' for changes'}"
 
 
 def start(restart: dict[str, Any], scrubbed_blocks: int) -> str:
@@ -96,7 +97,7 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("up", time_since(said["uptime_s"])),
         ("engines", said["address"]),
         ("http", said["http_address"]),
-        ("security", security(said["security"])),
+        ("security", security(said["security"], said["http_address"].startswith("https:"))),
         ("start", start(said["restart"], counters["scrubbed_blocks"])),
         ("pool", held),
         ("blocks", ", ".join(f"{count:,} {state}" for state, count in blocks.items() if count) or "none"),

@@ -192,7 +192,8 @@ class Admin:
             auth_failures=now.counters.auth_failures,
             restart=now.restart,
             security=SecurityShown(
-                tls=daemon.settings.tls_cert is not None, admin_token=daemon.settings.admin_token is not None
+                tls=daemon.settings.tls_cert is not None,
+                admin_token=daemon.settings.admin_token is not None or not daemon.settings.http_is_local,
             ),
             not_shared=now.not_shared,
         )

@@ -34,12 +34,13 @@ LOG_INTERVAL_S: Final = 60.0
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who sent a message. `key`: the name in its certificate that matched the list. `tenants`: patterns of the tenants
-    it may name; None for all. Without TLS: ANYONE."""
+    it may name; None for all. `admin`: it administers over HTTPS. Without TLS: ANYONE."""
 
     key: str = ""
     name: str = ""
     tenants: tuple[str, ...] | None = None
     revoked: bool = False
+    admin: bool = False
 
     def check_tenant(self, tenant: str) -> None:
         """`forbidden_tenant` for one that this client is not bound to."""
@@ -102,7 +103,7 @@ def _client_files(directory: Path) -> list[Path]:
 
 
 def read_line(line: str) -> Caller:
-    """A line `NAME [tenants=a,b]`. ValueError says what is wrong."""
+    """A line `NAME [tenants=a,b] [admin]`. ValueError says what is wrong."""
     name, *options = line.split()
     if name.lower().startswith(FINGERPRINT):
         name = name.lower().replace(":", "").replace("sha256", FINGERPRINT, 1)  # openssl writes AB:CD:...
@@ -111,12 +112,16 @@ def read_line(line: str) -> Caller:
     elif not name.isprintable() or len(name) > 256 or name.startswith("tenants="):
         raise ValueError("the line does not begin with a name that a certificate can have, at most 256 characters")
     tenants: tuple[str, ...] | None = None
+    is_admin = False
     for option in options:
         what, _, value = option.partition("=")
-        if what != "tenants" or tenants is not None:
-            raise ValueError("after the name there may be tenants=a,b once, and nothing else")
-        tenants = tuple(_tenant(each) for each in value.split(","))
-    return Caller(name, name, tenants)
+        if option == "admin" and not is_admin:
+            is_admin = True
+        elif what == "tenants" and tenants is None:
+            tenants = tuple(_tenant(each) for each in value.split(","))
+        else:
+            raise ValueError("after the name there may be tenants=a,b and admin, each once, and nothing else")
+    return Caller(name, name, tenants, admin=is_admin)
 
 
 def _tenant(text: str) -> str:
@@ -129,9 +134,11 @@ def _tenant(text: str) -> str:
 
 
 class Authority:
-    """Decides which certificates are let in, and with which tenants. Used by one thread.
+    """Decides which certificates are let in, with which tenants, and which administer. The loop's thread uses it; the
+    HTTP thread reads `trust`, then `http_context`, and calls `is_admin`.
 
-    `context` is for new connections; None without files, and then everybody is ANYONE. `callers` is the list by name;
+    `context` is for new connections of engines, `http_context` for those over HTTPS, which may come without a
+    certificate; None without files, and then everybody is ANYONE. `callers` is the list by name;
     None without a list, and then every certificate of the CA is let in. `trust` grows when a CA was removed from
     tls_ca: connections that were verified before have to be closed, and to be verified again."""
 
@@ -146,11 +153,12 @@ class Authority:
         self._said: dict[str, list[str]] = {}
         self._said_at = self._tried_at = 0.0
         self.context: ssl.SSLContext | None = None
+        self.http_context: ssl.SSLContext | None = None
         self.callers: dict[str, Caller] | None = None
         self.trust = 0
         if files is not None:
             self._files_signature = _signature_of(files)
-            self.context = server_context(files)
+            self.context, self.http_context = server_context(files), server_context(files, ssl.CERT_OPTIONAL)
             self._trusted = _certificates_in(files.ca)
         if files is not None and authorized_clients is not None:
             self._list_signature = _signature_of(authorized_clients)
@@ -165,10 +173,17 @@ class Authority:
         if self.context is None:
             return ANYONE
         readable = next(iter(names[1:] or names), "")
-        if self.callers is None:
+        callers = self.callers  # one list: the loop's thread may put another in its place
+        if callers is None:
             return Caller(readable, readable) if names else None
-        known = next((self.callers[name] for name in names if name in self.callers), None)
+        known = next((callers[name] for name in names if name in callers), None)
         return known and replace(known, name=readable)
+
+    def is_admin(self, names: tuple[str, ...], trust: int) -> bool:
+        """Whether a certificate with these names administers, as the list says now. `trust` is what it was before the
+        certificate was verified: not if a CA was removed since then."""
+        caller = self.caller_of(names)
+        return caller is not None and caller.admin and trust == self.trust
 
     def reload(self) -> bool:
         """Reads what changed, and now and then what could not be used. True if anything is different now. A file that
@@ -185,13 +200,15 @@ class Authority:
             return False
         self._files_signature, self._tried_at = signature, now
         try:
-            context, trusted = server_context(files), _certificates_in(files.ca)
+            context, http_context = server_context(files), server_context(files, ssl.CERT_OPTIONAL)
+            trusted = _certificates_in(files.ca)
         except SettingsError as error:
             self._problems["tls"] = [f"{error.message}; the files that were read before stay in force ({error.hint})"]
             return False
         self._problems["tls"] = []
-        self.trust += not trusted >= self._trusted
-        self.context, self._trusted = context, trusted
+        self.context, self.http_context = context, http_context
+        self.trust += not trusted >= self._trusted  # last: whoever sees it has the new contexts
+        self._trusted = trusted
         log.info("tls_cert, tls_key and tls_ca were read again")
         return True
 
@@ -227,7 +244,8 @@ class Authority:
 
 def _refuse_start(problem: str) -> None:
     raise SettingsError(
-        f"authorized_clients: {problem}", 'a line is "NAME" or "NAME tenants=a,b", as `kvkeep keygen` writes it'
+        f"authorized_clients: {problem}",
+        'a line is "NAME", with tenants=a,b and admin behind it or not, as `kvkeep keygen` writes it',
     )
 
 

@@ -82,14 +82,14 @@ class Daemon:
                 # The first segment is there before anyone can connect: who stores at once finds room.
                 self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
-            self._authority = Authority(tls_files(settings), settings.authorized_clients)
+            self.authority = Authority(tls_files(settings), settings.authorized_clients)
             self._listeners = Listeners(settings.address, for_others=bool(settings.trusted_users))
             self.address = self._listeners.address
             self._connections = Connections(
                 self._listeners,
                 2 * settings.max_sessions,
                 settings.max_frame_size,
-                authority=self._authority,
+                authority=self.authority,
                 trusted_users=settings.trusted_users,
                 counters=self.service.counters,
                 strangers=self.strangers,
@@ -211,10 +211,10 @@ class Daemon:
         for _ in range(self._duties.qsize()):  # those that come meanwhile wait until engines have had their turn
             self._duties.get()()
         if time.monotonic() >= due:
-            if self._authority.reload():
+            if self.authority.reload():
                 self._connections.check_certificates()
-                if self._authority.callers is not None:
-                    self.service.bar(self._authority.callers, self.now_ms())
+                if self.authority.callers is not None:
+                    self.service.bar(self.authority.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
             self._connections.tend(self.service.sessions.is_on)
             self._look_after_lock()

@@ -1,9 +1,10 @@
 """Who may ask the admin API for what, and how many at a time.
 
     /healthz, /readyz      anybody, always: they wait for no other request
-    other reading routes   on loopback anybody; where `admin_token` is set, whoever sends the token
+    other reading routes   on loopback anybody; beyond it, and where `admin_token` is set, whoever sends the token
     routes that change     whoever sends the token, on loopback too
 
+Over TLS, a certificate that has the right `admin` in `authorized_clients` does instead of the token, for all routes.
 A server without `admin_token` makes a token at its first start, in a file that only its user can read.
 
 A browser on the server's host can reach loopback on behalf of any site it shows. Two tricks are known, and refused
@@ -101,8 +102,8 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            self._check(scope["path"], scope["method"], headers)
-            body = await _read_body(headers, receive)
+            body = await _read_body(headers, receive)  # first: to close while the client sends loses the answer
+            self._check(scope, headers)
             if scope["path"] not in OPEN_PATHS and self._waiting >= MAX_WAITING:
                 raise RequestError("too_many_requests", "too many requests wait for an answer", hint="try again")
         except RequestError as refusal:
@@ -114,12 +115,14 @@ class Guard:
             return
         await self._pass_on(scope, _replay(body, receive), send)
 
-    def _check(self, path: str, method: str, headers: Mapping[str, str]) -> None:
+    def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        is_change = scope["method"] not in _READING
         if self._access.loopback:
             check_host(headers)
-        if method not in _READING:
-            check_origin(headers)
-        if path not in OPEN_PATHS and (self._access.for_reading or method not in _READING):
+        if is_change:
+            check_origin(headers, scope.get("scheme", "http"))
+        is_admin = scope.get("state", {}).get("is_admin", lambda: False)  # see TlsLayer
+        if scope["path"] not in OPEN_PATHS and (self._access.for_reading or is_change) and not is_admin():
             check_token(headers, self._access.token(), self._access.hint)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,11 +206,11 @@ def check_host(headers: Mapping[str, str]) -> None:
         )
 
 
-def check_origin(headers: Mapping[str, str]) -> None:
+def check_origin(headers: Mapping[str, str], scheme: str = "http") -> None:
     """Raises for a change that a web page of another origin asks for. Programs other than browsers send no Origin."""
     origin = headers.get("origin")
     other_site = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-    if other_site or (origin is not None and origin != f"http://{headers.get('host', '')}"):
+    if other_site or (origin is not None and origin != f"{scheme}://{headers.get('host', '')}"):
         raise RequestError("bad_origin", "a web page of another site may change nothing here", field="Origin")
 
 
@@ -252,10 +255,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
+def as_json(refusal: RequestError) -> bytes:
+    """The body of an answer that refuses."""
+    said = {"error": refusal.code, "message": refusal.message, "field": refusal.field, "hint": refusal.hint}
+    return json.dumps(said).encode()
+
+
 async def _refuse(refusal: RequestError, send: Send) -> None:
-    body = json.dumps(
-        {"error": refusal.code, "message": refusal.message, "field": refusal.field, "hint": refusal.hint}
-    ).encode()
+    body = as_json(refusal)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

@@ -5,7 +5,8 @@
     /metrics             for Prometheus
     /v1/...              status, tenants, quotas, limits, settings; described by /openapi.json
 
-Changes need a token, and with `admin_token` set so does reading; /healthz and /readyz never do (see guard.py).
+Changes need a token, and with `admin_token` set so does reading; /healthz and /readyz never do (see guard.py). Beyond
+loopback a server with `tls_cert` speaks HTTPS alone (see http_tls.py).
 Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
 
 A connection carries one request: there is no keep-alive and no pipelining. The request must come whole, and its answer
@@ -20,6 +21,7 @@ import logging
 import socket
 import threading
 import time
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -37,12 +39,13 @@ from kvkeep.errors import KVKeepError, RequestError, SettingsError
 from kvkeep.server.admin import Admin, Drain, SettingShown, Status, TenantList
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.guard import Access, Guard, RefusalLog, make_token, token_reader
+from kvkeep.server.http_tls import HANDSHAKE_WITHIN_S, Door, TlsLayer
 from kvkeep.server.metrics import make_registry
 from kvkeep.server.settings import Settings
 from kvkeep.server.snapshot import TenantShown
 from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.units import KIB, MIB
-from kvkeep.wire.address import is_loopback, split_host
+from kvkeep.wire.address import split_host
 from kvkeep.wire.strangers import HTTP, recognise
 
 log = logging.getLogger(__name__)
@@ -132,7 +135,9 @@ def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: 
         docs_url=None,  # the pages that come with it load scripts from other sites
         redoc_url=None,
     )
-    app.add_middleware(Guard, access=access, refusals=refusals, on_bad_token=lambda: _count_bad_token(admin.daemon))
+    app.add_middleware(
+        Guard, access=access, refusals=refusals, on_bad_token=partial(_count_failure, admin.daemon, "admin_token")
+    )
     app.add_exception_handler(KVKeepError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_problem)
@@ -144,8 +149,8 @@ def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: 
     return app
 
 
-def _count_bad_token(daemon: Daemon) -> None:
-    daemon.do_in_loop(lambda: daemon.service.counters.fail_auth("admin_token"))
+def _count_failure(daemon: Daemon, reason: str) -> None:
+    daemon.do_in_loop(lambda: daemon.service.counters.fail_auth(reason))
 
 
 def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:
@@ -320,7 +325,7 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._waiting_since = self.loop.time()
         self._timer = self.loop.call_later(self.request_within_s, self._end_unless_working, "sent no whole request")
-        if len(self.connections) > _CONNECTIONS:
+        if len(self._all()) > _CONNECTIONS:
             self._end_longest_waiting("too many connections")
 
     def data_received(self, data: bytes) -> None:
@@ -381,6 +386,7 @@ class HttpServer:
         stuck_after_s: float = STUCK_AFTER_S,
         request_within_s: float = REQUEST_WITHIN_S,
         read_within_s: float = READ_WITHIN_S,
+        handshake_within_s: float = HANDSHAKE_WITHIN_S,
         **admin_options: float,
     ) -> None:
         self.admin = Admin(daemon, **admin_options)
@@ -389,9 +395,20 @@ class HttpServer:
         self._socket = _listen(daemon.settings.http_address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.admin.http_address = self.address
         limits = {"request_within_s": request_within_s, "read_within_s": read_within_s}
-        connection = type("Connection", (_Connection,), {"strangers": daemon.strangers, "refusals": refusals, **limits})
+        make: Any = type("Connection", (_Connection,), {"strangers": daemon.strangers, "refusals": refusals, **limits})
+        if daemon.settings.http_has_tls:
+            self.address = f"https://{self.address}"
+            make = _over_tls(
+                make, Door(daemon.authority, refusals, partial(_count_failure, daemon), handshake_within_s)
+            )
+        elif not daemon.settings.http_is_local:
+            log.warning(
+                "the admin API at %s is not encrypted: its token crosses the network in the clear (set tls_cert, "
+                "tls_key and tls_ca, as `kvkeep keygen` makes them, or an http_address on loopback)",
+                self.address,
+            )
+        self.admin.http_address = self.address
         config = uvicorn.Config(
             make_app(self.admin, access, refusals, stuck_after_s),
             log_config=None,
@@ -401,7 +418,8 @@ class HttpServer:
             ws="none",
             server_header=False,
             headers=[("connection", "close")],
-            http=connection,
+            http=make,
+            proxy_headers=False,  # nobody says for others who they are
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -423,12 +441,27 @@ class HttpServer:
 
 def _access(settings: Settings, refusals: RefusalLog) -> Access:
     """Makes the server's own token where `admin_token` is not set."""
-    loopback = is_loopback(split_host(settings.http_address)[0])
+    is_local = settings.http_is_local
+    certificate = "; or show a certificate with the right admin in authorized_clients" * settings.http_has_tls
     if settings.admin_token is not None:
-        return Access(token_reader(settings.admin_token, refusals), True, loopback)
+        return Access(token_reader(settings.admin_token, refusals), True, is_local, certificate)
     make_token(settings.made_token)
     token = token_reader(settings.made_token, refusals, ours=True)
-    return Access(token, False, loopback, f"; the token is in {settings.made_token}")
+    where = f"; the token is in {settings.made_token}" if is_local else certificate  # no paths for other hosts
+    return Access(token, not is_local, is_local, where)
+
+
+def _over_tls(make: Any, door: Door) -> Any:
+    """What uvicorn calls for each connection, as it would call `make`."""
+
+    def make_layer(*, server_state: Any, app_state: dict[str, Any], **options: Any) -> TlsLayer:
+        return TlsLayer(
+            door,
+            server_state.connections,
+            lambda state: make(server_state=server_state, app_state={**app_state, **state}, **options),
+        )
+
+    return make_layer
 
 
 def _listen(address: str) -> socket.socket:

@@ -53,7 +53,7 @@ def check_together(settings: Settings, table: Mapping[str, Setting]) -> None:
 
 
 def check_reach(settings: Settings) -> None:
-    """TLS needs all three files, and beyond loopback there must be TLS."""
+    """TLS needs all three files. Beyond loopback engines need TLS, and HTTP a token or a list of certificates."""
     has_tls = tls_files(settings) is not None
     if not has_tls and settings.authorized_clients is not None:
         raise SettingsError(
@@ -66,8 +66,9 @@ def check_reach(settings: Settings) -> None:
             "make certificates with `kvkeep keygen`, set tls_cert, tls_key and tls_ca; or use localhost, 127.0.0.1 or "
             "[::1]",
         )
-    if not is_loopback(split_host(settings.http_address)[0]) and settings.admin_token is None:
+    if not settings.http_is_local and settings.admin_token is None and settings.authorized_clients is None:
         raise SettingsError(
             f'http_address = "{settings.http_address}" is reachable from other hosts, and admin_token is not set',
-            "make one with `kvkeep keygen --admin-token` and set admin_token; or use localhost, 127.0.0.1 or [::1]",
+            "make one with `kvkeep keygen --admin-token` and set admin_token; or set authorized_clients, and let "
+            "certificates administer; or use localhost, 127.0.0.1 or [::1]",
         )

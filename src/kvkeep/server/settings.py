@@ -41,6 +41,7 @@ from kvkeep.server.setting_rules import check_together
 from kvkeep.tiers.free_memory import pool_room
 from kvkeep.tiers.memory import auto_size, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, TIB
+from kvkeep.wire.address import is_loopback, split_host
 
 ENV_PREFIX: Final = "KVKEEP_"
 AUTO: Final = "(auto"  # in the source of a size that was not given but found
@@ -121,13 +122,22 @@ class Settings:
         str, Setting(HTTP_ADDRESS, "127.0.0.1:5556", "Where health, metrics and the admin API are.")
     ]
     tls_cert: Annotated[
-        Path | None, Setting(FILE, "none", "File of the server's certificate; engines need one of their own then.")
+        Path | None,
+        Setting(
+            FILE,
+            "none",
+            "File of the server's certificate; engines need one of their own then. HTTP beyond loopback is HTTPS then.",
+        ),
     ]
     tls_key: Annotated[Path | None, Setting(FILE, "none", "File of the certificate's private key.")]
     tls_ca: Annotated[Path | None, Setting(FILE, "none", "File of the CAs whose certificates engines may show.")]
     authorized_clients: Annotated[
         Path | None,
-        Setting(FILE, "none", "File or directory of the certificate names that may connect; none: all of the CA."),
+        Setting(
+            FILE,
+            "none",
+            "File or directory of the certificate names that may connect, or administer; none: all of the CA.",
+        ),
     ]
     admin_token: Annotated[
         Path | None,
@@ -257,6 +267,16 @@ class Settings:
     def made_token(self) -> Path:
         """The file of the token that the server makes for itself where `admin_token` is not set."""
         return made_token(self.state_dir, self.name)
+
+    @property
+    def http_is_local(self) -> bool:
+        """Whether `http_address` is reached from this host alone."""
+        return is_loopback(split_host(self.http_address)[0])
+
+    @property
+    def http_has_tls(self) -> bool:
+        """Whether `http_address` speaks HTTPS. On loopback it does not: local commands need no certificates."""
+        return self.tls_cert is not None and not self.http_is_local
 
     @property
     def pool_size_is_auto(self) -> bool:

@@ -57,13 +57,15 @@ def tls_files(given: object) -> TlsFiles | None:
     return TlsFiles(*paths)
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context that asks every client for a certificate of `files.ca`. SettingsError names the file that cannot be
+def server_context(files: TlsFiles, clients: ssl.VerifyMode = ssl.CERT_REQUIRED) -> ssl.SSLContext:
+    """A context that asks every client for a certificate of `files.ca`; one may come without where `clients` is
+    CERT_OPTIONAL. SettingsError names the file that cannot be
     used, also if our certificate has expired or may not be used by a server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = clients
     context.num_tickets = 0  # a resumed session would be as old as its ticket: each connection is verified anew
-    _check_own_certificate(context, files.cert, _load(context, files))
+    trust_ca(context, files.ca)
+    _check_own_certificate(context, files.cert, show_own(context, files.cert, files.key))
     return context
 
 
@@ -77,7 +79,8 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 def _client_context(files: TlsFiles, *stats: object) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # with CERT_REQUIRED and check_hostname
     context.hostname_checks_common_name = False
-    _load(context, files)
+    trust_ca(context, files.ca)
+    show_own(context, files.cert, files.key)
     return context
 
 
@@ -90,7 +93,7 @@ def stat_of(path: Path) -> object:
     return str(path), one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
 
 
-def peer_names(connected: ssl.SSLSocket) -> tuple[str, ...]:
+def peer_names(connected: ssl.SSLSocket | ssl.SSLObject) -> tuple[str, ...]:
     """Names of the peer's verified certificate: its fingerprint "sha256:HEX", then its common name, DNS, URI and IP
     names. () if it showed none. Names that no list can hold, or that pose as a fingerprint, are left out."""
     der = connected.getpeercert(binary_form=True)
@@ -162,29 +165,32 @@ def _verification_problem(error: ssl.SSLCertVerificationError) -> str:
     return f"its certificate cannot be verified: {error.verify_message}"
 
 
-def _load(context: ssl.SSLContext, files: TlsFiles) -> str:
-    """Puts the three files into a context and returns our certificate. What was checked is what is used: no file is
-    opened twice."""
+def trust_ca(context: ssl.SSLContext, path: Path) -> None:
+    """Has a context accept certificates of the CAs in this file, and TLS 1.3 alone."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    ca = _read("tls_ca", files.ca, UNWRITABLE, "CERTIFICATE")
-    cert = _read("tls_cert", files.cert, UNWRITABLE, "CERTIFICATE")
-    key = _read("tls_key", files.key, PRIVATE, "PRIVATE KEY")
-    _trust(context, "tls_ca", files.ca, ca)
+    _trust(context, "tls_ca", path, _read("tls_ca", path, UNWRITABLE, "CERTIFICATE"))
+
+
+def show_own(context: ssl.SSLContext, cert_path: Path, key_path: Path) -> str:
+    """Has a context show our certificate, and returns that. What was checked is what is used: no file is opened
+    twice."""
+    cert = _read("tls_cert", cert_path, UNWRITABLE, "CERTIFICATE")
+    key = _read("tls_key", key_path, PRIVATE, "PRIVATE KEY")
 
     def refuse_to_ask() -> str:
-        raise SettingsError(f"tls_key: {files.key} is protected by a passphrase", "write the key without one")
+        raise SettingsError(f"tls_key: {key_path} is protected by a passphrase", "write the key without one")
 
     try:
-        with _in_memory(cert) as cert_path, _in_memory(key) as key_path:
-            context.load_cert_chain(cert_path, key_path, password=refuse_to_ask)
+        with _in_memory(cert) as cert_file, _in_memory(key) as key_file:
+            context.load_cert_chain(cert_file, key_file, password=refuse_to_ask)
     except ssl.SSLError as error:
-        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "tls_cert", files.cert, cert)  # raises if the fault is there
+        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "tls_cert", cert_path, cert)  # raises if the fault is there
         if "MISMATCH" in _reason(error):
             raise SettingsError(
-                f"tls_key: {files.key} does not belong to the certificate in {files.cert}",
+                f"tls_key: {key_path} does not belong to the certificate in {cert_path}",
                 "name the key that was made with this certificate",
             ) from None
-        raise _unusable("tls_key", files.key, error) from None
+        raise _unusable("tls_key", key_path, error) from None
     return cert
 
 
