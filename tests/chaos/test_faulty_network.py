@@ -17,8 +17,8 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
-from kvkeep.testing.server import SimulatedServer
-from kvkeep.testing.wire import Faults, SimulatedNetwork
+from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.wire import Faults, SimulatedNetwork
 
 BLOCK_TOKENS = 4
 BLOCK_BYTES = 3000  # no multiple of anything

@@ -18,9 +18,9 @@ from kvkeep.store.adopt import adopt
 from kvkeep.store.columns import PlainColumns
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.store import Store
-from kvkeep.testing.peer import chain
-from kvkeep.testing.server import SimulatedServer
-from kvkeep.testing.wire import SimulatedNetwork
+from kvkeep_lab.simulation.peer import chain
+from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.wire import SimulatedNetwork
 
 
 def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:

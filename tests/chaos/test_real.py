@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvkeep.cli.main import main
-from kvkeep.testing.chaos_real import RealRun
-from kvkeep.testing.chaos_real_plan import Counts
+from kvkeep_lab.chaos.real import RealRun
+from kvkeep_lab.chaos.real_plan import Counts
 
 KEYS = ["minutes", "requests", "server_kills", "server_pauses", "engine_kills", "engine_pauses", "bit_flips"]
 KEYS += ["wrong_tokens", "wrong_bytes", "failed_requests", "ttft_p99_ms_none", "ttft_p99_ms_outage"]
@@ -45,7 +45,7 @@ def test_a_wrong_byte_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         flips = Counts(0, 0, 0, 0, bit_flips=2_000)
         return RealRun(seed, 20, flips, engines=2, verify=False, lookup_deadline_ms=2_000)
 
-    monkeypatch.setattr("kvkeep.testing.chaos_real.RealRun", careless)
+    monkeypatch.setattr("kvkeep_lab.chaos.real.RealRun", careless)
     monkeypatch.setattr(sys, "argv", ["kvkeep", "chaos", "--real", "--minutes", "1", "--json"])
     with pytest.raises(SystemExit) as ended:
         main()

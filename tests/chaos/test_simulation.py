@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvkeep.testing.chaos import ChaosRun
-from kvkeep.testing.chaos_mutants import planted
-from kvkeep.testing.chaos_plan import draw
-from kvkeep.testing.chaos_record import Outcome
+from kvkeep_lab.chaos.mutants import planted
+from kvkeep_lab.chaos.plan import draw
+from kvkeep_lab.chaos.record import Outcome
+from kvkeep_lab.chaos.run import ChaosRun
 
 SEEDS = range(int(os.environ.get("KVKEEP_CHAOS_SEEDS", "25")))
 

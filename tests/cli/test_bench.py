@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvkeep.bench import chart, transfer, vllm, vllm_load
+from kvkeep.bench import transfer, vllm
 from kvkeep.cli.bench import BENCHES, OPTIONS, _load, options_of, read_options, show
 from kvkeep.errors import SettingsError
+from kvkeep_lab.bench import chart, vllm_load
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

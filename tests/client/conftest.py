@@ -23,11 +23,11 @@ from kvkeep.server.service import Service
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.server import SimulatedServer
-from kvkeep.testing.wire import Faults, SimulatedNetwork
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_request, encode
+from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.wire import Faults, SimulatedNetwork
 
 SLOT = 4096
 IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, content="sim")

@@ -15,9 +15,9 @@ from kvkeep.kv.checksum import checksum
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
 from kvkeep.store.plans import Limits
-from kvkeep.testing.wire import Faults
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
+from kvkeep_lab.simulation.wire import Faults
 
 Make = Callable[..., Any]
 IDENTITY = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=4, content="sim")

@@ -16,8 +16,8 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import addresses
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.store.table import READY
-from kvkeep.testing.wire import Faults
 from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.wire import Faults
 
 Make = Callable[..., Any]
 

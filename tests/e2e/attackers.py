@@ -22,10 +22,10 @@ from kvkeep.cli.certificates import Issued
 from kvkeep.cli.keygen import make
 from kvkeep.cli.remote import ask
 from kvkeep.client.options import ClientOptions
-from kvkeep.testing.peer import Peer
 from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import TlsFiles, client_context
+from kvkeep_lab.simulation.peer import Peer
 
 _PATIENCE_S = 10.0  # ends a test that has failed
 HOST = "127.0.0.2"  # of this host, and without the Unix socket by which its engines reach the server otherwise

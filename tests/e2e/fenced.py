@@ -3,7 +3,7 @@
     python fenced.py client POINT ADDRESS NUMBER [BUG]     stores or loads the blocks of a number, with the real client
     python fenced.py server POINT ARMED BUG serve …        `kvkeep serve`; stops once when the file ARMED is there
 
-A BUG is planted by its name (`kvkeep.testing.chaos_mutants`). Readers do not verify checksums, so that only the fence
+A BUG is planted by its name (`kvkeep_lab.chaos.mutants`). Readers do not verify checksums, so that only the fence
 is left between them and a byte that is not theirs; who stores sends checksums, or nobody would adopt the blocks.
 """
 
@@ -237,7 +237,7 @@ def late(cache: Any, tokens: list[int], point: str) -> None:
 def planted(bug: str) -> contextlib.AbstractContextManager[None]:
     if not bug:
         return contextlib.nullcontext()
-    from kvkeep.testing.chaos_mutants import planted
+    from kvkeep_lab.chaos.mutants import planted
 
     return planted(bug)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvkeep.kv import native
-from kvkeep.testing.chaos_real_engine import Job, RealEngine
 from kvkeep.testing.process import ServerProcess
+from kvkeep_lab.chaos.real_engine import Job, RealEngine
 
 pytestmark = pytest.mark.skipif(not native.available, reason="only the C kernel survives it")
 

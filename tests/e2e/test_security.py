@@ -24,13 +24,13 @@ from kvkeep.cli.keygen import make
 from kvkeep.cli.remote import ask
 from kvkeep.errors import Unavailable
 from kvkeep.kv.identity import tenant_of
-from kvkeep.testing.peer import chain
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import unix_name
 from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import TlsFiles, client_context
+from kvkeep_lab.simulation.peer import chain
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attackers import (

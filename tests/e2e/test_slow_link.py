@@ -10,7 +10,7 @@ import pytest
 import kvkeep
 from kvkeep.client.options import ClientOptions
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.relay import Relay
+from kvkeep_lab.simulation.relay import Relay
 
 BYTES_A_SECOND = 4 << 20
 BLOCK = (1 << 20,)

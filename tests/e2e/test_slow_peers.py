@@ -19,7 +19,6 @@ import pytest
 import kvkeep
 from kvkeep.cli.keygen import make
 from kvkeep.client.options import ClientOptions
-from kvkeep.testing.peer import Peer, chain
 from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
@@ -27,6 +26,7 @@ from kvkeep.wire.address import tcp_host
 from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import TlsFiles, client_context
+from kvkeep_lab.simulation.peer import Peer, chain
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import eventually, status

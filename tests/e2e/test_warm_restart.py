@@ -20,11 +20,11 @@ from kvkeep.client.cache import Cache
 from kvkeep.client.transport import StreamTransport
 from kvkeep.errors import PoolError
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.strange import server_of_version
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, encode
 from kvkeep.wire.pool_files import PoolFiles
 from kvkeep.wire.segments import Segments
+from kvkeep_lab.simulation.strange import server_of_version
 
 sys.path.insert(0, str(Path(__file__).parent))
 import clients

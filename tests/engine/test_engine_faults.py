@@ -20,8 +20,8 @@ from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.errors import RequestError
-from kvkeep.testing.cache import CacheFaults, SimulatedCache
-from kvkeep.testing.wire import Faults
+from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
+from kvkeep_lab.simulation.wire import Faults
 
 PREFIX = list(range(60))
 ONE = SamplingParams(max_tokens=1)

@@ -22,7 +22,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.workers import Workers
 from kvkeep.kv.keys import KeyChain
-from kvkeep.testing.cache import CacheFaults, SimulatedCache
+from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
 
 FOUR = SamplingParams(max_tokens=4)
 PREFIX = list(range(1, 25))

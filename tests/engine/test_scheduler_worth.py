@@ -11,7 +11,7 @@ import pytest
 from kvkeep.connector.worth import SKIPS_BEFORE_TRIAL, Worth
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step, StepOutput
-from kvkeep.testing.engine_fuzz import Fuzz
+from kvkeep_lab.fuzz.engine import Fuzz
 
 BLOCK_TOKENS = 4
 NAME = "num_kvkeep_extra_cached_tokens"

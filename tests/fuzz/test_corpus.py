@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.testing.fuzz import TARGETS, load, read_corpus
+from kvkeep_lab.fuzz.targets import TARGETS, load, read_corpus
 
 CORPUS = Path(__file__).with_name("corpus")
 

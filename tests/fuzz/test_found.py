@@ -13,11 +13,11 @@ from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.adopt import adopt
 from kvkeep.store.columns import PlainColumns
 from kvkeep.store.store import Store
-from kvkeep.testing.fuzz_service import Held
-from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
 from kvkeep.wire.tls import client_context, tls_files
+from kvkeep_lab.fuzz.service import Held
+from kvkeep_lab.simulation.peer import Peer, chain
+from kvkeep_lab.simulation.server import SimulatedServer
 
 SLAB = 4 * 4096
 POOL = 4 * SLAB

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.testing.fuzz import TARGETS
-from kvkeep.testing.fuzz_flood import FLOODS
+from kvkeep_lab.fuzz.flood import FLOODS
+from kvkeep_lab.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).with_name("corpus")
 INPUTS = {"wire": 4_000, "service": 600, "index": 1_000, "config": 4_000, "http": 600}

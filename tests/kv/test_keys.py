@@ -364,7 +364,7 @@ def test_engine_hashes_that_are_too_short_or_no_bytes_are_refused() -> None:
 
 
 def test_the_bench_measures_every_candidate() -> None:
-    from kvkeep.bench.keys import run
+    from kvkeep_lab.bench.keys import run
 
     report = run(blocks=8, repeats=1)
     assert {"blake2b-128", "sha256, cut to 128", "KeyChain, from a list"} <= set(report["us_per_block"])

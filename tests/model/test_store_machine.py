@@ -23,7 +23,7 @@ from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Hit, Limits, StorePlan, TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.table import NO_ROW, READY, STATE_NAMES
-from kvkeep.testing.store_model import ModelBlock, StoreModel
+from kvkeep_lab.simulation.store_model import ModelBlock, StoreModel
 
 EXAMPLES = int(os.environ.get("KVKEEP_TEST_EXAMPLES", "0"))
 SETTINGS = settings(

@@ -23,12 +23,12 @@ from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.auth import ANYONE, Authority, Caller, read_authorized, read_line
 from kvkeep.server.service import Service
-from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.liveness import Watch, hold
 from kvkeep.wire.tls import TlsFiles
+from kvkeep_lab.simulation.peer import Peer, chain
+from kvkeep_lab.simulation.server import SimulatedServer
 
 LAYOUT = 1  # the first one that a server opens
 KEY, OTHER = "engine-a", "sha256:" + "b0" * 32

@@ -17,9 +17,9 @@ import pytest
 
 from kvkeep.errors import SettingsError
 from kvkeep.server.http import HttpServer
-from kvkeep.testing.peer import Peer, chain
 from kvkeep.units import MIB
 from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.peer import Peer, chain
 
 TENANT = "t-" + "a" * 32
 OTHER = "t-" + "b" * 32

@@ -10,9 +10,9 @@ from kvkeep.errors import RequestError
 from kvkeep.server.auth import Caller
 from kvkeep.server.limits import NO_LIMITS, Bucket, ClientLimits, Pace, Paces, check_sessions
 from kvkeep.server.service import Service
-from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.peer import Peer, chain
+from kvkeep_lab.simulation.server import SimulatedServer
 
 KEYS = chain("a", 4)
 BLOCKS = [bytes([at + 1]) * 64 for at in range(4)]

@@ -9,9 +9,9 @@ from kvkeep.kv.checksum import checksum
 from kvkeep.kv.keys import addresses
 from kvkeep.server import network
 from kvkeep.store.integrity import check_integrity
-from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.peer import Peer, chain
+from kvkeep_lab.simulation.server import SimulatedServer
 
 NBYTES = 1_000
 BLOCKS = [bytes([at + 1]) * NBYTES for at in range(4)]

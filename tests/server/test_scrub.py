@@ -14,7 +14,7 @@ from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.operators import clear
 from kvkeep.store.store import Store
-from kvkeep.testing.server import PlainMemory
+from kvkeep_lab.simulation.server import PlainMemory
 
 SLOTS = 16
 KEYS = bytes(range(64))

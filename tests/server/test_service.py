@@ -17,11 +17,11 @@ from kvkeep.server.sessions import ServerSession
 from kvkeep.server.tenant_counts import TenantCounts
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
-from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.liveness import Watch, hold
+from kvkeep_lab.simulation.peer import Peer, chain
+from kvkeep_lab.simulation.server import SimulatedServer
 
 LAYOUT = 1  # the first one that a server opens
 KEYS = chain("a", 4)

@@ -14,10 +14,10 @@ import pytest
 from kvkeep.kv.identity import tenant_of
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
-from kvkeep.testing.peer import Peer, chain
-from kvkeep.testing.server import SimulatedServer
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
+from kvkeep_lab.simulation.peer import Peer, chain
+from kvkeep_lab.simulation.server import SimulatedServer
 
 MESSAGES = 10_000
 NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 50, 100, 101, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1]

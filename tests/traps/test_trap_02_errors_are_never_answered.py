@@ -14,8 +14,8 @@ from patience import patient_client, patient_engine
 
 from kvkeep.server.daemon import Daemon
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.strange import daemon_in_thread
 from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.strange import daemon_in_thread
 
 TOKENS = list(range(40))
 

@@ -8,7 +8,7 @@ from patience import patient_engine
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.relay import Relay
+from kvkeep_lab.simulation.relay import Relay
 
 
 def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps: int) -> tuple[int, bytes]:

@@ -10,9 +10,9 @@ from engines import KEY, counting, engine, eventually, oracle, prompt, serve, wi
 
 from kvkeep.client.transport import StreamTransport
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.strange import server_of_version
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
+from kvkeep_lab.simulation.strange import server_of_version
 
 OTHER = m.PROTOCOL_VERSION + 1
 

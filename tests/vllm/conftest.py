@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.testing.process import ServerProcess
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 if TYPE_CHECKING:
     from engine_parts import Engine

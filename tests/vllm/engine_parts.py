@@ -45,10 +45,10 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece, Sources, physical_fingerprint
 from kvkeep.client.transfer import Transfer
-from kvkeep.testing.cache import SimulatedCache
-from kvkeep.testing.given import Given
 from kvkeep.vllm import versions
 from kvkeep.vllm.connector import KVKeepConnector
+from kvkeep_lab.simulation.cache import SimulatedCache
+from kvkeep_lab.simulation.given import Given
 
 BLOCK = 4  # tokens
 COUNT = "num_kvkeep_extra_cached_tokens"

@@ -18,10 +18,10 @@ from engine_parts import BLOCK, Engine, answer_to, request
 from vllm.lora.request import LoRARequest
 
 from kvkeep.connector.file_hashes import hashes_of_user
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.arrivals import Arrivals
 from kvkeep.vllm.keys import EngineKeys, TokensChanged
 from kvkeep.vllm.versions import hashes_are_stable
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 PROMPT = list(range(100, 123))  # five blocks and three tokens
 COUNT = {"num_kvkeep_extra_cached_tokens": None}

@@ -14,9 +14,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 
 from engine_parts import BLOCK, Engine, request
 
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.arrivals import Known
 from kvkeep.vllm.due import Due
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 
 class Counting(dict[str, Known]):

@@ -17,10 +17,10 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.keys import TokensChanged
 from kvkeep.vllm.messages import Handshake
 from kvkeep.vllm.scheduler import RequestSide
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 pytestmark = pytest.mark.usefixtures("way")
 

@@ -17,7 +17,7 @@ from engine_parts import COUNT, Engine, answer_to, full, needs_named_failures, r
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
-from kvkeep.testing.cache import SimulatedCache
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 SEEDS = range(30)
 STEPS = 120

@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 from engine_parts import BLOCK, REACH, Engine, answer_to, full, needs_named_failures, next_token, request, window
 
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm import scheduler
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 pytestmark = pytest.mark.usefixtures("way")
 

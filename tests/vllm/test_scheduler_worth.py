@@ -13,8 +13,8 @@ from engine_parts import Engine, answer_to, request
 
 from kvkeep.connector.worth import SKIPS_BEFORE_TRIAL
 from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.stats import KVKeepStats
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 NAME = "num_kvkeep_extra_cached_tokens"
 TOKEN_S = 0.001

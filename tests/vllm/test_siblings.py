@@ -24,10 +24,10 @@ import kvkeep.vllm.scheduler
 import kvkeep.vllm.siblings
 import kvkeep.vllm.worker
 from kvkeep.errors import SettingsError
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.connector import KVKeepConnector
 from kvkeep.vllm.messages import Reports
 from kvkeep.vllm.siblings import SiblingLoads, keys_of_siblings, siblings_of
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 PROMPT = list(range(100, 123))
 COUNT = {"num_kvkeep_extra_cached_tokens": None}

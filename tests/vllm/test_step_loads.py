@@ -19,9 +19,9 @@ from test_scheduler_async import AsyncEngine
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm.scheduler import RequestSide
 from kvkeep.vllm.step_loads import LARGEST_BYTES, LONGEST_S
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 PROMPT = list(range(100, 123))  # five blocks and three tokens
 COUNT = {"num_kvkeep_extra_cached_tokens": None}

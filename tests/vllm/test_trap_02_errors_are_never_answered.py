@@ -11,7 +11,7 @@ from replicas import Replica, at_rest, counting, eventually, prompt, request, to
 
 from kvkeep.server.daemon import Daemon
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.strange import daemon_in_thread
+from kvkeep_lab.simulation.strange import daemon_in_thread
 
 TEN_MINUTES = {"kvkeep.lookup_deadline_ms": 600_000, "kvkeep.store_deadline_ms": 600_000}  # no test waits so long
 

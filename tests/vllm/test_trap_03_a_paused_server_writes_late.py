@@ -25,7 +25,7 @@ from replicas import (
 )
 
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.relay import Relay
+from kvkeep_lab.simulation.relay import Relay
 
 EXTRA = {**BRISK, "kvkeep.shared_memory": False}
 FEW = {"num_gpu_blocks_override": 24, "max_model_len": 512}

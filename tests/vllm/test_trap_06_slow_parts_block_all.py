@@ -19,7 +19,7 @@ from replicas import (
 )
 
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.relay import Relay
+from kvkeep_lab.simulation.relay import Relay
 
 STUCK = 8
 BY_SOCKET = {"kvkeep.shared_memory": False}

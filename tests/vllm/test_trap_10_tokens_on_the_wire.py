@@ -9,7 +9,7 @@ from replicas import Replica, Since, at_rest, counting, eventually, prompt, requ
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.relay import Relay
+from kvkeep_lab.simulation.relay import Relay
 
 NEVER = {"kvkeep.ping_interval_ms": 86_400_000}
 

@@ -23,7 +23,7 @@ from replicas import (
 from kvkeep.cli.keygen import make
 from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess
-from kvkeep.testing.relay import Relay
+from kvkeep_lab.simulation.relay import Relay
 
 SALT = "correct-horse-battery-staple"
 

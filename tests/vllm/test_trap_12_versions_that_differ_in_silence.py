@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from replicas import Replica, counting, eventually, prompt, request, tokens_of, transfer
 
-from kvkeep.testing.strange import server_of_version
 from kvkeep.wire import messages as m
+from kvkeep_lab.simulation.strange import server_of_version
 
 OTHER = m.PROTOCOL_VERSION + 1
 

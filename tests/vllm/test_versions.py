@@ -21,8 +21,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 import vllm
-from kvkeep.testing.cache import SimulatedCache
 from kvkeep.vllm import versions
+from kvkeep_lab.simulation.cache import SimulatedCache
 
 found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
 assert found is not None

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.testing.fuzz_wire import MOST_MESSAGE_BYTES, messages_in, read_stream
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import HEADER_BYTES, MAGIC, Header, encode, seal, session_of
 from kvkeep.wire.stream import FIRST_BYTES_KEPT, Stream
+from kvkeep_lab.fuzz.wire import MOST_MESSAGE_BYTES, messages_in, read_stream
 
 MOST = 1 << 20
 READ_AHEAD = 16 << 10

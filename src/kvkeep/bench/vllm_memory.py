@@ -15,18 +15,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.bench.vllm_session import say
 from kvkeep.bench.vllm_setup import GPU_SHARE, SPARE_TOKENS, ServedModel
-from kvkeep.bench.vllm_stations import DECODE, Station
-from kvkeep.bench.vllm_traffic import Traffic
 from kvkeep.errors import KVKeepError
 from kvkeep.tiers.free_memory import available_bytes
 from kvkeep.units import GIB, MIB
 
-_SHARED = 0.97  # of the GPU's memory; a peer's server has a context and buffers there too
 _BESIDE_KV_BYTES = 3 * GIB + 512 * MIB  # activations of a step and CUDA's context; then staging memory of kvkeep
 _POOLED = 0.75  # of the host's memory
 _SHM = Path("/dev/shm")
@@ -88,28 +85,3 @@ def fit_together(
     if not fit:
         free.say_too_little(len(connectors))
     return fit
-
-
-def pool_bytes(traffic: Traffic, station: Station) -> int:
-    """What its connector keeps outside the engine."""
-    if station.connector == "none":
-        return 0
-    return traffic.decode_pool_bytes if station.decodes else traffic.pool_bytes
-
-
-def fitted(traffic: Traffic, stations: Sequence[Station], free: FreeMemory) -> Traffic | None:
-    """The traffic for engines that all live at the same time: as much KV as fits for each, not more than one alone has,
-    and as many prefixes as have room in pools. None if that is too little to measure anything, and then that is
-    said."""
-    tokens = free.engine_tokens(traffic.model, len(stations), _SHARED)
-    decodes = any(scenario in DECODE for station in stations for scenario in station.scenarios)
-    least = traffic.sizes.least_engine_tokens(decodes)
-    for prefixes in traffic.sizes.fewer_prefixes():
-        sizes = replace(traffic.sizes, prefixes=prefixes)
-        sizes = replace(sizes, engine_tokens=min(sizes.engine_tokens, sizes.lost_after_tokens, tokens))
-        smaller = replace(traffic, sizes=sizes)
-        pools = ((station.connector, pool_bytes(smaller, station)) for station in stations)
-        if sizes.engine_tokens >= least and free.hold(pools):
-            return smaller
-    free.say_too_little(len(stations))
-    return None

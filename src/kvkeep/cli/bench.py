@@ -1,16 +1,18 @@
-"""`kvkeep bench NAME`: runs `kvkeep.bench.NAME.run` and shows its numbers, with the machine they belong to.
+"""`kvkeep bench NAME` runs the function `run` of one module and shows its figures, with the machine they belong to.
 
-A benchmark's options are the keyword arguments of its `run`, so a new one needs no more than its name here. Modules
-are imported when they are asked for: some need what only development has.
+A benchmark's options are the keyword arguments of its `run`. `add_bench` adds one; its module is imported when it is
+asked for, because some need packages that only development has.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
-from typing import Any, Final
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import typer
 from rich.console import RenderableType
@@ -22,59 +24,33 @@ from kvkeep.cli.output import Json, console, help_section, note, show_facts, sho
 from kvkeep.errors import SettingsError
 from kvkeep.units import format_size, parse_size
 
-BENCHES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "lookup": "How long a lookup takes, against a ping.",
-        "transfer": "How fast blocks are stored and loaded, against a plain copy.",
-        "index": "What a resident block costs in memory, and how fast blocks come and go.",
-        "turns": "How long the server's loop is held, by which request.",
-        "restart": "How soon a server that was killed serves again, and what is still there.",
-        "security": "What keys cost, and what time tells one tenant about another.",
-        "checksum": "How fast checksums are taken.",
-        "copy": "How fast blocks are gathered and scattered, with and without a checksum on the way.",
-        "keys": "What a block's key costs, for each hash we could have taken.",
-        "engine": "What a cache costs an engine that finds nothing in it, and saves one that does.",
-        "vllm": "Time to the first token of real vLLM, without a connector, with kvkeep's and with its peers.",
-        "vllm-load": "Throughput and pace of decoding of real vLLM under load, with the same connectors.",
-        "vllm-paused": "Throughput of real vLLM while the server hangs, against none.",
-        "chart": "Draws what transfer, vllm or vllm-load measured, as an SVG file.",
-    }
-)
 
-# What an option of this name means, in whichever benchmark it is; one may have OPTIONS of its own that go before.
-OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "block_bytes": "Sizes of a block to measure, with commas between.",
-        "block_tokens": "Tokens in a block.",
-        "blocks": "How many blocks.",
-        "bytes": "How much is stored.",
-        "case": "Which of several cases.",
-        "connectors": "Connectors to measure, with commas between.",
-        "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
-        "eager": "Let engines start each kernel alone.",
-        "file": "A file to read.",
-        "floor_gbps": "What a plain copy reaches.",
-        "geometries": "Models to measure, with commas between.",
-        "interleave": "Let engines take turns.",
-        "layers": "Layers that a block is spread over.",
-        "model": "Folder of a checkpoint.",
-        "out": "A file to write.",
-        "prompt_tokens": "Tokens in a prompt.",
-        "prompts": "How many prompts are served together.",
-        "repeats": "How often each way is measured.",
-        "requests": "How many requests.",
-        "resident": "How many blocks are in the cache meanwhile, with commas between.",
-        "rounds": "How often each case is measured.",
-        "scenarios": "What is measured, with commas between.",
-        "seconds": "For how long.",
-        "seed": "Where random numbers begin.",
-        "threads": "Threads that the model computes with.",
-        "title": "What stands above.",
-        "token_bytes": "KV of one token.",
-        "total_bytes": "How much is moved in a round.",
-        "trials": "Blocks that are damaged, for each kind of damage.",
-    }
-)
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark: the module whose `run` measures, and what it measures in one line."""
+
+    module: str
+    help: str
+
+
+BENCHES: dict[str, Bench] = {}
+
+# What an option of this name means in every benchmark; a module's own OPTIONS go first.
+OPTIONS: dict[str, str] = {
+    "block_bytes": "Sizes of a block to measure, with commas between.",
+    "bytes": "How much is stored.",
+    "connectors": "Connectors to measure, with commas between.",
+    "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
+    "eager": "Let engines start each kernel alone.",
+    "geometries": "Models to measure, with commas between.",
+    "interleave": "Let engines take turns.",
+    "model": "Folder of a checkpoint.",
+    "prompt_tokens": "Tokens in a prompt.",
+    "repeats": "How often each way is measured.",
+    "resident": "How many blocks are in the cache meanwhile, with commas between.",
+    "rounds": "How often each case is measured.",
+    "total_bytes": "How much is moved in a round.",
+}
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine. Options of each are in its --help.")
 
@@ -93,17 +69,16 @@ class BenchCommand(TyperCommand):
         return help_section(super().get_help(ctx), "Options of this benchmark", rows)
 
 
-def _add(name: str) -> None:
+def add_bench(name: str, module: str, help: str) -> None:
+    """Adds `kvkeep bench NAME`."""
+
     def command(context: typer.Context, json: Json = False) -> None:
         measure(name, context.args, json)
 
-    command.__doc__ = BENCHES[name]
+    BENCHES[name] = Bench(module, help)
+    command.__doc__ = help
     extra = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command(name, cls=BenchCommand, context_settings=extra)(command)
-
-
-for _bench in BENCHES:
-    _add(_bench)
 
 
 def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
@@ -197,68 +172,12 @@ def _convert(name: str, default: Any, text: str) -> Any:
 
 
 def _load(name: str) -> ModuleType:
-    """Imports by name, where `test_tidy` sees that they are used."""
     try:
-        match name:
-            case "lookup":
-                from kvkeep.bench import lookup
-
-                return lookup
-            case "transfer":
-                from kvkeep.bench import transfer
-
-                return transfer
-            case "index":
-                from kvkeep.bench import index
-
-                return index
-            case "turns":
-                from kvkeep.bench import turns
-
-                return turns
-            case "restart":
-                from kvkeep.bench import restart
-
-                return restart
-            case "security":
-                from kvkeep.bench import security
-
-                return security
-            case "checksum":
-                from kvkeep.bench import checksum
-
-                return checksum
-            case "copy":
-                from kvkeep.bench import copy
-
-                return copy
-            case "engine":
-                from kvkeep.bench import engine
-
-                return engine
-            case "vllm":
-                from kvkeep.bench import vllm
-
-                return vllm
-            case "vllm-load":
-                from kvkeep.bench import vllm_load
-
-                return vllm_load
-            case "vllm-paused":
-                from kvkeep.bench import vllm_paused
-
-                return vllm_paused
-            case "chart":
-                from kvkeep.bench import chart
-
-                return chart
-            case _:
-                from kvkeep.bench import keys
-
-                return keys
+        return importlib.import_module(BENCHES[name].module)
     except ImportError as error:
         raise SettingsError(
-            f"benchmark {name} cannot be loaded: {error}", "install kvkeep[engine], or kvkeep[dev] for all of them"
+            f"benchmark {name} cannot be loaded: {error}",
+            "install kvkeep[engine], or set up a checkout with `make setup`",
         ) from error
 
 
@@ -291,3 +210,13 @@ def _text(value: Any, name: str) -> str:
     if name.endswith("bytes"):
         return format_size(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+add_bench("lookup", "kvkeep.bench.lookup", "How long a lookup takes, against a ping.")
+add_bench("transfer", "kvkeep.bench.transfer", "How fast blocks are stored and loaded, against a plain copy.")
+add_bench("restart", "kvkeep.bench.restart", "How soon a server that was killed serves again, and what is still there.")
+add_bench(
+    "vllm",
+    "kvkeep.bench.vllm",
+    "Time to the first token of real vLLM, without a connector, with kvkeep's and with its peers.",
+)

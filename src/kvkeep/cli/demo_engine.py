@@ -152,7 +152,7 @@ def _main() -> None:
     if not line:  # whoever started us is gone
         return
     # Here and not above: the command line must not load torch to show its help.
-    from kvkeep.bench.engine import compute_threads, demo_model, describe, make_llm
+    from kvkeep.engine.demo_model import compute_threads, demo_model, describe, make_llm
 
     first = json.loads(line)
     # One thread: the other core is for copies and server, and a busy machine does not make threads wait for each other.

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
 from kvkeep import __version__
 from kvkeep.cli import bench, settings, tenants
-from kvkeep.cli.chaos import chaos
 from kvkeep.cli.demo import demo
 from kvkeep.cli.drain import drain
-from kvkeep.cli.engine_fuzz import engine_fuzz
-from kvkeep.cli.fuzz import fuzz
 from kvkeep.cli.keygen import keygen
 from kvkeep.cli.output import note
 from kvkeep.cli.serve import ServeCommand, serve
@@ -47,12 +45,11 @@ app.command("status")(status)
 app.command("drain")(drain)
 app.command("demo")(demo)
 app.command("keygen")(keygen)
-app.command("chaos")(chaos)
-app.command("engine-fuzz")(engine_fuzz)
-app.command("fuzz")(fuzz)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(settings.app, name="settings")
 app.add_typer(bench.app, name="bench")
+for _more in entry_points(group="kvkeep.commands"):  # a checkout adds those of development
+    _more.load()(app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -11,7 +11,7 @@ def monotonic_ms() -> int:
 
 
 class Threads(Protocol):
-    """The module `threading`, or `kvkeep.testing.threads`."""
+    """The module `threading`, or `kvkeep_lab.simulation.threads`."""
 
     @property
     def Thread(self) -> Any: ...

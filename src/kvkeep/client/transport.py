@@ -37,7 +37,7 @@ _PATIENCE_S = 0.004
 
 
 class Transport(Protocol):
-    """What a connection needs of a network. `kvkeep.testing` has one that loses, delays and corrupts messages."""
+    """What a connection needs of a network. The simulation has one that loses, delays and corrupts messages."""
 
     def send(self, frames: Sequence[Any]) -> bool:
         """Sends one message, or returns False at once."""
@@ -273,7 +273,7 @@ class StreamTransport:
             stream.read()
             self._patience_s = max(0.0, until_s - self._now_s())
 
-    # -- what the operating system does; `kvkeep.testing` simulates it
+    # -- what the operating system does, or a simulation in its place
 
     def _now_s(self) -> float:
         return time.monotonic()

@@ -1,1 +1,1 @@
-"""Parts for tests, kept as product: models and simulations that anyone building on kvkeep may use."""
+"""Parts for tests of kvkeep and of what builds on it: a server in a process, a simulated clock."""

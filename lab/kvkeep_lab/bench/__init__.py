@@ -1,0 +1,1 @@
+"""Research benchmarks: each module measures one thing and returns its figures."""

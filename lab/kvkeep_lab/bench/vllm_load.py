@@ -1,0 +1,387 @@
+"""Real vLLM under load, without a connector, with kvkeep's, and with its peers: throughput, and the pace of decoding.
+
+    mixed           many requests at a time, half of them with a prefix that was stored, and that the engine has lost
+    fresh           the same with nothing to find: what storing costs
+    decode_loads    time between tokens of requests that decode, while large prompts arrive that were stored
+    decode_stores   the same, while large prompts arrive that are new
+
+Every connector serves the same requests with the same number of blocks. How many those are of mixed and fresh, the
+engine without a connector says: what it begins in a third of the time, since those under way then take about the rest.
+
+What is loaded while others decode must cost no computing, and must be loaded every time. So the engine without a
+connector finds those prompts in its own prefix cache, and that of the others is off: they have an engine of their own
+for decode.
+
+All engines live at the same time and take turns, in changing order, one at work while others are silent; each gets as
+much of a GPU as fits. Where that is too little they come one after the other. Ratios are those of the same repeat.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvkeep.bench.figures import with_unit
+from kvkeep.bench.vllm_memory import FreeMemory
+from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess, importing
+from kvkeep.bench.vllm_session import (
+    PEERS,
+    Choice,
+    Turns,
+    cell,
+    draw,
+    gpu_name,
+    median,
+    rounded,
+    say,
+    signals_end_the_block,
+    verdict,
+)
+from kvkeep.bench.vllm_setup import (
+    Connector,
+    arguments,
+    connector,
+    decoding_with_graphs,
+    environment,
+    given_model,
+    own_model,
+)
+from kvkeep.errors import KVKeepError
+from kvkeep_lab.bench.vllm_fit import fitted, pool_bytes
+from kvkeep_lab.bench.vllm_stations import DECODE, Plan, Station
+from kvkeep_lab.bench.vllm_traffic import SIZES, Traffic
+
+# Of kvkeep, at least and at most.
+TARGETS = {"fresh_ratio": 0.98, "mixed_ratio": 1.0, "itl_p99_ratio": 1.05, "itl_decode_p99_ratio": 1.05}
+
+OPTIONS = {
+    "device": "auto, cpu or cuda; auto takes a GPU where there is one.",
+    "model": "Folder of a checkpoint; auto makes a small Llama on a CPU, and on a GPU one of 8B geometry, without real "
+    "weights.",
+    "connectors": "Of none, kvkeep, lmcache and native, with commas between; auto is all that can be had, and for "
+    "decode none and kvkeep.",
+    "scenarios": "Of mixed, fresh and decode, with commas between.",
+    "seconds": "About how long each scenario takes without a connector.",
+    "repeats": "How often each scenario is measured.",
+    "interleave": "Let engines take turns, all of them alive: on a CPU, and where a GPU and its host have room. "
+    "--no-interleave: one after the other.",
+    "eager": "Let engines on a GPU start each kernel alone, also those of decoding, without CUDA graphs.",
+}
+
+_BEGINS_IN = 1 / 3  # of the time
+_GIVES_UP_AFTER = 4  # times the time
+_WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
+_LEAST_DECODED = 0.05  # of the times between tokens: with fewer, prompts come faster than they are computed
+
+
+# -- the run
+
+
+def run(
+    device: str = "auto",
+    model: str = "auto",
+    connectors: str = "auto",
+    scenarios: str = "mixed,fresh,decode",
+    seconds: int = 15,
+    repeats: int = 1,
+    interleave: bool = True,
+    eager: bool = False,
+) -> dict[str, Any]:
+    """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
+    plan = Plan.make(Choice.make(device, connectors), scenarios, seconds, repeats, interleave, eager)
+    device = plan.choice.device
+    with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
+        served = own_model(Path(folder), device) if model == "auto" else given_model(model, device)
+        traffic = Traffic(SIZES[device], served)
+        if plan.interleave and device == "cuda":
+            together = fitted(traffic, plan.stations, FreeMemory.find())
+            plan, traffic = replace(plan, interleave=together is not None), together or traffic
+        bench = Bench(plan, traffic)
+        with importing(plan.stations, bench.environment) as bench.spares:
+            for group in plan.groups:
+                bench.measure(group)
+    return bench.result()
+
+
+@dataclass
+class Subject:
+    """A station's engine. `warm` are the kinds of traffic whose prefixes it has stored."""
+
+    station: Station
+    engine: EngineProcess
+    way: Connector
+    warm: set[bool] = field(default_factory=set)
+
+
+@dataclass
+class Bench:
+    """All that engines said, by connector and scenario, one for each repeat."""
+
+    plan: Plan
+    traffic: Traffic
+    vllm: str = ""
+    said: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)  # of a scenario, as the engine without a connector began
+    spares: dict[Station, ImportingProcess] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return environment(self.traffic.model, self.traffic.sizes.most_tokens)
+
+    def measure(self, stations: Sequence[Station]) -> None:
+        """Stations whose engines live at the same time."""
+        turns = Turns.on(self.plan.choice.device)
+        with ExitStack() as stack:
+            subjects: list[Subject] = []
+            for station in stations:
+                with self._forgiving(station, station.scenarios[0]), turns.turn(station):
+                    say(f"starting vLLM, connector: {station.connector}, for {', '.join(station.scenarios)}")
+                    subjects.append(stack.enter_context(self._subject(station, len(stations))))
+                    self.vllm = subjects[-1].engine.vllm
+            say("waiting until their pools are as fast as they will be")
+            for subject in subjects:
+                subject.engine.wait_until_ready()
+            for scenario in self.plan.scenarios:
+                asked = [each for each in subjects if scenario in each.station.scenarios]
+                for turn in range(self.plan.repeats):
+                    first = turn % max(len(asked), 1)
+                    for subject in [*asked[first:], *asked[:first]]:
+                        with self._forgiving(subject.station, scenario), turns.turn(subject.station):
+                            self._measure(subject, scenario, turn)
+
+    def _measure(self, subject: Subject, scenario: str, turn: int) -> None:
+        name = subject.station.connector
+        if turn and len(self._all(name, scenario)) != turn:
+            return  # it has failed before
+        self._warm_up(subject, scenario in DECODE)
+        subject.engine.ask(self.traffic.prefixes().prompts[0][:_WAKING_TOKENS])  # after a pause it begins late
+        if scenario in DECODE:
+            figures = self._decode(subject, scenario, turn)
+        else:
+            figures = self._load(subject, scenario, turn)
+        self._all(name, scenario).append(figures)
+        say(f"{scenario}, {turn + 1} of {self.plan.repeats}: {name}: {_told(figures)}")
+
+    def _warm_up(self, subject: Subject, decode: bool) -> None:
+        """Prefixes are stored once. Those of decode stay in the prefix cache of the one engine that has it on then."""
+        if decode not in subject.warm:
+            lane = self.traffic.large_prefixes() if decode else self.traffic.prefixes()
+            subject.engine.load([lane], _GIVES_UP_AFTER * self.plan.seconds)
+            subject.way.settle(sum(len(prompt) - 1 for prompt in lane.prompts) + 1)
+            subject.warm.add(decode)
+        if not decode:
+            subject.engine.drop_local_cache()
+
+    def _load(self, subject: Subject, scenario: str, turn: int) -> dict[str, Any]:
+        seconds, at_a_time = self.plan.seconds, self.traffic.sizes.at_a_time
+        known = self.requests.get(scenario)
+        lane = self.traffic.requests(scenario, turn, known or at_a_time * (2 + seconds // 5))
+        said = subject.engine.load([lane], seconds * (_GIVES_UP_AFTER if known else _BEGINS_IN))
+        [served] = said["lanes"]
+        self.requests.setdefault(scenario, served["begun"])
+        reused = self.traffic.reused_tokens(scenario, served["begun"])
+        return {
+            "requests": served["done"],
+            "failed": served["failed"],
+            "seconds": said["seconds"],
+            "prompt_tokens": served["prompt_tokens"],
+            "output_tokens": served["tokens"],
+            "output_tokens_per_s": served["tokens"] / said["seconds"],
+            "total_tokens_per_s": (served["prompt_tokens"] + served["tokens"]) / said["seconds"],
+            "ttft_mean_ms": served["ttft_ms"]["mean"],
+            "ttft_p99_ms": served["ttft_ms"]["p99"],
+            "cached_share": served["cached_tokens"] / reused if reused else None,
+            "answers": served["answers"],
+        }
+
+    def _decode(self, subject: Subject, scenario: str, turn: int) -> dict[str, Any]:
+        lanes = self.traffic.decode(scenario, turn, self.plan.seconds)
+        said = subject.engine.load(lanes, self.plan.seconds, finish=False)
+        decoding, large = said["lanes"]
+        every, decoded = decoding["itl_ms"], decoding["itl_decode_ms"]
+        seen = decoded["samples"] and decoded["samples"] >= _LEAST_DECODED * every["samples"]
+        reused = self.traffic.reused_tokens(scenario, large["ttft_ms"]["samples"])
+        return {
+            "requests": large["done"],
+            "failed": decoding["failed"] + large["failed"],
+            "seconds": said["seconds"],
+            "samples": every["samples"],
+            "itl_p50_ms": every["p50"],
+            "itl_p99_ms": every["p99"],
+            "itl_decode_p50_ms": decoded["p50"] if seen else None,
+            "itl_decode_p99_ms": decoded["p99"] if seen else None,
+            "ttft_mean_ms": large["ttft_ms"]["mean"],
+            "ttft_p99_ms": large["ttft_ms"]["p99"],
+            "cached_share": large["cached_tokens"] / reused if reused else None,
+            "answers": large["answers"],
+        }
+
+    def _all(self, name: str, scenario: str) -> list[dict[str, Any]]:
+        return self.said.setdefault((name, scenario), [])
+
+    @contextmanager
+    def _forgiving(self, station: Station, scenario: str) -> Iterator[None]:
+        """A peer that fails is left out, and what others took minutes for is kept."""
+        try:
+            yield
+        except KVKeepError as error:
+            if station.connector not in PEERS:
+                raise
+            self.plan.choice.left_out.setdefault(station.connector, f"{scenario}: {error.message}")
+            say(f"connector {station.connector} is left out of {scenario}: {error.message}")
+
+    @contextmanager
+    def _subject(self, station: Station, engines: int) -> Iterator[Subject]:
+        traffic, model = self.traffic, self.traffic.model
+        with connector(station.connector, pool_bytes(traffic, station), model) as way:
+            made = arguments(model, traffic.sizes.most_tokens, engines, way.arguments)
+            made["num_gpu_blocks_override"] = traffic.sizes.engine_tokens // model.block_tokens
+            made["max_num_batched_tokens"] = traffic.sizes.batch_tokens
+            made["enable_prefix_caching"] = station.prefix_cache
+            if self.plan.graphs:
+                made |= decoding_with_graphs(traffic.sizes.at_a_time, traffic.sizes.own_tokens)
+            config = made.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
+            if station.decodes and "kvkeep.address" in config:  # loads are what is watched, whether they pay or not
+                config["kvkeep.load_when"] = "always"
+            spare = self.spares.get(station)
+            with EngineProcess(
+                station.connector, made, self.environment, spare=spare, ready_when=way.ready_when
+            ) as engine:
+                yield Subject(station, engine, way)
+
+    # -- what came out
+
+    def result(self) -> dict[str, Any]:
+        device, model = self.plan.choice.device, self.traffic.model
+        measured = [
+            (name, scenario)
+            for scenario in self.plan.scenarios
+            for name in self.plan.choice.connectors
+            if len(self.said.get((name, scenario), ())) == self.plan.repeats
+        ]
+        sizes = self.traffic.sizes
+        return {
+            "device": device,
+            **({"gpu": gpu_name()} if device == "cuda" else {}),
+            "model": model.description,
+            "vllm": self.vllm,
+            "seconds": self.plan.seconds,
+            "repeats": self.plan.repeats,
+            "interleaved": self.plan.interleave,
+            "graphs": self.plan.graphs,
+            "at_a_time": sizes.at_a_time,
+            "prefixes": sizes.prefixes,
+            "engine_blocks": sizes.engine_tokens // model.block_tokens,
+            "decoders": sizes.decoders,
+            "rows": [self._row(*each) for each in measured],
+            "ratios": [self._ratios(*each) for each in measured if each[0] != "none"],
+            "left_out": dict(self.plan.choice.left_out),
+            "targets": dict(TARGETS),
+        }
+
+    def _row(self, name: str, scenario: str) -> dict[str, Any]:
+        """Medians of the repeats, but all that failed."""
+        mine = self.said[name, scenario]
+        figures = {
+            key: median([each[key] for each in mine if each[key] is not None], 3) for key in mine[0] if key != "answers"
+        }
+        counted = {"failed": sum(each["failed"] for each in mine), "requests": mine[0]["requests"]}
+        same = [self._same(ours, none) for ours, none in zip(mine, self.said["none", scenario], strict=True)]
+        return {"connector": name, "scenario": scenario, **figures, **counted, "same_answers": median(same, 3)}
+
+    def _same(self, ours: dict[str, Any], none: dict[str, Any]) -> float:
+        """The share of requests that both answered, and alike."""
+        both = ours["answers"].keys() & none["answers"].keys()
+        alike: int = sum(ours["answers"][at] == none["answers"][at] for at in both)
+        return alike / max(len(both), 1)
+
+    def _ratios(self, name: str, scenario: str) -> dict[str, Any]:
+        """Against none, in the same repeat: medians, and what they are the medians of."""
+        if scenario in DECODE:
+            figures = ("itl_p50", "itl_p99", "itl_decode_p50", "itl_decode_p99")
+            kinds = {f"{figure}_ratio": f"{figure}_ms" for figure in figures}
+        else:
+            kinds = {"output_ratio": "output_tokens_per_s", "total_ratio": "total_tokens_per_s"}
+        kinds |= {"ttft_mean_ratio": "ttft_mean_ms"}
+        repeats = list(zip(self.said[name, scenario], self.said["none", scenario], strict=True))
+        every = {
+            ratio: [mine[key] / none[key] if mine[key] and none[key] else None for mine, none in repeats]
+            for ratio, key in kinds.items()
+        }
+        medians = {ratio: median([each for each in own if each is not None], 3) for ratio, own in every.items()}
+        return {
+            "connector": name,
+            "scenario": scenario,
+            **medians,
+            **{f"{ratio}s": rounded(own, 3) for ratio, own in every.items()},
+        }
+
+
+def _told(figures: dict[str, Any]) -> str:
+    found = figures["cached_share"]
+    cached = "" if found is None else f", {found:.0%} of prefixes found"
+    if "samples" in figures:
+        return f"{cell(figures['itl_p50_ms'])} ms between tokens, p99 {cell(figures['itl_p99_ms'])} ms{cached}"
+    rate, count = figures["output_tokens_per_s"], figures["requests"]
+    return f"{count} requests in {figures['seconds']:,.1f} s, {rate:,.1f} tokens/s{cached}"
+
+
+# -- what is shown
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result in lines, and whether it is what it should be."""
+    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
+    ratios = {(each["connector"], each["scenario"]): each for each in result["ratios"]}
+    lines = []
+    load = ["connector", "scenario", "requests", "output", "against none", "with prompts", "TTFT", "TTFT p99"]
+    rows = [row for row in result["rows"] if row["scenario"] not in DECODE]
+    if rows:
+        keys = ["requests", "output_tokens_per_s", "output_ratio", "total_tokens_per_s", "ttft_mean_ms", "ttft_p99_ms"]
+        lines += ["", *_drawn(rows, ratios, load, keys)]
+    decode = ["connector", "scenario", "prompts", "between tokens", "p99", "against none", "decoding alone"]
+    decode += ["p99", "against none"]
+    rows = [row for row in result["rows"] if row["scenario"] in DECODE]
+    if rows:
+        keys = ["requests", "itl_p50_ms", "itl_p99_ms", "itl_p99_ratio"]
+        keys += ["itl_decode_p50_ms", "itl_decode_p99_ms", "itl_decode_p99_ratio"]
+        lines += ["", *_drawn(rows, ratios, decode, keys)]
+    left_out = [f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()]
+    verdicts = [
+        line
+        for each in result["ratios"]
+        if each["connector"] == "kvkeep"
+        for line in _verdicts(result["targets"], each)
+    ]
+    return "\n".join([*facts, *lines, *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts])
+
+
+def _drawn(
+    rows: Sequence[dict[str, Any]], ratios: dict[tuple[str, str], Any], head: list[str], keys: Sequence[str]
+) -> list[str]:
+    lines = [[*head, "found", "failed requests", "same answers"]]
+    for row in rows:
+        figures = row | ratios.get((row["connector"], row["scenario"]), {})
+        cells = [with_unit(key, figures.get(key)) for key in (*keys, "cached_share", "failed", "same_answers")]
+        lines.append([row["connector"], row["scenario"], *cells])
+    return draw(lines)
+
+
+def _verdicts(targets: dict[str, float], ratios: dict[str, Any]) -> list[str]:
+    scenario = ratios["scenario"]
+    if scenario not in DECODE:
+        least, ratio = targets[f"{scenario}_ratio"], ratios["output_ratio"]
+        text = f"{scenario}: {with_unit('ratio', ratio)} the throughput of none, at least {least:g}× is wanted"
+        return [verdict(ratio is not None and ratio >= least, text)]
+    if ratios["itl_decode_p99_ratio"] is None:  # times of steps that compute prompts are alike, whatever else there is
+        return [verdict(False, f"{scenario}: nothing was seen, prompts come faster than they are computed")]
+    lines = []
+    for key, what in {"itl_p99_ratio": "between tokens", "itl_decode_p99_ratio": "where no prompt is computed"}.items():
+        most, ratio = targets[key], ratios[key]
+        text = f"{scenario}: p99 {what} is {with_unit('ratio', ratio)} none's, at most {most:g}× is wanted"
+        lines.append(verdict(ratio is not None and ratio <= most, text))
+    return lines

@@ -1,0 +1,1 @@
+"""Commands of development: `kvkeep chaos`, `kvkeep fuzz`, `kvkeep engine-fuzz` and research benchmarks."""

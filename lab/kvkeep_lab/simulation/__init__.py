@@ -1,0 +1,1 @@
+"""Simulated time, threads, network, server and cache: the same seed gives the same run."""

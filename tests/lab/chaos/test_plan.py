@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from kvkeep.engine.engine import Engine
+from kvkeep_lab.chaos.plan import FAULTS, MOMENTS, RATES, Arrival, EngineItem, Moment, Rate, draw
+
+
+def test_a_seed_is_a_plan() -> None:
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
+
+
+def test_plans_contain_every_fault_sooner_or_later() -> None:
+    items = [item for seed in range(60) for item in draw(seed).items]
+    assert {item.fault for item in items if isinstance(item, Rate)} == set(RATES)
+    assert {item.fault for item in items if isinstance(item, Moment)} == set(MOMENTS)
+    assert {*RATES, *MOMENTS} < set(FAULTS)
+
+
+def test_plans_differ_in_what_matters() -> None:
+    plans = [draw(seed) for seed in range(60)]
+    engines = [item for plan in plans for item in plan.items if isinstance(item, EngineItem)]
+    assert {engine.shared_memory for engine in engines} == {engine.kept for engine in engines} == {True, False}
+    assert {plan.cuts[0].config.tensor_parallel_size for plan in plans} == {1, 2}
+    assert {len(plan.cuts) for plan in plans} == {1, 2}
+    assert any(not any(isinstance(item, Rate | Moment) for item in plan.items) for plan in plans), "some are calm"
+
+
+def test_what_a_request_must_answer_is_what_an_engine_without_a_cache_answers() -> None:
+    plan = draw(5)
+    arrivals = [item for item in plan.items if isinstance(item, Arrival)]
+    engine = Engine(plan.cuts[0].model(), plan.cuts[0].config)
+    for arrival in arrivals[:5]:
+        request = engine.add(list(arrival.tokens), arrival.sampling, salt=arrival.salt)
+        while engine.busy:
+            engine.step()
+        assert tuple(request.output_tokens) == arrival.reference
+
+
+def test_leaving_items_out_changes_no_other() -> None:
+    plan = draw(7)
+    shorter = plan.without([1, 3])
+    assert shorter.items == tuple(item for at, item in enumerate(plan.items) if at not in (1, 3))
+    assert shorter.seed == plan.seed
