@@ -482,7 +482,7 @@ class Engine:
         requests = self.connector._requests
         assert requests is not None
         assert not (requests._known or requests._alive or requests._loaded or requests._lost or requests.tables._own)
-        assert not (requests.step_loads._short or requests._arrivals.left or requests._due)
+        assert not requests.step_loads._short
         assert self.connector.faults == 0 and requests.faults == 0 and ours(self.rank).faults == 0
         self.cache.check_nothing_held()
 

@@ -1,4 +1,4 @@
-"""What a prompt that nobody has stored waits for: nothing. And that the server hears of it all the same."""
+"""Requests as vLLM reports them, from their arrival to the step that computes them."""
 
 from __future__ import annotations
 
@@ -56,48 +56,6 @@ def stored(engine: Engine) -> int:
     return sum(asked.blocks for what, asked in engine.worker.began if what == "store")
 
 
-def before_the_step(engine: Engine, look: Callable[[Any], None]) -> None:
-    """Calls it with what vLLM has decided, when the worker first hears of the next step."""
-    begin = engine.rank.bind_connector_metadata
-
-    def spy(metadata: Any) -> None:
-        engine.rank.bind_connector_metadata = begin  # type: ignore[method-assign]
-        look(metadata)
-        begin(metadata)
-
-    engine.rank.bind_connector_metadata = spy  # type: ignore[method-assign]
-
-
-@with_stable_hashes
-def test_what_the_server_surely_lacks_is_asked_for_when_the_step_has_begun(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    derived: list[int] = []
-    grow = EngineKeys.grow
-
-    def spy(self: EngineKeys) -> bytes:
-        keys = grow(self)
-        derived.append(len(keys))
-        return keys
-
-    monkeypatch.setattr(EngineKeys, "grow", spy)
-    engine = make()
-    engine.add(request(PROMPT, "a"))
-    assert [known.request.request_id for known in arrivals_of(engine).left] == ["a"]
-
-    def look(metadata: Any) -> None:
-        assert not derived, "no more than the first key"
-        assert not engine.side._trackers and engine.side.idle
-        assert not metadata.step.stores_after and metadata.later is not None
-
-    before_the_step(engine, look)
-    engine.step()
-    assert derived and not arrivals_of(engine).left and stored(engine) == 5
-    engine.run()
-    assert engine.answers["a"] == answer_to(PROMPT)
-    assert make().run(request(PROMPT, "b", params=COUNT)).answers["b"] == answer_to(PROMPT)
-
-
 def test_the_server_counts_it_as_a_lookup(make: Callable[..., Engine], cache: SimulatedCache) -> None:
     engine = make()
     engine.run(request(PROMPT, "a"))
@@ -105,23 +63,11 @@ def test_the_server_counts_it_as_a_lookup(make: Callable[..., Engine], cache: Si
     assert lookups(cache) == 1
 
 
-@with_stable_hashes
-def test_what_it_has_by_the_time_that_it_is_asked_for_is_loaded(make: Callable[..., Engine]) -> None:
+def test_what_another_engine_stores_before_the_step_is_loaded(make: Callable[..., Engine]) -> None:
     engine, other = make(), make()
-    engine.add(request(PROMPT, "a", params=COUNT))
-    assert arrivals_of(engine).left
     other.run(request(PROMPT, "b"))
-    engine.run()
+    engine.run(request(PROMPT, "a", params=COUNT))
     assert engine.answers["a"] == answer_to(PROMPT) and loaded(engine, "a") == 5 * BLOCK
-
-
-def test_what_it_may_have_is_asked_for_at_once(make: Callable[..., Engine]) -> None:
-    make().run(request(PROMPT, "a"))
-    engine = make()
-    engine.add(request(PROMPT, "b", params=COUNT))
-    assert not arrivals_of(engine).left and engine.side._trackers
-    engine.run()
-    assert loaded(engine, "b") == 5 * BLOCK
 
 
 def test_a_prompt_that_vllm_has_itself_is_stored_all_the_same(
@@ -141,22 +87,14 @@ def test_one_that_is_aborted_before_its_step_leaves_nothing(make: Callable[..., 
     engine = make()
     engine.add(request(PROMPT, "a"))
     engine.abort("a")
-    assert not arrivals_of(engine).left
+    engine.settle()
+    engine.check_nothing_left()
 
 
 def test_after_a_reset_nothing_of_it_is_asked_for_or_stored(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.add(request(PROMPT, "a"))
     engine.connector.reset_cache()
-    assert not arrivals_of(engine).left
-    engine.run()
-    assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine)
-
-
-def test_a_reset_while_the_step_runs_stores_nothing_of_it(make: Callable[..., Engine]) -> None:
-    engine = make()
-    engine.add(request(PROMPT, "a"))
-    before_the_step(engine, lambda metadata: engine.connector.reset_cache())
     engine.run()
     assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine)
 
@@ -172,68 +110,29 @@ def test_one_whose_tokens_have_changed_is_served_without_the_cache(
     engine.add(request(PROMPT, "a"))
     monkeypatch.setattr(EngineKeys, "grow", grow)
     engine.run()
-    assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine) and not arrivals_of(engine).left
-
-
-@with_stable_hashes
-def test_one_that_waits_for_its_turn_is_asked_for_when_anothers_step_has_begun(
-    make: Callable[..., Engine], cache: SimulatedCache
-) -> None:
-    engine = make(budget=2 * BLOCK)
-    engine.add(request(PROMPT, "a"), request(PROMPT[::-1], "b"))
-    assert len(arrivals_of(engine).left) == 2
-    engine.step()
-    assert [each.request_id for each in engine.scheduler.waiting] == ["b"] and not arrivals_of(engine).left
-    engine.step()
-    assert lookups(cache) == 2
-    engine.run()
+    assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine)
 
 
 @with_stable_hashes
 def test_what_vllm_has_of_a_prompt_does_not_hide_what_the_server_has_beyond(
-    make: Callable[..., Engine], cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Engine], cache: SimulatedCache
 ) -> None:
-    """Its first block looks as if the server had none, and the rest is there."""
     engine = make()
     engine.run(request(PROMPT[: BLOCK + 1], "a"))
     make().run(request(PROMPT, "b"))
-    with monkeypatch.context() as patched:
-        patched.setattr(arrivals_of(engine)._adapter, "lacks", lambda key: True)
-        engine.add(request(PROMPT, "c", params=COUNT))
-        assert arrivals_of(engine).left
-        arrivals_of(engine)._adapter.lacks = lambda key: key == known_first  # type: ignore[method-assign]
-        [known] = arrivals_of(engine).left
-        known_first = known.first_key
-        engine.run()
+    engine.run(request(PROMPT, "c", params=COUNT))
     assert engine.answers["c"] == answer_to(PROMPT) and loaded(engine, "c") == 4 * BLOCK
 
 
-def test_a_name_that_is_used_again_is_another_request(make: Callable[..., Engine]) -> None:
-    engine = make()
-    engine.add(request(PROMPT, "a"))
-
-    def replace_it(metadata: Any) -> None:
-        requests = engine.connector._requests
-        assert requests is not None
-        requests._forget("a")
-        requests.arrive(request(PROMPT[::-1], "a"))
-
-    before_the_step(engine, replace_it)
-    engine.step()
-    assert not stored(engine), "what was computed is not the other one's"
-    engine.run()
-    assert engine.answers["a"] == answer_to(PROMPT)
-
-
-def test_a_worker_elsewhere_hears_of_its_stores_with_the_step(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_worker_hears_of_its_stores_with_the_step(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
-    monkeypatch.setattr(Engine, "apart", True)
+    monkeypatch.setattr(Engine, "apart", apart)
     engine = make()
     engine.add(request(PROMPT, "a"))
-    assert not arrivals_of(engine).left, "nobody would tell when the step has begun"
     metadata = engine.step().kv_connector_metadata
-    assert metadata.later is None and [store.blocks for store in metadata.step.stores_after.values()] == [5]
+    assert [store.blocks for store in metadata.step.stores_after.values()] == [5]
     engine.run()
 
 
@@ -252,38 +151,36 @@ def test_a_step_whose_end_nobody_tells_of_is_stored_with_the_next(
     assert engine.answers["a"] == answer_to(PROMPT)
 
 
-@pytest.mark.parametrize("where", ["left", "due"])
-def test_what_fails_then_costs_its_own_request_the_cache_and_no_other(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+def test_a_store_that_fails_costs_its_own_request_the_cache_and_no_other(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(budget=64)
-    requests, arrivals = engine.connector._requests, arrivals_of(engine)
+    requests = engine.connector._requests
     assert requests is not None
-    owner, name = (arrivals, "grow") if where == "left" else (requests, "_store")
-    real = getattr(owner, name)
+    real = requests._store
 
     def fail(known: Any, *args: Any, **words: Any) -> Any:
         if known.request.request_id == "a":
             raise RuntimeError("a bug")
         return real(known, *args, **words)
 
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(requests, "_store", fail)
     engine.add(request(PROMPT, "a"), request(PROMPT[::-1], "b"))
     engine.step()
     assert "a store could not be prepared" in caplog.text
-    assert stored(engine) == 5 and not arrivals.left
+    assert stored(engine) == 5
     engine.run()
     assert (engine.answers["a"], engine.answers["b"]) == (answer_to(PROMPT), answer_to(PROMPT[::-1]))
     other = make().run(request(PROMPT[::-1], "c", params=COUNT))
     assert loaded(other, "c") == 5 * BLOCK
 
 
-@pytest.mark.parametrize("where", ["later", "step"])
+@pytest.mark.parametrize("apart", [False, True])
 def test_stores_of_a_step_that_is_lost_are_not_made_in_the_next(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     """By then their blocks may be somebody else's."""
-    monkeypatch.setattr(Engine, "apart", where == "step")
+    monkeypatch.setattr(Engine, "apart", apart)
     engine = make(num_blocks=8)
     assert engine.connector._requests is not None
     engine.connector._requests.events._enabled = True

@@ -165,14 +165,6 @@ def test_a_coarser_block_stands_for_all_of_its_tokens(keys_of: Kind) -> None:
         assert coarse == split(keys_of(request(TOKENS)).grow())[3::4]
 
 
-@pytest.mark.parametrize("block_tokens", [HASH_TOKENS, 3 * HASH_TOKENS])
-@pytest.mark.parametrize("tokens", [0, HASH_TOKENS, 3 * HASH_TOKENS, 7 * HASH_TOKENS + 1])
-def test_the_first_key_alone_is_the_first_of_all(block_tokens: int, tokens: int) -> None:
-    keys = engine_keys(request([*range(1, tokens + 2)]), block_tokens)
-    first = keys.first()
-    assert first == keys.grow()[:16] and len(first) == (16 if tokens + 1 >= block_tokens else 0)
-
-
 def test_hashes_of_another_size_are_refused() -> None:
     asked = request(TOKENS)
     with pytest.raises(KVKeepError, match="12 hashes of 8 tokens"):

@@ -4,7 +4,6 @@ job stays. Blocks are few, so that another request has them in the next step."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -106,9 +105,7 @@ def test_blocks_that_a_lost_step_added_are_missed_in_no_table(
     check_right(make(num_blocks=96), A, 40)
 
 
-def test_a_worker_that_cannot_ask_for_a_steps_stores_saves_blocks_all_the_same(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_begin_a_steps_stores_saves_blocks_all_the_same(make: Callable[..., Engine]) -> None:
     engine = make(num_blocks=8)
     worker = engine.rank._worker
     assert worker is not None
@@ -119,9 +116,9 @@ def test_a_worker_that_cannot_ask_for_a_steps_stores_saves_blocks_all_the_same(
     engine.add(request([7, 8, 9], "x", max_tokens=8))
     engine.step()
     assert worker._unfinished is not None
-    worker._unfinished = replace(worker._unfinished, later=fails())  # asked for when the next step comes
     engine.add(request(B, "b", max_tokens=1))
-    engine.step()
+    with mock.patch.object(engine.worker, "store_all", fails()):  # called when the next step comes
+        engine.step()
     engine.is_told, engine.worker.holds = lambda: True, False
     engine.run()
     check_right(make(), A, 1)
@@ -151,22 +148,22 @@ def test_a_load_goes_with_the_next_step_if_its_own_cannot_be_made(make: Callable
     engine, turn, failed = make(), [*A, 5], list[str]()
     assert engine.connector._requests is not None
     engine.connector._requests._may_begin_loads = False  # it goes with a step
-    take = engine.side.take_stores_after
+    among = engine.side._readers.among
 
-    def fails_once() -> Any:
+    def fails_once(blocks: Any) -> Any:
         if engine.side._loads and not failed:
             failed.append("x")
             raise MemoryError
-        return take()
+        return among(blocks)
 
-    with mock.patch.object(engine.side, "take_stores_after", fails_once):
+    with mock.patch.object(engine.side._readers, "among", fails_once):
         engine.run(request(turn, "x", max_tokens=2))
     assert failed and engine.answers["x"] == answer_to(turn, 2) and engine.side.idle
 
 
 def test_stores_are_over_if_their_step_cannot_be_made(make: Callable[..., Engine]) -> None:
     engine = with_a_store_that_waits(make)
-    with mock.patch.object(engine.side, "take_stores_after", fails()):
+    with mock.patch.object(engine.side._readers, "add", fails()):
         engine.step()
     engine.settle()
     assert engine.side.idle

@@ -216,13 +216,9 @@ def test_the_scheduler_hears_of_jobs_that_were_not_begun() -> None:
     assert worker.faults == 3
 
 
-@pytest.mark.parametrize("when", ["with the step", "later", "both"])
-def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further(when: str) -> None:
+def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further() -> None:
     """The scheduler hears that all of them are over, so it will not withdraw their blocks any more."""
     worker, adapter = side()
-    every = {3: STORE, 4: STORE, 5: STORE}
-    with_it = {"with the step": every, "later": {}, "both": {3: STORE}}[when]
-    rest = {job: store for job, store in every.items() if job not in with_it}
 
     def store(job: int, request: StoreRequest) -> None:
         adapter.calls.append(("store", job))
@@ -230,7 +226,7 @@ def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further(
             raise RuntimeError("CUDA error: out of memory")
 
     adapter.store = store  # type: ignore[method-assign]
-    worker.begin(Step(StepMetadata(stores_after=with_it), later=(lambda: rest) if rest else None))
+    worker.begin(Step(StepMetadata(stores_after={3: STORE, 4: STORE, 5: STORE})))
     worker.finish()
     assert adapter.calls == [("store", 3), ("store", 4), ("withdraw", None)]
     reports = worker.take_reports()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,23 +293,20 @@ class SchedulerSide:
         if not (self._loads or self._stores or self._stores_after or withdrawn):
             return NOTHING  # most steps
         whose = {number: self._jobs[number].request_id for number in self._loads}
-        metadata = StepMetadata(self._loads, self._stores, self.take_stores_after(), withdrawn, whose)
-        self._loads, self._stores = {}, {}  # only now: if the step cannot be made, loads go with the next one
-        return metadata
-
-    def take_stores_after(self) -> dict[int, StoreRequest]:
-        """Those of what a step computes; also of the last one that was built, while it is under way."""
         for number in self._stores_after:  # from now on they are under way
             self._readers.add(number, self._jobs[number].block_ids)
-        stores, self._stores_after = self._stores_after, {}
-        return stores
+        metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, whose)
+        self._loads, self._stores, self._stores_after = {}, {}, {}  # only now: if it fails, loads go with the next step
+        return metadata
 
     def drop_stores(self) -> Completed:
         """What waits for a step is not stored: one was lost, and by the next one blocks may be somebody else's."""
         waiting, self._stores, self._stores_after = [*self._stores, *self._stores_after], {}, {}
-        for job in (dropped := [self._jobs[number] for number in waiting]):
-            job.incomplete = True
-            self._end_job(job)
+        dropped = [self._jobs[number] for number in waiting]
+        with ExitStack() as ending:  # each job ends, also if ending another one fails
+            for job in dropped:
+                job.incomplete = True
+                ending.callback(self._end_job, job)
         return Completed(stores=dropped)
 
     def complete(self, reports: Sequence[Finished]) -> Completed:

@@ -23,9 +23,6 @@ class TokensChanged(KVKeepError):
 
 
 class RequestKeys(Protocol):
-    def first(self) -> bytes:
-        """The first block's key, where that alone costs less than all; b"": grow tells, or there is none."""
-
     def grow(self) -> bytes:
         """The keys of the blocks that have become full since the last call. Raises TokensChanged."""
 
@@ -66,9 +63,6 @@ class EngineKeys:
         self._known = 0  # hashes that are used up
         self._last = b""
 
-    def first(self) -> bytes:
-        return keys_from_engine_hashes(self._root, self._hashes[self._each - 1 : self._each])
-
     def grow(self) -> bytes:
         hashes, each = self._hashes, self._each
         if len(hashes) != self._request.num_tokens // self._hash_tokens:
@@ -91,9 +85,6 @@ class OwnKeys:
         self._request = request
         self._block_tokens = block_tokens
         self._last: list[int] = []  # the tokens of the last block
-
-    def first(self) -> bytes:
-        return b""
 
     def grow(self) -> bytes:
         tokens, known = self._request.all_token_ids, len(self._chain)

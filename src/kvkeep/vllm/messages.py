@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -11,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvkeep.client.requests import Finished, StoreRequest
+from kvkeep.client.requests import Finished
 from kvkeep.connector.step import StepMetadata
 from kvkeep.kv.shape import BlockShape
 
@@ -35,14 +34,12 @@ class Handshake(KVConnectorHandshakeMetadata):
 class Step(KVConnectorMetadata):
     """To every worker with a step. `lost` are loads that vLLM waits for and that could not be prepared: the blocks of
     each request that must be computed. `all_withdrawn`: which blocks the step writes into is not known, so nothing
-    that is still to be copied may be stored. `idle`: it computes nothing. A worker in the scheduler's process asks
-    `later`, when the step has begun, for the stores of what it computes; to others they go with the step."""
+    that is still to be copied may be stored. `idle`: it computes nothing."""
 
     step: StepMetadata = field(default_factory=StepMetadata)
     lost: dict[str, list[int]] = field(default_factory=dict)
     all_withdrawn: bool = False
     idle: bool = False
-    later: Callable[[], Mapping[int, StoreRequest]] | None = None
 
 
 @dataclass

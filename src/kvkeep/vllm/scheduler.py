@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.outage import Outage
-from kvkeep.client.requests import Finished, StoreRequest
+from kvkeep.client.requests import Finished
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.params import CacheParams
@@ -33,7 +33,6 @@ from kvkeep.kv.shape import BlockShape
 from kvkeep.units import format_size
 from kvkeep.vllm import versions
 from kvkeep.vllm.arrivals import Arrivals, Known
-from kvkeep.vllm.due import Due
 from kvkeep.vllm.early import EarlyRequests
 from kvkeep.vllm.events import CacheEvents, event_groups
 from kvkeep.vllm.groups import pieces_of
@@ -81,8 +80,6 @@ class RequestSide:
         self._has_siblings = False
         self._sibling_loads = SiblingLoads()
         self.keys_of_siblings: set[str] = set()  # in `kv_transfer_params`
-        self._stores_due = Due(self._known)
-        self._due: list[tuple[Known, int]] = []  # what is to be stored of the last step, if it is still to be prepared
         self._counts: Counter[str] = Counter()
         self._rank_outages: dict[int, Outage] = {}  # as those ranks report them
         self.faults = 0
@@ -144,7 +141,7 @@ class RequestSide:
         self._block_bytes, world_size = sum(shape.shard_bytes), self._vllm_config.parallel_config.world_size
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
         side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth, policy)
-        self._arrivals = Arrivals(self._vllm_config, shape.identity, tokens, side, self._adapter, self._known)
+        self._arrivals = Arrivals(self._vllm_config, shape.identity, tokens, side, self._known)
         self._arrivals.generation = self._generation
         if self._adapter.connection.wait_until_up(patience_ms):
             log.info("kvkeep: connected to %s", self._options.address)
@@ -163,7 +160,6 @@ class RequestSide:
             self._worker.join()
             if not patience_ms:  # a step or two are under way that were not counted
                 self._is_idle, self._uncounted_steps = False, 2
-        self._arrivals.may_leave = self._worker is not None
         # When a step begins vLLM zeroes new blocks of some models, and other connectors read what they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
         self._may_begin_loads = is_alone(self._worker) and self._pieces.whole and not zeroes
@@ -230,7 +226,7 @@ class RequestSide:
         if self._side is None or known is None:
             return 0
         known.local_tokens, known.asked_in = local_tokens, self._sibling_loads.step
-        if (not local_tokens and self._arrivals.is_missing(known)) or not self._arrivals.grow(known):
+        if not self._arrivals.grow(known):
             return 0
         self._is_idle |= not (self._under_way or self._uncounted_steps) and len(self._alive) == 1
         if self._is_idle and self._worker is not None and self._side.stores:
@@ -378,11 +374,7 @@ class RequestSide:
         is_new = bool(scheduled.scheduled_new_reqs or cached.resumed_req_ids)
         if is_new and self._has_siblings:
             self._look_for_sibling_loads(work)
-        self._due = self._stores_due.after(work, is_new=is_new)
-        for known, computed in self._due:
-            self._arrivals.hold(known, computed)
-        if self._worker is None:
-            self._store_due()
+        self._store_computed(work)
         jobs = side.build_step(self._written, tokens=scheduled.total_num_scheduled_tokens, requests=len(work))
         self._is_idle = not (scheduled.total_num_scheduled_tokens or self._uncounted_steps)
         self._has_waited = False
@@ -392,36 +384,22 @@ class RequestSide:
         # blocks that loaded requests behind it hold, nothing is ever computed again. While that lasts, `lookup` makes
         # vLLM skip every request that it asks about in every other step, so that the scan reaches the loaded ones.
         self._loaded_first = self._is_idle and bool(self._loaded) and not self._loaded_first
-        is_later = self._worker is not None and (self._due or self._arrivals.left)  # in few steps
-        later = partial(self._stores_of_step, self._due) if is_later else None
-        step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle, later)
+        step = Step(jobs, self._lost, self._all_withdrawn, self._is_idle)
         self._written, self._lost, self._all_withdrawn = [], {}, False
         return step
 
-    def _stores_of_step(self, due: list[tuple[Known, int]]) -> Mapping[int, StoreRequest]:
-        """The step has begun, so there is time. If the next one is built by now, that has to store it all."""
-        assert self._side is not None
-        if due is not self._due:
-            return {}
-        try:
-            self._store_due()
-            return self._side.take_stores_after()
-        except Exception:  # guard: the step goes on, and what it computes is not stored
-            self._failed("kvkeep: a store could not be prepared")
-            self.events.completed(self._side.drop_stores())
-            return {}
-
-    def _store_due(self) -> None:
-        due, self._due = self._due, []
-        for known, computed in [*((known, 0) for known in self._arrivals.left), *due]:
+    def _store_computed(self, work: Mapping[str, int]) -> None:
+        """Prepares the stores of what a step computes that computes so many tokens of each request."""
+        for request_id, count in work.items():
+            known = self._known.get(request_id)
+            if known is None or (computed := known.request.num_computed_tokens + count) < known.next_store:
+                continue
             try:
-                if computed and self._arrivals.has(known):
-                    self._store(known, computed, after_step=True)
-                elif not computed:
-                    self._arrivals.grow(known)
+                self._arrivals.hold(known, computed)
+                self._store(known, computed, after_step=True)
             except Exception:  # guard: the others' blocks are stored, and loads that vLLM waits for go out
                 self._failed("kvkeep: a store could not be prepared")
-                self._forget(known.request.request_id)
+                self._forget(request_id)
 
     def complete(self, reports: Sequence[Finished]) -> set[str]:
         """A step has ended, and this came with its results. Requests whose loads have ended besides, all of them well:

@@ -316,13 +316,11 @@ class WorkerSide:
     def finish(self) -> None:
         """The step is computed: what it computed is stored from now on."""
         step, self._unfinished = self._unfinished, None
-        if self._adapter is None or step is None or not (step.later or step.step.stores_after):
+        if self._adapter is None or step is None or not step.step.stores_after:
             return
-        stores = dict(step.step.stores_after)
+        stores = step.step.stores_after
         try:
-            stores |= step.later() if step.later is not None else {}
-            if stores:
-                self._adapter.store_all(stores)
+            self._adapter.store_all(stores)
         except Exception:  # guard: the scheduler must hear of these stores, and those that have begun must not read on
             log.exception("kvkeep: stores could not be begun")
             self.faults += 1
