@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.wire.address import MAX_SOCKET_PATH_BYTES, parse_address, split_host
+from kvkeep.wire.address import MAX_SOCKET_PATH_BYTES, is_loopback, parse_address, split_host
 
 
 @pytest.mark.parametrize("text", ["tcp://cache:7", "tcp://*:0", "tcp://[::1]:1", "ipc:///run/kv", "ipc://@kv"])
@@ -35,3 +35,13 @@ def test_host_and_port(text: str, host: str, port: int) -> None:
 def test_what_is_no_host_and_port(text: str) -> None:
     with pytest.raises(ValueError):
         split_host(text)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1"])
+def test_what_is_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "Localhost.", "localhost.localdomain", "127.1", "10.0.0.1"])
+def test_what_is_not_loopback(host: str) -> None:
+    assert not is_loopback(host)

@@ -37,13 +37,14 @@ from kvkeep.server.setting_kinds import (
     USERS,
     Kind,
 )
-from kvkeep.server.setting_rules import check_together
 from kvkeep.tiers.free_memory import pool_room
 from kvkeep.tiers.memory import auto_size, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, TIB
-from kvkeep.wire.address import is_loopback, split_host
+from kvkeep.wire.address import is_loopback, split_host, tcp_host
+from kvkeep.wire.tls import tls_files
 
 ENV_PREFIX: Final = "KVKEEP_"
+MIN_KEY_BYTES: Final = 16  # no block key is shorter, so a request takes at least this many bytes a block
 AUTO: Final = "(auto"  # in the source of a size that was not given but found
 # Variables with our prefix that are no settings: where the file is, whether to use the C kernel, where the command
 # line finds the admin API, and the certificates of clients.
@@ -260,7 +261,7 @@ class Settings:
             values["slab_size"] = slab_bytes_for(values["pool_size"])
             sources["slab_size"] += f" {AUTO})"
         settings = cls(**values, sources=sources)
-        check_together(settings, TABLE)
+        _check_together(settings)
         return settings
 
     @property
@@ -300,7 +301,7 @@ class Settings:
                 )
             values[name] = TABLE[name].parse(name, text, "change")
         settings = replace(self, **values, sources={**self.sources, **dict.fromkeys(values, "changed while running")})
-        check_together(settings, TABLE)
+        _check_together(settings)
         return settings
 
     def describe(self) -> list[Row]:
@@ -444,3 +445,70 @@ def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsEr
     known = [spell(name) for name in TABLE]
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
     return SettingsError(f'unknown setting "{given}" ({source})', f"the nearest known one is {near[0]}")
+
+
+# --- rules about several settings: each value is valid alone, the combination is not ------------------------
+
+
+def _check_together(settings: Settings) -> None:
+    """Raises SettingsError for settings that contradict each other, and as `_check_reach` does."""
+    _check_reach(settings)
+    tcp = tcp_host(settings.address)
+    http = split_host(settings.http_address)
+    if tcp is not None and tcp[1] == http[1] != 0:
+        raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
+    if settings.slab_size % (4 * KIB):
+        raise SettingsError(
+            f"slab_size = {settings.slab_size} is no multiple of 4KiB", "use a round size such as 64MiB"
+        )
+    quota, limit = settings.default_quota, settings.default_limit
+    if quota is not None and limit is not None and limit < quota:
+        raise SettingsError(
+            f"default_limit = {QUOTA.show(limit)} is less than default_quota = {QUOTA.show(quota)}",
+            "a tenant cannot be promised more than it may use: lower default_quota, or raise default_limit",
+        )
+    for name, least, why in (
+        ("pool_size", settings.slab_size, "slab_size: the pool must hold at least one slab"),
+        (
+            "max_frame_size",
+            settings.max_blocks_per_request * MIN_KEY_BYTES,
+            "max_blocks_per_request: a message must hold the keys of that many blocks",
+        ),
+        (
+            "network_session_timeout",
+            settings.session_check_interval,
+            "session_check_interval: silence is not noticed more often than sessions are checked",
+        ),
+    ):
+        value, show = getattr(settings, name), TABLE[name].kind.show
+        if value < least:
+            raise SettingsError(f"{name} = {show(value)} is less than {show(least)}, set by {why}")
+
+
+def _check_reach(settings: Settings) -> None:
+    """Raises SettingsError for an address that other hosts reach without proof of who they are.
+
+    Beyond loopback engines need TLS, which takes all three files, and HTTP needs a token or a list of
+    certificates.
+    """
+    has_tls = tls_files(settings) is not None
+    if not has_tls and settings.authorized_clients is not None:
+        raise SettingsError(
+            "authorized_clients is set and tls_cert is not",
+            "set tls_cert, tls_key and tls_ca: it names certificates",
+        )
+    tcp = tcp_host(settings.address)
+    if not has_tls and tcp is not None and not is_loopback(tcp[0]):
+        raise SettingsError(
+            f'address = "{settings.address}" is reachable from other hosts, and tls_cert is not set',
+            "make certificates with `kvkeep keygen`, set tls_cert, tls_key and tls_ca; or use "
+            "localhost, 127.0.0.1 or [::1]",
+        )
+    has_guard = settings.admin_token is not None or settings.authorized_clients is not None
+    if not settings.http_is_local and not has_guard:
+        raise SettingsError(
+            f'http_address = "{settings.http_address}" is reachable from other hosts, and admin_token is not set',
+            "make one with `kvkeep keygen --admin-token` and set admin_token; or set "
+            "authorized_clients, and let certificates administer; or use localhost, 127.0.0.1 or "
+            "[::1]",
+        )
