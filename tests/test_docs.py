@@ -408,6 +408,14 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
             assert anchor in anchors(file.read_text()), f"{target}: no such heading"
 
 
+def test_files_that_contributing_names_exist() -> None:
+    named = re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|md))`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 30, "the page was read"
+    roots = (ROOT, ROOT / "src" / "kvkeep")
+    missing = [name for name in named if not any((root / name).is_file() for root in roots)]
+    assert missing == []
+
+
 def anchors(text: str) -> set[str]:
     """Headings as the usual Markdown viewers name them."""
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
