@@ -102,7 +102,10 @@ def fuzz(
     begin from; `keep`: one whose folder TARGET is to have what was found to reach new code, for the next run."""
     load(target)
     if importlib.util.find_spec("atheris") is None:
-        raise SettingsError("fuzzing needs Atheris, which is not installed", "pip install 'kvkeep[dev]'")
+        raise SettingsError(
+            "fuzzing needs Atheris, which is not installed",
+            "pip install 'kvkeep[dev]' on x86_64; elsewhere pip install 'atheris>=3,<4', with clang to build it",
+        )
     result, started = FuzzResult(target), time.monotonic()
     with memory_directory() as name:
         run = _Run(result, Path(name), corpus, keep)

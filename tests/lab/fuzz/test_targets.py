@@ -131,7 +131,7 @@ def test_without_atheris_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fuzzing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="Atheris") as refused:
         fuzz("wire", 1)
-    assert "kvkeep[dev]" in refused.value.hint
+    assert "kvkeep[dev]" in refused.value.hint and "clang" in refused.value.hint
 
 
 @pytest.mark.parametrize("target", TARGETS)
