@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     names = {name: ("kvkeep_bad", name) for name in ("crash", "leak", "hang", "quiet", "gone")}
     monkeypatch.setattr(fuzzing, "TARGETS", names)
-    told = fuzzing._CHILD.replace('include=["kvkeep"]', 'include=["kvkeep", "kvkeep_bad"]')
+    told = fuzzing._CHILD.replace('"kvkeep_lab"]', '"kvkeep_lab", "kvkeep_bad"]')
     told = told.replace("    run_one", f"    fuzz.TARGETS = {names!r}\n    run_one")
     monkeypatch.setattr(fuzzing, "_CHILD", told)
 
@@ -125,6 +126,37 @@ def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SettingsError, match="'nonsense'") as refused:
         fuzz("nonsense", 1)
     assert all(name in refused.value.hint for name in TARGETS)
+
+
+def test_a_process_that_ends_early_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, ran = 1_000.0, []
+
+    def process(self: Any, seconds: float, inputs: int, seed: int) -> None:
+        nonlocal now_s
+        now_s += 120
+        ran.append((seconds, inputs, seed))
+
+    monkeypatch.setattr(fuzzing._Run, "process", process)
+    monkeypatch.setattr(fuzzing.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(fuzzing.importlib.util, "find_spec", lambda name: True)
+    fuzz("wire", 300, seed=5)
+    assert ran == [(300, -1, 6), (180, -1, 7), (60, -1, 8)]
+
+
+@pytest.mark.parametrize("resident_mib", [1_000, 1_100])
+def test_a_process_that_has_grown_ends_with_its_inputs_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident_mib: int
+) -> None:
+    counts, ended = tmp_path / "counts", []
+    counts.write_bytes(bytes(fuzzing._COUNTS.size))
+    monkeypatch.setattr(fuzzing, "load", lambda target: lambda data: Ran(1, 0))
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    monkeypatch.setattr(fuzzing, "_resident_mib", lambda: resident_mib)
+    monkeypatch.setattr(fuzzing.os, "_exit", lambda code: ended.append((code, counts.read_bytes())))
+    one = child("wire", str(counts))
+    for _ in range(150):
+        one(b"")
+    assert ended == ([(0, fuzzing._COUNTS.pack(100, 100, 0, 0))] if resident_mib > 1_024 else [])
 
 
 def test_without_atheris_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
