@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -355,6 +356,25 @@ def lost_imports(sources: Sequence[Source]) -> Iterator[str]:
                 yield source.says(entry.line, f"there is no {module}")
 
 
+def import_circles(sources: Sequence[Source]) -> Iterator[str]:
+    """No module imports itself by way of others. An import inside a function or for type checkers counts."""
+    modules = {source.module: source for source in sources if not source.is_test}
+    imported: dict[str, set[str]] = {module: set() for module in modules}
+    for module, source in modules.items():
+        for entry in imports(source):
+            found = [name for name in entry.candidates if name in modules]
+            imported[module].update(found[-1:])  # of `from a import b` a.b, if that is a module
+        imported[module].discard(module)
+    while True:
+        try:
+            TopologicalSorter(imported).prepare()
+            return
+        except CycleError as error:
+            circle: list[str] = error.args[1][::-1]  # each imports the next; the first is also the last
+            yield modules[circle[0]].says(1, f"an import circle: {' -> '.join(circle)}")
+            imported[circle[0]].remove(circle[1])  # shows other circles, if any
+
+
 def script_entry_points(pyproject: str) -> set[str]:
     scripts: dict[str, str] = tomllib.loads(pyproject).get("project", {}).get("scripts", {})
     return {target.partition(":")[0] for target in scripts.values()}
@@ -394,6 +414,10 @@ def test_tests_mirror_the_source() -> None:
 
 def test_imports_of_tests_are_there() -> None:
     assert list(lost_imports(repository())) == []
+
+
+def test_no_imports_form_a_circle() -> None:
+    assert list(import_circles(repository())) == []
 
 
 def test_documents_and_build_files_name_no_machine_path() -> None:
@@ -513,3 +537,25 @@ def test_imports_that_are_nowhere_are_found() -> None:
         "tests/vllm/test_a.py:2: there is no wires",
         "tests/vllm/test_a.py:3: there is no kvkeep.kv.gone",
     ]
+
+
+def test_import_circles_are_found() -> None:
+    pair = [
+        Source("src/kvkeep/kv/a.py", "from kvkeep.kv import b, lone"),
+        Source("src/kvkeep/kv/b.py", "def f():\n    from kvkeep.kv.a import A"),
+    ]
+    three = [
+        Source("lab/kvkeep_lab/x.py", "import kvkeep_lab.y"),
+        Source("lab/kvkeep_lab/y.py", "from . import z"),
+        Source("lab/kvkeep_lab/z.py", "if TYPE_CHECKING:\n    from kvkeep_lab.x import X"),
+    ]
+    lone = Source("src/kvkeep/kv/lone.py", "import kvkeep.kv.lone, os")
+    test = Source("tests/kv/test_lone.py", "import kvkeep.kv.lone")
+    found = [
+        complaint.partition(": an import circle: ")[2] for complaint in import_circles([*pair, *three, lone, test])
+    ]
+    assert [sorted(set(circle.split(" -> "))) for circle in found] == [
+        ["kvkeep.kv.a", "kvkeep.kv.b"],
+        ["kvkeep_lab.x", "kvkeep_lab.y", "kvkeep_lab.z"],
+    ]
+    assert list(import_circles([pair[0], *three[:2], lone, test])) == []

@@ -106,7 +106,7 @@ class World:
         return [IDS.index(block) for block in finished.failed.get("job", [])]
 
     def slot(self, place: int) -> NDArray[np.uint8]:
-        with self.transfer.addresses(0, self.request.slots[place : place + 1], self.request.epoch) as addresses:
+        with self.transfer.memory.addresses(0, self.request.slots[place : place + 1], self.request.epoch) as addresses:
             assert addresses is not None
             area = (np.ctypeslib.ctypes.c_uint8 * NBYTES).from_address(int(addresses[0]))
             return np.ctypeslib.as_array(area)
@@ -243,7 +243,8 @@ def engine(server: ServerProcess, late_copier: Any) -> Iterator[Engine]:
     made = Engine(server)
     made.store("s", [0, 1])
     made.finished()
-    made.transfer.copier = fetching(late_copier)([piece.runs for piece in made.transfer._pieces])
+    memory = made.transfer.memory
+    memory.copier = fetching(late_copier)([piece.runs for piece in memory.pieces])
     yield made
     server.send(signal.SIGCONT)
     made.worker.close()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client import transfer as module
 from kvkeep.client.connection import Connection
+from kvkeep.client.loading import report_bad
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
@@ -357,7 +358,7 @@ def test_a_server_drops_a_block_whose_memory_is_gone(simulation: Make) -> None:
     assert transfer(connection, engine).store(storing([0, 1])) == 2
     request = look_up(connection, 2, [4, 5])
     cut_off(sim, 0)
-    transfer(connection, engine).report_bad(request, np.array([0]))
+    report_bad(connection, request, np.array([0]))
     sim.run(100)
     assert sim.server.service.counters.bad_blocks == 1 and len(look_up(connection, 2, [4, 5]).checksums) == 0
 

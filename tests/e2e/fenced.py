@@ -228,7 +228,7 @@ def late(cache: Any, tokens: list[int], point: str) -> None:
         good = transfer.load(request)
         clients.say(loaded=int(good.sum()), right=clients.same(blocks[good], clients.oracle(tokens)[good]))
         return
-    with transfer.addresses(0, slots, call.epoch, call.session) as addresses:
+    with transfer.memory.addresses(0, slots, call.epoch, call.session) as addresses:
         if addresses is not None:
             copier.gather(BlockRuns.of([blocks]), np.arange(len(slots)), addresses, verify=False)
     clients.say(stored=0, right=True, wrote=addresses is not None)

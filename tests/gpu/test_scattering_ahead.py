@@ -388,7 +388,7 @@ def test_a_load_at_once_takes_what_was_fetched_for_it(tmp_path: Path, verify: bo
         assert isinstance(found, m.Found)
         slots, sums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
         transfer = Transfer(connection, [piece], 0, rig.copier)
-        with transfer.addresses(0, slots, call.epoch) as addresses:
+        with transfer.memory.addresses(0, slots, call.epoch) as addresses:
             assert addresses is not None and all(rig.copier.pin(int(each), SIZES[0]) for each in addresses)
         at_once = AtOnce(transfer, 0, failures.append)
         at_once.fetch("a", call.epoch, slots)

@@ -36,7 +36,7 @@ _load_now = WorkerAdapter.load_now
 
 def _bytes_of(worker: WorkerAdapter, block: int) -> list[torch.Tensor]:
     assert worker._transfer is not None
-    layers: Any = worker._transfer._pieces[0].runs.keepalive
+    layers: Any = worker._transfer.memory.pieces[0].runs.keepalive
     return [layer[block].contiguous().view(torch.uint8) for layer in layers]
 
 

@@ -13,6 +13,7 @@ turns.py        a lock that threads have in turn
 requests.py     what engines ask for
 copier.py       who moves blocks between engine memory and slots, on a CPU; `kvkeep.gpu` on a GPU
 sources.py      the engine blocks that a store reads
+rank_memory.py  where one rank's part of blocks lies, in the engine and in the pool
 piece_store.py  the store of one piece of blocks
 loading.py      loads of some requests' blocks
 transfer.py     blocks between engine memory and the server, on either data plane

@@ -44,11 +44,11 @@ class AtOnce:
         server's host. Whether any are on their way."""
         self.drop()
         is_here = self._transfer.connection.segments is not None and epoch == self._transfer.connection.epoch
-        if not is_here or self._transfer.pieces != 1 or not len(slots):
+        if not is_here or len(self._transfer.memory.pieces) != 1 or not len(slots):
             return False
         self._began_s = time.perf_counter()
         try:
-            addresses = self._pool.enter_context(self._transfer.addresses(0, slots, epoch))
+            addresses = self._pool.enter_context(self._transfer.memory.addresses(0, slots, epoch))
             if addresses is not None:
                 self._transfer.copier.give_way(False)
                 self._owner, self._fetched = owner, self._transfer.copier.fetch_ahead(0, addresses)

@@ -6,20 +6,20 @@ import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Fetched, Scattering
+from kvkeep.client.rank_memory import RankMemory
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.errors import PoolError
 from kvkeep.kv.checksum import ABSENT
-
-if TYPE_CHECKING:
-    from kvkeep.client.transfer import Transfer
-
+from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.wire import messages as m
 
 Load = tuple[Hashable, LoadRequest, Any]  # job, blocks, and a mark of the engine's
 
@@ -39,9 +39,9 @@ class Loading:
     """`loaded[i]` is, after `finish`, True where a block of request i is in place and verified. The pool's memory stays
     ours until then."""
 
-    def __init__(self, transfer: Transfer, requests: Sequence[LoadRequest]) -> None:
-        self._transfer = transfer
-        self._connection = transfer.connection
+    def __init__(self, memory: RankMemory, requests: Sequence[LoadRequest]) -> None:
+        self._memory = memory
+        self._connection = memory.connection
         self._requests = requests
         self.loaded = [np.zeros(request.blocks, dtype=np.bool_) for request in requests]
         self._sound: list[int] = []
@@ -61,22 +61,22 @@ class Loading:
             return
         loads = [self._requests[number] for number in self._sound]
         slots = _joined([request.slots for request in loads])
-        table = _joined([self._transfer.table(request.block_ids) for request in loads], axis=1)
+        table = _joined([self._memory.table(request.block_ids) for request in loads], axis=1)
         checksums = _joined([request.checksums for request in loads])
         try:
             for piece, block_ids in enumerate(table):
                 wanted = (block_ids != NO_BLOCK).nonzero()[0]
-                place = self._transfer.addresses(piece, slots[wanted], epoch)
+                place = self._memory.addresses(piece, slots[wanted], epoch)
                 addresses = self._pool.enter_context(place)
                 if addresses is None:  # the pool is gone
                     self._sound = []
                     break
-                sums = checksums[wanted, self._transfer.shard(piece)]
+                sums = checksums[wanted, self._memory.shard(piece)]
                 expected = sums if self._connection.verify else None
-                moving = self._transfer.copier.scattering(piece, block_ids[wanted], addresses, expected, ready, ahead)
+                moving = self._memory.copier.scattering(piece, block_ids[wanted], addresses, expected, ready, ahead)
                 self._under_way.append((wanted, sums != ABSENT, moving))
         except PoolError as error:
-            self._transfer.was_cut_off(error)
+            self._memory.was_cut_off(error)
             self._sound = []
             self._close()
         except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
@@ -115,9 +115,21 @@ class Loading:
                 owners = np.searchsorted(ends, bad, side="right")
                 for owner in np.unique(owners).tolist():
                     request = self._requests[self._sound[owner]]
-                    self._transfer.report_bad(request, bad[owners == owner] - (ends[owner] - request.blocks))
+                    report_bad(self._connection, request, bad[owners == owner] - (ends[owner] - request.blocks))
         for number, end in zip(self._sound, ends, strict=True):
             self.loaded[number] = loaded[end - self._requests[number].blocks : end]
+
+
+def report_bad(connection: Connection, request: LoadRequest, positions: NDArray[np.int64]) -> None:
+    """Tells the server which blocks did not match, so that it checks them. Does not wait for a reply."""
+    for position in positions.tolist():
+        at = (request.skip + position) * KEY_BYTES
+        key = request.keys[at : at + KEY_BYTES]
+        connection.counters.fail("bad_block")
+        connection.call(
+            m.ReportBad(request.tenant, connection.layout_number, key),
+            connection.options.store_deadline_ms,
+        )
 
 
 def _joined(arrays: Sequence[NDArray[Any]], axis: int = 0) -> NDArray[Any]:

@@ -8,22 +8,19 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.calls import Call
 from kvkeep.client.copier import row_addresses
+from kvkeep.client.rank_memory import RankMemory
 from kvkeep.client.replies import Plan, read_plan
 from kvkeep.client.requests import Stored, StoreRequest
 from kvkeep.client.sources import Sources
 from kvkeep.errors import PoolError
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.wire import messages as m
-
-if TYPE_CHECKING:
-    from kvkeep.client.transfer import Transfer
 
 _BLOCKS_A_PART = 1024
 _PARTS_ASKED_FOR = 2  # at a time: a server that is busy with others must not leave the bus idle
@@ -42,9 +39,9 @@ class PieceStore:
     """Of one request: `begin`, `copy`, `depart`, `finish`. `copy` and `depart` may run in two threads at once, and
     another store may be begun or copied before this one has departed."""
 
-    def __init__(self, transfer: Transfer, request: StoreRequest, piece: int, sources: Sources) -> None:
-        self._transfer = transfer
-        self._connection = transfer.connection
+    def __init__(self, memory: RankMemory, request: StoreRequest, piece: int, sources: Sources) -> None:
+        self._memory = memory
+        self._connection = memory.connection
         self._deadline_ms = self._connection.options.store_deadline_ms
         self._request = request
         self._piece = piece
@@ -172,7 +169,7 @@ class PieceStore:
 
     def _parts(self, hurry: bool, alone: bool) -> Iterator[tuple[int, int]]:
         """At least one. If there are several, all but those that come soonest are about as large."""
-        count, nbytes, copier = self._request.blocks, self._transfer.nbytes(self._piece), self._transfer.copier
+        count, nbytes, copier = self._request.blocks, self._memory.nbytes(self._piece), self._memory.copier
         welcome = self._connection.welcome
         most = min(_BLOCKS_A_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART)
         soonest = [max(1, min(most, each // nbytes)) for each in copier.first_bytes]
@@ -199,7 +196,7 @@ class PieceStore:
         message = m.PrepareStore(
             tenant=request.tenant,
             layout=self._connection.layout_number,
-            shard=self._transfer.shard(self._piece),
+            shard=self._memory.shard(self._piece),
             parent=request.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else request.parent,
             keys=request.keys[start * KEY_BYTES : stop * KEY_BYTES],
             priority=request.priority,
@@ -218,14 +215,14 @@ class PieceStore:
 
     def _into_slots(self, call: Call, positions: NDArray[np.int64], plan: Plan) -> _Part | None:
         with contextlib.ExitStack() as stack:
-            place = self._transfer.addresses(self._piece, plan.slots, call.epoch, call.session)
+            place = self._memory.addresses(self._piece, plan.slots, call.epoch, call.session)
             addresses = stack.enter_context(place)
             if addresses is None:
                 return None
             try:
                 copy = self._sources.copy(self._piece, positions, addresses, verify=self._connection.verify)
             except PoolError as error:
-                self._transfer.was_cut_off(error)
+                self._memory.was_cut_off(error)
                 return None
             if copy is None:
                 self._connection.counters.fail("withdrawn")
@@ -235,7 +232,7 @@ class PieceStore:
 
     def _into_puts(self, call: Call, positions: NDArray[np.int64]) -> NDArray[np.uint64] | None:
         """Network plane: gathers into a buffer of our own and sends it, as many blocks at a time as a frame takes."""
-        nbytes, at_a_time = self._transfer.nbytes(self._piece), self._transfer.blocks_a_message(self._piece)
+        nbytes, at_a_time = self._memory.nbytes(self._piece), self._memory.blocks_a_message(self._piece)
         checksums = np.empty(len(positions), dtype=np.uint64)
         for start in range(0, len(positions), at_a_time):
             some = positions[start : start + at_a_time]

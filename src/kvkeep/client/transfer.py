@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,17 @@ from numpy.typing import NDArray
 from kvkeep.client.calls import Call
 from kvkeep.client.connection import Connection
 from kvkeep.client.copier import Copier, Fetched, HostCopier, row_addresses
-from kvkeep.client.loading import Loading
+from kvkeep.client.loading import Loading, report_bad
 from kvkeep.client.piece_store import PieceStore
+from kvkeep.client.rank_memory import RankMemory
 from kvkeep.client.replies import read_found
 from kvkeep.client.requests import LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import NO_BLOCK, Piece, Sources
-from kvkeep.errors import PoolError, RequestError
 from kvkeep.kv import native
 from kvkeep.kv.checksum import ABSENT, checksum_at
-from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.wire import messages as m
 
 log = logging.getLogger(__name__)
-
-_BYTES_A_MESSAGE = 8 << 20  # on the network plane: what a server sends in one reply
 
 # With verification off, blocks are stored with checksum 0. A client that verifies does not take them: what cannot be
 # proven right is not used.
@@ -52,9 +49,7 @@ class Transfer:
         self, connection: Connection, pieces: Sequence[Piece], first_shard: int, copier: Copier | None = None
     ) -> None:
         self.connection = connection
-        self.copier: Copier = copier or HostCopier([piece.runs for piece in pieces])
-        self._pieces = pieces  # none while the engine has taken its memory away
-        self._first_shard = first_shard
+        self.memory = RankMemory(connection, pieces, first_shard, copier)
         self._block_bytes = sum(piece.runs.nbytes for piece in pieces)
         # What an engine may need back soonest is copied first.
         self._order = sorted(range(len(pieces)), key=lambda piece: not pieces[piece].may_lack)
@@ -62,11 +57,9 @@ class Transfer:
         if isinstance(self.copier, HostCopier):
             _note_slow_copies()
 
-    def relocate(self, pieces: Sequence[Piece]) -> None:
-        """The engine's blocks are in this memory from now on, of the same sizes, or in none. Nothing may be under
-        way."""
-        self.copier.relocate([piece.runs for piece in pieces])
-        self._pieces = pieces
+    @property
+    def copier(self) -> Copier:
+        return self.memory.copier
 
     def sources(self, request: StoreRequest) -> Sources:
         """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""
@@ -77,13 +70,13 @@ class Transfer:
     ) -> tuple[list[Sources], Storing | None]:
         """Their sources, for the engine's thread. Where there are many and it `asks`, the server is at work on slots
         for the first one meanwhile, and that store has begun: without this the bus would wait for both."""
-        tables = [self.table(request.block_ids) for request in requests]
+        tables = [self.memory.table(request.block_ids) for request in requests]
         ready = self.copier.mark() if tables else None
         is_much = sum(table.shape[1] for table in tables) * self._block_bytes > self.copier.whole_bytes
         sources, first = list[Sources](), None
         try:
             for request, table in zip(requests, tables, strict=True):
-                sources.append(Sources(self._pieces, table, self.copier, self.connection.threads, ready))
+                sources.append(Sources(self.memory.pieces, table, self.copier, self.connection.threads, ready))
                 if asks and is_much and len(sources) == 1 < len(tables):
                     first = self._asked_for(request, sources[0])
         except BaseException:  # guard: raised again; what was asked for goes back
@@ -126,18 +119,7 @@ class Transfer:
 
     def storing(self, request: StoreRequest, sources: Sources) -> Storing:
         """The same, step by step."""
-        return Storing([PieceStore(self, request, piece, sources) for piece in self._order])
-
-    @property
-    def pieces(self) -> int:
-        return len(self._pieces)
-
-    def table(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        table = np.atleast_2d(block_ids)
-        if len(table) != len(self._pieces):
-            problem = f"block ids for {len(table)} pieces, but the engine's blocks have {len(self._pieces)}"
-            raise RequestError("bad_request", problem, field="block_ids")
-        return table
+        return Storing([PieceStore(self.memory, request, piece, sources) for piece in self._order])
 
     # -- load
 
@@ -156,12 +138,12 @@ class Transfer:
     ) -> Loading:
         """The same in two steps: this one begins it."""
         for request in requests:
-            self.table(request.block_ids)
-        loading = Loading(self, requests)
+            self.memory.table(request.block_ids)
+        loading = Loading(self.memory, requests)
         if self.connection.segments is None:
             for request, loaded in zip(requests, loading.loaded, strict=True):
                 if request.epoch == self.connection.epoch:
-                    loaded[:] = self._load_by_fetch(request, self.table(request.block_ids), ready)
+                    loaded[:] = self._load_by_fetch(request, self.memory.table(request.block_ids), ready)
                 else:
                     self.connection.counters.fail("stale_epoch")
         else:
@@ -180,11 +162,11 @@ class Transfer:
             for piece, block_ids in enumerate(table):
                 if hit is None or (block_ids[:count] == NO_BLOCK).all():
                     continue
-                sums = hit.checksums[:count, self._first_shard + piece]
+                sums = hit.checksums[:count, self.memory.shard(piece)]
                 fetched = self._fetch(lookup.number, piece, block_ids[:count], sums, ready)
                 loaded[len(fetched) : count] = False
                 loaded[: len(fetched)] &= fetched
-                self.report_bad(request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT)))
+                report_bad(connection, request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT)))
         finally:
             connection.give_up(lookup)  # also if a copy fails
             connection.poll()  # the server hears of it now
@@ -200,74 +182,24 @@ class Transfer:
     ) -> NDArray[np.bool_]:
         """Whether each block that came is good and in place, or not wanted. Shorter than `block_ids` if not all
         came."""
-        runs, shard = self._pieces[piece].runs, self._first_shard + piece
-        at_a_time = self.blocks_a_message(piece)
+        nbytes, at_a_time = self.memory.nbytes(piece), self.memory.blocks_a_message(piece)
         fetched = np.zeros(0, dtype=np.bool_)
         for start in range(0, len(block_ids), at_a_time):
             some = block_ids[start : start + at_a_time]
-            call = self.connection.call(m.Fetch(lease, shard, start, len(some)), self._store_deadline_ms)
+            message = m.Fetch(lease, self.memory.shard(piece), start, len(some))
+            call = self.connection.call(message, self._store_deadline_ms)
             if not isinstance(self.connection.wait(call), m.Done):
                 break
-            if [len(frame) for frame in call.payload] != [runs.nbytes] * len(some):
+            if [len(frame) for frame in call.payload] != [nbytes] * len(some):
                 self.connection.counters.fail("bad_payload")
                 break
-            buffer = np.frombuffer(b"".join(call.payload), dtype=np.uint8).reshape(len(some), runs.nbytes)
+            buffer = np.frombuffer(b"".join(call.payload), dtype=np.uint8).reshape(len(some), nbytes)
             # Bytes that crossed a network are checked always, and before they touch engine memory.
-            good = checksum_at(row_addresses(buffer), runs.nbytes) == checksums[start : start + len(some)]
+            good = checksum_at(row_addresses(buffer), nbytes) == checksums[start : start + len(some)]
             usable = good & (some != NO_BLOCK)
             self.copier.scattering(piece, some[usable], row_addresses(buffer)[usable], None, ready).good()
             fetched = np.concatenate((fetched, good | (some == NO_BLOCK)))
         return fetched
-
-    def report_bad(self, request: LoadRequest, positions: NDArray[np.int64]) -> None:
-        """Tells the server which blocks did not match; it looks for itself. Nobody waits for the answer."""
-        for position in positions.tolist():
-            at = (request.skip + position) * KEY_BYTES
-            self.connection.counters.fail("bad_block")
-            self.connection.call(
-                m.ReportBad(request.tenant, self.connection.layout_number, request.keys[at : at + KEY_BYTES]),
-                self._store_deadline_ms,
-            )
-
-    # -- places
-
-    @contextlib.contextmanager
-    def addresses(
-        self, piece: int, slots: NDArray[np.int64], epoch: int, session: int = 0
-    ) -> Iterator[NDArray[np.uint64] | None]:
-        """Where this piece's part of each slot is in this process, for as long as the block lasts. None if the pool is
-        gone or never had it."""
-        with self.connection.pool(epoch, session) as pool:
-            if pool is None:
-                self.connection.counters.fail("stale_epoch")
-                yield None
-                return
-            segments, layout = pool
-            try:
-                addresses = segments.addresses(slots + layout.shard_offsets[self.shard(piece)], self.nbytes(piece))
-            except PoolError as error:
-                self.connection.counters.fail("pool")
-                self.connection.refusal = str(error)
-                addresses = None
-            yield addresses
-
-    def was_cut_off(self, error: PoolError) -> None:
-        """The pool's memory went away under a copy: a load that failed, or a store that ends. Said once a session."""
-        self.connection.counters.fail("pool")
-        if self.connection.refusal != str(error):
-            self.connection.refusal = str(error)
-            log.warning("kvkeep: blocks are computed or not stored: %s (%s)", error.message, error.hint)
-
-    def shard(self, piece: int) -> int:
-        return self._first_shard + piece
-
-    def nbytes(self, piece: int) -> int:
-        return self._pieces[piece].runs.nbytes
-
-    def blocks_a_message(self, piece: int) -> int:
-        welcome = self.connection.welcome
-        frame_bytes = min(welcome.limits.frame_bytes, _BYTES_A_MESSAGE) if welcome else 0
-        return max(1, min(64, frame_bytes // self.nbytes(piece)))
 
 
 class Storing:

@@ -110,7 +110,7 @@ class WorkerAdapter:
         if physical_fingerprint(pieces) != self.connection.physical[1]:
             problem = "the tensors do not lie in memory as they did when they were first registered"
             raise RequestError("bad_layer", problem, field="layers", hint="close this adapter and make another")
-        transfer.relocate(pieces)
+        transfer.memory.relocate(pieces)
         self._is_unregistered = False
 
     def unregister_kv_caches(self) -> None:
@@ -128,7 +128,7 @@ class WorkerAdapter:
         with self._for_loads:
             self._for_loads.wait_for(lambda: not self._is_loading)
             self._wake.wait_for(lambda: not self._sources)
-        self._transfer.relocate(())
+        self._transfer.memory.relocate(())
 
     @property
     def is_near(self) -> bool:  # whether it shares memory with the server

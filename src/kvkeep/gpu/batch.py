@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,8 +17,7 @@ from kvkeep.errors import DeviceError
 from kvkeep.kv import native
 
 if TYPE_CHECKING:
-    from kvkeep.gpu.device import Cuda, Event
-    from kvkeep.gpu.kernels import Units
+    from kvkeep.gpu.kernels import Mover, Units
 
 WORDS = 14
 RECORD, AFTER, TO_HOST, TO_DEVICE, TO_HOST_2D, TO_DEVICE_2D, ZERO, LAUNCH, WAIT, PASS, READ = range(11)
@@ -42,6 +41,33 @@ def entries(driver: ctypes.CDLL) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(_FUNCTIONS))(*addresses)
 
 
+class Event:
+    """A point in a stream's work. When nobody has it any more its handle is used again, also if that point has not come
+    yet: streams that wait for it are not held up by what it means later."""
+
+    __slots__ = ("_unused", "handle")
+
+    def __init__(self, handle: int, unused: list[int]) -> None:
+        self.handle = handle
+        self._unused = unused
+
+    def __del__(self) -> None:
+        self._unused.append(self.handle)
+
+
+class Device(Protocol):
+    """What a batch needs of a device (`kvkeep.gpu.device.Cuda`)."""
+
+    entries: ctypes.Array[ctypes.c_void_p]
+
+    @property
+    def mover(self) -> Mover: ...
+
+    def event(self, *, urgent: bool = False) -> Event: ...
+
+    def name_of(self, result: int) -> str: ...
+
+
 class Gate:
     """What a batch passes before it reads each bay of blocks, and where another thread can halt it."""
 
@@ -57,7 +83,7 @@ class Gate:
 class Batch:
     """For one thread. What is collected happens in `run`, in order; it can be used again after that."""
 
-    def __init__(self, device: Cuda) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._commands = array("Q")
         self._kept: list[Any] = []  # events that are to be recorded: nobody else may have kept them

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvkeep.errors import DeviceError
-from kvkeep.gpu.batch import Batch, entries
+from kvkeep.gpu.batch import Batch, Event, entries
 from kvkeep.gpu.kernels import Mover
 from kvkeep.kv import native
 
@@ -23,20 +23,6 @@ _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ALREADY_REGISTERED, _NOT_READY = 712, 600
 _BLOCKING, _NO_TIMING = 1, 2  # CU_EVENT_*
-
-
-class Event:
-    """A point in a stream's work. When nobody has it any more its handle is used again, also if that point has not come
-    yet: streams that wait for it are not held up by what it means later."""
-
-    __slots__ = ("_unused", "handle")
-
-    def __init__(self, handle: int, unused: list[int]) -> None:
-        self.handle = handle
-        self._unused = unused
-
-    def __del__(self) -> None:
-        self._unused.append(self.handle)
 
 
 class Cuda:
