@@ -12,7 +12,7 @@ import pytest
 
 from kvkeep import __version__
 from kvkeep.kv.identity import tenant_of
-from kvkeep.server.service import Service
+from kvkeep.server.service import LINES_A_MINUTE, Service
 from kvkeep.server.sessions import ServerSession
 from kvkeep.server.tenant_counts import TenantCounts
 from kvkeep.store.integrity import check_integrity
@@ -582,3 +582,26 @@ def test_requests_are_counted_and_timed_by_kind(world: World, peer: Peer, layout
 def test_what_cannot_be_read_is_timed_under_one_name(world: World, peer: Peer) -> None:
     assert peer.refusal(m.Done()) == "bad_message", "a reply is no request"
     assert sum(world.service.counters.latency["unreadable"].counts) == 1
+
+
+# -- the log
+
+
+def test_a_client_cannot_fill_the_log(world: World, peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for number in range(1_000):
+        parts = {"model": "m" * 512, "x": str(number)}
+        peer.ask(m.LayoutOpened, m.OpenLayout(b"a test's layout.", [64], parts=parts))
+    assert 1 < len(caplog.records) <= LINES_A_MINUTE
+    assert all(len(each.getMessage()) < 500 for each in caplog.records)
+    before = len(caplog.records)
+    world.now_ms += 60_000
+    peer.ask(m.LayoutOpened, m.OpenLayout(b"a test's layout.", [64]))
+    assert len(caplog.records) == before + 1, "the next minute has lines of its own"
+
+
+def test_a_client_cannot_fill_the_log_by_new_sessions(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(1_000):
+        world.peer().attach().ask(m.Done, m.Goodbye())
+    assert 1 < len(caplog.records) <= LINES_A_MINUTE

@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
-from kvkeep.server.auth import ANYONE, LOG_INTERVAL_S, Authority, Caller
+from kvkeep.server.auth import ANYONE, Authority, Caller
 from kvkeep.server.counters import Counters
+from kvkeep.server.line_limit import LineLimit
 from kvkeep.server.listeners import Listening
 from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.units import MIB, format_size
@@ -85,7 +86,7 @@ class Connections:
         self._peers: dict[int, Peer] = {}
         self._ready: dict[int, Peer] = {}  # in the order of their turns
         self._held_bytes = self._accepted = 0
-        self._warned_at: dict[str, float] = {}  # by subject
+        self._warnings = LineLimit(1)
         self._trust = self._authority.trust
         self._listens = True
         self._epoll = epoll or select.epoll()
@@ -290,6 +291,5 @@ class Connections:
 
     def _warn(self, subject: str, problem: str, *, trace: bool = False) -> None:
         """Once a minute for each subject: a peer must not fill our disk."""
-        if self._clock() - self._warned_at.get(subject, float("-inf")) >= LOG_INTERVAL_S:
-            self._warned_at[subject] = self._clock()
+        if self._warnings.allows(subject, self._clock()):
             log.warning("%s", problem, exc_info=trace)

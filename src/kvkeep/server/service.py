@@ -23,6 +23,7 @@ from kvkeep.server import network
 from kvkeep.server.auth import ANYONE, Caller
 from kvkeep.server.counters import Counters, Latency
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
+from kvkeep.server.line_limit import LineLimit
 from kvkeep.server.sessions import NetworkLease, NetworkWrite, ServerSession, Sessions
 from kvkeep.server.sharing import nearest_difference
 from kvkeep.store.operators import drop_block
@@ -35,7 +36,8 @@ from kvkeep.wire.liveness import Watch
 log = logging.getLogger(__name__)
 
 FINGERPRINT_BYTES = 16
-_CLIENT_NAME_CHARS = 120
+LINES_A_MINUTE = 30  # in the log, for what one client does; the rest is logged at level debug
+_LOGGED_CHARS = 120  # of a text that a client chose
 _MOST_TOKENS_A_LEASE = 1 << 32
 _MESSAGE_CHARS = 1_000  # of a refusal: it may quote what came, and what came may be long
 
@@ -72,6 +74,7 @@ class Service:
         self._client_limits = client_limits
         self._paces = Paces(client_limits)
         self._old_sessions = old_sessions
+        self._lines = LineLimit(LINES_A_MINUTE)
         self._handlers: dict[type, Callable[..., m.Reply]] = {
             m.Attach: self._attach,
             m.Ping: lambda *_: m.Done(),
@@ -119,15 +122,13 @@ class Service:
         for session in self.sessions.all():
             try:
                 if session.is_gone(now_ms, self._network_timeout_ms):
-                    log.warning("session %d (%s, pid %d) is gone; its slots are free", *_names(session))
+                    self._log(logging.WARNING, session, "is gone; its slots are free", now_ms)
                     self._end(session, now_ms)
                     self.counters.sessions_died += 1
                     died += 1
                 elif ended := network.end_aged(session, self.store, now_ms - self._network_lease_ms, now_ms):
                     self.counters.expired_leases += ended
-                    log.warning(
-                        "session %d (%s, pid %d): %d leases and writes are too old and end", *_names(session), ended
-                    )
+                    self._log(logging.WARNING, session, f"ends {ended} leases and writes that are too old", now_ms)
             except Exception:  # guard: a fault with one session must neither end the server nor keep the others
                 self.counters.internal_errors += 1
                 log.exception("session %d (%s, pid %d) could not be looked at", *_names(session))
@@ -203,8 +204,9 @@ class Service:
         try:
             watch = self._make_watch(number)
         except OSError as error:  # without a lock there is no shared memory, but there is the network
-            log.warning("session %d gets no shared memory, its lock file cannot be made: %s", number, error)
-        name = _printable(request.client[:_CLIENT_NAME_CHARS])
+            if self._lines.allows(client, now_ms / 1000):
+                log.warning("session %d gets no shared memory, its lock file cannot be made: %s", number, error)
+        name = _printable(request.client[:_LOGGED_CHARS])
         session = self.sessions.add(number, name, request.pid, watch, now_ms, caller.key, pace, peer)
         self.counters.sessions_opened += 1
         place = m.PoolPlace(
@@ -233,11 +235,11 @@ class Service:
                 "lock_not_held", "the session's lock is not held", field="plane", hint="take the lock before Attach"
             )
         session.plane = request.plane
-        log.info("session %d (%s, pid %d) attached", *_names(session))
+        self._log(logging.INFO, session, "attached", now_ms)
         return m.Done()
 
     def _goodbye(self, session: ServerSession, number: int, request: m.Goodbye, now_ms: int) -> m.Reply:
-        log.info("session %d (%s, pid %d) ended", *_names(session))
+        self._log(logging.INFO, session, "ended", now_ms)
         self._end(session, now_ms)
         self.counters.sessions_ended += 1
         return m.Done()
@@ -265,24 +267,28 @@ class Service:
         layout = self.store.open_layout(session.number, request.fingerprint, tuple(request.shard_bytes))
         if request.physical:
             self.store.layouts.agree(layout, request.shard, request.physical)
-        differs = self._introduce(session, request)
+        differs = self._introduce(session, request, now_ms)
         return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets), differs)
 
-    def _introduce(self, session: ServerSession, request: m.OpenLayout) -> list[str]:
+    def _introduce(self, session: ServerSession, request: m.OpenLayout, now_ms: int) -> list[str]:
         """Notes whose blocks the session uses. Returns which parts of its identity keep it from sharing with the engine
         of its model that is nearest to it."""
         session.parts = {_printable(name): _printable(text) for name, text in request.parts.items()}
         session.role, session.identity = _printable(request.role), request.fingerprint.hex()[:DIGEST_CHARS]
         differs = nearest_difference(session, self.sessions.all())
-        log.info(
-            "session %d (%s, pid %d) is %s of model %s, identity %s%s",
-            *_names(session),
-            session.role or "a client",
-            session.parts.get("model", "unknown"),
-            session.identity,
-            f"; other engines of that model do not share with it: {', '.join(differs)} differ" * bool(differs),
-        )
+        role, model = session.role or "a client", session.parts.get("model", "unknown")
+        text = f"is {role} of model {model[:_LOGGED_CHARS]}, identity {session.identity}"
+        if differs:
+            parts = ", ".join(differs)[:_LOGGED_CHARS]
+            text += f"; other engines of that model do not share with it: {parts} differ"
+        self._log(logging.INFO, session, text, now_ms)
         return differs
+
+    def _log(self, level: int, session: ServerSession, text: str, now_ms: int) -> None:
+        """Logs what a session did: a client cannot cause more than LINES_A_MINUTE at that level."""
+        if not self._lines.allows(session.owner, now_ms / 1000):
+            level = logging.DEBUG
+        log.log(level, "session %d (%s, pid %d) %s", *_names(session), text)
 
     # -- loads
 

@@ -13,13 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from kvkeep.server.line_limit import LineLimit
 from kvkeep.wire.strangers import Stranger
 
 log = logging.getLogger(__name__)
 
 LINES_A_MINUTE: Final = 10
 REMEMBERED: Final = 1_000  # the oldest are forgotten, and said again if they come again
-_MINUTE_S = 60.0
 _ADDRESS_CHARS = 100
 
 
@@ -30,8 +30,7 @@ class StrangerLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._said: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._since_s = float("-inf")  # when the minute began
-        self._lines = 0  # in it
+        self._limit = LineLimit(LINES_A_MINUTE)
 
     def note(self, where: str, address: str, stranger: Stranger | None) -> None:
         """`where`: the port or socket of ours. None is one of ours, and is no news."""
@@ -46,12 +45,8 @@ class StrangerLog:
     def _may_say(self, what: tuple[str, str]) -> bool:
         if what in self._said:
             return False
-        now_s = self._clock()
-        if now_s - self._since_s >= _MINUTE_S:
-            self._since_s, self._lines = now_s, 0
-        if self._lines >= LINES_A_MINUTE:
+        if not self._limit.allows("all", self._clock()):
             return False
-        self._lines += 1
         self._said[what] = None
         if len(self._said) > REMEMBERED:
             self._said.popitem(last=False)
