@@ -344,6 +344,27 @@ def test_status_tells_the_addresses_and_what_is_held(running: Any) -> None:
     assert said["writes"] == 1 and said["tenants"] == 2
 
 
+@pytest.mark.parametrize("version", ["abc", "1..0", "1.0." + 5000 * "9"])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_an_accept_header_with_a_senseless_version_gets_text(running: Any, kind: str, version: str) -> None:
+    status, text = running.ask("/metrics", headers={"accept": f"{kind}; version={version}"})
+    assert status == 200 and "kvkeep_default_limit_bytes" in text
+
+
+def test_a_failure_is_answered_each_time_and_logged_once(
+    running: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(running.http.admin, "status", fail)
+    for _ in range(5):
+        status, said = running.ask("/v1/status")
+        assert (status, said["error"]) == (500, "internal_error")
+    assert [each.levelname for each in caplog.records if each.exc_info] == ["ERROR"]
+    assert "internal_error by ZeroDivisionError" in caplog.text and caplog.text.count("ZeroDivisionError: planted") == 1
+
+
 def test_openapi_describes_every_route(running: Any) -> None:
     status, said = running.ask("/openapi.json")
     assert status == 200

@@ -54,19 +54,23 @@ _TOKEN_BYTES = 32
 
 
 class RefusalLog:
-    """Logs refusals: one line a minute for each kind, with how many there were. For one thread."""
+    """Logs refusals and failures: one message a minute for each kind, with how many there were.
+    For one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counts: dict[str, int] = {}
         self._logged_at: dict[str, float] = {}
 
-    def note(self, kind: str, message: str) -> None:
+    def note(self, kind: str, message: str, error: Exception | None = None) -> None:
+        """An `error` makes it a failure, logged with its traceback."""
         self._counts[kind] = self._counts.get(kind, 0) + 1
         now_s = self._clock()
         if now_s - self._logged_at.get(kind, float("-inf")) >= LOG_INTERVAL_S:
             self._logged_at[kind] = now_s
-            log.warning("%s (%s, %d times since the last such line)", message, kind, self._counts.pop(kind))
+            level = logging.WARNING if error is None else logging.ERROR
+            text = "%s (%s, %d times since the last such line)"
+            log.log(level, text, message, kind, self._counts.pop(kind), exc_info=error)
 
 
 @dataclass(frozen=True)

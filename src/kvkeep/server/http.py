@@ -141,7 +141,7 @@ def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: 
     app.add_exception_handler(KVKeepError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_problem)
-    app.add_exception_handler(Exception, _failed)
+    app.add_exception_handler(Exception, partial(_failed, refusals))
     _add_health(app, admin.daemon, stuck_after_s)
     _add_metrics(app, admin)
     _add_tenants(app, admin)
@@ -196,8 +196,13 @@ def _add_metrics(app: FastAPI, admin: Admin) -> None:
 
     @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", response_class=Response)
     def metrics(request: Request) -> Response:
-        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encoder(registry), headers={"content-type": content_type})
+        try:
+            encoder, content_type = choose_encoder(request.headers.get("accept", ""))
+            text = encoder(registry)
+        except (TypeError, ValueError):  # the Accept header names a version that is not a number
+            encoder, content_type = choose_encoder("")
+            text = encoder(registry)
+        return Response(text, headers={"content-type": content_type})
 
     @app.get("/v1/status", tags=["status"], summary="The server at this moment")
     def status() -> Status:
@@ -304,7 +309,9 @@ def _http_problem(request: Request, error: Exception) -> Response:
     return response
 
 
-def _failed(request: Request, error: Exception) -> Response:
+async def _failed(refusals: RefusalLog, request: Request, error: Exception) -> Response:
+    """A coroutine, so that Starlette calls it in the thread that `refusals` belongs to."""
+    refusals.note(f"internal_error by {type(error).__name__}", "an HTTP request failed inside the server", error)
     return _problem(500, "internal_error", "the server failed on this request", hint="see the server's log")
 
 
@@ -412,7 +419,7 @@ class HttpServer:
         config = uvicorn.Config(
             make_app(self.admin, access, refusals, stuck_after_s),
             log_config=None,
-            log_level="error",  # what is below has a line of ours, at a bounded rate
+            log_level="critical",  # what is below has a line of ours, at a bounded rate
             access_log=False,
             lifespan="off",
             ws="none",
