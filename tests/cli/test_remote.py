@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,17 +142,28 @@ def listener() -> Iterator[tuple[str, list[bytes]]]:
         thread.join(10)
 
 
-def other_users_socket(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+def other_users_socket(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> socket.socket:
     """One that another user listens on; or we are another, where we cannot become one."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         try:
-            return socket.create_server(("127.0.0.1", 0))
+            return socket.create_server(("127.0.0.1", port))
         finally:
             os.seteuid(0)
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    return socket.create_server(("127.0.0.1", 0))
+    return socket.create_server(("127.0.0.1", port))
+
+
+def as_other_user(serve: Callable[[], None]) -> Callable[[], None]:
+    """For a thread that accepts connections as that user does. `setfsuid` changes this thread alone."""
+
+    def run() -> None:
+        if os.getuid() == 0:
+            ctypes.CDLL(None).setfsuid(65534)
+        serve()
+
+    return run
 
 
 def test_a_token_that_is_named_is_sent(listener: tuple[str, list[bytes]], token_file: Path) -> None:
@@ -169,8 +183,7 @@ def test_that_of_the_state_directory_is_found(
     ask(listener[0], "/v1/status")
     assert b"Bearer " + b"t" * 43 in listener[1][0]
     for method in ("GET", "PUT"):
-        assert remote._token("http://192.0.2.7:80", method, None) == (None, ""), "none that nobody named elsewhere"
-        assert remote._token("http://192.0.2.7:80", method, keys / "admin-token") == (b"t" * 43, "")
+        assert remote._found_token("http://192.0.2.7:80", method) == (None, ""), "none that nobody named elsewhere"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -191,7 +204,7 @@ def test_that_of_the_state_directory_is_not_sent_to_another_user(
                 heard.append(connection.recv(65536))
                 connection.sendall(b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
 
-        threading.Thread(target=serve, daemon=True).start()
+        threading.Thread(target=as_other_user(serve), daemon=True).start()
         with pytest.raises(RequestError) as caught:
             ask(f"{host}:{server.getsockname()[1]}", "/v1/status")
     assert b"authorization" not in heard[0].lower()
@@ -202,8 +215,7 @@ def test_that_of_the_state_directory_is_not_sent_to_another_user(
 def test_the_token_that_a_server_made_is_found_for_changes(server: ServerProcess, method: str) -> None:
     assert server.state_dir is not None
     made = (server.state_dir / server.name / "admin.token").read_text().strip()
-    assert remote._token(f"http://{server.http}", method, None) == (made.encode(), "")
-    assert remote._token(f"http://{server.http}", "GET", None) == (None, ""), "reading needs none"
+    assert remote._found_token(f"http://{server.http}", method) == (made.encode(), "")
 
 
 def test_a_token_of_the_state_directory_does_not_hide_the_one_that_the_server_made(
@@ -219,12 +231,62 @@ def test_a_token_of_the_state_directory_does_not_hide_the_one_that_the_server_ma
 def test_no_token_is_sought_where_another_user_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nor is that user asked where it is: the answer could name any file."""
     monkeypatch.setenv("KVKEEP_STATE_DIR", str(tmp_path))
+    heard: list[bytes] = []
     with other_users_socket(monkeypatch) as server:
-        token, withheld = remote._token(f"http://127.0.0.1:{server.getsockname()[1]}", "POST", None)
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+
+        thread = threading.Thread(target=as_other_user(serve), daemon=True)
+        thread.start()
+        token, withheld = remote._found_token(f"http://127.0.0.1:{server.getsockname()[1]}", "POST")
         assert token is None and "another user (uid" in withheld and "admin.token" in withheld
-        server.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            server.accept()
+        thread.join(10)
+    assert heard == [b""]
+
+
+def test_whoever_takes_the_port_before_the_connection_gets_no_token(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens when the command starts: the other user does when it connects."""
+    monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
+    (token_file.parent / "keys").mkdir()
+    token_file.rename(token_file.parent / "keys" / "admin-token")
+    connect, heard, threads = remote._connect, list[bytes](), list[threading.Thread]()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def take_the_port_first(url: str, timeout_s: float) -> Any:
+        server = other_users_socket(monkeypatch, port)
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, server:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+        threads.append(threading.Thread(target=as_other_user(serve), daemon=True))
+        threads[-1].start()
+        return connect(url, timeout_s)
+
+    monkeypatch.setattr(remote, "_connect", take_the_port_first)
+    assert ask(f"127.0.0.1:{port}", "/v1/status") == {}
+    threads[0].join(10)
+    assert heard and b"authorization" not in heard[0].lower()
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text(stranger: Callable[[bytes], str]) -> None:
+    said = {"error": "bad", "message": "a\x1b]0;title\x07b", "field": "", "hint": "c\x1b[2Jd"}
+    body = json.dumps(said).encode()
+    with pytest.raises(RequestError) as caught:
+        ask(stranger(b"HTTP/1.1 400 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)), "/v1/status")
+    assert (caught.value.message, caught.value.hint) == ("a\\x1b]0;title\\x07b", "c\\x1b[2Jd")
+    body = json.dumps([{"na\nme": ["x\x9by", 1, None]}]).encode()
+    assert ask(stranger(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)), "/v1/x") == [
+        {"na\\nme": ["x\\x9by", 1, None]}
+    ]
 
 
 def test_a_token_that_cannot_be_read_is_named_with_the_remedy(kvkeep: Run, tmp_path: Path) -> None:
@@ -359,7 +421,7 @@ def test_the_token_of_the_state_directory_is_sent_over_tls_on_this_host_alone(
         monkeypatch.setenv(name, value)
     assert ask(url_of(secure), "/v1/settings", "PATCH", {"verify": "true"})
     for method in ("GET", "PUT"):
-        assert remote._token("https://192.0.2.7:80", method, None) == (None, "")
+        assert remote._found_token("https://192.0.2.7:80", method) == (None, "")
 
 
 def test_a_server_is_asked_only_if_its_certificate_proves_it(

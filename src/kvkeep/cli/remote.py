@@ -7,22 +7,24 @@ never sent without TLS.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import socket
 import ssl
-import urllib.error
-import urllib.request
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from kvkeep.cli.listeners import UNKNOWN_UID, listeners
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.server.settings import TABLE, made_token
 from kvkeep.wire.address import is_loopback, split_host
 from kvkeep.wire.auth import at_home, read_token
+from kvkeep.wire.peer_user import peer_uid
 from kvkeep.wire.tls import handshake_problem, show_own, trust_ca
 
 DEFAULT_ADDRESS = TABLE["http_address"].default
@@ -50,22 +52,9 @@ TokenFile = Annotated[
     ),
 ]
 TOKEN_NAME: Final = "admin-token"
+_HINT: Final = "FILE, which is admin.token in its state directory or the file that its admin_token names"
+ChooseToken = Callable[[socket.socket], tuple[bytes | None, str]]
 TLS_VARIABLES: Final = ("KVKEEP_CLIENT_TLS_CERT", "KVKEEP_CLIENT_TLS_KEY", "KVKEEP_CLIENT_TLS_CA")
-
-
-# A proxy from the environment is for the world outside, and would see the token.
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Our server sends nobody elsewhere; whoever does is not to get the token there."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    handlers: list[Any] = [urllib.request.ProxyHandler({}), _NoRedirects]
-    if url.startswith("https:"):
-        handlers.append(urllib.request.HTTPSHandler(context=_context()))
-    return urllib.request.build_opener(*handlers)
 
 
 def _context() -> ssl.SSLContext:
@@ -93,6 +82,10 @@ def keys_dir() -> Path:
     return Path(os.environ.get("KVKEEP_STATE_DIR") or usual).expanduser() / "keys"
 
 
+class _OtherUser(Exception):
+    """Neither our own user nor root is at the other end."""
+
+
 def ask(
     address: str,
     path: str,
@@ -104,66 +97,96 @@ def ask(
     """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for a refusal."""
     url = _url(address)
     timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
-    token, withheld = _token(url, method, token_file)
-    try:
-        return _send(url, path, method, body, timeout_s, token)
-    except RequestError as refusal:
-        if withheld and refusal.code == "unauthorized":
-            raise RequestError(refusal.code, refusal.message, field=refusal.field, hint=withheld) from None
-        raise
+    if token_file is not None:
+        token = read_token(token_file.expanduser())
+        return _send(url, path, method, body, timeout_s, lambda connected: (token, ""))
+    found, withheld = _found_token(url, method)
+
+    def choose(connected: socket.socket) -> tuple[bytes | None, str]:
+        why = _distrust(connected, timeout_s) if found else ""
+        return (None, why) if why else (found, withheld)
+
+    return _send(url, path, method, body, timeout_s, choose)
 
 
-def _send(url: str, path: str, method: str, body: Any, timeout_s: float, token: bytes | None) -> Any:
+def _send(url: str, path: str, method: str, body: Any, timeout_s: float, choose_token: ChooseToken) -> Any:
+    """`choose_token` is asked when the connection is there: for the token to send over it, or None, and then why
+    not."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    if token:
-        headers["authorization"] = f"Bearer {token.decode()}"
-    request = urllib.request.Request(url + path, data, headers, method=method)
     try:
-        with _opener(url).open(request, timeout=timeout_s) as reply:
+        with contextlib.closing(_connect(url, timeout_s)) as connection:
+            token, withheld = choose_token(connection.sock)
+            if token:
+                headers["Authorization"] = f"Bearer {token.decode()}"
+            connection.request(method, path, data, headers)
+            reply = connection.getresponse()
             answer = reply.read()
-        return json.loads(answer) if answer else None
-    except urllib.error.HTTPError as error:
-        raise _refusal(error, url) from None
+        if reply.status >= 300:  # our server redirects nobody
+            raise _refusal(answer, url, withheld)
+        return _printable(json.loads(answer)) if answer else None
     except (OSError, http.client.HTTPException) as error:
-        why = error.reason if isinstance(error, urllib.error.URLError) else error
-        if isinstance(why, TimeoutError):
+        if isinstance(error, TimeoutError):
             raise _silent(url, timeout_s, method) from None
-        if isinstance(why, ssl.SSLError):
-            raise _unproved(url, why) from None
+        if isinstance(error, ssl.SSLError):
+            raise _unproved(url, error) from None
         raise Unavailable(
-            f"no kvkeep server answers at {url}: {getattr(why, 'strerror', None) or why}",
+            f"no kvkeep server answers at {url}: {getattr(error, 'strerror', None) or error}",
             "start one with `kvkeep serve`, or say where it is with --http HOST:PORT or KVKEEP_HTTP",
         ) from None
     except ValueError:
         raise _stranger(url) from None
 
 
-def _token(url: str, method: str, token_file: Path | None) -> tuple[bytes | None, str]:
-    """The token, if there is one for that server; or why it is not sent. One that nobody named goes to this host alone,
-    and there to ourselves and root: any user can listen on a port that is free while the server is down."""
-    if token_file is not None:
-        return read_token(token_file.expanduser()), ""
-    usual = keys_dir() / TOKEN_NAME
-    has_usual = os.path.exists(usual)  # Path.exists raises where the directory is another user's
+def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
     host, port = host_and_port(url)
-    if not is_loopback(host) or (method == "GET" and not has_usual):
+    if url.startswith("https:"):
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            host, port, timeout=timeout_s, context=_context()
+        )
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    connection.connect()
+    return connection
+
+
+def _distrust(connected: socket.socket, timeout_s: float) -> str:
+    """Why a token that nobody named is not sent over this connection; "" if our own user or root is at its other end.
+    Any user can listen on a port that is free while the server is down. TimeoutError if no process takes the
+    connection."""
+    until_s = time.monotonic() + timeout_s
+    while (uid := peer_uid(connected)) is None:
+        if time.monotonic() >= until_s:
+            raise TimeoutError
+        time.sleep(0.005)
+    if uid in (os.geteuid(), 0):
+        return ""
+    return f"no token was sent: another user (uid {uid}) listens there. If that is the server, say --token-file {_HINT}"
+
+
+def _found_token(url: str, method: str) -> tuple[bytes | None, str]:
+    """The token for a server on this host, where nobody has named one; or why there is none. It is that of
+    `kvkeep keygen`, or for changes the one that a server without `admin_token` has made for itself."""
+    if not is_loopback(host_and_port(url)[0]):
         return None, ""
-    if strangers := listeners(host, port) - {os.geteuid(), 0}:
-        who = ", ".join("unknown" if uid == UNKNOWN_UID else str(uid) for uid in sorted(strangers))
-        hint = f"no token was sent: another user (uid {who}) listens there. If that is the server, say --token-file"
-        return None, f"{hint} {usual if has_usual else 'FILE, which is admin.token in its state directory'}"
-    token = read_token(usual) if has_usual else None
-    return (token, "") if method == "GET" else _token_for_changes(url, token)
+    usual = keys_dir() / TOKEN_NAME
+    token = read_token(usual) if os.path.exists(usual) else None  # Path.exists raises if the directory is another's
+    if method == "GET":
+        return token, ""
 
+    def choose(connected: socket.socket) -> tuple[bytes | None, str]:
+        if why := _distrust(connected, _ANSWER_WITHIN_S):
+            raise _OtherUser(why)  # who is not asked where the token is: the answer could name any file
+        return token, ""
 
-def _token_for_changes(url: str, usual: bytes | None) -> tuple[bytes | None, str]:
-    """The token that a server without `admin_token` has made for itself; of another server the `usual` one."""
     try:
-        rows = _send(url, "/v1/settings", "GET", None, _ANSWER_WITHIN_S, usual)
+        rows = _send(url, "/v1/settings", "GET", None, _ANSWER_WITHIN_S, choose)
+    except _OtherUser as other:
+        return None, str(other)
+    try:
         settings = {row["name"]: row["value"] for row in rows}
         if settings["admin_token"] != "none":
-            return usual, ""
+            return token, ""
         path = made_token(Path(settings["state_dir"]), settings["name"])
     except (KeyError, TypeError):
         raise _stranger(url) from None
@@ -171,6 +194,15 @@ def _token_for_changes(url: str, usual: bytes | None) -> tuple[bytes | None, str
         return read_token(path), ""
     except SettingsError as error:
         return None, f"{error.message}. Run this as the server's user, or give a copy of that file with --token-file"
+
+
+def _printable(value: Any) -> Any:
+    """Without characters that a terminal would obey: another user may have sent them."""
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(each) for name, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value
 
 
 def _url(address: str) -> str:
@@ -190,14 +222,14 @@ def host_and_port(address: str) -> tuple[str, int]:
     return split_host(_url(address).partition("://")[2])
 
 
-def _refusal(error: urllib.error.HTTPError, url: str) -> RequestError | Unavailable:
+def _refusal(answer: bytes, url: str, withheld: str) -> RequestError | Unavailable:
     """What the server said, as the exception it was there."""
-    with error:
-        try:
-            said = json.loads(error.read())
-            return RequestError(said["error"], said["message"], field=said["field"], hint=said["hint"])
-        except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
-            return _stranger(url)
+    try:
+        said = _printable(json.loads(answer))
+        hint = withheld if withheld and said["error"] == "unauthorized" else said["hint"]
+        return RequestError(said["error"], said["message"], field=said["field"], hint=hint)
+    except (ValueError, KeyError, TypeError):
+        return _stranger(url)
 
 
 def _silent(url: str, timeout_s: float, method: str) -> Unavailable:
