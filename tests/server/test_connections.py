@@ -56,11 +56,13 @@ class Door:
     def __init__(self, most: int = 8, authority: Authority | None = None, trusted_users: tuple[int, ...] = ()) -> None:
         self.listeners = Listeners("tcp://127.0.0.1:0")
         self.counters = Counters()
+        self.later_s = 0.0  # how far the server's wall clock is ahead
         self.connections = Connections(
             *(self.listeners, most, FRAME_BYTES),
             authority=authority,
             trusted_users=trusted_users,
             counters=self.counters,
+            wall_clock=lambda: time.time() + self.later_s,
         )
         self.asked: list[tuple[int, list[bytes]]] = []
         self.callers: list[Caller] = []
@@ -737,6 +739,24 @@ def test_where_a_ca_was_removed_all_certificates_are_verified_again(
     again = door.knock("tls", files_of(keys, "other"))
     again.send(message())
     assert len(door.answers(again, 1)) == 1
+
+
+def test_a_connection_ends_when_its_certificate_expires(open_door: Callable[..., Door], tmp_path: Path) -> None:
+    keys, day_s = tmp_path / "keys", 86_400
+    make(keys, ["engine"], days=1)
+    make(keys, ["other"], days=30)
+    door = open_door(authority=Authority(files_of(keys, "server"), keys / "authorized"))
+    short, long, near = (
+        door.knock(*each) for each in (("tls", files_of(keys, "engine")), ("tls", files_of(keys, "other")), ("unix",))
+    )
+    for later_s, left in ((day_s - 600, 3), (day_s + 600, 2)):
+        door.later_s = later_s
+        door.connections.tend(lambda token, peer: True)
+        assert len(door.connections) == left
+    assert door.ends(short)
+    for stream in (long, near):
+        stream.send(message())
+        assert len(door.answers(stream, 1)) == 1
 
 
 def test_header_bytes_are_what_this_file_takes_them_for() -> None:

@@ -11,6 +11,7 @@ does or leaves undone, the others are served.
 from __future__ import annotations
 
 import logging
+import math
 import select
 import socket
 import ssl
@@ -29,7 +30,7 @@ from kvkeep.wire.peer_user import peer_uid
 from kvkeep.wire.peers import is_trusted, remedy
 from kvkeep.wire.strangers import recognise
 from kvkeep.wire.stream import Stream
-from kvkeep.wire.tls import handshake_problem, peer_names
+from kvkeep.wire.tls import handshake_problem, peer_expiry_s, peer_names
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Peer:
         self.stream, self.number, self.where, self.address = stream, number, where, address
         self.caller: Caller | None = None
         self.names: tuple[str, ...] = ()  # in its certificate
+        self.expires_s = math.inf  # its certificate, by the wall clock
         self.token = 0
         self.held_bytes = 0  # as last counted
         self.waits_to_send = False
@@ -74,9 +76,10 @@ class Connections:
         counters: Counters | None = None,
         strangers: StrangerLog | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         epoll: Any = None,  # as `select.epoll` has it
     ) -> None:
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._listeners = {each.socket.fileno(): each for each in listeners}
         self._most_connections = most_connections
         self._most_message_bytes = 2 * most_frame_bytes + _MESSAGE_SLACK_BYTES  # a body, and a payload
@@ -124,14 +127,18 @@ class Connections:
                 self._close(peer)
 
     def tend(self, is_on: Callable[[int, int], bool]) -> None:
-        """Now and then: closes connections that have not proved who they are in time, and those that no session is
-        on."""
-        now_s = self._clock()
+        """Now and then: closes connections that have not proved who they are in time, those whose certificate has
+        expired, and those that no session is on."""
+        now_s, date_s = self._clock(), self._wall_clock()
         for peer in list(self._peers.values()):
             if peer.caller is None:
                 if now_s - peer.since_s > _PROVE_WITHIN_S:
                     self._turn_away("handshake_timeout", peer.where, peer.address, "it did not finish the handshake")
                     self._close(peer)
+            elif date_s > peer.expires_s:
+                why = "its certificate has expired (renew it there)"
+                self._warn("expired", f"a connection of {peer.caller.name} at {peer.where} is closed: {why}")
+                self._close(peer)
             elif not is_on(peer.token, peer.number) and now_s - peer.since_s > _SPEAK_WITHIN_S:
                 self._close(peer)
         self._listen(on=True)
@@ -219,7 +226,7 @@ class Connections:
                 self._close(peer)
             return False
         assert isinstance(peer.stream.socket, ssl.SSLSocket)
-        peer.names = peer_names(peer.stream.socket)
+        peer.names, peer.expires_s = peer_names(peer.stream.socket), peer_expiry_s(peer.stream.socket)
         peer.caller = self._authority.caller_of(peer.names)
         if peer.caller is None:
             self._turn_away("unknown_client", peer.where, peer.address, "its certificate is not in authorized_clients")

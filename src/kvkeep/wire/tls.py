@@ -11,6 +11,7 @@ client learns that it was rejected by an SSLError from its first read. `handshak
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import ssl
 from collections.abc import Iterator
@@ -107,6 +108,12 @@ def peer_names(connected: ssl.SSLSocket | ssl.SSLObject) -> tuple[str, ...]:
     good = (name for name in names if name and name.isprintable() and len(name) <= _MAX_NAME_CHARS)
     fingerprint = FINGERPRINT + hashlib.sha256(der).hexdigest()
     return tuple(dict.fromkeys([fingerprint, *(name for name in good if not name.lower().startswith(FINGERPRINT))]))
+
+
+def peer_expiry_s(connected: ssl.SSLSocket | ssl.SSLObject) -> float:
+    """When the peer's verified certificate expires, in seconds since 1970; infinity if it showed none."""
+    described: Any = connected.getpeercert() or {}
+    return ssl.cert_time_to_seconds(described["notAfter"]) if "notAfter" in described else math.inf
 
 
 def handshake_problem(error: ssl.SSLError) -> str:
