@@ -138,6 +138,12 @@ def test_it_says_what_to_do_next(kvkeep: Run, tmp_path: Path) -> None:
     assert "is called" not in done.stderr, "it was named"
     done = kvkeep("keygen", "--dir", str(tmp_path / "keys"), "--admin-token")
     assert done.stdout.count("\n    1. start the server") == 1 and "    2. " not in done.stdout
+    assert "asks for the token" in done.stdout and "# address" not in done.stdout
+    for path in (tmp_path / "keys").glob("server.*"):
+        path.unlink()
+    done = kvkeep("keygen", "--dir", str(tmp_path / "keys"), "--host", "cache.example")
+    assert "token" not in done.stdout and "reads its new certificate" in done.stdout
+    assert '# address = "tcp://0.0.0.0:5555"' in done.stdout and '# http_address = "0.0.0.0:5556"' in done.stdout
 
 
 def test_more_clients_join_the_same_server(tmp_path: Path) -> None:
@@ -157,8 +163,9 @@ def test_a_certificate_that_was_moved_away_is_made_again_with_the_same_line(kvke
     make(keys, ["a"], "default")
     for name in ("a.pem", "a.key", "server.pem", "server.key"):
         (keys / name).unlink()
-    with pytest.raises(SettingsError, match=r"a\.client is there already"):
+    with pytest.raises(SettingsError, match=r"a\.client is there already") as caught:
         make(keys, ["a"], "t-*")
+    assert "repeat the --tenants and --admin" in caught.value.hint and "move" not in caught.value.hint
     made = make(keys, ["a"], "default")
     assert [Path(path).name for path in made["files"]] == ["server.key", "server.pem", "a.key", "a.pem"]
     check(made)
@@ -250,19 +257,22 @@ def test_json_names_all_and_tells_no_secret(kvkeep: Run, tmp_path: Path) -> None
         ([""], "", "--name"),
         (["a" * 65], "", "--name"),
         (["a", "a"], "", "a name of its own"),
-        (["a"], "bad", "--tenants bad"),
-        (["a"], "default,", "--tenants"),
-        (["a"], "default x", "--tenants"),
-        (["a"], "default admin", "--tenants"),
-        (["a"], "default\nadmin", "--tenants"),
+        (["a"], "bad", "--tenants: a tenant is named by"),
+        (["a"], "salt:so salty,x", "--tenants: there is a blank"),
+        (["a"], "default,", "--tenants:"),
+        (["a"], "default x", "--tenants:"),
+        (["a"], "default admin", "--tenants:"),
+        (["a"], "default\nadmin", "--tenants:"),
         ([], "default", "--tenants binds clients"),
     ],
 )
 def test_what_cannot_be_meant_is_named_and_nothing_is_made(
     tmp_path: Path, names: list[str], tenants: str, words: str
 ) -> None:
-    with pytest.raises(SettingsError, match=words):
+    with pytest.raises(SettingsError, match=words) as caught:
         make(tmp_path / "keys", names, tenants, not names)
+    assert "salty" not in str(caught.value) + caught.value.hint
+    assert ("%20" in caught.value.hint) == words.startswith("--tenants:")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -276,9 +286,11 @@ def test_a_client_that_administers_has_the_right_in_its_line(kvkeep: Run, tmp_pa
     assert callers["ops"].admin and not callers["engine"].admin
     assert f"export KVKEEP_CLIENT_TLS_CERT={keys / 'ops.pem'}" in done.stdout and "--http https://HOST" in done.stdout
     assert "kv_connector_extra_config" not in done.stdout and "http_address" in done.stdout
-    refused = kvkeep("keygen", "--dir", str(keys), "--admin-token", "--admin")
-    assert refused.returncode == 2 and "--admin gives a right to clients" in refused.stderr
-    assert not (keys / "admin-token").exists()
+    for words in (["--admin-token", "--admin"], ["--admin"], ["--admin", "--host", "a"]):
+        refused = kvkeep("keygen", "--dir", str(keys if len(words) < 3 else tmp_path / "new"), *words)
+        assert refused.returncode == 2 and "--admin gives a right to clients" in refused.stderr
+        assert "--name" in refused.stderr
+    assert not (keys / "admin-token").exists() and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("host", ["", "a b", "cache:5555", "[::1]", "tcp://cache", "kä", "-a", "a" * 300])

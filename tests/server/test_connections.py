@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 import resource
 import select
 import socket
+import ssl
 import struct
 import time
 from collections import Counter
@@ -644,12 +646,17 @@ def listed(keys: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_who_is_not_in_the_list_gets_no_answer(open_door: Callable[..., Door], keys: Path, listed: Path) -> None:
+def test_who_is_not_in_the_list_gets_no_answer(
+    open_door: Callable[..., Door], keys: Path, listed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     listed.write_text("other\n")
     door = open_door(authority=Authority(files_of(keys, "server"), listed))
     stranger = door.knock("tls", files_of(keys, "engine"))
     stranger.send(message())
     assert door.ends(stranger) and door.asked == [] and door.counters.auth_failures == {"unknown_client": 1}
+    der = ssl.PEM_cert_to_DER_cert((keys / "engine.pem").read_text())
+    shown = f"its certificate engine (sha256:{hashlib.sha256(der).hexdigest()[:16]}…) is not in authorized_clients"
+    assert shown in caplog.text
 
 
 def test_a_flood_of_connections_that_prove_nothing_makes_room_for_those_that_do(

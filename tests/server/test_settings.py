@@ -12,6 +12,7 @@ from kvkeep.errors import SettingsError
 from kvkeep.server import settings as module
 from kvkeep.server.settings import TABLE, Settings
 from kvkeep.units import GIB, MIB
+from kvkeep.wire.peers import OVERFLOW_UID
 
 SMALL = ["--pool-size", "64MiB"]
 
@@ -112,8 +113,14 @@ def test_a_file_may_have_users_as_a_list(tmp_path: Path, written: str, users: tu
 
 
 def test_a_user_that_this_host_does_not_know_stops_the_start(tmp_path: Path) -> None:
-    for written in ('["no such user"]', '"no such user"', "[65534]", "[[1]]", "-1"):
-        with pytest.raises(SettingsError, match="trusted_users"):
+    for written, why in (
+        ('["no such user"]', "there is no user 'no such user'"),
+        ('"no such user"', "there is no user 'no such user'"),
+        (f"[{OVERFLOW_UID}]", f"{OVERFLOW_UID} is the kernel's overflow uid"),
+        ("[[1]]", ""),
+        ("-1", "there is no user '-1'"),
+    ):
+        with pytest.raises(SettingsError, match=f"trusted_users.*{why}.*expected user ids"):
             load(config=toml(tmp_path, f"trusted_users = {written}"))
 
 

@@ -65,6 +65,19 @@ def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert not list((tmp_path / "pool").iterdir())
 
 
+def test_another_users_closed_directory_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(ownership, "_open_directory", refuse)
+    for name, remedy in (("pool", "--shm-dir"), (".", "--name")):  # one that is not there, and one that is
+        with pytest.raises(PoolError, match="Permission denied") as caught:
+            Ownership(tmp_path / name)
+        assert remedy in caught.value.hint
+
+
 def swapped_after(lines: int, directory: Path, precious: Path) -> bool:
     """Owns the directory while somebody puts a link in its place after so many lines. False if there are fewer."""
     left = lines

@@ -81,3 +81,13 @@ def test_a_home_directory_that_is_none_is_refused(tmp_path: Path) -> None:
     assert at_home("~/a") == Path.home() / "a" and at_home("/a") == Path("/a")
     with pytest.raises(SettingsError, match="names no home directory"):
         at_home("~no-such-user/a")
+
+
+def test_a_file_that_we_may_not_read_comes_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(SettingsError, match="cannot be read: Permission denied") as caught:
+        read_text(tmp_path / "server.key")
+    assert f"chown {os.geteuid()} {tmp_path / 'server.key'}" in caught.value.hint

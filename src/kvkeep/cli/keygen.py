@@ -63,7 +63,7 @@ def keygen(
 ) -> None:
     """Make a CA, certificates for server and engines, and a token for the admin API. Nothing is ever overwritten."""
     where = (directory or keys_dir()).expanduser().absolute()
-    is_complete = admin_token or (hosts and (where / "ca.pem").exists())
+    is_complete = admin_token or admin or (hosts and (where / "ca.pem").exists())
     clients = names or ([] if is_complete else [_FIRST_CLIENT])
     made = make(where, clients, tenants, admin_token, tuple(hosts or ()), days, admin=admin)
     if json:
@@ -75,6 +75,8 @@ def keygen(
     for line in lines_for_people(made):
         print(line)
     note("files that end in .key and the token are secrets: move each to the host that needs it, and nowhere else")
+    if os.geteuid() == 0:
+        note(f"a server of another user cannot read these files: chown -R USER {where}")
     if not names and clients:
         note(f"the client is called {_FIRST_CLIENT}, as no name was given; for several: --name host-a --name host-b")
 
@@ -151,10 +153,11 @@ def _rights(tenants: str, admin: bool) -> str:
     """What follows a client's name in its line."""
     binding = f" tenants={tenants}" if tenants else ""
     try:
-        if read_line(f"NAME{binding}").admin:
+        if "".join(tenants.split()) != tenants:
             raise ValueError("there is a blank in it")
-    except ValueError as error:
-        raise SettingsError(f"--tenants {tenants}: {error}") from None
+        read_line(f"NAME{binding}")
+    except ValueError as error:  # what was given is not shown: it may be a salt
+        raise SettingsError(f"--tenants: {error}", "in a salt, write %20 for a blank and %2C for a comma") from None
     return binding + " admin" * admin
 
 
@@ -167,6 +170,9 @@ def lines_for_people(made: dict[str, Any]) -> list[str]:
     """What to put into settings, on both sides, each line as it can be pasted; and what to do then."""
     lines = ["server, in its settings file:"]
     lines += [f"    {name} = {_quoted(value)}" for name, value in made["server"].items()]
+    if "tls_cert" in made["server"]:
+        lines += ['    # address = "tcp://0.0.0.0:5555"  # for engines on other hosts']
+        lines += ['    # http_address = "0.0.0.0:5556"  # for operators on other hosts']
     for client in made["clients"]:
         extra = {f"kvkeep.{name}": client[name] for name in _TLS}
         if client["admin"]:
@@ -184,7 +190,10 @@ def lines_for_people(made: dict[str, Any]) -> list[str]:
 
 def _next_steps(made: dict[str, Any]) -> list[str]:
     if not made["clients"]:
-        return ["start the server with its line; from then on all but /healthz and /readyz asks for the token"]
+        token = "from then on all but /healthz and /readyz asks for the token"
+        certificate = "one that runs with them already reads its new certificate by itself"
+        parts = [certificate] * ("tls_cert" in made["server"]) + [token] * ("admin_token" in made["server"])
+        return ["; ".join(["start the server with its lines", *parts])]
     if all(client["admin"] for client in made["clients"]):
         return [
             "start the server with its lines, and with an http_address that others reach, such as 0.0.0.0:5556",
@@ -232,8 +241,10 @@ def _write(texts: dict[Path, str]) -> None:
     for path in texts:
         if path.exists() or path.is_symlink():
             ours = path.stem in _RESERVED
-            remedy = "use that one" if ours else "name the next client with --name NAME"
-            raise SettingsError(f"{path} is there already, and nothing was made", f"{remedy}, or move it away")
+            hint = ("use that one" if ours else "name the next client with --name NAME") + ", or move it away"
+            if path.suffix == CLIENT_FILE:
+                hint = "it gives this client other rights: repeat the --tenants and --admin that it has, or edit it"
+            raise SettingsError(f"{path} is there already, and nothing was made", hint)
     written: list[Path] = []
     try:
         for path, text in texts.items():

@@ -72,7 +72,7 @@ def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Ca
             check_directory(path, status)
         files = _client_files(path) if is_directory else [path]
     except OSError as error:
-        hint = "see that it is there and that the server's user may read it"
+        hint = f"see that it is there and that the server's user may read it: chown -R {os.geteuid()} {path}"
         raise SettingsError(f"{path} cannot be read: {error.strerror}", hint) from error
     callers: dict[str, Caller] = {}
     for file in files:

@@ -30,7 +30,7 @@ from kvkeep.wire.peer_user import peer_uid
 from kvkeep.wire.peers import is_trusted, remedy
 from kvkeep.wire.strangers import recognise
 from kvkeep.wire.stream import Stream
-from kvkeep.wire.tls import handshake_problem, peer_expiry_s, peer_names
+from kvkeep.wire.tls import certificate_text, handshake_problem, peer_expiry_s, peer_names
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ class Connections:
                     self._turn_away("handshake_timeout", peer.where, peer.address, "it did not finish the handshake")
                     self._close(peer)
             elif date_s > peer.expires_s:
-                why = "its certificate has expired (renew it there)"
-                self._warn("expired", f"a connection of {peer.caller.name} at {peer.where} is closed: {why}")
+                why = f"its certificate {certificate_text(peer.names)} has expired (renew it there)"
+                self._warn("expired", f"a connection of {peer.address} to {peer.where} is closed: {why}")
                 self._close(peer)
             elif not is_on(peer.token, peer.number) and now_s - peer.since_s > _SPEAK_WITHIN_S:
                 self._close(peer)
@@ -229,7 +229,8 @@ class Connections:
         peer.names, peer.expires_s = peer_names(peer.stream.socket), peer_expiry_s(peer.stream.socket)
         peer.caller = self._authority.caller_of(peer.names)
         if peer.caller is None:
-            self._turn_away("unknown_client", peer.where, peer.address, "its certificate is not in authorized_clients")
+            why = f"its certificate {certificate_text(peer.names)} is not in authorized_clients"
+            self._turn_away("unknown_client", peer.where, peer.address, why)
             self._close(peer)
         return peer.caller is not None
 

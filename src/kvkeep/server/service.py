@@ -147,7 +147,8 @@ class Service:
                 self._end(session, now_ms)
             elif not self.sessions.bar(session):
                 continue
-            log.warning("session %d (%s, pid %d) ends: its certificate is no longer authorized", *_names(session))
+            key = session.key[:_LOGGED_CHARS]
+            log.warning("session %d (%s, pid %d) ends: its certificate %s is not authorized now", *_names(session), key)
 
     # -- sessions
 

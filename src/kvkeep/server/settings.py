@@ -89,8 +89,9 @@ class Setting:
             above = value is not None and self.high is not None and value > self.high
             if below or above:
                 raise ValueError
-        except ValueError:
-            raise SettingsError(f"{name} = {quote}{text}{quote} ({source}): expected {self.expected}") from None
+        except ValueError as error:
+            why = f"{error}; " if self.kind is USERS else ""
+            raise SettingsError(f"{name} = {quote}{text}{quote} ({source}): {why}expected {self.expected}") from None
         return value
 
     @property
@@ -146,7 +147,7 @@ class Settings:
     ]
     trusted_users: Annotated[
         tuple[int, ...],
-        Setting(USERS, "none", "Users of this host, beside our own and root, whose engines may connect without keys."),
+        Setting(USERS, "none", "Users of this host, beside our own and root, whose engines may connect."),
     ]
     name: Annotated[str, Setting(NAME, "default", "Names this server's pool and state among others on the host.")]
     pool_size: Annotated[

@@ -39,7 +39,10 @@ class Ownership:
             ) from None
         except OSError as error:
             self.close()
-            raise PoolError(f"cannot make {directory}: {error.strerror}", "check --shm-dir") from error
+            hint = "check --shm-dir"
+            if isinstance(error, PermissionError) and os.path.lexists(directory):
+                hint = "it is another user's: choose another --name"
+            raise PoolError(f"cannot make {directory}: {error.strerror}", hint) from error
         except PoolError:
             self.close()
             raise

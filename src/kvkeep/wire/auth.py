@@ -65,8 +65,11 @@ def read_text(path: Path, forbidden: int = 0, *, ours: bool = False) -> str:
     try:
         # Not blocking, or a pipe in its place would keep us waiting.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except PermissionError as error:
+        hint = f"chown {os.geteuid()} {path}, and its directory where only another user may open that"
+        raise SettingsError(f"{path} cannot be read: {error.strerror}", hint) from error
     except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {error.strerror}", "see that it is there and ours") from error
+        raise SettingsError(f"{path} cannot be read: {error.strerror}", "see that it is there") from error
     except ValueError:  # a NUL, or text that no file system can have
         raise SettingsError(f"{str(path)!r} is no name of a file", "write the path of a file") from None
     try:

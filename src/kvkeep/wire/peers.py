@@ -57,7 +57,7 @@ def parse_users(text: str) -> tuple[int, ...]:
     names = [] if text.strip().lower() in ("", "none") else [name.strip() for name in text.split(",")]
     users = tuple(dict.fromkeys(map(_uid, names)))
     if OVERFLOW_UID in users:
-        raise ValueError(f"{OVERFLOW_UID} stands for every user that cannot be mapped")
+        raise ValueError(f"{OVERFLOW_UID} is the kernel's overflow uid, which stands for every user that is not mapped")
     return users
 
 

@@ -110,6 +110,13 @@ def peer_names(connected: ssl.SSLSocket | ssl.SSLObject) -> tuple[str, ...]:
     return tuple(dict.fromkeys([fingerprint, *(name for name in good if not name.lower().startswith(FINGERPRINT))]))
 
 
+def certificate_text(names: tuple[str, ...]) -> str:
+    """For a log line: the common name of a certificate with these `peer_names`, and how its fingerprint begins."""
+    fingerprint, *others = names
+    short = f"{fingerprint[: len(FINGERPRINT) + 16]}…"
+    return f"{others[0][:64]} ({short})" if others else short
+
+
 def peer_expiry_s(connected: ssl.SSLSocket | ssl.SSLObject) -> float:
     """When the peer's verified certificate expires, in seconds since 1970; infinity if it showed none."""
     described: Any = connected.getpeercert() or {}
@@ -125,9 +132,7 @@ def handshake_problem(error: ssl.SSLError) -> str:
         if any(each in reason for each in reasons):
             return problem
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return (
-            "it closed the connection during the TLS handshake (its log says why; a server without tls_cert does this)"
-        )
+        return "it closed the connection during the TLS handshake (its log may say why; a peer without TLS does this)"
     return f"the TLS handshake failed: {reason.replace('_', ' ').lower()}"
 
 
