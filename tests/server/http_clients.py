@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvkeep.server.http import _Connection
 from kvkeep.store.operators import set_quota
 
 LARGE = "GET /v1/tenants?limit=100000"
@@ -50,7 +51,9 @@ def connections(running: Any) -> set[Any]:
 
 
 def unread_bytes(running: Any) -> int:
-    return sum(each.transport.get_write_buffer_size() for each in connections(running))
+    """Of answers: a connection that is still in its TLS handshake has none."""
+    answering = [each for each in connections(running) if isinstance(each, _Connection)]
+    return sum(each.transport.get_write_buffer_size() for each in answering)
 
 
 def received(connection: socket.socket) -> bytes:

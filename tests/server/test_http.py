@@ -372,6 +372,12 @@ def test_openapi_describes_every_route(running: Any) -> None:
     assert [running.ask(path)[0] for path in ("/docs", "/redoc")] == [404, 404], "they load scripts from other sites"
 
 
+def test_the_description_is_rendered_before_it_is_asked_for(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that would render it answers /healthz."""
+    monkeypatch.delattr("fastapi.FastAPI.openapi")
+    assert running.ask("/openapi.json")[0] == 200
+
+
 def test_every_route_that_changes_something_needs_the_token(running: Any) -> None:
     running.store(TENANT, 1)
     routes = running.ask("/openapi.json")[1]["paths"]

@@ -64,6 +64,28 @@ def test_silent_connections_keep_nobody_out(running: Any) -> None:
             connection.close()
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_health_is_answered_when_hundreds_connect_in_one_turn(running: Any, sent: bytes) -> None:
+    """The event loop is held while they connect, so that it finds all of them in the kernel's queue."""
+    with connect(running):
+        assert eventually(lambda: len(connections(running)) == 1)
+        [one] = connections(running)
+        loop = one.loop
+    for _ in range(5):
+        release = threading.Event()
+        with contextlib.ExitStack() as crowd:
+            crowd.callback(release.set)
+            loop.call_soon_threadsafe(release.wait, 60)
+            flood = [crowd.enter_context(connect(running)) for _ in range(300)]
+            health = crowd.enter_context(connect(running))
+            health.sendall(request("GET /healthz", ""))
+            flood += [crowd.enter_context(connect(running)) for _ in range(300)]
+            for each in flood:
+                each.sendall(sent)
+            release.set()
+            assert received(health).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HT", b"GET /v1/status HTTP/1.1\r\nContent-Length: 9\r\n"])
 def test_a_connection_that_sends_no_whole_request_is_closed(start: Start, sent: bytes) -> None:
     with connect(start(request_within_s=0.1)) as connection:

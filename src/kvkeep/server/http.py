@@ -11,7 +11,9 @@ Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
 
 A connection carries one request: there is no keep-alive and no pipelining. The request must come whole, and its answer
 be read, in time. What has not been read yet is bounded over all connections, and so is their number; beyond either
-limit the connection goes whose client has kept the server waiting longest.
+limit the connection goes whose client has kept the server waiting longest. The event loop accepts a
+few connections in a turn and reads from all it has before it accepts more: a request that has
+arrived is read long before its connection is the oldest, however many others connect.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ TENANTS_SHOWN, TENANTS_SHOWN_AT_MOST = 1000, 100_000
 CONFIRMATION: Final = "everything"
 _STOP_WITHIN_S = 5.0
 _CONNECTIONS = 256
+_ACCEPTED_IN_A_TURN = 8  # of the event loop, which reads from a connection 3 turns after accepting it
+_QUEUED = 2048  # connections in the kernel that are not accepted yet
 _UNREAD_BYTES = 64 * MIB  # of all answers
 _KERNEL_BYTES = 64 * KIB  # of one answer, in the kernel; without a limit it takes up to 4 MiB
 
@@ -134,6 +138,7 @@ def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: 
         responses=_PROBLEMS,
         docs_url=None,  # the pages that come with it load scripts from other sites
         redoc_url=None,
+        openapi_url=None,  # FastAPI would encode the document for each request: see _add_description
     )
     app.add_middleware(
         Guard, access=access, refusals=refusals, on_bad_token=partial(_count_failure, admin.daemon, "admin_token")
@@ -146,6 +151,7 @@ def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: 
     _add_metrics(app, admin)
     _add_tenants(app, admin)
     _add_settings(app, admin)
+    _add_description(app)
     return app
 
 
@@ -262,6 +268,16 @@ def _add_settings(app: FastAPI, admin: Admin) -> None:
         ],
     ) -> list[SettingShown]:
         return admin.change_settings({name: _as_text(value) for name, value in changes.items()})
+
+
+def _add_description(app: FastAPI) -> None:
+    """To be called when all other routes have been added."""
+    document = msgspec.json.encode(app.openapi())
+
+    async def describe(request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    app.add_route("/openapi.json", describe, include_in_schema=False)
 
 
 def _as_text(value: str | bool | int | None) -> str:
@@ -428,6 +444,8 @@ class HttpServer:
             http=make,
             proxy_headers=False,  # nobody says for others who they are
             timeout_graceful_shutdown=1,
+            loop="asyncio",  # uvloop, which vLLM installs, accepts all that wait in one turn
+            backlog=_ACCEPTED_IN_A_TURN,  # see _Listener
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="kvkeep-http", daemon=True)
@@ -471,13 +489,23 @@ def _over_tls(make: Any, door: Door) -> Any:
     return make_layer
 
 
+class _Listener(socket.socket):
+    """Keeps a long queue in the kernel. asyncio uses its `backlog` twice: for this queue, and as the
+    number of connections that it accepts in one turn."""
+
+    def listen(self, backlog: int = _QUEUED) -> None:
+        super().listen(_QUEUED)
+
+
 def _listen(address: str) -> socket.socket:
     host, port = split_host(address)
     host = "127.0.0.1" if host == "localhost" else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family)
+        with socket.create_server((host, port), family=family) as bound:
+            listener = _Listener(fileno=bound.detach())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BYTES)  # connections have it from here
+        listener.listen()
         return listener
     except OSError as error:
         raise SettingsError(
