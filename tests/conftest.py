@@ -1,4 +1,11 @@
-"""Fixtures that tests of several folders use: the command line as people run it, and what benchmarks share."""
+"""What tests of several folders share: the tiers they run in, the command line as people run it, benchmarks' fixtures.
+
+    make test       --tier quick    within ten minutes: no test of a path in SLOW
+    make test-all   --tier all      all but NIGHTLY; what continuous integration runs
+    make nightly    --tier nightly  everything
+
+Without --tier, pytest runs whatever it was asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +24,49 @@ from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_session import Turns
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+HERE = Path(__file__).parent
+# Beginnings of paths: real servers, several processes, attacks, benchmarks, whole clusters.
+SLOW = (
+    "bench/",
+    "chaos/",
+    "cli/test_demo",
+    "cli/test_serve_containers.py",
+    "e2e/",
+    "lab/",
+    "model/",
+    "traps/",
+    "vllm/test_connector_",
+    "vllm/test_trap_",
+)
+# What stays in `make test` all the same: a hit, a salt and a killed server with one real vLLM engine, and a few of each
+# other kind.
+QUICK = (
+    "e2e/test_engine_oracle.py",
+    "lab/simulation/",
+    "vllm/test_trap_07_a_restart_goes_unnoticed.py",
+    "vllm/test_connector_tenants.py",
+)
+NIGHTLY: tuple[str, ...] = ("chaos/test_real.py",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=("quick", "all", "nightly"), default="nightly", help="see tests/conftest.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.getoption("--tier")
+    left_out = [item for item in items if not _is_in(tier, item.path)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _is_in(tier, item.path)]
+
+
+def _is_in(tier: str, path: Path) -> bool:
+    name = path.relative_to(HERE).as_posix()
+    if tier == "quick":
+        return not name.startswith((*SLOW, *NIGHTLY)) or name.startswith(QUICK)
+    return tier == "nightly" or not name.startswith(NIGHTLY)
 
 
 @pytest.fixture(scope="session")
