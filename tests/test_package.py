@@ -233,7 +233,9 @@ def test_sources_that_cannot_be_had_are_said_loudly_and_leave_nothing(
 
 def test_make_tests_the_contract_and_does_not_fail_where_its_sources_cannot_be_had() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert "\ntest: check\n" in makefile
-    recipe = makefile.partition("\ntest: check\n")[2].partition("\n\n")[0]
-    assert "test-vllm-contract" in recipe
+    for target in ("test-all", "nightly"):
+        assert f"\n{target}: check\n" in makefile
+        recipe = makefile.partition(f"\n{target}: check\n")[2].partition("\n\n")[0]
+        assert "test-vllm-contract" in recipe
+    assert (ROOT / ".ci" / "run").read_text().endswith("make test-all\n")
     assert "test $$code = 75 || exit $$code" in makefile

@@ -21,8 +21,7 @@ class Latency:
     def add(self, microseconds: float) -> None:
         self.counts[bisect_left(LATENCY_BUCKETS_US, microseconds)] += 1
         self.total_us += microseconds
-        if microseconds > self.longest_us:
-            self.longest_us = microseconds
+        self.longest_us = max(self.longest_us, microseconds)
 
 
 @dataclass
