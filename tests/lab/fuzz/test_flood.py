@@ -54,8 +54,8 @@ def bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {name: ("bad_floods", name) for name in ("quiet", "crash", "gone", "leak", "grow", "hang", "never")}
     monkeypatch.setattr(fuzz_flood, "FLOODS", FLOODS | names)
     monkeypatch.setattr(fuzz_flood, "MOST_FINDINGS", 1)
-    told = f"fuzz_flood.FLOODS |= {names!r}; fuzz_flood.HANG_AFTER_S = 1; fuzz_flood.drown"
-    monkeypatch.setattr(fuzz_flood, "_CHILD", fuzz_flood._CHILD.replace("fuzz_flood.drown", told))
+    told = f"flood.FLOODS |= {names!r}; flood.HANG_AFTER_S = 1; flood.drown"
+    monkeypatch.setattr(fuzz_flood, "_CHILD", fuzz_flood._CHILD.replace("flood.drown", told))
 
 
 def outcome(result: FuzzResult) -> tuple[int, int, int]:
