@@ -1,7 +1,7 @@
 """Builds the optional C kernel; everything else about the package is in pyproject.toml.
 
-Without a compiler the build goes on without it, and kvkeep falls back to numpy (docs/decisions/0004-native-copy.md).
-"""
+Without a compiler the build goes on without it, and kvkeep falls back to numpy
+(docs/decisions/0004-native-copy.md)."""
 
 from setuptools import Extension, setup
 

@@ -1,10 +1,10 @@
-"""Are there known vulnerabilities in what is installed? Asks pip-audit, and tells "none" from "nobody could say".
+"""Are there known vulnerabilities in what is installed? Asks pip-audit, and tells "none" from
+"nobody could say".
 
     python .ci/audit.py     exit code 1 for a known vulnerability, 0 otherwise
 
-Without a network, without its database or without pip-audit itself nothing can be known. That is no reason to stop
-work, and none to be silent: it is said loudly, with what to do.
-"""
+Without a network, without its database or without pip-audit itself nothing can be known. That is no
+reason to stop work, and none to be silent: it is said loudly, with what to do."""
 
 from __future__ import annotations
 
@@ -18,9 +18,20 @@ OURS = ("kvkeep", "kvkeep-lab")
 
 
 def main() -> int:
-    command = [sys.executable, "-m", "pip_audit", "--local", "--progress-spinner", "off", "--format", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip_audit",
+        "--local",
+        "--progress-spinner",
+        "off",
+        "--format",
+        "json",
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
         code, lines = verdict(done.stdout, done.stderr)
     except subprocess.TimeoutExpired:
         code, lines = unknown(f"pip-audit did not end within {TIMEOUT_S} s")
@@ -42,7 +53,10 @@ def verdict(stdout: str, stderr: str) -> tuple[int, list[str]]:
     ]
     skipped = [each["name"] for each in packages if "skip_reason" in each]
     if found:
-        return 1, [*found, "audit: raise the lower bound in pyproject.toml above what is vulnerable"]
+        return 1, [
+            *found,
+            "audit: raise the lower bound in pyproject.toml above what is vulnerable",
+        ]
     if skipped or not packages:
         return unknown(
             f"{len(skipped)} of {len(packages)} packages are not in its database: {', '.join(skipped[:5])} ..."

@@ -1,4 +1,5 @@
-"""What tests of several folders share: the tiers they run in, the command line as people run it, benchmarks' fixtures.
+"""What tests of several folders share: the tiers they run in, the command line as people run it,
+benchmarks' fixtures.
 
     make test       --tier quick    within ten minutes: no test of a path in SLOW
     make test-all   --tier all      all but NIGHTLY; what continuous integration runs
@@ -46,8 +47,8 @@ SLOW = (
     "vllm/test_connector_",
     "vllm/test_trap_",
 )
-# What stays in `make test` all the same: a hit, a salt and a killed server with one real vLLM engine, and a few of each
-# other kind.
+# What stays in `make test` all the same: a hit, a salt and a killed server with one real vLLM
+# engine, and a few of each other kind.
 QUICK = (
     "e2e/test_engine_oracle.py",
     "lab/simulation/",
@@ -58,7 +59,12 @@ NIGHTLY: tuple[str, ...] = ("chaos/test_real.py",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=("quick", "all", "nightly"), default="nightly", help="see tests/conftest.py")
+    parser.addoption(
+        "--tier",
+        choices=("quick", "all", "nightly"),
+        default="nightly",
+        help="see tests/conftest.py",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,13 +84,24 @@ def _is_in(tier: str, path: Path) -> bool:
 
 @pytest.fixture(scope="session")
 def kvkeep() -> Run:
-    """`kvkeep(words...)` runs the command with nothing of ours in its environment but what `env` gives."""
+    """`kvkeep(words...)` runs the command with nothing of ours in its environment but what `env`
+    gives."""
 
-    def run(*words: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+    def run(
+        *words: str, stdin: str = "", env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")
+        }
         command = [sys.executable, "-m", "kvkeep.cli.main", *words]
         return subprocess.run(
-            command, input=stdin, env=clean | (env or {}), capture_output=True, text=True, timeout=120, check=False
+            command,
+            input=stdin,
+            env=clean | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
 
     return run
@@ -92,7 +109,8 @@ def kvkeep() -> Run:
 
 @pytest.fixture(scope="session")
 def without_unit() -> Callable[[Mapping[str, Any]], list[str]]:
-    """Names of the figures in a result that people would read without a unit. Targets are shown in sentences."""
+    """Names of the figures in a result that people would read without a unit. Targets are shown in
+    sentences."""
 
     def find(result: Mapping[str, Any], outer: str = "") -> list[str]:
         found: list[str] = []
@@ -102,7 +120,11 @@ def without_unit() -> Callable[[Mapping[str, Any]], list[str]]:
             for each in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(each, Mapping):
                     found += find(each, "" if isinstance(value, list | tuple) else name)
-                elif isinstance(each, int | float) and not isinstance(each, bool) and unit_of(name) is None:
+                elif (
+                    isinstance(each, int | float)
+                    and not isinstance(each, bool)
+                    and unit_of(name) is None
+                ):
                     found.append(f"{outer}.{name}".lstrip("."))
         return found
 

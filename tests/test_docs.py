@@ -1,9 +1,8 @@
 """The reference says all that there is, and nothing that is gone.
 
-What is made from code (settings, options, metrics, messages, routes) must stand in docs/reference row for row as
-written here; `python tests/test_docs.py` prints the rows. What needs words of its own (refusals, bodies of routes) must
-have its row, and no other.
-"""
+What is made from code (settings, options, metrics, messages, routes) must stand in docs/reference
+row for row as written here; `python tests/test_docs.py` prints the rows. What needs words of its
+own (refusals, bodies of routes) must have its row, and no other."""
 
 from __future__ import annotations
 
@@ -66,7 +65,9 @@ def setting_rows() -> list[str]:
 
 def metric_rows() -> list[str]:
     pool = PoolShown(0, 0, 0, 0, 0, "", {}, {})
-    empty = Snapshot(pool, QuotasShown(0, 0, 0, False), [], 0, 0, 0, 0, [], 0, 0, Counters(), True, False)
+    empty = Snapshot(
+        pool, QuotasShown(0, 0, 0, False), [], 0, 0, 0, 0, [], 0, 0, Counters(), True, False
+    )
     suffixes = {"counter": "_total", "info": "_info"}
     rows = []
     for family in families(empty, 0.0):
@@ -81,7 +82,9 @@ def message_rows() -> list[str]:
     rows = []
     for message in (*get_args(messages.Request), *get_args(messages.Reply)):
         fields = ", ".join(f"`{field}`" for field in message.__struct_fields__)
-        rows.append(f"| `{message.__name__}` | {fields} | {' '.join((message.__doc__ or '').split())} |")
+        rows.append(
+            f"| `{message.__name__}` | {fields} | {' '.join((message.__doc__ or '').split())} |"
+        )
     return rows
 
 
@@ -93,10 +96,14 @@ def routes() -> list[APIRoute]:
             return self
 
     nothing: Any = Nothing()
-    return [route for route in make_app(nothing, nothing, nothing).routes if isinstance(route, APIRoute)]
+    return [
+        route for route in make_app(nothing, nothing, nothing).routes if isinstance(route, APIRoute)
+    ]
 
 
-def commands(group: Any = None, words: tuple[str, ...] = ("kvkeep",)) -> Iterator[tuple[tuple[str, ...], Any]]:
+def commands(
+    group: Any = None, words: tuple[str, ...] = ("kvkeep",)
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command with the words that call it; groups are walked."""
     group = group or typer.main.get_command(command_line)
     for name, command in group.commands.items():
@@ -116,12 +123,18 @@ def option_rows(command: Any) -> list[str]:
 
 
 def refusal_codes() -> set[str]:
-    """The first argument of every RequestError and Refused in the source, but for what a false server says in chaos
-    runs."""
+    """The first argument of every RequestError and Refused in the source, but for what a false
+    server says in chaos runs."""
     codes = set(HTTP_CODES)
-    for file in {*(ROOT / "src").rglob("*.py")} - {*(ROOT / "src" / "kvkeep" / "testing").glob("chaos*.py")}:
+    for file in {*(ROOT / "src").rglob("*.py")} - {
+        *(ROOT / "src" / "kvkeep" / "testing").glob("chaos*.py")
+    }:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and node.args and _called(node) in ("RequestError", "Refused"):
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and _called(node) in ("RequestError", "Refused")
+            ):
                 codes |= _codes(node.args[0])
     return codes
 
@@ -142,7 +155,9 @@ def _codes(argument: ast.expr) -> set[str]:
 
 
 def test_tests_that_the_threat_model_names_exist() -> None:
-    named = re.findall(r"`(\w+/test_\w+\.py)`", (ROOT / "docs" / "concepts" / "threat-model.md").read_text())
+    named = re.findall(
+        r"`(\w+/test_\w+\.py)`", (ROOT / "docs" / "concepts" / "threat-model.md").read_text()
+    )
     assert named
     assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
 
@@ -172,7 +187,9 @@ def test_every_route_is_documented() -> None:
 
 
 def test_every_command_and_option_is_documented() -> None:
-    sections = re.split(r"^## `(kvkeep[^`]*)`$", (REFERENCE / "commands.md").read_text(), flags=re.MULTILINE)
+    sections = re.split(
+        r"^## `(kvkeep[^`]*)`$", (REFERENCE / "commands.md").read_text(), flags=re.MULTILINE
+    )
     documented = dict(zip(sections[1::2], sections[2::2], strict=True))
     expected = {" ".join(words): option_rows(command) for words, command in commands()}
     benches = {name for name in expected if name.startswith("kvkeep bench ")}
@@ -184,7 +201,9 @@ def test_every_command_and_option_is_documented() -> None:
         missing = [row for row in rows if row not in text.splitlines()]
         assert not missing, name
         if name not in benches:
-            assert len(re.findall(r"^\| `", text, flags=re.MULTILINE)) == len(rows), f"{name}: a row too many"
+            assert len(re.findall(r"^\| `", text, flags=re.MULTILINE)) == len(rows), (
+                f"{name}: a row too many"
+            )
     for bench in BENCHES:
         assert f"| `{bench}` | {BENCHES[bench].help} |" in documented["kvkeep bench NAME"]
 
@@ -192,10 +211,16 @@ def test_every_command_and_option_is_documented() -> None:
 def test_every_option_of_the_engine_is_documented() -> None:
     rows = [row.split(" | ")[:2] for row in table_rows("engine.md")]
     documented = {cells[0].split("`")[1]: cells[1].strip("`") for cells in rows}
-    options = [each for each in fields(EngineConfig) if each.name not in ("sync_loads", "kv_load_failure_policy")]
+    options = [
+        each
+        for each in fields(EngineConfig)
+        if each.name not in ("sync_loads", "kv_load_failure_policy")
+    ]
     assert {each.name: str(each.default) for each in options}.items() <= documented.items()
     metrics = {each.name for each in fields(RequestMetrics)} | {"ttft_ms"}
-    in_params = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished")} | {*EXTRA_CACHED_TOKENS}
+    in_params = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished")} | {
+        *EXTRA_CACHED_TOKENS
+    }
     in_config = {each.name for each in fields(KVTransferConfig)} | {*KNOWN_KEYS, CPU_BYTES}
     user_facing = {"kv_offloading_size", "kv_offloading_backend", "kv_transfer_config"}
     expected = {each.name for each in options} | metrics | in_params | in_config | user_facing
@@ -204,8 +229,16 @@ def test_every_option_of_the_engine_is_documented() -> None:
 
 # -- vLLM: its connector cannot be imported here, so tables and messages are read from the source
 
-# Which argument is the message. TokensChanged is not among them: the connector catches it, and nobody reads it.
-ERRORS = {"SettingsError": 0, "KVKeepError": 0, "DeviceError": 0, "PoolError": 0, "RequestError": 1, "_refused": 1}
+# Which argument is the message. TokensChanged is not among them: the connector catches it, and
+# nobody reads it.
+ERRORS = {
+    "SettingsError": 0,
+    "KVKeepError": 0,
+    "DeviceError": 0,
+    "PoolError": 0,
+    "RequestError": 1,
+    "_refused": 1,
+}
 VARIES = "…"
 
 
@@ -220,13 +253,14 @@ def table_of(file: str, name: str) -> dict[str, str]:
 
 def vllm_metric_rows() -> list[str]:
     counters, gauges = table_of("vllm/stats.py", "COUNTERS"), table_of("vllm/stats.py", "GAUGES")
-    return [f"| `vllm:kvkeep_{name}_total` | counter | {text} |" for name, text in counters.items()] + [
-        f"| `vllm:kvkeep_{name}` | gauge | {text} |" for name, text in gauges.items()
-    ]
+    return [
+        f"| `vllm:kvkeep_{name}_total` | counter | {text} |" for name, text in counters.items()
+    ] + [f"| `vllm:kvkeep_{name}` | gauge | {text} |" for name, text in gauges.items()]
 
 
 def messages_in(*places: str) -> set[str]:
-    """What the modules below these places say in logs, errors and refusals, with … for what varies."""
+    """What the modules below these places say in logs, errors and refusals, with … for what
+    varies."""
     said = set()
     for place in places:
         path = ROOT / "src" / "kvkeep" / place
@@ -236,7 +270,10 @@ def messages_in(*places: str) -> set[str]:
             for function in functions:
                 if function.name in ("refusal", "trouble"):  # these return their words
                     said |= {
-                        text for node in ast.walk(function) if isinstance(node, ast.Return) for text in _texts(node)
+                        text
+                        for node in ast.walk(function)
+                        if isinstance(node, ast.Return)
+                        for text in _texts(node)
                     }
                 for node in ast.walk(function):
                     if isinstance(node, ast.Call):
@@ -248,7 +285,10 @@ def _said_by(node: ast.Call, scopes: Sequence[ast.AST]) -> set[str]:
     if ast.unparse(node.func).startswith(("log.", "_log.", "self._failed")):
         at, before = 0, ""
     elif _called(node) in ERRORS:
-        at, before = ERRORS[_called(node)], f"layer {VARIES} " if _called(node) == "_refused" else ""
+        at, before = (
+            ERRORS[_called(node)],
+            f"layer {VARIES} " if _called(node) == "_refused" else "",
+        )
     else:
         return set()
     argument: ast.AST | None = node.args[at] if len(node.args) > at else None
@@ -268,7 +308,9 @@ def _said_by(node: ast.Call, scopes: Sequence[ast.AST]) -> set[str]:
 
 def _texts(returned: ast.Return) -> Iterator[str]:
     value = returned.value
-    yield from filter(None, [_template(value.elts[0] if isinstance(value, ast.Tuple) else value)])  # the rest is a hint
+    yield from filter(
+        None, [_template(value.elts[0] if isinstance(value, ast.Tuple) else value)]
+    )  # the rest is a hint
 
 
 def _template(node: ast.AST | None) -> str:
@@ -277,7 +319,9 @@ def _template(node: ast.AST | None) -> str:
         case ast.Constant(value=str(text)):
             return re.sub(r"%[sdr]", VARIES, text)
         case ast.JoinedStr(values=parts):
-            return "".join(_template(part) if isinstance(part, ast.Constant) else VARIES for part in parts)
+            return "".join(
+                _template(part) if isinstance(part, ast.Constant) else VARIES for part in parts
+            )
     return ""
 
 
@@ -300,17 +344,31 @@ VLLM_SPEAKS = (
 
 
 def test_every_message_that_a_user_of_vllm_can_meet_is_explained() -> None:
-    logged = messages_in("client/worker.py", "client/transfer.py", "client/scheduler.py", "connector", "gpu/copier.py")
+    logged = messages_in(
+        "client/worker.py",
+        "client/transfer.py",
+        "client/scheduler.py",
+        "connector",
+        "gpu/copier.py",
+    )
     expected = messages_in(*VLLM_SPEAKS) | {text for text in logged if text.startswith("kvkeep: ")}
     assert len(expected) > 30, "the source was read"
     explained = messages_explained()
-    assert [text for text in sorted(expected) if not any(re.search(says(text), row) for row in explained)] == []
+    assert [
+        text
+        for text in sorted(expected)
+        if not any(re.search(says(text), row) for row in explained)
+    ] == []
 
 
 def test_every_message_that_is_explained_exists() -> None:
     known = messages_in("vllm", "client", "connector", "kv", "gpu")
     known |= messages_in("server/host_memory.py", "server/settings.py", "tiers/memory.py")
-    assert [row for row in messages_explained() if not any(re.fullmatch(says(text), row) for text in known)] == []
+    assert [
+        row
+        for row in messages_explained()
+        if not any(re.fullmatch(says(text), row) for text in known)
+    ] == []
 
 
 def test_messages_are_read_however_they_are_put_together(tmp_path: Path) -> None:
@@ -332,21 +390,36 @@ def test_every_key_and_metric_of_the_vllm_connector_is_documented() -> None:
     rows = table_rows("vllm.md")
     cells = first_cells("vllm.md")
     assert [row for row in rows if row.startswith("| `vllm:")] == vllm_metric_rows()
-    keys = {cell for cell in cells if cell.startswith(("kvkeep.", "lmcache.")) and cell != "kvkeep.vllm"}
+    keys = {
+        cell for cell in cells if cell.startswith(("kvkeep.", "lmcache.")) and cell != "kvkeep.vllm"
+    }
     assert keys == {*KNOWN_KEYS, "lmcache.mp.host", "lmcache.mp.port"}
     hints = {f"kvkeep_{hint}" for hint in ("priority", "ttl_ms", "session_finished")}
     assert {*EXTRA_CACHED_TOKENS} | hints <= set(cells)
-    assert f"`medium` is `{table_of('vllm/events.py', 'MEDIUM')}`" in (REFERENCE / "vllm.md").read_text()
+    assert (
+        f"`medium` is `{table_of('vllm/events.py', 'MEDIUM')}`"
+        in (REFERENCE / "vllm.md").read_text()
+    )
 
 
 def test_the_sketch_for_kubernetes_is_yaml() -> None:
     yaml = pytest.importorskip("yaml")
     text = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
     documents = [
-        each for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) for each in yaml.safe_load_all(block)
+        each
+        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        for each in yaml.safe_load_all(block)
     ]
-    assert [each["kind"] for each in documents] == ["DaemonSet", "Deployment", "Pod", "Certificate", "Certificate"]
-    flags = re.findall(r"--([a-z-]+)", " ".join(re.findall(r"--[a-z-]+=[^\s,\]]+|--log-json", text)))
+    assert [each["kind"] for each in documents] == [
+        "DaemonSet",
+        "Deployment",
+        "Pod",
+        "Certificate",
+        "Certificate",
+    ]
+    flags = re.findall(
+        r"--([a-z-]+)", " ".join(re.findall(r"--[a-z-]+=[^\s,\]]+|--log-json", text))
+    )
     assert {flag.replace("-", "_") for flag in flags} <= set(TABLE)
 
 
@@ -368,14 +441,20 @@ def test_commands_in_samples_exist(document: Path) -> None:
     known = {words[1:]: command for words, command in commands()}
     for line in code_lines(document.read_text()):
         match = re.match(r"(?:\$ )?(?:.*\| )?kvkeep (?!is )(.*)", line)
-        if not match or not re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:printf .*\| |echo .*\| )?kvkeep ", line):
+        if not match or not re.match(
+            r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:printf .*\| |echo .*\| )?kvkeep ", line
+        ):
             continue
         words = shlex.split(match[1], comments=True)
         if words[:1] in (["--version"], ["--help"]):
             continue
         path = next((tuple(words[:n]) for n in (2, 1) if tuple(words[:n]) in known), None)
         assert path is not None, f"{line}: no such command"
-        unknown = [word for word in words[len(path) :] if word.startswith("--") and not has_option(path, word, known)]
+        unknown = [
+            word
+            for word in words[len(path) :]
+            if word.startswith("--") and not has_option(path, word, known)
+        ]
         assert not unknown, f"{line}: {unknown}"
 
 
@@ -424,7 +503,11 @@ def anchors(text: str) -> set[str]:
 
 def test_samples_of_a_command_that_is_gone_are_found(tmp_path: Path) -> None:
     document = tmp_path / "a.md"
-    for bad in ("    kvkeep fly", "```\n$ kvkeep status --nothing\n```", "    kvkeep serve --pool-sise 1GiB"):
+    for bad in (
+        "    kvkeep fly",
+        "```\n$ kvkeep status --nothing\n```",
+        "    kvkeep serve --pool-sise 1GiB",
+    ):
         document.write_text(bad)
         with pytest.raises(AssertionError):
             test_commands_in_samples_exist(document)

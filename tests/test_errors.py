@@ -10,13 +10,19 @@ from kvkeep.errors import KVKeepError, PoolError, UntrustedPool
 
 def classes_below(parent: type) -> set[type]:
     return {parent}.union(
-        *(classes_below(child) for child in parent.__subclasses__() if child.__module__ == errors.__name__)
+        *(
+            classes_below(child)
+            for child in parent.__subclasses__()
+            if child.__module__ == errors.__name__
+        )
     )
 
 
 def test_the_tree_in_the_docstring_names_every_class() -> None:
     drawn = re.findall(r"^[ │├└─]+([A-Z]\w+)", str(errors.__doc__), flags=re.MULTILINE)
-    assert set(drawn) == {each.__name__ for each in classes_below(KVKeepError)} and len(drawn) == len(set(drawn))
+    assert set(drawn) == {each.__name__ for each in classes_below(KVKeepError)} and len(
+        drawn
+    ) == len(set(drawn))
 
 
 def test_an_error_shows_its_hint_on_a_line_of_its_own() -> None:

@@ -1,4 +1,5 @@
-"""What the package is made of: each dependency has a range that was tested and a reason, and audits can fail."""
+"""What the package is made of: each dependency has a range that was tested and a reason, and audits
+can fail."""
 
 from __future__ import annotations
 
@@ -41,17 +42,28 @@ def complaints(requirement: str, installed: str | None, explained: set[str]) -> 
     """What is wrong with a line of pyproject.toml."""
     match = REQUIREMENT.fullmatch(requirement.partition(";")[0])  # after that: where it is wanted
     if match is None:
-        return [f"{requirement}: expected name>=low,<high or name==version: what was not tested is not promised"]
+        return [
+            f"{requirement}: expected name>=low,<high or name==version: what was not tested is not promised"
+        ]
     name, low, high, exact = match.groups()
-    found = [] if name in explained else [f"{name} has no reason in docs/decisions/0002-dependencies.md"]
+    found = (
+        []
+        if name in explained
+        else [f"{name} has no reason in docs/decisions/0002-dependencies.md"]
+    )
     if installed is not None:
-        inside = numbers(low) <= numbers(installed) < numbers(high) if low else numbers(installed) == numbers(exact)
+        inside = (
+            numbers(low) <= numbers(installed) < numbers(high)
+            if low
+            else numbers(installed) == numbers(exact)
+        )
         found += [] if inside else [f"{requirement}: what is tested here is {installed}"]
     return found
 
 
 def installed_version(requirement: str) -> str | None:
-    """None for what some environments are without, such as pip-audit where nothing can be downloaded."""
+    """None for what some environments are without, such as pip-audit where nothing can be
+    downloaded."""
     try:
         return metadata.version(re.split(r"[><=]", requirement)[0])
     except metadata.PackageNotFoundError:
@@ -110,7 +122,11 @@ def said(*packages: dict[str, Any]) -> str:
 
 
 CLEAN = {"name": "a", "version": "1", "vulns": []}
-FLAWED = {"name": "b", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["2"], "description": ""}]}
+FLAWED = {
+    "name": "b",
+    "version": "1",
+    "vulns": [{"id": "CVE-1", "fix_versions": ["2"], "description": ""}],
+}
 SKIPPED = {"name": "c", "skip_reason": "Dependency not found"}
 OURS = {"name": "kvkeep", "skip_reason": "not on an index"}
 
@@ -122,7 +138,10 @@ def test_a_known_vulnerability_fails_whatever_else_could_not_be_known(audit: Any
 
 
 def test_all_known_and_nothing_found_passes_quietly(audit: Any) -> None:
-    assert audit.verdict(said(CLEAN, OURS), "") == (0, ["audit: 1 packages, no known vulnerability"])
+    assert audit.verdict(said(CLEAN, OURS), "") == (
+        0,
+        ["audit: 1 packages, no known vulnerability"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +154,9 @@ def test_all_known_and_nothing_found_passes_quietly(audit: Any) -> None:
         (said(), "", "0 of 0"),
     ],
 )
-def test_what_nobody_could_say_passes_loudly(audit: Any, stdout: str, stderr: str, why: str) -> None:
+def test_what_nobody_could_say_passes_loudly(
+    audit: Any, stdout: str, stderr: str, why: str
+) -> None:
     code, lines = audit.verdict(stdout, stderr)
     assert code == 0 and why in "\n".join(lines)
     assert "NOT AUDITED" in lines[1] and len(lines[0]) >= 80
@@ -146,7 +167,9 @@ def run_audit(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "pip_audit.py").write_text(program)
     command = [sys.executable, str(ROOT / ".ci" / "audit.py")]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_the_command_fails_for_a_known_vulnerability_and_names_it(tmp_path: Path) -> None:
@@ -159,12 +182,17 @@ def test_the_command_fails_for_a_known_vulnerability_and_names_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        ("raise ConnectionError('no route to the database')", "ConnectionError: no route to the database"),
+        (
+            "raise ConnectionError('no route to the database')",
+            "ConnectionError: no route to the database",
+        ),
         (f"print({said(SKIPPED)!r})", "1 of 1 packages are not in its database: c"),
         ("raise SystemExit(1)", "pip-audit said nothing"),
     ],
 )
-def test_the_command_is_loud_where_nothing_could_be_known(tmp_path: Path, program: str, why: str) -> None:
+def test_the_command_is_loud_where_nothing_could_be_known(
+    tmp_path: Path, program: str, why: str
+) -> None:
     done = run_audit(tmp_path, program)
     bar, what, hint, same = done.stdout.splitlines()
     assert done.returncode == 0 and bar == same == "!" * 100
@@ -187,7 +215,9 @@ def test_the_check_that_everybody_runs_has_the_audit_in_it() -> None:
     check = rules.partition("\ncheck:")[2].partition("\n\n")[0]
     audited = rules.partition("\naudit:")[2].partition("\n\n")[0]
     assert re.search(r"^\t@\$\(MAKE\) .*\baudit$", check, re.MULTILINE)
-    assert re.search(r"^\t@\S+/python \.ci/audit\.py$", audited, re.MULTILINE), "its exit code is make's"
+    assert re.search(r"^\t@\S+/python \.ci/audit\.py$", audited, re.MULTILINE), (
+        "its exit code is make's"
+    )
 
 
 # -- the sources of a vLLM release
@@ -215,19 +245,30 @@ def test_modules_and_metadata_are_taken_from_the_wheel_and_nothing_compiled(
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     assert sources.main("9.9.9", str(target)) == 0
     found = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-    assert found == [f"{info}/METADATA", f"{info}/RECORD", f"{info}/WHEEL", "vllm/__init__.py", "vllm/v1/core.py"]
+    assert found == [
+        f"{info}/METADATA",
+        f"{info}/RECORD",
+        f"{info}/WHEEL",
+        "vllm/__init__.py",
+        "vllm/v1/core.py",
+    ]
     assert list(target.parent.iterdir()) == [target], "the wheel is gone"
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     assert sources.main("9.9.9", str(target)) == 0, "what is there is not downloaded again"
 
 
 def test_sources_that_cannot_be_had_are_said_loudly_and_leave_nothing(
-    sources: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sources: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert sources.main("9.9.9", str(tmp_path / "sources")) == sources.CANNOT_BE_HAD == 75
     said = capsys.readouterr().out
-    assert "vLLM 9.9.9 NOT TESTED" in said and "!" * 80 in said and "make test-vllm-contract" in said
+    assert (
+        "vLLM 9.9.9 NOT TESTED" in said and "!" * 80 in said and "make test-vllm-contract" in said
+    )
     assert not list(tmp_path.iterdir())
 
 

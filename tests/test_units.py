@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.units import GIB, KIB, MIB, TIB, format_duration, format_size, parse_duration, parse_size
+from kvkeep.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +39,22 @@ def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "-1", "+1", "1.5", "8XB", "1e9", "1_000", "1,5g", "0x10", "٣", "1" * 30, "8GiB 1MiB", "nan"],
+    [
+        "",
+        "GiB",
+        "-1",
+        "+1",
+        "1.5",
+        "8XB",
+        "1e9",
+        "1_000",
+        "1,5g",
+        "0x10",
+        "٣",
+        "1" * 30,
+        "8GiB 1MiB",
+        "nan",
+    ],
 )
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="a size such as 8GiB"):
@@ -39,7 +63,14 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0B"), (1023, "1023B"), (KIB, "1KiB"), (1536 * MIB, "1.5GiB"), (5 * TIB, "5TiB"), (-MIB, "-1MiB")],
+    [
+        (0, "0B"),
+        (1023, "1023B"),
+        (KIB, "1KiB"),
+        (1536 * MIB, "1.5GiB"),
+        (5 * TIB, "5TiB"),
+        (-MIB, "-1MiB"),
+    ],
 )
 def test_sizes_are_shown_in_the_largest_fitting_unit(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
@@ -74,7 +105,15 @@ def test_a_duration_without_a_known_unit_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0s"), (0.25, "250ms"), (10, "10s"), (90, "1.5m"), (3600, "1h"), (1.2e-5, "12us"), (5e-8, "0.05us")],
+    [
+        (0, "0s"),
+        (0.25, "250ms"),
+        (10, "10s"),
+        (90, "1.5m"),
+        (3600, "1h"),
+        (1.2e-5, "12us"),
+        (5e-8, "0.05us"),
+    ],
 )
 def test_durations_are_shown_in_the_largest_fitting_unit(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

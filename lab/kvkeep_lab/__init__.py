@@ -1,4 +1,5 @@
-"""What kvkeep is developed with and does not ship: simulation, chaos runs, fuzzers, research benchmarks.
+"""What kvkeep is developed with and does not ship: simulation, chaos runs, fuzzers, research
+benchmarks.
 
 simulation/   simulated time, threads, network, server and cache
 chaos/        whole clusters in simulated time, and as real processes, under faults; planted bugs

@@ -12,7 +12,8 @@ __all__ = ["Cache", "__version__", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the client when it is first asked for: importing a part of kvkeep must not load all of it."""
+    """Loads the client when it is first asked for: importing a part of kvkeep must not load all of
+    it."""
     if name in ("Cache", "connect"):
         from kvkeep.client import cache
 

@@ -9,15 +9,16 @@
     ├── RequestError         a request that was understood and refused; travels as an error reply
     └── Unavailable          the server cannot be reached, or did not answer before the deadline
 
-A cache fault never reaches an engine as an exception: the client turns each into a counted miss. These classes are
-for people (command line, admin API, `kvkeep.connect()`, `LLM`), so each carries a hint that says what to do next.
-"""
+A cache fault never reaches an engine as an exception: the client turns each into a counted miss.
+These classes are for people (command line, admin API, `kvkeep.connect()`, `LLM`), so each carries a
+hint that says what to do next."""
 
 from __future__ import annotations
 
 
 class KVKeepError(Exception):
-    """The root of the tree. `hint` is one sentence on the remedy, or empty where the message says it all."""
+    """The root of the tree. `hint` is one sentence on the remedy, or empty where the message says
+    it all."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -49,7 +50,8 @@ class ProtocolError(KVKeepError):
 
 
 class RequestError(KVKeepError):
-    """A request that was understood and refused. `code` is machine-readable, `field` names what was wrong."""
+    """A request that was understood and refused. `code` is machine-readable, `field` names what was
+    wrong."""
 
     def __init__(self, code: str, message: str, *, field: str = "", hint: str = "") -> None:
         super().__init__(message, hint)

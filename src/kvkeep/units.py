@@ -3,10 +3,10 @@
     parse_size("1.5GiB")     -> 1610612736        format_size(1610612736) -> "1.5GiB"
     parse_duration("250ms")  -> 0.25              format_duration(0.25)   -> "250ms"
 
-A letter alone, or with `i` or `iB`, counts in powers of 1024, because memory comes so; `kB`, `MB`, `GB` and
-`TB` count in powers of 1000, because that is what the letters mean. Parsers raise `ValueError` with a text
-that completes the sentence "expected ...", so that each boundary can say which setting or option was wrong.
-"""
+A letter alone, or with `i` or `iB`, counts in powers of 1024, because memory comes so; `kB`, `MB`,
+`GB` and `TB` count in powers of 1000, because that is what the letters mean. Parsers raise
+`ValueError` with a text that completes the sentence "expected ...", so that each boundary can say
+which setting or option was wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.IGNORECA
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `text`. A fraction of a unit is cut to whole bytes; a fraction of a byte is refused."""
+    """Bytes in `text`. A fraction of a unit is cut to whole bytes; a fraction of a byte is
+    refused."""
     number, unit = _split(text, SIZE_FORMAT)
     scale = _SIZE_UNITS.get(unit)
     if scale is None or (scale == 1 and number != int(number)):
@@ -49,7 +50,8 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """`size_bytes` in the largest binary unit that leaves at least one, with two decimals at most."""
+    """`size_bytes` in the largest binary unit that leaves at least one, with two decimals at
+    most."""
     for scale, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= scale:
             return f"{_decimals(size_bytes / scale)}{unit}"
@@ -57,7 +59,8 @@ def format_size(size_bytes: int) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in `text`. The unit is required: a bare number could be read as seconds or as milliseconds."""
+    """Seconds in `text`. The unit is required: a bare number could be read as seconds or as
+    milliseconds."""
     number, unit = _split(text, DURATION_FORMAT)
     if unit not in _DURATION_UNITS:
         raise ValueError(DURATION_FORMAT)

@@ -56,5 +56,12 @@ def test_a_name_is_known_by_its_end_only() -> None:
 
 
 def test_a_figure_without_a_unit_would_be_found(without_unit: Callable[..., list[str]]) -> None:
-    result = {"p50": 1, "name": "a", "ok": True, "rows": [{"blocks": 1, "b": 2}], "ping_us": {"p50": 1}, "c": {"d": 1}}
+    result = {
+        "p50": 1,
+        "name": "a",
+        "ok": True,
+        "rows": [{"blocks": 1, "b": 2}],
+        "ping_us": {"p50": 1},
+        "c": {"d": 1},
+    }
     assert without_unit(result) == ["p50", "b", "c.d"]

@@ -1,4 +1,5 @@
-"""The lookup benchmark runs, and says what it must in the form it must. How fast is not a test's business."""
+"""The lookup benchmark runs, and says what it must in the form it must. How fast is not a test's
+business."""
 
 from __future__ import annotations
 

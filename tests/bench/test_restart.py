@@ -1,4 +1,5 @@
-"""The restart benchmark runs, and says what it must in the form it must. How fast is not a test's business."""
+"""The restart benchmark runs, and says what it must in the form it must. How fast is not a test's
+business."""
 
 from __future__ import annotations
 
@@ -11,10 +12,17 @@ from kvkeep.errors import SettingsError
 from kvkeep.units import MIB
 
 
-def test_all_that_was_ready_is_found_again_and_right(without_unit: Callable[..., list[str]]) -> None:
+def test_all_that_was_ready_is_found_again_and_right(
+    without_unit: Callable[..., list[str]],
+) -> None:
     result = restart.run(bytes=16 * MIB, block_bytes=4096)
     assert (result["blocks"], result["bytes"]) == (4096, 16 * MIB) and without_unit(result) == []
-    assert (result["hit_again"], result["hit_fraction"], result["wrong_bytes"], result["dropped"]) == (4096, 1.0, 0, 0)
+    assert (
+        result["hit_again"],
+        result["hit_fraction"],
+        result["wrong_bytes"],
+        result["dropped"],
+    ) == (4096, 1.0, 0, 0)
     assert min(result["serving_again_s"], result["process_started_s"], result["adoption_s"]) > 0
 
 
@@ -25,7 +33,9 @@ def test_a_wrong_byte_would_be_counted() -> None:
     assert (restart._wrong_bytes(content, content), restart._wrong_bytes(harmed, content)) == (0, 1)
 
 
-@pytest.mark.parametrize(("options", "said"), [({"bytes": 1000}, "not one chain"), ({"block_bytes": 100}, "4096")])
+@pytest.mark.parametrize(
+    ("options", "said"), [({"bytes": 1000}, "not one chain"), ({"block_bytes": 100}, "4096")]
+)
 def test_what_makes_no_sense_is_refused(options: dict[str, int], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         restart.run(**options)

@@ -10,7 +10,9 @@ from kvkeep.bench import transfer
 from kvkeep.errors import SettingsError
 
 
-def test_rows_for_each_direction_size_and_verification(without_unit: Callable[..., list[str]]) -> None:
+def test_rows_for_each_direction_size_and_verification(
+    without_unit: Callable[..., list[str]],
+) -> None:
     result = transfer.run(block_bytes=(64 << 10, 1 << 20), total_bytes=8 << 20, rounds=2)
     assert result["device"] == "cpu" and result["floor_gbps"] > 0
     assert [(row["direction"], row["block_bytes"], row["verify"]) for row in result["rows"]] == [
@@ -31,7 +33,13 @@ def test_what_is_of_no_use_on_a_cpu_is_refused() -> None:
 
 
 def test_a_result_as_a_table() -> None:
-    row = {"direction": "store", "block_bytes": 65536, "gbps": 6.5, "fraction_of_floor": 0.64, "verify": True}
+    row = {
+        "direction": "store",
+        "block_bytes": 65536,
+        "gbps": 6.5,
+        "fraction_of_floor": 0.64,
+        "verify": True,
+    }
     text = transfer.table({"device": "cpu", "floor_gbps": 10.0, "rows": [row], "native": True})
     assert text.splitlines() == [
         "device: cpu",

@@ -1,4 +1,5 @@
-"""An engine's own copies go the way they should, one after the other, for as long as something else is copied."""
+"""An engine's own copies go the way they should, one after the other, for as long as something else
+is copied."""
 
 from __future__ import annotations
 

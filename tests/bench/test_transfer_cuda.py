@@ -1,4 +1,5 @@
-"""The transfer benchmark for GPUs, run on a stand-in whose memory is the host's, and on a GPU where there is one."""
+"""The transfer benchmark for GPUs, run on a stand-in whose memory is the host's, and on a GPU where
+there is one."""
 
 from __future__ import annotations
 
@@ -51,13 +52,26 @@ def check(result: dict[str, Any], geometries: tuple[str, ...], rounds: int) -> N
     assert [(row["geometry"], row["verify"], row["direction"]) for row in result["rows"]] == [
         (*case, way) for case in cases for way in DIRECTIONS
     ]
-    assert all(row["gbps"] > 0 and row["floor_gbps"] > 0 and row["fraction_of_floor"] > 0 for row in result["rows"])
+    assert all(
+        row["gbps"] > 0 and row["floor_gbps"] > 0 and row["fraction_of_floor"] > 0
+        for row in result["rows"]
+    )
     assert [(row["geometry"], row["verify"]) for row in result["latency"]] == cases
     assert all(0 < row["lookup_ms"] < row["ms"] for row in result["latency"])
-    own = [(row["geometry"], row["verify"], row["computes"], row["direction"]) for row in result["own_copies"]]
-    assert own == [(*case, computes, way) for case in cases for computes in (False, True) for way in ONE_WAY]
-    assert all(row["gbps"] and row["samples"] and 0 < row["p50_ms"] <= row["most_ms"] for row in result["own_copies"])
-    assert all(row["registered"] for row in result["warm_up"]) and len(result["warm_up"]) == len(cases)
+    own = [
+        (row["geometry"], row["verify"], row["computes"], row["direction"])
+        for row in result["own_copies"]
+    ]
+    assert own == [
+        (*case, computes, way) for case in cases for computes in (False, True) for way in ONE_WAY
+    ]
+    assert all(
+        row["gbps"] and row["samples"] and 0 < row["p50_ms"] <= row["most_ms"]
+        for row in result["own_copies"]
+    )
+    assert all(row["registered"] for row in result["warm_up"]) and len(result["warm_up"]) == len(
+        cases
+    )
     assert len(result["verification"]) == len(geometries) * len(DIRECTIONS)
     assert result["rounds"] == rounds and result["floor_gbps"] > 0 and result["gpu"]
     assert len(transfer_cuda.verdicts(result)) == 2 * len(geometries) * len(DIRECTIONS)
@@ -107,7 +121,10 @@ def made_up() -> Measured:
     floors = [1.0, 4.0, 2.0]
     rates = dict(zip(DIRECTIONS, (1.0, 0.8, 0.5), strict=True))
     return Measured(
-        {way: Samples([floor / rate for floor in floors], list(floors)) for way, rate in rates.items()},
+        {
+            way: Samples([floor / rate for floor in floors], list(floors))
+            for way, rate in rates.items()
+        },
         [0.002, 0.004, 0.003],
         [0.001, 0.001, 0.002],
     )
@@ -136,12 +153,27 @@ def test_both_directions_count_both_ways() -> None:
 
 def test_targets_and_what_is_said_of_them() -> None:
     def row(way: str, verify: bool, fraction: float) -> dict[str, Any]:
-        return {"geometry": "llama-8b", "direction": way, "verify": verify, "fraction_of_floor": fraction}
+        return {
+            "geometry": "llama-8b",
+            "direction": way,
+            "verify": verify,
+            "fraction_of_floor": fraction,
+        }
 
-    rows = [row("store", False, 1.0), row("store", True, 0.98), row("both", False, 0.92), row("both", True, 0.88)]
+    rows = [
+        row("store", False, 1.0),
+        row("store", True, 0.98),
+        row("both", False, 0.92),
+        row("both", True, 0.88),
+    ]
     costs = transfer_cuda.verification_costs(rows)
     assert [each["cost"] for each in costs] == [0.02, 0.043]
-    assert transfer_cuda.verification_costs([row("load", False, 0.0), row("load", True, 0.0)])[0]["cost"] == 1.0
+    assert (
+        transfer_cuda.verification_costs([row("load", False, 0.0), row("load", True, 0.0)])[0][
+            "cost"
+        ]
+        == 1.0
+    )
     result = {"rows": rows, "verification": costs, "targets": transfer_cuda.targets(["llama-8b"])}
     assert transfer_cuda.verdicts(result) == [
         "target met: llama-8b, store, verified: 98.0% of the floor, at least 97% is wanted",
@@ -168,7 +200,9 @@ def test_options_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_nothing_to_measure() -> None:
-    with pytest.raises(SettingsError, match="--device cuda is not here: torch finds 0 CUDA devices"):
+    with pytest.raises(
+        SettingsError, match="--device cuda is not here: torch finds 0 CUDA devices"
+    ):
         transfer.run(device="cuda")
 
 

@@ -40,7 +40,9 @@ def test_a_device_that_is_none_is_refused() -> None:
 
 def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="--device cuda is not here: torch finds 0 CUDA devices") as caught:
+    with pytest.raises(
+        SettingsError, match="--device cuda is not here: torch finds 0 CUDA devices"
+    ) as caught:
         check_device("cuda")
     assert "leave out --device" in caught.value.hint
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -54,7 +56,10 @@ def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_each_way_copies_the_bytes_asked_for_and_no_more() -> None:
     gpu = HostGpu()
     floor = PlainCopy(gpu, 100)
-    for way, to, source in (("store", floor._host, floor._device), ("load", floor._device, floor._host)):
+    for way, to, source in (
+        ("store", floor._host, floor._device),
+        ("load", floor._device, floor._host),
+    ):
         source[way].fill_(7)
         assert floor.seconds(way, 60) > 0
         assert to[way][:60].eq(7).all() and to[way][60:].eq(1).all()
@@ -85,6 +90,8 @@ def test_a_gpu_copies() -> None:
 def test_the_rate_is_that_of_the_middle_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([0.5, 9.0, 0.1, 0.2, 0.4])
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(PlainCopy, "seconds", lambda self, way, nbytes: (asked.append((way, nbytes)), next(took))[1])
+    monkeypatch.setattr(
+        PlainCopy, "seconds", lambda self, way, nbytes: (asked.append((way, nbytes)), next(took))[1]
+    )
     assert load_gbps(HostGpu(), 4_000_000) == pytest.approx(0.01)
     assert asked == [("load", 4_000_000)] * 5

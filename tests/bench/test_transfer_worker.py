@@ -46,7 +46,9 @@ def test_what_is_stored_is_loaded_alone_and_both_at_once(server: ServerProcess) 
 
 
 def test_what_does_not_come_through_whole_has_no_time(server: ServerProcess) -> None:
-    with closing(EngineSide(server.address, engine_memory(), 2 * LAYER_BYTES, True, 0.0002)) as side:
+    with closing(
+        EngineSide(server.address, engine_memory(), 2 * LAYER_BYTES, True, 0.0002)
+    ) as side:
         keys = os.urandom(BLOCKS * KEY_BYTES)
         with pytest.raises(Unavailable, match="0 of 8 blocks found"):
             side.load(keys, FIRST)

@@ -1,4 +1,5 @@
-"""The vLLM benchmark measures what it says, and says it in the form it must. vLLM itself is a stub here."""
+"""The vLLM benchmark measures what it says, and says it in the form it must. vLLM itself is a stub
+here."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from kvkeep.bench.vllm_setup import Connector, ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.units import GIB
 
-ROW = ["connector", "prompt_tokens", "cold_ms", "local_hit_ms", "external_hit_ms", "cached_tokens", "same_tokens"]
+ROW = [
+    "connector",
+    "prompt_tokens",
+    "cold_ms",
+    "local_hit_ms",
+    "external_hit_ms",
+    "cached_tokens",
+    "same_tokens",
+]
 ROW += ["samples_ms"]
 MODEL = ServedModel("nowhere", "a stub", "cpu", vocab_size=1000, kv_token_bytes=1024)
 Run = Callable[..., dict[str, Any]]
@@ -90,7 +99,11 @@ def make(
 
 def test_on_a_cpu_engines_take_turns(installed: set[str]) -> None:
     plan = make()
-    assert (plan.device, plan.prompt_tokens, plan.connectors) == ("cpu", (2000,), ("none", "kvkeep"))
+    assert (plan.device, plan.prompt_tokens, plan.connectors) == (
+        "cpu",
+        (2000,),
+        ("none", "kvkeep"),
+    )
     assert plan.left_out == {"lmcache": "not installed", "native": "needs a GPU"}
     assert plan.groups == [("none", "kvkeep")]
     installed.add("lmcache")
@@ -102,7 +115,9 @@ def test_on_a_gpu_they_take_turns_or_come_one_after_the_other(
 ) -> None:
     monkeypatch.setattr(vllm_session, "find_device", lambda device: "cuda")
     plan = make("auto")
-    assert plan.prompt_tokens == (2000, 8000, 32000) and plan.left_out == {"lmcache": "not installed"}
+    assert plan.prompt_tokens == (2000, 8000, 32000) and plan.left_out == {
+        "lmcache": "not installed"
+    }
     assert plan.groups == [("none", "kvkeep", "native")]
     assert make("auto", interleave=False).groups == [("none",), ("kvkeep",), ("native",)]
 
@@ -146,7 +161,9 @@ def test_with_graphs_a_hit_is_one_launch_whoever_found_it(
     assert len(made) == 2 and not any(each["enforce_eager"] for each in made)
     for each in made:
         sizes = each["compilation_config"]["cudagraph_capture_sizes"]
-        assert {1, MODEL.block_tokens} <= set(sizes), "what is left where all is found, and where all but a block is"
+        assert {1, MODEL.block_tokens} <= set(sizes), (
+            "what is left where all is found, and where all but a block is"
+        )
         assert max(sizes) > 2000 % 256, "LMCache finds whole chunks of 256 tokens"
 
 
@@ -173,7 +190,11 @@ def test_rows_have_these_names_and_all_is_measured(run: Run, settled: list[int])
         assert (row["external_hit_ms"] is None) == (row["connector"] == "none")
         counts = {case: len(samples) for case, samples in row["samples_ms"].items()}
         assert counts == {"cold": 2, "local": 2, "external": 0 if row["connector"] == "none" else 2}
-    assert result["repeats"] == 2 and result["interleaved"] is True and result["targets"] == vllm.TARGETS["cpu"]
+    assert (
+        result["repeats"] == 2
+        and result["interleaved"] is True
+        and result["targets"] == vllm.TARGETS["cpu"]
+    )
     # Both engines, a round to warm up and two that count.
     assert settled == [100] * 6 + [200] * 6
     assert [each["connector"] for each in result["ratios"]] == ["kvkeep"] * 2
@@ -183,12 +204,16 @@ def test_engines_take_turns_in_changing_order(run: Run, monkeypatch: pytest.Monk
     order: list[tuple[str, str]] = []
     case = Bench._case
     monkeypatch.setattr(
-        Bench, "_case", lambda self, *asked: (order.append((asked[0].engine.name, asked[1])), case(self, *asked))
+        Bench,
+        "_case",
+        lambda self, *asked: (order.append((asked[0].engine.name, asked[1])), case(self, *asked)),
     )
     run(device="cpu", prompt_tokens="100", repeats=1)
     names = ["none", "kvkeep"]
     warm_up = [(name, at) for at in ("cold", "local", "external") for name in names]
-    assert order == warm_up + [(name, at) for at in ("cold", "local", "external") for name in reversed(names)]
+    assert order == warm_up + [
+        (name, at) for at in ("cold", "local", "external") for name in reversed(names)
+    ]
 
 
 def test_hits_follow_each_other_several_times_where_they_are_soon_over(
@@ -215,44 +240,66 @@ def test_on_a_gpu_without_room_for_all_engines_come_one_after_the_other(
     asked = {"device": "auto", "prompt_tokens": "100", "repeats": 1, "connectors": "kvkeep"}
     ready = "waiting until their pools are as fast as they will be"
     for gpu_bytes, interleave, together in ((12, True, True), (6, True, False), (12, False, False)):
-        monkeypatch.setattr(FreeMemory, "find", lambda free=gpu_bytes: FreeMemory(free * GIB, 8 * GIB, 8 * GIB))
+        monkeypatch.setattr(
+            FreeMemory, "find", lambda free=gpu_bytes: FreeMemory(free * GIB, 8 * GIB, 8 * GIB)
+        )
         result = run(**asked, interleave=interleave)
-        assert result["interleaved"] is together and [row["connector"] for row in result["rows"]] == ["none", "kvkeep"]
+        assert result["interleaved"] is together and [
+            row["connector"] for row in result["rows"]
+        ] == ["none", "kvkeep"]
         said = capsys.readouterr().err.splitlines()
         assert said.count(ready) == (1 if together else 2), "so many groups of engines"
-        assert any(line.startswith("2 engines at a time do not fit, so") for line in said) == (gpu_bytes == 6)
+        assert any(line.startswith("2 engines at a time do not fit, so") for line in said) == (
+            gpu_bytes == 6
+        )
 
 
-def test_short_prompts_are_cold_several_times_and_each_after_a_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_are_cold_several_times_and_each_after_a_rest(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm, "_MORE_COLD", {"cpu": 2})
     monkeypatch.setattr(vllm, "_REST_S", {"cpu": 0.125})
     monkeypatch.setattr(vllm, "_SHORT_TOKENS", 200)
     rests: list[float] = []
     sleep = time.sleep
     monkeypatch.setattr(
-        vllm.time, "sleep", lambda seconds: rests.append(seconds) if seconds == 0.125 else sleep(seconds)
+        vllm.time,
+        "sleep",
+        lambda seconds: rests.append(seconds) if seconds == 0.125 else sleep(seconds),
     )
     asked: list[tuple[str, str, list[int]]] = []
     case = Bench._case
     monkeypatch.setattr(
         Bench,
         "_case",
-        lambda self, *each: (asked.append((each[0].engine.name, each[1], each[2])), case(self, *each)),
+        lambda self, *each: (
+            asked.append((each[0].engine.name, each[1], each[2])),
+            case(self, *each),
+        ),
     )
     result = run(device="cpu", prompt_tokens="100,200", repeats=2)
     counts = [len(row["samples_ms"]["cold"]) for row in result["rows"]]
-    assert counts == [6, 6, 2, 2] and all(len(row["samples_ms"]["local"]) == 2 for row in result["rows"])
+    assert counts == [6, 6, 2, 2] and all(
+        len(row["samples_ms"]["local"]) == 2 for row in result["rows"]
+    )
     assert len(rests) == 2 * (1 + 6 + 1 + 2), "of both engines, with the rounds that warm up"
-    cold = {name: [prompt for who, at, prompt in asked if (who, at) == (name, "cold")] for name in ("none", "kvkeep")}
+    cold = {
+        name: [prompt for who, at, prompt in asked if (who, at) == (name, "cold")]
+        for name in ("none", "kvkeep")
+    }
     assert cold["none"] == cold["kvkeep"], "the same prompts"
-    assert len({tuple(prompt) for prompt in cold["none"]}) == len(cold["none"]), "and each of them once"
+    assert len({tuple(prompt) for prompt in cold["none"]}) == len(cold["none"]), (
+        "and each of them once"
+    )
     firsts = [name for name, at, _ in asked if at == "cold"][2::2]
     assert firsts[:3] in (["none", "kvkeep", "none"], ["kvkeep", "none", "kvkeep"])
 
 
 def test_an_engine_works_in_its_own_turn_only(run: Run, worked: list[tuple[str, Any]]) -> None:
     run(device="cpu", prompt_tokens="100", repeats=1)
-    assert {name for name, _ in worked} == {"none", "kvkeep"} and all(name == whose for name, whose in worked)
+    assert {name for name, _ in worked} == {"none", "kvkeep"} and all(
+        name == whose for name, whose in worked
+    )
 
 
 def test_other_tokens_are_seen(run: Run, behaviour: dict[str, str]) -> None:
@@ -263,18 +310,24 @@ def test_other_tokens_are_seen(run: Run, behaviour: dict[str, str]) -> None:
 
 def test_a_cold_prompt_that_is_found_is_none(run: Run, behaviour: dict[str, str]) -> None:
     behaviour["kvkeep"] = "finds all"
-    with pytest.raises(AssertionError, match="kvkeep: 96 tokens of a prompt that nobody sent before"):
+    with pytest.raises(
+        AssertionError, match="kvkeep: 96 tokens of a prompt that nobody sent before"
+    ):
         run(device="cpu", prompt_tokens="100", repeats=1)
 
 
 @pytest.mark.parametrize("wrong", ["no server", "no start", "dies"])
-def test_a_peer_that_fails_is_left_out(run: Run, installed: set[str], behaviour: dict[str, str], wrong: str) -> None:
+def test_a_peer_that_fails_is_left_out(
+    run: Run, installed: set[str], behaviour: dict[str, str], wrong: str
+) -> None:
     installed.add("lmcache")
     behaviour["lmcache"] = wrong
     result = run(device="cpu", prompt_tokens="100", repeats=1)
     assert [row["connector"] for row in result["rows"]] == ["none", "kvkeep"]
     assert set(result["left_out"]) == {"native", "lmcache"}
-    assert result["left_out"]["lmcache"].startswith(("its server", "vLLM with connector lmcache ended"))
+    assert result["left_out"]["lmcache"].startswith(
+        ("its server", "vLLM with connector lmcache ended")
+    )
     with pytest.raises(KVKeepError):
         run(device="cpu", prompt_tokens="100", repeats=1, connectors="lmcache")
 
@@ -298,19 +351,26 @@ def test_a_signal_ends_it_in_order(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def bench(none_ms: float, kvkeep_ms: float, external_ms: float, cached: int = 1984) -> Bench:
-    plan = Plan("cpu", (2000,), ("none", "kvkeep"), 1, True, False, {"native": "needs a GPU\nand more"})
+    plan = Plan(
+        "cpu", (2000,), ("none", "kvkeep"), 1, True, False, {"native": "needs a GPU\nand more"}
+    )
     done = Bench(plan, MODEL, "0.0.stub")
     for name, cold, external in (("none", none_ms, []), ("kvkeep", kvkeep_ms, [external_ms])):
         tokens = [[1, 2]] * 3
         found = [cached] * len(external)
-        done.samples[name, 2000] = vllm.Samples({"cold": [cold], "local": [30.0], "external": external}, found, tokens)
+        done.samples[name, 2000] = vllm.Samples(
+            {"cold": [cold], "local": [30.0], "external": external}, found, tokens
+        )
     return done
 
 
 def test_ratios_are_medians_of_the_repeats() -> None:
     done = bench(100.0, 104.0, 20.0)
     done.samples["none", 2000].ms["cold"] = [100.0, 200.0, 400.0]
-    done.samples["kvkeep", 2000].ms |= {"cold": [110.0, 204.0, 400.0], "external": [10.0, 51.0, 200.0]}
+    done.samples["kvkeep", 2000].ms |= {
+        "cold": [110.0, 204.0, 400.0],
+        "external": [10.0, 51.0, 200.0],
+    }
     for name in ("none", "kvkeep"):
         done.samples[name, 2000].ms["local"] = [30.0] * 3
     done.samples["kvkeep", 2000].cached_tokens = [1984, 1952, 1984]
@@ -326,14 +386,27 @@ def test_ratios_are_medians_of_the_repeats() -> None:
     assert result["rows"][1]["cold_ms"] == 204.0 and result["rows"][1]["cached_tokens"] == 1952
     done.samples["kvkeep", 2000].ms["external"] = [10.04, 51.06, 200.0]
     samples = done.result()["rows"][1]["samples_ms"]
-    assert samples == {"cold": [110.0, 204.0, 400.0], "local": [30.0] * 3, "external": [10.0, 51.1, 200.0]}
+    assert samples == {
+        "cold": [110.0, 204.0, 400.0],
+        "local": [30.0] * 3,
+        "external": [10.0, 51.1, 200.0],
+    }
 
 
 def test_the_table_says_all_and_whether_targets_are_met() -> None:
     shown = vllm.table(bench(100.0, 105.0, 35.0).result())
-    assert "a stub" in shown and "left out: native: needs a GPU" in shown and "and more" not in shown
-    rows = [" ".join(line.split()) for line in shown.splitlines() if line.split()[:1] in (["none"], ["kvkeep"])]
-    assert rows == ["none 2,000 100 ms - 30 ms - - - 0 yes", "kvkeep 2,000 105 ms 1.05× 30 ms 1× 35 ms 3× 1,984 yes"]
+    assert (
+        "a stub" in shown and "left out: native: needs a GPU" in shown and "and more" not in shown
+    )
+    rows = [
+        " ".join(line.split())
+        for line in shown.splitlines()
+        if line.split()[:1] in (["none"], ["kvkeep"])
+    ]
+    assert rows == [
+        "none 2,000 100 ms - 30 ms - - - 0 yes",
+        "kvkeep 2,000 105 ms 1.05× 30 ms 1× 35 ms 3× 1,984 yes",
+    ]
     assert shown.count("target met") == 3
     missed = vllm.table(bench(100.0, 105.1, 35.1, cached=1983).result())
     assert missed.count("target MISSED") == 3 and "target met" not in missed
@@ -341,7 +414,8 @@ def test_the_table_says_all_and_whether_targets_are_met() -> None:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], dict[str, Any]]:
-    """The result with a bus of 0.1024 GB/s, which takes 20 ms for 2,000 tokens of 1 KiB: the floor is 50 ms."""
+    """The result with a bus of 0.1024 GB/s, which takes 20 ms for 2,000 tokens of 1 KiB: the floor
+    is 50 ms."""
     monkeypatch.setattr(vllm, "gpu_name", lambda: "Some GPU")
 
     def make(kvkeep_ms: float, external_ms: float) -> dict[str, Any]:
@@ -357,7 +431,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], dict[s
 def test_on_a_gpu_a_hit_is_compared_with_its_floor_and_with_peers(on_a_gpu: Any) -> None:
     result = on_a_gpu(102.0, 60.0)
     assert (result["gpu"], result["device"], result["floor_gbps"]) == ("Some GPU", "cuda", 0.1)
-    assert [(each["floor_ms"], each["floor_ratio"]) for each in result["ratios"]] == [(50.0, 1.2), (50.0, 1.21)]
+    assert [(each["floor_ms"], each["floor_ratio"]) for each in result["ratios"]] == [
+        (50.0, 1.2),
+        (50.0, 1.21),
+    ]
     shown = vllm.table(result)
     assert shown.count("target met") == 4 and "MISSED" not in shown
     assert "60 ms, less than the 60.5 of native is wanted" in shown and "1.2×" in shown

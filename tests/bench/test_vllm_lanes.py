@@ -1,4 +1,5 @@
-"""Lanes keep to their number and their pace, and times are those of tokens. The engine is scripted, and so is time."""
+"""Lanes keep to their number and their pace, and times are those of tokens. The engine is scripted,
+and so is time."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine(monkeypatch)
 
 
-def serve(engine: Engine, *lanes: Lane, seconds: float = 1000.0, finish: bool = True) -> dict[str, Any]:
+def serve(
+    engine: Engine, *lanes: Lane, seconds: float = 1000.0, finish: bool = True
+) -> dict[str, Any]:
     return serve_lanes(engine, lambda max_tokens: max_tokens, lanes, seconds, finish=finish)
 
 
@@ -81,25 +84,40 @@ def test_so_many_are_under_way_at_a_time(engine: Engine) -> None:
     assert said["seconds"] == pytest.approx(1.2)
     assert (lane["begun"], lane["done"], lane["failed"]) == (6, 6, 0)
     assert (lane["prompt_tokens"], lane["tokens"], lane["cached_tokens"]) == (60, 18, 30)
-    assert lane["ttft_ms"] == pytest.approx({"samples": 6, "mean": 200.0, "p50": 200.0, "p99": 200.0})
-    assert lane["itl_ms"] == pytest.approx({"samples": 12, "mean": 100.0, "p50": 100.0, "p99": 100.0})
+    assert lane["ttft_ms"] == pytest.approx(
+        {"samples": 6, "mean": 200.0, "p50": 200.0, "p99": 200.0}
+    )
+    assert lane["itl_ms"] == pytest.approx(
+        {"samples": 12, "mean": 100.0, "p50": 100.0, "p99": 100.0}
+    )
     assert lane["answers"]["4"] == digest([4, 5, 6]) and len(set(lane["answers"].values())) == 6
 
 
 def test_when_time_is_over_those_under_way_are_finished(engine: Engine) -> None:
     said = serve(engine, Lane([[at] for at in range(9)], [5] * 9, at_a_time=2), seconds=0.7)
-    assert said["lanes"][0]["begun"] == said["lanes"][0]["done"] == 4 and said["seconds"] == pytest.approx(1.2)
+    assert said["lanes"][0]["begun"] == said["lanes"][0]["done"] == 4 and said[
+        "seconds"
+    ] == pytest.approx(1.2)
 
 
 def test_others_arrive_at_a_pace_and_what_they_delay_is_seen(engine: Engine) -> None:
-    decoding, arriving = Lane([[1]] * 4, [1000] * 4, at_a_time=2), Lane([[2] * 8] * 9, [1] * 9, every_s=1.0)
+    decoding, arriving = (
+        Lane([[1]] * 4, [1000] * 4, at_a_time=2),
+        Lane([[2] * 8] * 9, [1] * 9, every_s=1.0),
+    )
     said = serve(engine, decoding, arriving, seconds=5.0, finish=False)
     slow, large = said["lanes"]
-    assert [engine.begun[f"1.{at}"] for at in range(4)] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=STEP_S + 1e-6)
+    assert [engine.begun[f"1.{at}"] for at in range(4)] == pytest.approx(
+        [1.0, 2.0, 3.0, 4.0], abs=STEP_S + 1e-6
+    )
     assert (large["done"], large["itl_ms"]["samples"]) == (4, 0)
-    assert slow["itl_ms"]["p50"] == pytest.approx(100.0) and slow["itl_ms"]["p99"] == pytest.approx(200.0)
+    assert slow["itl_ms"]["p50"] == pytest.approx(100.0) and slow["itl_ms"]["p99"] == pytest.approx(
+        200.0
+    )
     alone = slow["itl_decode_ms"]
-    assert alone["p50"] == alone["p99"] == pytest.approx(100.0), "no prompt was computed between those"
+    assert alone["p50"] == alone["p99"] == pytest.approx(100.0), (
+        "no prompt was computed between those"
+    )
     assert alone["samples"] == slow["itl_ms"]["samples"] - 8, "two requests, four prompts"
     assert slow["done"] == 0 and slow["answers"] == {} and sorted(engine.aborted) == ["0.0", "0.1"]
 

@@ -35,14 +35,24 @@ def model(tmp_path: Path) -> ServedModel:
     ],
 )
 def test_engines_fit_together_if_each_holds_a_prompt_and_all_have_pools(
-    model: ServedModel, free: FreeMemory, longest_prompt: int, fit: bool, capsys: pytest.CaptureFixture[str]
+    model: ServedModel,
+    free: FreeMemory,
+    longest_prompt: int,
+    fit: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert fit_together(model, longest_prompt, EVERYBODY, 12 * GIB, free) is fit
     said = capsys.readouterr().err
-    assert not said if fit else said.startswith("4 engines at a time do not fit, so they come one after the other: ")
+    assert (
+        not said
+        if fit
+        else said.startswith("4 engines at a time do not fit, so they come one after the other: ")
+    )
 
 
-def test_of_one_engine_nothing_is_said(model: ServedModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_one_engine_nothing_is_said(
+    model: ServedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert not fit_together(model, 32_000, (NONE,), 0, FreeMemory(8 * GIB, 8 * GIB, 8 * GIB))
     assert not capsys.readouterr().err
 
@@ -56,7 +66,9 @@ def test_one_engine_more_may_be_too_many(model: ServedModel) -> None:
     assert not fit_together(model, 32_001, EVERYBODY[:3], 0, free)
 
 
-def test_another_process_asks_how_much_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_asks_how_much_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(vllm_memory, "available_bytes", lambda: 7)
     torch = tmp_path / "torch.py"

@@ -1,4 +1,5 @@
-"""An engine process answers, ends with all that it started, and says what went wrong. vLLM is a stub here."""
+"""An engine process answers, ends with all that it started, and says what went wrong. vLLM is a
+stub here."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def _alive(pid: int) -> bool:
 
 
 def test_an_engine_that_cannot_start_says_why(around: dict[str, str]) -> None:
-    with pytest.raises(KVKeepError, match=r"(?s)connector some ended. It said:.*this engine cannot start"):
+    with pytest.raises(
+        KVKeepError, match=r"(?s)connector some ended. It said:.*this engine cannot start"
+    ):
         engine(around, behaviour="no start").__enter__()
 
 
@@ -83,7 +86,9 @@ def test_an_engine_that_dies_says_its_last_word(around: dict[str, str]) -> None:
         running.ask(PROMPT)
 
 
-def test_an_engine_that_falls_silent_is_given_up(around: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_falls_silent_is_given_up(
+    around: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_run, "_ANSWER_WITHIN_S", 0.1)
     monkeypatch.setattr(vllm_run, "_GIVE_UP_WITHIN_S", 0.1)
     running = engine(around, behaviour="silent")
@@ -91,7 +96,9 @@ def test_an_engine_that_falls_silent_is_given_up(around: dict[str, str], monkeyp
         running.ask(PROMPT)
 
 
-def test_a_cache_that_cannot_be_dropped_is_given_up(around: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_dropped_is_given_up(
+    around: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_run, "_DROP_WITHIN_S", 0.1)
     running = engine(around, behaviour="busy")
     with pytest.raises(KVKeepError, match=r"could not drop its prefix cache within 0.1 s"), running:
@@ -105,7 +112,11 @@ def test_a_stream_is_served_until_time_is_over_and_all_are_done(around: dict[str
         rest = running.serve(prompts[:6], 4, 60.0, 2)
     begun = served["begun"]
     assert 4 <= begun < 200 and set(served["answers"]) == {str(at) for at in range(begun)}
-    assert served["answers"]["3"] == digest([120, 121]) and served["tokens"] == 2 * begun and served["seconds"] >= 0.3
+    assert (
+        served["answers"]["3"] == digest([120, 121])
+        and served["tokens"] == 2 * begun
+        and served["seconds"] >= 0.3
+    )
     assert served["failed"] == (begun > 13)
     assert rest["begun"] == len(rest["answers"]) == 6 and rest["seconds"] < 60
 
@@ -116,7 +127,9 @@ def test_lanes_are_served_together_and_the_rest_is_aborted(around: dict[str, str
     with engine(around) as running:
         said = running.load([decoding, arriving], 0.5, finish=False)
         assert running.ask(PROMPT, 2).tokens, "it goes on"
-    assert [each["begun"] for each in said["lanes"]] == [2, 3] and [each["done"] for each in said["lanes"]] == [0, 3]
+    assert [each["begun"] for each in said["lanes"]] == [2, 3] and [
+        each["done"] for each in said["lanes"]
+    ] == [0, 3]
     assert said["lanes"][0]["itl_ms"]["samples"] > 20 and said["seconds"] >= 0.5
 
 
@@ -126,7 +139,9 @@ def test_what_goes_on_behind_an_engines_start_is_waited_for(
     monkeypatch.setattr(vllm_run, "_READY_WITHIN_S", 0.1)
     arguments = {"block_size": 32, "behaviour": "ready later"}
     with EngineProcess("some", arguments, around, ready_when="all is ready") as running:
-        with pytest.raises(KVKeepError, match=r"(?s)is not ready after 0.1 s. It said:.*a greeting"):
+        with pytest.raises(
+            KVKeepError, match=r"(?s)is not ready after 0.1 s. It said:.*a greeting"
+        ):
             running.wait_until_ready()
         monkeypatch.setattr(vllm_run, "_READY_WITHIN_S", 60)
         running.wait_until_ready()

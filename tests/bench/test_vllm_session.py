@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from kvkeep.bench import vllm_session
-from kvkeep.bench.vllm_session import SILENT_AFTER_S, Choice, Turns, cell, draw, median, median_ratio, rounded, verdict
+from kvkeep.bench.vllm_session import (
+    SILENT_AFTER_S,
+    Choice,
+    Turns,
+    cell,
+    draw,
+    median,
+    median_ratio,
+    rounded,
+    verdict,
+)
 from kvkeep.errors import SettingsError
 
 
@@ -41,13 +51,17 @@ def test_all_are_compared_with_none(installed: set[str]) -> None:
         ("cpu", "lmcache", "connector lmcache cannot be measured here: not installed"),
     ],
 )
-def test_a_wrong_option_is_named(installed: set[str], device: str, connectors: str, said: str) -> None:
+def test_a_wrong_option_is_named(
+    installed: set[str], device: str, connectors: str, said: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         Choice.make(device, connectors)
     assert said in caught.value.message
 
 
-def test_a_gpu_that_is_not_there_is_missed(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_missed(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -67,7 +81,10 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "some_folder").mkdir()
     (tmp_path / "some_package.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    there = {name: vllm_session.installed(name) for name in ("some_folder", "some_package", "nothing_at_all")}
+    there = {
+        name: vllm_session.installed(name)
+        for name in ("some_folder", "some_package", "nothing_at_all")
+    }
     assert there == {"some_folder": False, "some_package": True, "nothing_at_all": False}
 
 
@@ -112,7 +129,10 @@ def test_an_engine_that_fails_has_had_its_turn(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_on_a_cpu_must_others_be_silent() -> None:
-    assert Turns.on("cpu").silent_after_s == SILENT_AFTER_S > 1 and Turns.on("cuda").silent_after_s == 0
+    assert (
+        Turns.on("cpu").silent_after_s == SILENT_AFTER_S > 1
+        and Turns.on("cuda").silent_after_s == 0
+    )
 
 
 def test_numbers_are_drawn_in_columns() -> None:

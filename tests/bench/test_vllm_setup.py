@@ -38,7 +38,9 @@ MODEL = ServedModel("somewhere", "a model", "cpu", vocab_size=64, kv_token_bytes
 # -- models
 
 
-def test_the_small_model_is_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_small_model_is_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +53,10 @@ def test_the_small_model_is_a_whole_checkpoint(tmp_path: Path, monkeypatch: pyte
     weights = sum(each.numel() for name, each in loaded.named_parameters() if "norm" not in name)
     assert made.weight_bytes == 4 * weights
     assert made.kv_token_bytes == 2 * 2 * 2 * 8 * 4 and made.block_tokens == 32 and not made.dummy
-    assert made.description == "small Llama, random weights, 2 layers, hidden size 32, 0.25 KiB of KV a token, float32"
+    assert (
+        made.description
+        == "small Llama, random weights, 2 layers, hidden size 32, 0.25 KiB of KV a token, float32"
+    )
 
 
 def test_on_a_gpu_only_the_geometry_is_made(tmp_path: Path) -> None:
@@ -64,9 +69,17 @@ def test_on_a_gpu_only_the_geometry_is_made(tmp_path: Path) -> None:
 
 
 def test_a_given_model_is_read(tmp_path: Path) -> None:
-    inner = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
+    inner = {
+        name: value
+        for name, value in TINY.items()
+        if name not in ("head_dim", "num_key_value_heads")
+    }
     (tmp_path / "config.json").write_text(json.dumps({"text_config": inner}))
-    for name, size in (("a-of-2.safetensors", 100), ("b-of-2.safetensors", 23), ("tokenizer.json", 7)):
+    for name, size in (
+        ("a-of-2.safetensors", 100),
+        ("b-of-2.safetensors", 23),
+        ("tokenizer.json", 7),
+    ):
         (tmp_path / name).write_bytes(bytes(size))
     made = given_model(str(tmp_path), "cuda")
     assert made.weight_bytes == 123
@@ -91,8 +104,16 @@ def test_a_model_that_cannot_be_used_is_named(tmp_path: Path, text: str | None) 
 
 def test_engines_on_a_gpu_share_its_memory() -> None:
     on_cpu = arguments(MODEL, 2000, 2, {"kv_transfer_config": {}})
-    assert on_cpu["dtype"] == "float32" and on_cpu["block_size"] == 32 and on_cpu["max_model_len"] > 2000
-    assert "gpu_memory_utilization" not in on_cpu and "load_format" not in on_cpu and "kv_transfer_config" in on_cpu
+    assert (
+        on_cpu["dtype"] == "float32"
+        and on_cpu["block_size"] == 32
+        and on_cpu["max_model_len"] > 2000
+    )
+    assert (
+        "gpu_memory_utilization" not in on_cpu
+        and "load_format" not in on_cpu
+        and "kv_transfer_config" in on_cpu
+    )
     on_gpu = ServedModel("somewhere", "a model", "cuda", 64, 1 << 20, dummy=True)
     assert arguments(on_gpu, 2000, 2, {})["gpu_memory_utilization"] == 0.425
     assert arguments(on_gpu, 2000, 1, {})["load_format"] == "dummy"
@@ -106,7 +127,10 @@ def test_what_the_caller_says_to_vllm_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert "KVKEEP_POOL_SIZE" not in made and made["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert int(made["VLLM_CPU_KVCACHE_SPACE"]) == 9, "four prompts of about 2 GiB, in whole GiB"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    levels = [environment(replace(MODEL, device=device), 2000)["VLLM_LOGGING_LEVEL"] for device in ("cpu", "cuda")]
+    levels = [
+        environment(replace(MODEL, device=device), 2000)["VLLM_LOGGING_LEVEL"]
+        for device in ("cpu", "cuda")
+    ]
     assert levels == ["ERROR", "INFO"], "on a GPU an engine says there that it is ready"
 
 
@@ -117,7 +141,9 @@ def test_a_connector_of_ours_has_a_server_and_waits_for_it(monkeypatch: pytest.M
     monkeypatch.setattr(vllm_setup, "_STORED_WITHIN_S", 0.2)
     with connector("kvkeep", 64 << 20, replace(MODEL, device="cuda")) as way:
         config = way.arguments["kv_transfer_config"]
-        assert {name: config[name] for name in ("kv_connector", "kv_role", "kv_connector_module_path")} == {
+        assert {
+            name: config[name] for name in ("kv_connector", "kv_role", "kv_connector_module_path")
+        } == {
             "kv_connector": "KVKeepConnector",
             "kv_role": "kv_both",
             "kv_connector_module_path": "kvkeep.vllm",
@@ -132,7 +158,9 @@ def test_a_connector_of_ours_has_a_server_and_waits_for_it(monkeypatch: pytest.M
                 cache.put([turn * 100 + at for at in range(64)], np.ones((4, 4), "float32"))
                 way.settle(65)
     with connector("kvkeep", 64 << 20, MODEL) as on_a_cpu:
-        assert way.ready_when and not on_a_cpu.ready_when, "only a GPU's driver must be told of the pool"
+        assert way.ready_when and not on_a_cpu.ready_when, (
+            "only a GPU's driver must be told of the pool"
+        )
 
 
 def test_a_server_that_is_gone_is_missed() -> None:
@@ -183,5 +211,8 @@ def test_the_peer_has_its_own_server(lmcache: Path) -> None:
 
 def test_a_peer_whose_server_ends_says_why(lmcache: Path) -> None:
     lmcache.write_text(LMCACHE.format("sys.exit('no memory')"))
-    with pytest.raises(KVKeepError, match=r"(?s)does not listen.*no memory"), connector("lmcache", 3 << 30, MODEL):
+    with (
+        pytest.raises(KVKeepError, match=r"(?s)does not listen.*no memory"),
+        connector("lmcache", 3 << 30, MODEL),
+    ):
         pass

@@ -1,8 +1,8 @@
-"""Stands for vLLM in the benchmark's engine processes, where the folder it was copied to is in PYTHONPATH as `vllm`.
+"""Stands for vLLM in the benchmark's engine processes, where the folder it was copied to is in
+PYTHONPATH as `vllm`.
 
-It knows prompts as a whole: those in `local` until they are dropped, and for ever where there is a connector. An
-argument `behaviour` says what goes wrong.
-"""
+It knows prompts as a whole: those in `local` until they are dropped, and for ever where there is a
+connector. An argument `behaviour` says what goes wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class SamplingParams:
 
 
 class LLM:
-    def __init__(self, block_size: int, behaviour: str = "", external: bool = False, **options: Any) -> None:
+    def __init__(
+        self, block_size: int, behaviour: str = "", external: bool = False, **options: Any
+    ) -> None:
         print("a greeting on stdout, where answers are expected")
         self._block_tokens, self._behaviour, self._external = block_size, behaviour, external
         self._local: set[tuple[int, ...]] = set()
@@ -34,13 +36,17 @@ class LLM:
         if behaviour == "no start":
             raise RuntimeError("this engine cannot start")
         if behaviour == "ready later":
-            words = "import time; time.sleep(0.3); print('all is ready', flush=True); time.sleep(600)"
+            words = (
+                "import time; time.sleep(0.3); print('all is ready', flush=True); time.sleep(600)"
+            )
             subprocess.Popen([sys.executable, "-c", words])
         if behaviour == "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             print(f"child {child.pid}", file=sys.stderr, flush=True)
 
-    def generate(self, prompts: list[dict[str, list[int]]], sampling: SamplingParams, use_tqdm: bool) -> list[Any]:
+    def generate(
+        self, prompts: list[dict[str, list[int]]], sampling: SamplingParams, use_tqdm: bool
+    ) -> list[Any]:
         [prompt] = [tuple(each["prompt_token_ids"]) for each in prompts]
         if self._behaviour == "dies":
             print("a last word", file=sys.stderr, flush=True)
@@ -61,7 +67,9 @@ class LLM:
         params = dict.fromkeys(sampling.counting, external) or None
         return [
             SimpleNamespace(
-                outputs=[SimpleNamespace(token_ids=tokens)], num_cached_tokens=cached, kv_transfer_params=params
+                outputs=[SimpleNamespace(token_ids=tokens)],
+                num_cached_tokens=cached,
+                kv_transfer_params=params,
             )
         ]
 
@@ -79,7 +87,8 @@ class LLM:
 
 
 class _Engine:
-    """Last come first served: a step computes one prompt, and gives each request under way one more token."""
+    """Last come first served: a step computes one prompt, and gives each request under way one more
+    token."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -114,5 +123,7 @@ class _Engine:
             finished=finished,
             request_id=f"{request_id}-0a1b",
             num_cached_tokens=running.answer.num_cached_tokens,
-            outputs=[SimpleNamespace(token_ids=tokens[: running.shown], finish_reason=running.reason)],
+            outputs=[
+                SimpleNamespace(token_ids=tokens[: running.shown], finish_reason=running.reason)
+            ],
         )

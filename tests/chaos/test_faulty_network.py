@@ -1,7 +1,7 @@
 """Clients over a network that loses, delays and corrupts: right or missing, and nothing leaks.
 
-A block's bytes are a function of its tenant and its whole prefix, so one wrong byte anywhere fails the run.
-"""
+A block's bytes are a function of its tenant and its whole prefix, so one wrong byte anywhere fails
+the run."""
 
 from __future__ import annotations
 
@@ -43,9 +43,14 @@ def oracle_blocks(tokens: list[int], salt: str | None) -> np.ndarray:
 
 
 def make_cache(network: SimulatedNetwork) -> Cache:
-    identity = ModelIdentity(model="sim", revision="1", kv_dtype="|u1", block_tokens=BLOCK_TOKENS, content="sim")
+    identity = ModelIdentity(
+        model="sim", revision="1", kv_dtype="|u1", block_tokens=BLOCK_TOKENS, content="sim"
+    )
     connection = Connection(
-        BlockShape(identity, (BLOCK_BYTES,)), OPTIONS, transport=network.transport(), clock=network.clock
+        BlockShape(identity, (BLOCK_BYTES,)),
+        OPTIONS,
+        transport=network.transport(),
+        clock=network.clock,
     )
     return Cache(connection, identity, (BLOCK_BYTES,), np.dtype(np.uint8))
 
@@ -56,7 +61,9 @@ def random_prompt(rng: random.Random) -> tuple[list[int], str | None]:
     return tokens[: rng.randrange(4, 40)], rng.choice([None, "a", "b"])
 
 
-def drive(network: SimulatedNetwork, server: SimulatedServer, caches: list[Cache], rng: random.Random) -> int:
+def drive(
+    network: SimulatedNetwork, server: SimulatedServer, caches: list[Cache], rng: random.Random
+) -> int:
     """Random puts and gets; checks every byte that comes back. Returns how many blocks did."""
     got = 0
     for _ in range(60):
@@ -76,7 +83,8 @@ def drive(network: SimulatedNetwork, server: SimulatedServer, caches: list[Cache
 
 
 def settle(network: SimulatedNetwork, caches: list[Cache], for_ms: int = 5_000) -> None:
-    """Lets a now faultless network deliver everything, and clients give back what they lost track of."""
+    """Lets a now faultless network deliver everything, and clients give back what they lost track
+    of."""
     network.faults = Faults()
     for _ in range(for_ms // 50):
         network.run_until(network.clock.now_ms + 50)

@@ -1,4 +1,5 @@
-"""What chaos runs have found, each as a test of its own: seeds change their meaning with every change of the code."""
+"""What chaos runs have found, each as a test of its own: seeds change their meaning with every
+change of the code."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ from kvkeep_lab.simulation.server import SimulatedServer
 from kvkeep_lab.simulation.wire import SimulatedNetwork
 
 
-def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker looks up for itself there, and the lease was kept if putting the blocks in place raised."""
+def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker looks up for itself there, and the lease was kept if putting the blocks in place
+    raised."""
     network, server = SimulatedNetwork(1), SimulatedServer(64 * 4096, 4 * 4096)
     network.serve(server.service)
     identity = ModelIdentity(model="m", revision="1", kv_dtype="|u1", block_tokens=4, content="l")
-    connection = Connection(BlockShape(identity, (64,)), ClientOptions(), network.transport(), network.clock)
+    connection = Connection(
+        BlockShape(identity, (64,)), ClientOptions(), network.transport(), network.clock
+    )
     assert connection.wait_until_up(1_000)
     memory, keys = np.arange(3 * 64, dtype=np.uint8).reshape(3, 64), chain("a", 3)
     transfer = Transfer(connection, [Piece(BlockRuns.of([memory]))], 0)
@@ -39,7 +45,9 @@ def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(monkeypatch
 
     monkeypatch.setattr(HostCopier, "scattering", fail)
     nothing = np.empty(0, dtype=np.int64)
-    load = LoadRequest("default", keys, 0, np.arange(3), connection.epoch, nothing, np.zeros((3, 1), np.uint64))
+    load = LoadRequest(
+        "default", keys, 0, np.arange(3), connection.epoch, nothing, np.zeros((3, 1), np.uint64)
+    )
     with pytest.raises(OSError):
         transfer.load(load)
     for _ in range(3):
@@ -49,8 +57,8 @@ def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(monkeypatch
 
 
 def test_what_hangs_above_a_lease_that_cannot_be_proven_is_held_for_old_processes() -> None:
-    """A lease pins the last block of a chain. With that one dropped at adoption, those above it could be evicted while
-    a process of the old server read them."""
+    """A lease pins the last block of a chain. With that one dropped at adoption, those above it
+    could be evicted while a process of the old server read them."""
     columns, slab_bytes = PlainColumns(), 4 * 4096
     old = Store(slab_bytes, slab_bytes, columns=columns)
     old.add_slabs(0, 1)
@@ -68,6 +76,8 @@ def test_what_hangs_above_a_lease_that_cannot_be_proven_is_held_for_old_processe
     new.open_session(1)
     layout = new.open_layout(1, b"a test's layout.", (4096,))
     other = new.prepare_store(1, 1, "default", layout.number, 0, b"", chain("b", 4), 0)
-    assert not set(other.slots.tolist()) & set(plan.slots.tolist()), "a slot that the old process reads"
+    assert not set(other.slots.tolist()) & set(plan.slots.tolist()), (
+        "a slot that the old process reads"
+    )
     assert other.refused == 3
     check_integrity(new)

@@ -14,9 +14,24 @@ from kvkeep.cli.main import main
 from kvkeep_lab.chaos.real import RealRun
 from kvkeep_lab.chaos.real_plan import Counts
 
-KEYS = ["minutes", "requests", "server_kills", "server_pauses", "engine_kills", "engine_pauses", "bit_flips"]
+KEYS = [
+    "minutes",
+    "requests",
+    "server_kills",
+    "server_pauses",
+    "engine_kills",
+    "engine_pauses",
+    "bit_flips",
+]
 KEYS += ["wrong_tokens", "wrong_bytes", "failed_requests", "ttft_p99_ms_none", "ttft_p99_ms_outage"]
-KEYS += ["ttft_p99_outage_ratio", "hits", "external_cached_tokens", "leaked_processes", "leaked_shm_files", "seconds"]
+KEYS += [
+    "ttft_p99_outage_ratio",
+    "hits",
+    "external_cached_tokens",
+    "leaked_processes",
+    "leaked_shm_files",
+    "seconds",
+]
 
 
 @pytest.fixture
@@ -38,8 +53,11 @@ def test_every_fault_and_nothing_is_wrong() -> None:
 
 
 @pytest.mark.usefixtures("shared_memory")
-def test_a_wrong_byte_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Planted: engines that do not verify, and bits that flip all the time. The command says so, and ends with 1."""
+def test_a_wrong_byte_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planted: engines that do not verify, and bits that flip all the time. The command says so,
+    and ends with 1."""
 
     def careless(seed: int, seconds: float, counts: Counts, **options: object) -> RealRun:
         flips = Counts(0, 0, 0, 0, bit_flips=2_000)

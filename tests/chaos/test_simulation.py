@@ -39,7 +39,9 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_is_wrong(seed: int) -> None:
     outcome = ChaosRun(draw(seed)).run()
-    assert not outcome.violation, f"replay: kvkeep chaos --seed {seed}\n" + "\n".join(outcome.story[-40:])
+    assert not outcome.violation, f"replay: kvkeep chaos --seed {seed}\n" + "\n".join(
+        outcome.story[-40:]
+    )
 
 
 @pytest.mark.parametrize(("mutant", "findings"), QUICK_MUTANTS.items())

@@ -14,5 +14,7 @@ from kvkeep.testing.process import ServerProcess
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server for all tests of a module. It logs all it can."""
     state_dir: Path = tmp_path_factory.mktemp("state")
-    with ServerProcess("--pool-size", "64MiB", "--log-level", "debug", state_dir=state_dir) as running:
+    with ServerProcess(
+        "--pool-size", "64MiB", "--log-level", "debug", state_dir=state_dir
+    ) as running:
         yield running

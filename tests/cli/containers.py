@@ -1,6 +1,8 @@
-"""Small worlds for real servers: a /dev/shm of the size that Docker gives, and memory limits of control groups.
+"""Small worlds for real servers: a /dev/shm of the size that Docker gives, and memory limits of
+control groups.
 
-Run as a script it serves and fills a pool in the world it is in, and says in a line of JSON how that went:
+Run as a script it serves and fills a pool in the world it is in, and says in a line of JSON how
+that went:
 
     python containers.py WORDS FOR KVKEEP SERVE …
 """
@@ -41,16 +43,22 @@ _NOISE = np.random.default_rng(7).integers(0, 256, (PROMPT_BLOCKS, BLOCK_BYTES),
 
 def _can_mount() -> bool:
     command = [*in_small_shm("1m"), "true"]
-    return os.getuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return (
+        os.getuid() == 0
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
 
 
 def in_small_shm(size: str) -> list[str]:
-    """What goes before a command that is to have a /dev/shm of that size, which nobody else sees."""
+    """What goes before a command that is to have a /dev/shm of that size, which nobody else
+    sees."""
     mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh"]
 
 
-needs_mounts = pytest.mark.skipif(not _can_mount(), reason="a /dev/shm of its own needs the right to mount")
+needs_mounts = pytest.mark.skipif(
+    not _can_mount(), reason="a /dev/shm of its own needs the right to mount"
+)
 
 # -- memory limits
 
@@ -58,13 +66,16 @@ _numbers = itertools.count()
 
 
 class MemoryGroup:
-    """A control group with a memory limit, below or beside that of this process: its limits apply as well."""
+    """A control group with a memory limit, below or beside that of this process: its limits apply
+    as well."""
 
     def __init__(self, directory: Path, version: int) -> None:
         self.directory = directory
         self._version = version
         self._limit, self._usage = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if version == 1
+            else ("memory.max", "memory.current")
         )
 
     def limit_to(self, nbytes: int) -> None:
@@ -129,9 +140,14 @@ def _made(parent: Path, version: int) -> Iterator[MemoryGroup]:
 
 
 def _parent() -> tuple[Path, int]:
-    """Where a group can be made: in version 2 a group with processes has none below it, so beside this one."""
+    """Where a group can be made: in version 2 a group with processes has none below it, so beside
+    this one."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    groups = {1 if names else 2: group for _, names, group in lines if not names or "memory" in names.split(",")}
+    groups = {
+        1 if names else 2: group
+        for _, names, group in lines
+        if not names or "memory" in names.split(",")
+    }
     for mount in read_mounts():
         if 1 in groups and mount.kind == "cgroup" and "memory" in mount.options:
             return _inside(mount, groups[1]), 1
@@ -204,7 +220,8 @@ def all_there(server: ServerProcess) -> dict[str, Any]:
 
 
 def fill(server: ServerProcess) -> dict[str, Any]:
-    """Waits until all of the pool's memory is there, stores more than fits, and reads the last of it."""
+    """Waits until all of the pool's memory is there, stores more than fits, and reads the last of
+    it."""
     pool = all_there(server)
     prompts = pool["pool_bytes"] * 5 // 4 // (PROMPT_BLOCKS * BLOCK_BYTES) + 2
     with connect(server) as cache:

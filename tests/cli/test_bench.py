@@ -37,10 +37,17 @@ def test_options_are_the_arguments_of_run() -> None:
         "sizes": (3, 4),
         "kind": "b",
     }
-    assert read_options(run, ["--block-bytes", "4096,64KiB", "--seed=0"]) == {"block_bytes": (4096, 65536), "seed": 0}
+    assert read_options(run, ["--block-bytes", "4096,64KiB", "--seed=0"]) == {
+        "block_bytes": (4096, 65536),
+        "seed": 0,
+    }
     assert read_options(run, ["--no-verify"]) == {"verify": False}
     assert read_options(run, ["--verify"]) == {"verify": True}
-    assert read_options(run, ["--verify=false"]) == read_options(run, ["--verify=0"]) == {"verify": False}
+    assert (
+        read_options(run, ["--verify=false"])
+        == read_options(run, ["--verify=0"])
+        == {"verify": False}
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,13 @@ def test_a_gpu_that_is_not_here_is_no_reason_to_measure_the_cpu(kvkeep: Run) -> 
 
 
 def test_a_chart_of_a_result(kvkeep: Run, tmp_path: Path) -> None:
-    row = {"direction": "store", "block_bytes": 4096, "gbps": 1.0, "fraction_of_floor": 0.5, "verify": True}
+    row = {
+        "direction": "store",
+        "block_bytes": 4096,
+        "gbps": 1.0,
+        "fraction_of_floor": 0.5,
+        "verify": True,
+    }
     file, out = tmp_path / "result.json", tmp_path / "chart.svg"
     file.write_text(json.dumps({"floor_gbps": 2.0, "rows": [row]}))
     done = kvkeep("bench", "chart", "--file", str(file), "--out", str(out), "--json")
@@ -159,4 +172,6 @@ def test_any_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
         ["2", "-", "-"],
     ]
     show({"rows": [{"blocks": 1}]})
-    assert capsys.readouterr().out.splitlines() == ["blocks", "     1"], "no empty line where no fact stands above"
+    assert capsys.readouterr().out.splitlines() == ["blocks", "     1"], (
+        "no empty line where no fact stands above"
+    )

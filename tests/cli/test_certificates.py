@@ -1,4 +1,5 @@
-"""Certificates say what they are for, and each CA signs its own alone. openssl judges them in test_keygen.py."""
+"""Certificates say what they are for, and each CA signs its own alone. openssl judges them in
+test_keygen.py."""
 
 from __future__ import annotations
 
@@ -37,8 +38,14 @@ def test_a_ca_signs_servers_and_clients_and_no_other_ca() -> None:
 
 def test_no_two_certificates_are_alike() -> None:
     made = [issue(CA, "c", days=1) for _ in range(3)]
-    assert len({read(each).serial_number for each in made}) == len({each.fingerprint for each in made}) == 3
-    assert len({each.key for each in made}) == 3 and read(new_authority(1)).subject != read(CA).subject
+    assert (
+        len({read(each).serial_number for each in made})
+        == len({each.fingerprint for each in made})
+        == 3
+    )
+    assert (
+        len({each.key for each in made}) == 3 and read(new_authority(1)).subject != read(CA).subject
+    )
 
 
 def test_a_clock_that_is_a_little_late_takes_a_new_certificate() -> None:
@@ -61,7 +68,9 @@ def test_hosts_are_names_or_addresses_and_each_is_named_once() -> None:
     names = read(issued).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["a.example", "*.b.example"]
     assert [str(each) for each in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.7", "::1"]
-    assert is_host("under_score.example") and is_host("a") and not is_host("a.") and not is_host("a:1")
+    assert (
+        is_host("under_score.example") and is_host("a") and not is_host("a.") and not is_host("a:1")
+    )
 
 
 @pytest.mark.parametrize("key", ["", "nonsense", new_authority(2).key])

@@ -1,4 +1,5 @@
-"""The demo is run whole: it is the first thing a new user sees. What it promises is checked here once more."""
+"""The demo is run whole: it is the first thing a new user sees. What it promises is checked here
+once more."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ DEMO = [sys.executable, "-m", "kvkeep.cli.main", "demo", "--users", "2", "--prom
 def start(*flags: str) -> subprocess.Popen[str]:
     """In a session of its own, so that whatever it leaves behind can be told from others."""
     pipe = subprocess.PIPE
-    return subprocess.Popen([*DEMO, *flags], stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        [*DEMO, *flags], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
 
 
 def left_behind(run: subprocess.Popen[str]) -> list[str]:
@@ -95,7 +98,9 @@ def test_tokens_come_from_what_the_first_engine_stored(outcome: dict[str, Any]) 
         stored = user["prompt_tokens"] - MESSAGE_TOKENS - 1
         assert stored > 100 + 2 * ANSWER_TOKENS
         assert user["external_cached_tokens"] == stored // BLOCK_TOKENS * BLOCK_TOKENS
-    assert outcome["external_cached_tokens"] == sum(user["external_cached_tokens"] for user in outcome["users"])
+    assert outcome["external_cached_tokens"] == sum(
+        user["external_cached_tokens"] for user in outcome["users"]
+    )
 
 
 def test_usage_of_each_tenant_is_what_it_stored(outcome: dict[str, Any]) -> None:
@@ -107,10 +112,15 @@ def test_usage_of_each_tenant_is_what_it_stored(outcome: dict[str, Any]) -> None
 
 def test_the_story_is_told_in_five_steps(whole: Run, outcome: dict[str, Any]) -> None:
     story = whole.stderr.splitlines()
-    assert story[0] == "Two users talk to a model. Engines come and go, the cache stays. About 1 min."
+    assert (
+        story[0] == "Two users talk to a model. Engines come and go, the cache stays. About 1 min."
+    )
     assert [line[:2] for line in story if line[:1].isdigit()] == ["1.", "2.", "3.", "4.", "5."]
     left = outcome["unfinished_at_kill"]
-    assert f"4. Server killed (SIGKILL) with {left} of 2 requests under way; all 2 were answered" in story
+    assert (
+        f"4. Server killed (SIGKILL) with {left} of 2 requests under way; all 2 were answered"
+        in story
+    )
     assert story[-1] == "   turns 1 to 3: the same tokens; turn 4, after the kill: the same tokens"
     assert all(len(line) <= 80 for line in story)
 
@@ -134,14 +144,27 @@ def test_nothing_is_left(whole: Run) -> None:
 def test_the_outcome_is_shown(outcome: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     _show(outcome | {"seconds": 12.3})
     shown = capsys.readouterr().out
-    for words in ("time to first token (TTFT)", "TTFT cold", "TTFT warm", "█", "alice", tenant_of("bob"), "took 12 s"):
+    for words in (
+        "time to first token (TTFT)",
+        "TTFT cold",
+        "TTFT warm",
+        "█",
+        "alice",
+        tenant_of("bob"),
+        "took 12 s",
+    ):
         assert words in shown
     assert "Each user has a secret, the salt" in shown and outcome["model"] in shown
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1]), "the last line names the model"
 
 
 def test_what_is_shown_of_many_and_long_prompts_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    user = {"tenant": tenant_of("heidi"), "blocks": 9999, "usage_bytes": 1234 << 20, "prompt_tokens": 8192}
+    user = {
+        "tenant": tenant_of("heidi"),
+        "blocks": 9999,
+        "usage_bytes": 1234 << 20,
+        "prompt_tokens": 8192,
+    }
     times = {"external_cached_tokens": 8176, "cold_ttft_ms": 99999.0, "warm_ttft_ms": 99.0}
     users = [user | times | {"user": name} for name in USERS]
     _show({"users": users, **times, "speedup": 1010.1, "seconds": 600.0, "model": "a model"})
@@ -153,11 +176,18 @@ def test_what_is_shown_of_many_and_long_prompts_fits(capsys: pytest.CaptureFixtu
     ("done", "unfinished", "complete", "said"),
     [
         (True, 4, 4, "Server killed (SIGKILL) with 4 of 4 requests under way; all 4 were answered"),
-        (True, 2, 3, "Server killed (SIGKILL) with 2 of 4 requests under way; ONLY 3 of 4 were answered"),
+        (
+            True,
+            2,
+            3,
+            "Server killed (SIGKILL) with 2 of 4 requests under way; ONLY 3 of 4 were answered",
+        ),
         (False, 0, 4, "Server NOT killed; all 4 were answered"),
     ],
 )
-def test_what_is_said_of_the_kill_is_what_happened(done: bool, unfinished: int, complete: int, said: str) -> None:
+def test_what_is_said_of_the_kill_is_what_happened(
+    done: bool, unfinished: int, complete: int, said: str
+) -> None:
     assert _killed(done, unfinished, complete, users=4) == said
 
 
@@ -172,7 +202,8 @@ def test_an_interrupt_leaves_nothing(number: signal.Signals) -> None:
         os.killpg(run.pid, number) if number == signal.SIGINT else run.send_signal(number)
         _, said = run.communicate(timeout=60)
         assert (run.returncode, said) == (128 + number, "stopped\n")
-        # An engine that was being started in that moment sees that nobody speaks to it, and ends by itself.
+        # An engine that was being started in that moment sees that nobody speaks to it, and ends by
+        # itself.
         deadline = time.monotonic() + 30
         while left_behind(run) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -196,7 +227,9 @@ def test_a_planted_difference_is_found() -> None:
     assert not same_tokens([ANSWER], [ANSWER, ANSWER])
     assert not same_tokens([], [])
     unfinished = dataclasses.replace(ANSWER, finish_reason="error")
-    assert not same_tokens([unfinished], [unfinished]), "an answer that is equally incomplete is none"
+    assert not same_tokens([unfinished], [unfinished]), (
+        "an answer that is equally incomplete is none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,10 +255,14 @@ def test_a_broken_promise_is_named(planted: dict[str, Any]) -> None:
     assert len(broken_promises(good | planted)) == 1
 
 
-def test_a_broken_promise_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_promise_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     user = {"external_cached_tokens": 16}
     planted = {"same_tokens": False, "server_killed": True, "same_tokens_after_kill": True}
-    monkeypatch.setattr(demo, "_tell", lambda *_: planted | {"users": [user], "prompt_tokens": 64, "speedup": 1.0})
+    monkeypatch.setattr(
+        demo, "_tell", lambda *_: planted | {"users": [user], "prompt_tokens": 64, "speedup": 1.0}
+    )
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         demo.demo(users=2, prompt_tokens=64, json=True)
@@ -241,7 +278,11 @@ def test_a_kill_counts_only_what_was_unfinished() -> None:
         kill(Progress(answers=0.0, complete=0, running=0))
         assert not kill.done and kill.unfinished([ANSWER]) == 0
         kill(Progress(answers=0.5, complete=0, running=1))
-        assert kill.done and server.process is not None and server.process.returncode == -signal.SIGKILL
+        assert (
+            kill.done
+            and server.process is not None
+            and server.process.returncode == -signal.SIGKILL
+        )
     early = dataclasses.replace(ANSWER, arrived_s=kill.died_s - 2, finished_s=kill.died_s - 1)
     midst = dataclasses.replace(early, finished_s=kill.died_s + 1)
     late = dataclasses.replace(midst, arrived_s=kill.died_s + 0.5)
@@ -263,7 +304,9 @@ def test_bars() -> None:
     assert bar(0.5) == "█" * 20 and bar(0.5 + 1 / 80) == "█" * 20 + "▌"
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     screen = Screen(json=False)

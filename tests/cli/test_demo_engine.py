@@ -35,18 +35,29 @@ def test_questions_are_answered_with_progress_on_the_way(engine: EngineProcess) 
     [again] = engine.serve([QUESTION])
     assert (len(first.tokens), len(second.tokens)) == (4, 6)
     assert again.tokens == first.tokens and again.finish_reason == "length"
-    assert first.arrived_s < first.finished_s and first.ttft_ms > 0 and first.external_cached_tokens == 0
+    assert (
+        first.arrived_s < first.finished_s
+        and first.ttft_ms > 0
+        and first.external_cached_tokens == 0
+    )
     assert [each.answers for each in seen] == sorted(each.answers for each in seen)
     assert seen[0].running == 2 and seen[-1].answers == seen[-1].complete == 2
-    assert {each.complete for each in seen} == {0, 1, 2} and all(each.complete <= each.answers for each in seen)
+    assert {each.complete for each in seen} == {0, 1, 2} and all(
+        each.complete <= each.answers for each in seen
+    )
 
 
 # -- what goes wrong inside the process: here without one
 
 
 def speak(monkeypatch: pytest.MonkeyPatch, num_blocks: int, question: Question) -> None:
-    said = [{"address": None, "num_blocks": num_blocks}, {"questions": [dataclasses.asdict(question)]}]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in said)))
+    said = [
+        {"address": None, "num_blocks": num_blocks},
+        {"questions": [dataclasses.asdict(question)]},
+    ]
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in said))
+    )
     demo_engine._main()
 
 
@@ -79,7 +90,10 @@ def test_what_a_process_said_before_it_was_ready_is_told() -> None:
 
 def test_what_a_process_said_instead_of_an_answer_is_told() -> None:
     program = READY + "raise ValueError('too long')"
-    with pytest.raises(KVKeepError, match=r"(?s)exit code 1.*ValueError: too long"), child(program) as engine:
+    with (
+        pytest.raises(KVKeepError, match=r"(?s)exit code 1.*ValueError: too long"),
+        child(program) as engine,
+    ):
         engine.serve([QUESTION])
 
 
@@ -112,7 +126,9 @@ def test_whoever_fails_beside_a_process_ends_it() -> None:
 
 def test_an_engine_to_which_nobody_speaks_ends() -> None:
     command = [sys.executable, "-m", "kvkeep.cli.demo_engine"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
@@ -134,7 +150,9 @@ def interrupt_at_its_end(process: EngineProcess) -> None:
 
 
 def test_an_interrupt_while_a_process_ends_leaves_none_behind() -> None:
-    engine = child(READY + "import time; time.sleep(600)")  # it does not mind that nobody speaks to it any more
+    engine = child(
+        READY + "import time; time.sleep(600)"
+    )  # it does not mind that nobody speaks to it any more
     with pytest.raises(KeyboardInterrupt):
         interrupt_at_its_end(engine)
     assert engine._process.wait(60) == -9

@@ -38,7 +38,9 @@ def test_drain_ends_the_server_and_keeps_its_blocks(kvkeep: Run) -> None:
         said = kvkeep("drain", "--http", server.http, "--json")
         assert said.returncode == 0
         answer = json.loads(said.stdout)
-        assert (answer["drained"], answer["blocks"], answer["kept"]) == (True, 2, True) and answer["seconds"] >= 0
+        assert (answer["drained"], answer["blocks"], answer["kept"]) == (True, 2, True) and answer[
+            "seconds"
+        ] >= 0
         assert server.process is not None and server.process.wait(60) == 0
         assert "an operator asked for it" in server.stop()
         server.start()
@@ -65,9 +67,13 @@ def test_drain_lets_a_store_end_and_admits_nothing_more(kvkeep: Run) -> None:
         assert connection.wait(refused) is None and refused.failure == "shutting_down"
 
         ended: list[subprocess.CompletedProcess[str]] = []
-        waiting = threading.Thread(target=lambda: ended.append(kvkeep("drain", "--http", server.http)))
+        waiting = threading.Thread(
+            target=lambda: ended.append(kvkeep("drain", "--http", server.http))
+        )
         waiting.start()
-        done = connection.wait(connection.call(m.CompleteStore(write.number, (5).to_bytes(8, "little")), 10_000))
+        done = connection.wait(
+            connection.call(m.CompleteStore(write.number, (5).to_bytes(8, "little")), 10_000)
+        )
         assert done == m.Done(1), "what was begun may end"
         waiting.join(60)
         assert ended[0].returncode in (0, 3), "it may have ended before it was asked once more"

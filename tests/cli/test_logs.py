@@ -18,7 +18,9 @@ def record(message: str, *args: object, failed: bool = False) -> logging.LogReco
 
 
 def test_plain_lines_cannot_be_forged() -> None:
-    line = PlainLines().format(record("session %s attached", "x\n2026 info kvkeep: all is well\x1b[2J\u2028"))
+    line = PlainLines().format(
+        record("session %s attached", "x\n2026 info kvkeep: all is well\x1b[2J\u2028")
+    )
     assert line.count("\n") == 0 and "\x1b" not in line and "\u2028" not in line
     assert "warning kvkeep.x: session x\\x0a2026" in line
 
@@ -27,7 +29,11 @@ def test_json_lines_are_one_object_each() -> None:
     line = JsonLines().format(record("a\nb", failed=True))
     event = json.loads(line)
     assert line.count("\n") == 0
-    assert event["message"] == "a\nb" and event["level"] == "warning" and "ValueError: inside" in event["traceback"]
+    assert (
+        event["message"] == "a\nb"
+        and event["level"] == "warning"
+        and "ValueError: inside" in event["traceback"]
+    )
 
 
 def test_a_traceback_follows_on_lines_of_its_own() -> None:

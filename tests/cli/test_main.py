@@ -7,7 +7,14 @@ import pytest
 
 from kvkeep import __version__
 from kvkeep.cli import main as module
-from kvkeep.errors import KVKeepError, PoolError, ProtocolError, RequestError, SettingsError, Unavailable
+from kvkeep.errors import (
+    KVKeepError,
+    PoolError,
+    ProtocolError,
+    RequestError,
+    SettingsError,
+    Unavailable,
+)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -32,7 +39,10 @@ def test_version_and_help(kvkeep: Run) -> None:
     ],
 )
 def test_each_error_has_its_exit_code_and_two_lines(
-    error: KVKeepError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: KVKeepError,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(**_: object) -> None:
         raise error

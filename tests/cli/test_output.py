@@ -8,11 +8,18 @@ from kvkeep.cli.output import counted, help_section, note, show_facts, show_json
 
 
 def test_a_table_shows_numbers_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    show_table(("name", "count", "share", "own"), [("a [bold]b", 1_234_567, 0.5, True), ("c", None, 2.25, False)])
+    show_table(
+        ("name", "count", "share", "own"),
+        [("a [bold]b", 1_234_567, 0.5, True), ("c", None, 2.25, False)],
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["a", "[bold]b", "1,234,567", "0.50", "yes"], "text is not read as markup"
+    assert lines[1].split() == ["a", "[bold]b", "1,234,567", "0.50", "yes"], (
+        "text is not read as markup"
+    )
     assert lines[2].split() == ["c", "-", "2.25", "no"]
-    assert lines[1].index("1,234,567") + len("1,234,567") == lines[2].index("-") + 1, "numbers stand right"
+    assert lines[1].index("1,234,567") + len("1,234,567") == lines[2].index("-") + 1, (
+        "numbers stand right"
+    )
 
 
 def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +42,9 @@ def test_json_alone_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_help_text_grows_by_a_section() -> None:
-    text = help_section("Usage: x", "Things", [("--a", "word " * 60), ("--longer", "b")], "The end.")
+    text = help_section(
+        "Usage: x", "Things", [("--a", "word " * 60), ("--longer", "b")], "The end."
+    )
     assert text.startswith("Usage: x\n\nThings:\n  --a       word")
     assert text.endswith("  --longer  b\n\nThe end.")
     assert max(map(len, text.splitlines())) <= 110
@@ -48,4 +57,8 @@ def test_no_line_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_is_not_many() -> None:
-    assert [counted(number, "lease") for number in (0, 1, 2000)] == ["0 leases", "1 lease", "2,000 leases"]
+    assert [counted(number, "lease") for number in (0, 1, 2000)] == [
+        "0 leases",
+        "1 lease",
+        "2,000 leases",
+    ]

@@ -65,7 +65,9 @@ def test_it_asks_and_is_refused_in_the_servers_words(server: ServerProcess) -> N
         b"",
     ],
 )
-def test_what_is_no_kvkeep_server_is_said_to_be_none(stranger: Callable[[bytes], str], answer: bytes) -> None:
+def test_what_is_no_kvkeep_server_is_said_to_be_none(
+    stranger: Callable[[bytes], str], answer: bytes
+) -> None:
     with pytest.raises(Unavailable) as caught:
         ask(stranger(answer), "/v1/status")
     assert "no kvkeep server" in str(caught.value)
@@ -88,27 +90,43 @@ def test_a_proxy_in_the_environment_is_not_asked(kvkeep: Run, server: ServerProc
 
 @pytest.mark.parametrize(
     "address",
-    ["", "127.0.0.1", "127.0.0.1:port", "http://", "https://", "127.0.0.1:80/path", "a b:80", "ftp://a:80", "://a:80"],
+    [
+        "",
+        "127.0.0.1",
+        "127.0.0.1:port",
+        "http://",
+        "https://",
+        "127.0.0.1:80/path",
+        "a b:80",
+        "ftp://a:80",
+        "://a:80",
+    ],
 )
 def test_a_malformed_address_is_named(address: str) -> None:
     with pytest.raises(SettingsError, match="--http"):
         ask(address, "/v1/status")
 
 
-def test_a_server_that_says_nothing_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+def test_a_server_that_says_nothing_is_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, token_file: Path
+) -> None:
     assert remote._ANSWER_WITHIN_S <= 5
     monkeypatch.setattr(remote, "_ANSWER_WITHIN_S", 0.1)
     monkeypatch.setattr(remote, "_CHANGE_WITHIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(Unavailable, match=r"a server listens at .* but did not answer within 0\.1 s") as caught:
+        with pytest.raises(
+            Unavailable, match=r"a server listens at .* but did not answer within 0\.1 s"
+        ) as caught:
             ask(address, "/v1/status")
         assert "kvkeep serve" not in caught.value.hint and "not known" not in caught.value.message
         with pytest.raises(Unavailable, match="whether the change was made is not known"):
             ask(address, "/v1/settings", "PATCH", {"verify": "true"}, token_file=token_file)
         with pytest.raises(Unavailable) as caught:
             ask(address, "/v1/settings", "PATCH", {"verify": "true"})
-        assert "not known" not in caught.value.message, "it was not sent: which token it needs was asked first"
+        assert "not known" not in caught.value.message, (
+            "it was not sent: which token it needs was asked first"
+        )
 
 
 # -- the token
@@ -138,7 +156,9 @@ def listener() -> Iterator[tuple[str, list[bytes]]]:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}", heard
-        server.shutdown(socket.SHUT_RDWR)  # or it would wait on for a number that is another file's by then
+        server.shutdown(
+            socket.SHUT_RDWR
+        )  # or it would wait on for a number that is another file's by then
         thread.join(10)
 
 
@@ -156,7 +176,8 @@ def other_users_socket(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> socket
 
 
 def as_other_user(serve: Callable[[], None]) -> Callable[[], None]:
-    """For a thread that accepts connections as that user does. `setfsuid` changes this thread alone."""
+    """For a thread that accepts connections as that user does. `setfsuid` changes this thread
+    alone."""
 
     def run() -> None:
         if os.getuid() == 0:
@@ -173,7 +194,10 @@ def test_a_token_that_is_named_is_sent(listener: tuple[str, list[bytes]], token_
 
 @pytest.mark.parametrize("variable", ["KVKEEP_STATE_DIR", "XDG_STATE_HOME"])
 def test_that_of_the_state_directory_is_found(
-    listener: tuple[str, list[bytes]], token_file: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    listener: tuple[str, list[bytes]],
+    token_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
 ) -> None:
     monkeypatch.delenv("KVKEEP_STATE_DIR", raising=False)
     monkeypatch.setenv(variable, str(token_file.parent))
@@ -183,14 +207,17 @@ def test_that_of_the_state_directory_is_found(
     ask(listener[0], "/v1/status")
     assert b"Bearer " + b"t" * 43 in listener[1][0]
     for method in ("GET", "PUT"):
-        assert remote._found_token("http://192.0.2.7:80", method) == (None, ""), "none that nobody named elsewhere"
+        assert remote._found_token("http://192.0.2.7:80", method) == (None, ""), (
+            "none that nobody named elsewhere"
+        )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_that_of_the_state_directory_is_not_sent_to_another_user(
     token_file: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """Who took the port while the server is down. What it asks for is said, and how to send it all the same."""
+    """Who took the port while the server is down. What it asks for is said, and how to send it all
+    the same."""
     monkeypatch.setenv("KVKEEP_STATE_DIR", str(token_file.parent))
     (token_file.parent / "keys").mkdir()
     token_file.rename(token_file.parent / "keys" / "admin-token")
@@ -202,17 +229,24 @@ def test_that_of_the_state_directory_is_not_sent_to_another_user(
             connection, _ = server.accept()
             with connection:
                 heard.append(connection.recv(65536))
-                connection.sendall(b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+                connection.sendall(
+                    b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+                )
 
         threading.Thread(target=as_other_user(serve), daemon=True).start()
         with pytest.raises(RequestError) as caught:
             ask(f"{host}:{server.getsockname()[1]}", "/v1/status")
     assert b"authorization" not in heard[0].lower()
-    assert "no token was sent: another user (uid" in caught.value.hint and "--token-file" in caught.value.hint
+    assert (
+        "no token was sent: another user (uid" in caught.value.hint
+        and "--token-file" in caught.value.hint
+    )
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH"])
-def test_the_token_that_a_server_made_is_found_for_changes(server: ServerProcess, method: str) -> None:
+def test_the_token_that_a_server_made_is_found_for_changes(
+    server: ServerProcess, method: str
+) -> None:
     assert server.state_dir is not None
     made = (server.state_dir / server.name / "admin.token").read_text().strip()
     assert remote._found_token(f"http://{server.http}", method) == (made.encode(), "")
@@ -228,7 +262,9 @@ def test_a_token_of_the_state_directory_does_not_hide_the_one_that_the_server_ma
     assert ask(server.http, "/v1/status")["name"] == server.name
 
 
-def test_no_token_is_sought_where_another_user_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_token_is_sought_where_another_user_listens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Nor is that user asked where it is: the answer could name any file."""
     monkeypatch.setenv("KVKEEP_STATE_DIR", str(tmp_path))
     heard: list[bytes] = []
@@ -281,12 +317,15 @@ def test_what_a_terminal_would_obey_is_shown_as_text(stranger: Callable[[bytes],
     said = {"error": "bad", "message": "a\x1b]0;title\x07b", "field": "", "hint": "c\x1b[2Jd"}
     body = json.dumps(said).encode()
     with pytest.raises(RequestError) as caught:
-        ask(stranger(b"HTTP/1.1 400 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)), "/v1/status")
+        ask(
+            stranger(b"HTTP/1.1 400 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)),
+            "/v1/status",
+        )
     assert (caught.value.message, caught.value.hint) == ("a\\x1b]0;title\\x07b", "c\\x1b[2Jd")
     body = json.dumps([{"na\nme": ["x\x9by", 1, None]}]).encode()
-    assert ask(stranger(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)), "/v1/x") == [
-        {"na\\nme": ["x\\x9by", 1, None]}
-    ]
+    assert ask(
+        stranger(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)), "/v1/x"
+    ) == [{"na\\nme": ["x\\x9by", 1, None]}]
 
 
 def test_a_token_that_cannot_be_read_is_named_with_the_remedy(kvkeep: Run, tmp_path: Path) -> None:
@@ -295,14 +334,20 @@ def test_a_token_that_cannot_be_read_is_named_with_the_remedy(kvkeep: Run, tmp_p
         token.rename(token.with_suffix(".away"))
         done = kvkeep("drain", "--http", server.http)
         assert done.returncode == 1 and not done.stdout
-        assert f"hint: {token} cannot be read" in done.stderr and "Run this as the server's user" in done.stderr
+        assert (
+            f"hint: {token} cannot be read" in done.stderr
+            and "Run this as the server's user" in done.stderr
+        )
         assert ask(server.http, "/v1/status")["stopping"] is False
         token.with_suffix(".away").rename(token)
         assert kvkeep("drain", "--http", server.http).returncode == 0
 
 
 def test_a_named_token_wins(kvkeep: Run, server: ServerProcess, token_file: Path) -> None:
-    for words, env in ((["--token-file", str(token_file)], {}), ([], {"KVKEEP_ADMIN_TOKEN": str(token_file)})):
+    for words, env in (
+        (["--token-file", str(token_file)], {}),
+        ([], {"KVKEEP_ADMIN_TOKEN": str(token_file)}),
+    ):
         done = kvkeep("settings", "set", "verify", "true", "--http", server.http, *words, env=env)
         assert done.returncode == 1 and "this is not the token of this server" in done.stderr
     assert kvkeep("settings", "set", "verify", "true", "--http", server.http).returncode == 0
@@ -325,7 +370,9 @@ def test_the_token_is_not_taken_elsewhere_by_a_redirect(
     assert listener[1] == []
 
 
-def test_every_command_that_asks_the_server_takes_a_token(kvkeep: Run, token_file: Path, tmp_path: Path) -> None:
+def test_every_command_that_asks_the_server_takes_a_token(
+    kvkeep: Run, token_file: Path, tmp_path: Path
+) -> None:
     flags = ("--pool-size", "16MiB", "--admin-token", str(token_file))
     tenant = "t-" + "0" * 32
     commands = [
@@ -349,7 +396,9 @@ def test_every_command_that_asks_the_server_takes_a_token(kvkeep: Run, token_fil
             )
             heard = kvkeep(*words, "--http", server.http, "--token-file", str(token_file), env=env)
             assert "token" not in heard.stderr, heard.stderr
-        by_name = kvkeep("status", "--http", server.http, env=env | {"KVKEEP_ADMIN_TOKEN": str(token_file)})
+        by_name = kvkeep(
+            "status", "--http", server.http, env=env | {"KVKEEP_ADMIN_TOKEN": str(token_file)}
+        )
         assert by_name.returncode == 0
         assert "t" * 43 not in server.log()
 
@@ -372,7 +421,11 @@ def secure(keys: Path) -> Iterator[ServerProcess]:
 
 
 def flags_of(keys: Path) -> list[str]:
-    tls = [word for name, file in TLS_FILES.items() for word in (f"--tls-{name}", str(keys / f"{file}"))]
+    tls = [
+        word
+        for name, file in TLS_FILES.items()
+        for word in (f"--tls-{name}", str(keys / f"{file}"))
+    ]
     listed = ["--authorized-clients", str(keys / "authorized")]
     return ["--pool-size", "16MiB", "--http-address", "0.0.0.0:0", *tls, *listed]
 
@@ -381,7 +434,8 @@ TLS_FILES = {"cert": "server.pem", "key": "server.key", "ca": "ca.pem"}
 
 
 def env_of(keys: Path, name: str = "") -> dict[str, str]:
-    """The environment of a command that trusts our CA and shows the certificate of this name, or none."""
+    """The environment of a command that trusts our CA and shows the certificate of this name, or
+    none."""
     files = {"CA": "ca.pem"} | ({"CERT": f"{name}.pem", "KEY": f"{name}.key"} if name else {})
     return {f"KVKEEP_CLIENT_TLS_{what}": str(keys / file) for what, file in files.items()}
 
@@ -400,7 +454,9 @@ def test_commands_administer_over_tls_with_a_certificate_or_a_token(
     alone = {"KVKEEP_STATE_DIR": str(tmp_path)}
     for words in (("status",), ("settings", "set", "verify", "true"), ("tenants", "list")):
         assert kvkeep(*words, *where, env=env_of(keys, "ops") | alone).returncode == 0
-        assert kvkeep(*words, *where, "--token-file", token, env=env_of(keys) | alone).returncode == 0
+        assert (
+            kvkeep(*words, *where, "--token-file", token, env=env_of(keys) | alone).returncode == 0
+        )
         for name in ("", "engine"):
             refused = kvkeep(*words, *where, env=env_of(keys, name) | alone)
             assert refused.returncode == 1 and "certificate with the right admin" in refused.stderr
@@ -430,12 +486,18 @@ def test_a_server_is_asked_only_if_its_certificate_proves_it(
     make(tmp_path / "other", ["ops"])
     other = env_of(tmp_path / "other")
     for env, words in (
-        ({}, "its certificate is not signed by a CA that we trust"),  # the system's CAs did not sign it
+        (
+            {},
+            "its certificate is not signed by a CA that we trust",
+        ),  # the system's CAs did not sign it
         (other, "its certificate is not signed by a CA that we trust"),
         (env_of(tmp_path / "other", "ops") | env_of(keys), "it rejected our certificate"),
     ):
         done = kvkeep("status", "--http", url_of(secure), env=env)
-        assert done.returncode == 3 and f"error: no TLS connection to {url_of(secure)}: {words}" in done.stderr
+        assert (
+            done.returncode == 3
+            and f"error: no TLS connection to {url_of(secure)}: {words}" in done.stderr
+        )
         assert "KVKEEP_CLIENT_TLS_CA" in done.stderr and "Traceback" not in done.stderr
     wrong_name = url_of(secure).replace("localhost", "127.0.0.2")
     done = kvkeep("status", "--http", wrong_name, env=env_of(keys, "ops"))
@@ -448,21 +510,29 @@ def test_the_wrong_scheme_is_answered_with_the_right_one(
     for words in (("status",), ("settings", "set", "verify", "true"), ("drain",)):
         for more in ((), ("--token-file", str(token_file))):
             done = kvkeep(*words, "--http", url_of(secure, "http"), *more, env=env_of(keys, "ops"))
-            assert done.returncode == 1 and "this port speaks HTTPS" in done.stderr and "https://" in done.stderr
+            assert (
+                done.returncode == 1
+                and "this port speaks HTTPS" in done.stderr
+                and "https://" in done.stderr
+            )
     done = kvkeep("status", "--http", f"https://{server.http}", env=env_of(keys))
     assert done.returncode == 3 and "it does not speak TLS" in done.stderr
     assert f"--http http://{server.http}" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["CERT", "KEY"])
-def test_a_certificate_needs_its_key(kvkeep: Run, keys: Path, secure: ServerProcess, missing: str) -> None:
+def test_a_certificate_needs_its_key(
+    kvkeep: Run, keys: Path, secure: ServerProcess, missing: str
+) -> None:
     env = env_of(keys, "ops")
     del env[f"KVKEEP_CLIENT_TLS_{missing}"]
     done = kvkeep("status", "--http", url_of(secure), env=env)
     assert done.returncode == 2 and f"is set and KVKEEP_CLIENT_TLS_{missing} is not" in done.stderr
 
 
-def test_files_that_cannot_be_used_are_named(kvkeep: Run, keys: Path, secure: ServerProcess, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used_are_named(
+    kvkeep: Run, keys: Path, secure: ServerProcess, tmp_path: Path
+) -> None:
     env = env_of(keys, "ops") | {"KVKEEP_CLIENT_TLS_CA": str(tmp_path / "none.pem")}
     done = kvkeep("status", "--http", url_of(secure), env=env)
     assert done.returncode == 2 and str(tmp_path / "none.pem") in done.stderr

@@ -56,7 +56,9 @@ def heeded() -> Iterator[Callable[[signal.Signals], None]]:
         signal.signal(number, handler)
 
 
-def test_a_server_under_nohup_outlives_its_terminal(heeded: Callable[[signal.Signals], None]) -> None:
+def test_a_server_under_nohup_outlives_its_terminal(
+    heeded: Callable[[signal.Signals], None],
+) -> None:
     heeded(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with ServerProcess("--pool-size", "32MiB") as server:
@@ -127,10 +129,14 @@ def test_it_says_for_people_where_it_serves(tmp_path: Path, is_https: bool) -> N
     flags: list[str] = []
     if is_https:
         made = make(tmp_path / "keys", ["engine"])["server"] | {"http_address": "0.0.0.0:0"}
-        flags = [word for name, value in made.items() for word in ("--" + name.replace("_", "-"), value)]
+        flags = [
+            word for name, value in made.items() for word in ("--" + name.replace("_", "-"), value)
+        ]
     server = ServerProcess("--pool-size", "32MiB", *flags, state_dir=tmp_path)
     command = [word for word in server.command() if word != "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         process.terminate()
@@ -151,7 +157,9 @@ def test_a_port_in_use_is_found_before_it_says_that_it_serves(kvkeep: Run, tmp_p
     assert not (SHM / f"kvkeep-port-{port}").exists()
 
 
-def test_a_second_server_of_one_name_is_refused_and_the_first_serves_on(kvkeep: Run, tmp_path: Path) -> None:
+def test_a_second_server_of_one_name_is_refused_and_the_first_serves_on(
+    kvkeep: Run, tmp_path: Path
+) -> None:
     with ServerProcess("--pool-size", "32MiB") as server:
         words = ("--name", server.name, "--pool-size", "32MiB", "--state-dir", str(tmp_path))
         assert_explained(kvkeep("serve", *FREE_PORTS, *words), f"process {server.pid}", *OWN)
@@ -159,7 +167,9 @@ def test_a_second_server_of_one_name_is_refused_and_the_first_serves_on(kvkeep: 
 
 
 def test_a_pool_larger_than_shared_memory_is_refused(kvkeep: Run, tmp_path: Path) -> None:
-    done = kvkeep("serve", *FREE_PORTS, "--pool-size", "60TiB", "--name", "huge", "--state-dir", str(tmp_path))
+    done = kvkeep(
+        "serve", *FREE_PORTS, "--pool-size", "60TiB", "--name", "huge", "--state-dir", str(tmp_path)
+    )
     assert_explained(done, "60TiB does not fit", "--pool-size")
     assert not (SHM / "kvkeep-huge").exists()
 
@@ -170,13 +180,21 @@ def test_a_pool_larger_than_shared_memory_is_refused(kvkeep: Run, tmp_path: Path
         (("--pool-sise", "1GiB"), "--pool-size"),
         (("--pool-size", "much"), "expected a size"),
         (("--pool-size",), "--pool-size needs a value"),
-        (("--default-quota", "1GiB", "--pool-size", "32MiB"), "default_quota = 1GiB (flag --default-quota)"),
-        (("--default-quota", "2MiB", "--default-limit", "1MiB"), "default_limit = 1MiB is less than default_quota"),
+        (
+            ("--default-quota", "1GiB", "--pool-size", "32MiB"),
+            "default_quota = 1GiB (flag --default-quota)",
+        ),
+        (
+            ("--default-quota", "2MiB", "--default-limit", "1MiB"),
+            "default_limit = 1MiB is less than default_quota",
+        ),
         (("here",), 'unexpected argument "here"'),
         (("--config", "/nowhere.toml"), "/nowhere.toml cannot be read"),
     ],
 )
-def test_a_wrong_setting_stops_the_start(kvkeep: Run, tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+def test_a_wrong_setting_stops_the_start(
+    kvkeep: Run, tmp_path: Path, words: tuple[str, ...], expected: str
+) -> None:
     done = kvkeep("serve", *FREE_PORTS, "--state-dir", str(tmp_path), "--name", "wrong", *words)
     assert_explained(done, expected)
 
@@ -209,7 +227,9 @@ def test_the_log_can_be_json() -> None:
     with ServerProcess("--pool-size", "32MiB", "--log-json") as server:
         lines = server.stop().splitlines()
     events = [json.loads(line) for line in lines]
-    assert any(event["message"].startswith("serving on") and event["level"] == "info" for event in events)
+    assert any(
+        event["message"].startswith("serving on") and event["level"] == "info" for event in events
+    )
 
 
 def test_who_watches_a_large_pool_being_filled_sees_progress(
@@ -231,7 +251,9 @@ def test_who_watches_a_large_pool_being_filled_sees_progress(
     pool = SimpleNamespace(filled_bytes=GIB, pool_bytes=8 * GIB)
     module._report_progress(SimpleNamespace(ready=Ready(), stopping=False, pool=pool))  # type: ignore[arg-type]
     said = capsys.readouterr()
-    assert said.err.splitlines() == ["filling the pool: 1GiB of 8GiB"] * 2 + ["the pool is filled: 1GiB"]
+    assert said.err.splitlines() == ["filling the pool: 1GiB of 8GiB"] * 2 + [
+        "the pool is filled: 1GiB"
+    ]
     assert not said.out
 
 
@@ -242,8 +264,8 @@ def test_help_lists_every_setting_with_its_default(kvkeep: Run) -> None:
 
 
 def test_memory_of_one_message_serves_the_next() -> None:
-    """Page faults of a process that makes and frees messages of 1 MiB, with malloc as it is and as the server sets
-    it."""
+    """Page faults of a process that makes and frees messages of 1 MiB, with malloc as it is and as
+    the server sets it."""
     program = """
 import resource, sys
 from kvkeep.cli.serve import keep_freed_memory
@@ -258,7 +280,11 @@ for _ in range(50):
 print(faults() - before)
 """
     found = [
-        int(subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", program, how], capture_output=True, text=True, check=True
+            ).stdout
+        )
         for how in ("as it is", "kept")
     ]
     if found[0] < 10_000:

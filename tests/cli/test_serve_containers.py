@@ -1,4 +1,5 @@
-"""`kvkeep serve` where there is little: in Docker's /dev/shm of 64 MiB, and under real memory limits."""
+"""`kvkeep serve` where there is little: in Docker's /dev/shm of 64 MiB, and under real memory
+limits."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from kvkeep.units import MIB
 
 sys.path.insert(0, str(Path(__file__).parent))
 import containers
-from containers import PROMPT_BLOCKS, LimitedServer, MemoryGroup, advice, fill, finds, memory_group, needs_mounts
+from containers import (
+    PROMPT_BLOCKS,
+    LimitedServer,
+    MemoryGroup,
+    advice,
+    fill,
+    finds,
+    memory_group,
+    needs_mounts,
+)
 
 LIMIT = 300 * MIB
 
@@ -60,7 +70,9 @@ def test_a_server_starts_in_the_shared_memory_that_docker_gives() -> None:
 
 
 @needs_mounts
-@pytest.mark.parametrize("words", [("--pool-size", "64MiB"), ("--pool-size", "1GiB", "--slab-size", "64MiB")])
+@pytest.mark.parametrize(
+    "words", [("--pool-size", "64MiB"), ("--pool-size", "1GiB", "--slab-size", "64MiB")]
+)
 def test_the_advice_of_a_refused_size_works_word_for_word(words: tuple[str, ...]) -> None:
     refused = in_docker_shm(*words)["refused"]
     assert "does not fit: /dev/shm has" in refused and "free, room for" in refused
@@ -76,7 +88,9 @@ def test_a_server_under_a_memory_limit_fills_its_pool_and_survives(group: Memory
         assert_full(report)
         assert MIB <= report["pool_bytes"] <= LIMIT // 4
         assert report["pool_bytes"] < group.used_bytes() < LIMIT and group.kills() == 0
-        assert f"({group.directory})" in server.log() and "MemoryMax=" in server.log(), "it says why it is small"
+        assert f"({group.directory})" in server.log() and "MemoryMax=" in server.log(), (
+            "it says why it is small"
+        )
 
 
 def test_a_limit_on_a_group_above_counts(group: MemoryGroup) -> None:
@@ -88,13 +102,17 @@ def test_a_limit_on_a_group_above_counts(group: MemoryGroup) -> None:
 
 
 def test_a_size_beyond_the_limit_is_refused_with_advice_that_works(group: MemoryGroup) -> None:
-    with pytest.raises(Unavailable, match="a pool of 1GiB does not fit: the memory limit of 300MiB") as caught:
+    with pytest.raises(
+        Unavailable, match="a pool of 1GiB does not fit: the memory limit of 300MiB"
+    ) as caught:
         LimitedServer(group, "--pool-size", "1GiB").start()
     assert group.kills() == 0
     with LimitedServer(group, *advice(str(caught.value))) as server:
         report = fill(server)
         assert_full(report)
-        assert report["pool_bytes"] > LIMIT // 2 and group.kills() == 0, "most of what there is, and no more"
+        assert report["pool_bytes"] > LIMIT // 2 and group.kills() == 0, (
+            "most of what there is, and no more"
+        )
 
 
 # -- killed for memory
@@ -108,11 +126,13 @@ eaten = [os.urandom(1 << 20) for _ in range(4096)]
 
 
 def kill_for_memory(server: LimitedServer) -> None:
-    """Another process of the group takes memory until the kernel ends the server. (It then ends that one, too, or the
-    test does.)"""
+    """Another process of the group takes memory until the kernel ends the server. (It then ends
+    that one, too, or the test does.)"""
     Path(f"/proc/{server.pid}/oom_score_adj").write_text("1000")
     assert server.process is not None
-    hog = subprocess.Popen(server.group.inside(sys.executable, "-c", EAT), stderr=subprocess.DEVNULL)
+    hog = subprocess.Popen(
+        server.group.inside(sys.executable, "-c", EAT), stderr=subprocess.DEVNULL
+    )
     try:
         assert server.process.wait(60) == -signal.SIGKILL
     finally:
@@ -125,7 +145,9 @@ def test_a_server_killed_for_memory_is_adopted_by_the_next_one(group: MemoryGrou
     with LimitedServer(group) as server:
         report = fill(server)
         kill_for_memory(server)
-        assert group.kills() > 0 and group.used_bytes() > report["pool_bytes"], "its memory stays, in its files"
+        assert group.kills() > 0 and group.used_bytes() > report["pool_bytes"], (
+            "its memory stays, in its files"
+        )
         server.start()
         assert finds(server, report["last"]) == PROMPT_BLOCKS
         status = ask(server.http, "/v1/status")
@@ -136,7 +158,8 @@ def test_a_server_killed_for_memory_is_adopted_by_the_next_one(group: MemoryGrou
 
 
 def test_a_pool_that_counts_for_another_group_is_adopted(group: MemoryGroup) -> None:
-    """As when a container or a service is started again: its group is another, under the same limit."""
+    """As when a container or a service is started again: its group is another, under the same
+    limit."""
     with contextlib.ExitStack() as first:
         below = first.enter_context(group.child())
         server = first.enter_context(LimitedServer(below))
@@ -151,7 +174,8 @@ def test_a_pool_that_counts_for_another_group_is_adopted(group: MemoryGroup) -> 
             server.stop()
 
 
-# What releases did that knew nothing of limits: a pool of any size, filled until the kernel ends the process.
+# What releases did that knew nothing of limits: a pool of any size, filled until the kernel ends
+# the process.
 FILL_UNTIL_KILLED = """
 import sys
 from pathlib import Path
@@ -167,7 +191,8 @@ while pool.fill_next() != (0, 0): pass
 
 @pytest.fixture
 def left_by_a_kill(group: MemoryGroup) -> Iterator[LimitedServer]:
-    """A server, not started, and under its name what a killed one left: a pool of 4 GiB of which some is there."""
+    """A server, not started, and under its name what a killed one left: a pool of 4 GiB of which
+    some is there."""
     group.limit_to(700 * MIB)
     server = LimitedServer(group, "--slab-size", "16MiB")
     command = group.inside(sys.executable, "-c", FILL_UNTIL_KILLED, server.name)
@@ -185,7 +210,9 @@ def test_what_a_server_killed_while_filling_left_makes_room_for_the_next(
     server, kills = left_by_a_kill.start(), group.kills()
     report = fill(server)
     assert_full(report)
-    assert 128 * MIB <= report["pool_bytes"] <= 175 * MIB, "a quarter of what is free without the old pool"
+    assert 128 * MIB <= report["pool_bytes"] <= 175 * MIB, (
+        "a quarter of what is free without the old pool"
+    )
     assert "not adopted" in server.log() and "its pool size is 4GiB" in server.log()
     assert group.used_bytes() < 400 * MIB, "the old pool's memory is free"
     assert group.kills() == kills
@@ -196,9 +223,14 @@ def test_a_size_that_was_too_large_once_is_refused_and_its_memory_freed(
 ) -> None:
     server, kills = left_by_a_kill, group.kills()
     flags, server._flags = server._flags, (*server._flags, "--pool-size", "4GiB")
-    with pytest.raises(Unavailable, match="a pool of 4GiB does not fit: the memory limit of 700MiB") as caught:
+    with pytest.raises(
+        Unavailable, match="a pool of 4GiB does not fit: the memory limit of 700MiB"
+    ) as caught:
         server.start()
     assert group.used_bytes() < 100 * MIB
     server._flags = (*flags, *advice(str(caught.value)))
     pool = containers.all_there(server.start())
-    assert 350 * MIB < pool["filled_bytes"] == pool["pool_bytes"] < 600 * MIB and group.kills() == kills
+    assert (
+        350 * MIB < pool["filled_bytes"] == pool["pool_bytes"] < 600 * MIB
+        and group.kills() == kills
+    )

@@ -33,10 +33,20 @@ def test_status_for_people_and_for_programs(kvkeep: Run, server: ServerProcess) 
 
 def test_a_server_with_certificates_says_so_and_how_it_started(kvkeep: Run, tmp_path: Path) -> None:
     keys = make_keys(tmp_path / "keys", ["engine"], "", True)
-    flags = [word for name, value in keys["server"].items() for word in ("--" + name.replace("_", "-"), value)]
+    flags = [
+        word
+        for name, value in keys["server"].items()
+        for word in ("--" + name.replace("_", "-"), value)
+    ]
     (client,) = keys["clients"]
     options = ClientOptions(**{name: client[name] for name in ("tls_cert", "tls_key", "tls_ca")})
-    block = {"block_tokens": 1, "block_shape": (512,), "dtype": "uint64", "required": True, "wait_ms": 10_000}
+    block = {
+        "block_tokens": 1,
+        "block_shape": (512,),
+        "dtype": "uint64",
+        "required": True,
+        "wait_ms": 10_000,
+    }
     with ServerProcess("--pool-size", "1MiB", *flags) as server:
         with connect(server.address, model="m", revision="1", options=options, **block) as cache:
             assert cache.put([1, 2, 3], np.ones((3, 512), "uint64")) == 3
@@ -59,7 +69,9 @@ def test_a_server_with_certificates_says_so_and_how_it_started(kvkeep: Run, tmp_
 
 def status(**changes: Any) -> dict[str, Any]:
     zero = ["lookups", "lookup_blocks", "hit_blocks", "stored_blocks", "stored_bytes", "evictions"]
-    counters = dict.fromkeys([*zero, "bad_blocks", "internal_errors", "sessions_died", "scrubbed_blocks"], 0)
+    counters = dict.fromkeys(
+        [*zero, "bad_blocks", "internal_errors", "sessions_died", "scrubbed_blocks"], 0
+    )
     return {
         "name": "a",
         "version": "1",
@@ -77,7 +89,12 @@ def status(**changes: Any) -> dict[str, Any]:
             "degraded": "no more memory",
         },
         "counters": counters | {"lookups": 2, "lookup_blocks": 8, "hit_blocks": 6, "bad_blocks": 3},
-        "quotas": {"promised_bytes": 0, "in_force_bytes": 1 << 31, "overcommitted": True, "scaled_down": True},
+        "quotas": {
+            "promised_bytes": 0,
+            "in_force_bytes": 1 << 31,
+            "overcommitted": True,
+            "scaled_down": True,
+        },
         "sessions": [],
         "leases": 0,
         "writes": 0,
@@ -99,15 +116,25 @@ def test_facts_say_what_is_wrong() -> None:
     assert lines["bad blocks"] == "3"
     assert lines["turned away"] == "1 mechanism, 3 unknown_key"
     assert "internal errors" not in lines
-    assert lines["security"] == "engines need a certificate (TLS), the admin API needs a token for changes"
-    over_tls = status() | {"http_address": "https://0.0.0.0:5556", "security": {"tls": True, "admin_token": True}}
-    assert dict(facts(over_tls))["security"].endswith("the admin API needs a token or an admin's certificate")
+    assert (
+        lines["security"]
+        == "engines need a certificate (TLS), the admin API needs a token for changes"
+    )
+    over_tls = status() | {
+        "http_address": "https://0.0.0.0:5556",
+        "security": {"tls": True, "admin_token": True},
+    }
+    assert dict(facts(over_tls))["security"].endswith(
+        "the admin API needs a token or an admin's certificate"
+    )
 
 
 def test_facts_of_a_server_that_took_over() -> None:
     lines = dict(facts(status()))
     assert "held" not in lines and lines["start"] == "cold: --fresh was given"
-    restart = RestartShown(2000, 1 << 20, 0.25, 3, old_sessions=1, held_by_old_sessions=4, warm=True)
+    restart = RestartShown(
+        2000, 1 << 20, 0.25, 3, old_sessions=1, held_by_old_sessions=4, warm=True
+    )
     lines = dict(facts(status(restart=dataclasses.asdict(restart))))
     assert lines["start"] == "warm: 2,000 blocks adopted in 0.25 s, 3 dropped; 0 looked through"
     assert lines["held"] == "4 blocks for 1 process of the server before"
@@ -125,5 +152,13 @@ def test_facts_count_in_words() -> None:
 
 
 def test_how_long_it_is_up() -> None:
-    times = {0.4: "0s", 12: "12s", 60: "1m", 103: "1m 43s", 7500: "2h 5m", 86400: "1d", 90061: "1d 1h"}
+    times = {
+        0.4: "0s",
+        12: "12s",
+        60: "1m",
+        103: "1m 43s",
+        7500: "2h 5m",
+        86400: "1d",
+        90061: "1d 1h",
+    }
     assert {seconds: time_since(seconds) for seconds in times} == times

@@ -1,4 +1,5 @@
-"""A server in this process on either data plane, on a network in simulated time; and a real one for what needs it."""
+"""A server in this process on either data plane, on a network in simulated time; and a real one for
+what needs it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ Instead = Callable[[Header, m.Request], Any]
 
 
 class Recorder:
-    """Stands between the network and a service: remembers what came, and answers in its place if told to."""
+    """Stands between the network and a service: remembers what came, and answers in its place if
+    told to."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -51,7 +53,11 @@ class Recorder:
         answer = self.instead(header, request) if self.instead else PASS
         if answer is PASS:
             return self.service.handle(frames, now_ms)
-        return encode(Header(header.session, header.number), answer) if isinstance(answer, m.Message) else answer
+        return (
+            encode(Header(header.session, header.number), answer)
+            if isinstance(answer, m.Message)
+            else answer
+        )
 
     def count(self, kind: type) -> int:
         return sum(isinstance(request, kind) for request in self.came)
@@ -60,9 +66,16 @@ class Recorder:
 class Simulation:
     """One server, any number of clients, and time that passes only when somebody waits."""
 
-    def __init__(self, directory: Path, *, shared_memory: bool, slots: int, limits: Limits | None) -> None:
+    def __init__(
+        self, directory: Path, *, shared_memory: bool, slots: int, limits: Limits | None
+    ) -> None:
         self.network = SimulatedNetwork(1)
-        self._directory, self._shared_memory, self._slots, self._limits = directory, shared_memory, slots, limits
+        self._directory, self._shared_memory, self._slots, self._limits = (
+            directory,
+            shared_memory,
+            slots,
+            limits,
+        )
         self._pools: list[Pool] = []
         self.connections: list[Connection] = []
         self.replace_server(epoch=1)
@@ -78,7 +91,9 @@ class Simulation:
             self._pools.append(pool)
             limits = self.server.service._limits
             place = m.PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
-            self.server.service = Service(self.server.store, pool.segments, place, limits, epoch, pool.watch)
+            self.server.service = Service(
+                self.server.store, pool.segments, place, limits, epoch, pool.watch
+            )
         self.server.service.verify = False  # so that each client's own option holds
         self.recorder = Recorder(self.server.service)
         self.network.serve(self.recorder)
@@ -87,11 +102,23 @@ class Simulation:
     def store(self) -> Any:
         return self.server.store
 
-    def connection(self, *shard_bytes: int, identity: ModelIdentity = IDENTITY, **options: Any) -> Connection:
-        options = {"lookup_deadline_ms": 200, "store_deadline_ms": 300, "handshake_deadline_ms": 200} | options
-        options = {"ping_interval_ms": 500, "reconnect_interval_ms": 100, "address": "tcp://cache:5555"} | options
+    def connection(
+        self, *shard_bytes: int, identity: ModelIdentity = IDENTITY, **options: Any
+    ) -> Connection:
+        options = {
+            "lookup_deadline_ms": 200,
+            "store_deadline_ms": 300,
+            "handshake_deadline_ms": 200,
+        } | options
+        options = {
+            "ping_interval_ms": 500,
+            "reconnect_interval_ms": 100,
+            "address": "tcp://cache:5555",
+        } | options
         shape = BlockShape(identity, shard_bytes or (1000,))
-        made = Connection(shape, ClientOptions(**options), self.network.transport(), self.network.clock)
+        made = Connection(
+            shape, ClientOptions(**options), self.network.transport(), self.network.clock
+        )
         self.connections.append(made)
         return made
 
@@ -115,7 +142,9 @@ class Simulation:
 
     def held(self) -> list[tuple[int, int]]:
         """Leases and writes that each session holds."""
-        return [(len(session.leases), len(session.writes)) for session in self.store.sessions.values()]
+        return [
+            (len(session.leases), len(session.writes)) for session in self.store.sessions.values()
+        ]
 
     def close(self) -> None:
         self.network.faults = Faults()
@@ -131,7 +160,9 @@ def simulation(tmp_path: Path) -> Iterator[Callable[..., Simulation]]:
     """Makes Simulations. Whatever a test did, their stores are sound at the end."""
     made: list[Simulation] = []
 
-    def make(*, shared_memory: bool = False, slots: int = 64, limits: Limits | None = None) -> Simulation:
+    def make(
+        *, shared_memory: bool = False, slots: int = 64, limits: Limits | None = None
+    ) -> Simulation:
         made.append(Simulation(tmp_path, shared_memory=shared_memory, slots=slots, limits=limits))
         return made[-1]
 
@@ -146,8 +177,9 @@ def sim(simulation: Callable[..., Simulation]) -> Simulation:
 
 
 class LateCopier(HostCopier):
-    """As on a GPU: blocks arrive, in slots or in the engine, when somebody waits for them. Remembers what it was
-    asked for, and by which thread; `breaks` is the call, by its name and number, that raises."""
+    """As on a GPU: blocks arrive, in slots or in the engine, when somebody waits for them.
+    Remembers what it was asked for, and by which thread; `breaks` is the call, by its name and
+    number, that raises."""
 
     def __init__(self, pieces: Sequence[BlockRuns], breaks: str = "") -> None:
         super().__init__(pieces)
@@ -199,12 +231,20 @@ class LateCopier(HostCopier):
         return self.readings[-1]
 
     def scattering(
-        self, piece: int, block_ids: Any, addresses: Any, expected: Any, ready: Sequence[Any] = (), ahead: Any = None
+        self,
+        piece: int,
+        block_ids: Any,
+        addresses: Any,
+        expected: Any,
+        ready: Sequence[Any] = (),
+        ahead: Any = None,
     ) -> Any:
         self.waited_for.append(list(ready))
         self.scatterings.append(
             LateScattering(
-                self, len(self.scatterings), lambda: HostCopier.scattering(self, piece, block_ids, addresses, expected)
+                self,
+                len(self.scatterings),
+                lambda: HostCopier.scattering(self, piece, block_ids, addresses, expected),
             )
         )
         return self.scatterings[-1]
@@ -281,7 +321,9 @@ def passing() -> object:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     """A real server for a whole module: tests use models or salts of their own."""
-    with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms") as running:
+    with ServerProcess(
+        "--pool-size", "16MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms"
+    ) as running:
         yield running
 
 

@@ -1,4 +1,5 @@
-"""Loads of the engine's own thread, and what is fetched before it knows its blocks: for one load, and for no other."""
+"""Loads of the engine's own thread, and what is fetched before it knows its blocks: for one load,
+and for no other."""
 
 from __future__ import annotations
 
@@ -60,11 +61,15 @@ def fetching(late_copier: Any) -> Any:
             nbytes = self._pieces[piece].nbytes
             rows = np.empty((len(addresses), nbytes), dtype=np.uint8)
             for row, address in zip(rows, addresses.tolist(), strict=True):
-                row[:] = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * nbytes).from_address(address))
+                row[:] = np.ctypeslib.as_array(
+                    (np.ctypeslib.ctypes.c_uint8 * nbytes).from_address(address)
+                )
             self.fetched.append(Fetched(self, rows))
             return self.fetched[-1]
 
-        def scattering(self, piece: int, ids: Any, addresses: Any, expected: Any, ready: Any, ahead: Any = None) -> Any:
+        def scattering(
+            self, piece: int, ids: Any, addresses: Any, expected: Any, ready: Any, ahead: Any = None
+        ) -> Any:
             if ahead is not None:
                 assert ahead.open
                 self.note("take")
@@ -89,11 +94,18 @@ class World:
         self.failures: list[str] = []
         self.at_once = AtOnce(self.transfer, 0, self.failures.append)
         self.fence = self.connection._fence
-        call = self.connection.call(m.Lookup("default", self.connection.layout.layout, keys(4)), 200)
+        call = self.connection.call(
+            m.Lookup("default", self.connection.layout.layout, keys(4)), 200
+        )
         found = self.connection.wait(call)
         assert isinstance(found, m.Found)
-        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
-        self.request = LoadRequest("default", keys(4), 0, np.array(IDS), call.epoch, slots, checksums)
+        slots, checksums = (
+            np.frombuffer(found.slots, "<i8"),
+            np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
+        )
+        self.request = LoadRequest(
+            "default", keys(4), 0, np.array(IDS), call.epoch, slots, checksums
+        )
 
     def fetch(self, owner: str = "a") -> bool:
         return self.at_once.fetch(owner, self.request.epoch, self.request.slots)
@@ -106,7 +118,9 @@ class World:
         return [IDS.index(block) for block in finished.failed.get("job", [])]
 
     def slot(self, place: int) -> NDArray[np.uint8]:
-        with self.transfer.memory.addresses(0, self.request.slots[place : place + 1], self.request.epoch) as addresses:
+        with self.transfer.memory.addresses(
+            0, self.request.slots[place : place + 1], self.request.epoch
+        ) as addresses:
             assert addresses is not None
             area = (np.ctypeslib.ctypes.c_uint8 * NBYTES).from_address(int(addresses[0]))
             return np.ctypeslib.as_array(area)
@@ -122,7 +136,9 @@ def world(simulation: Make, late_copier: Any) -> World:
 
 def test_a_load_takes_what_was_fetched_for_it(world: World) -> None:
     assert world.fetch()
-    assert world.copier.names == ["fetch"] and world.fence._holders == 2, "the pool's memory stays ours"
+    assert world.copier.names == ["fetch"] and world.fence._holders == 2, (
+        "the pool's memory stays ours"
+    )
     assert world.load() == [] and world.has_loaded()
     assert world.copier.names == ["fetch", "mark", "take", "scatter 0", "good 0", "close"]
     assert world.fence._holders == 1 and world.failures == []
@@ -132,8 +148,14 @@ def test_a_load_takes_what_was_fetched_for_it(world: World) -> None:
 def test_copies_give_way_to_nobody_while_an_engine_waits_for_them(world: World) -> None:
     seen, copier = list[tuple[str, bool]](), world.copier
     fetch_ahead, scattering = copier.fetch_ahead, copier.scattering
-    copier.fetch_ahead = lambda *given: (seen.append(("fetch", copier.gave_way[-1])), fetch_ahead(*given))[1]
-    copier.scattering = lambda *given: (seen.append(("scatter", copier.gave_way[-1])), scattering(*given))[1]
+    copier.fetch_ahead = lambda *given: (
+        seen.append(("fetch", copier.gave_way[-1])),
+        fetch_ahead(*given),
+    )[1]
+    copier.scattering = lambda *given: (
+        seen.append(("scatter", copier.gave_way[-1])),
+        scattering(*given),
+    )[1]
     world.fetch()
     copier.give_way(True)
     world.load()
@@ -157,7 +179,9 @@ def test_what_a_load_took_began_when_its_first_bytes_were_fetched(world: World) 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("owner", ["b", None])
-def test_nobody_else_does(simulation: Make, late_copier: Any, owner: str | None, verify: bool) -> None:
+def test_nobody_else_does(
+    simulation: Make, late_copier: Any, owner: str | None, verify: bool
+) -> None:
     """Whose slots are the same, and hold other bytes by now."""
     world = World(simulation(shared_memory=True), fetching(late_copier), verify=verify)
     world.fetch()
@@ -180,7 +204,9 @@ def fetch_nothing(world: World) -> None:
 
 
 @pytest.mark.parametrize("between", [again, drop, fetch_nothing])
-def test_what_is_dropped_is_gone(simulation: Make, late_copier: Any, between: Callable[[World], None]) -> None:
+def test_what_is_dropped_is_gone(
+    simulation: Make, late_copier: Any, between: Callable[[World], None]
+) -> None:
     world = World(simulation(shared_memory=True), fetching(late_copier), verify=False)
     world.fetch()
     between(world)
@@ -195,7 +221,9 @@ def test_what_is_wrong_in_a_slot_is_found_out(world: World) -> None:
     assert world.load() == [2] and "take" in world.copier.names
 
 
-def test_a_pool_that_goes_before_the_load_costs_the_load(simulation: Make, late_copier: Any) -> None:
+def test_a_pool_that_goes_before_the_load_costs_the_load(
+    simulation: Make, late_copier: Any
+) -> None:
     sim = simulation(shared_memory=True)
     world = World(sim, fetching(late_copier))
     lock = sim.server.service.sessions.all()[0].watch
@@ -213,7 +241,9 @@ def test_a_fetch_that_fails_costs_the_load_nothing(simulation: Make, late_copier
     assert world.load() == [] and world.has_loaded() and world.failures == ["load"]
 
 
-def test_a_device_that_fails_afterwards_does_not_keep_the_pool(simulation: Make, late_copier: Any) -> None:
+def test_a_device_that_fails_afterwards_does_not_keep_the_pool(
+    simulation: Make, late_copier: Any
+) -> None:
     world = World(simulation(shared_memory=True), fetching(late_copier), "close")
     world.fetch()
     assert world.load() == [] and world.has_loaded()
@@ -285,7 +315,9 @@ def test_nothing_is_fetched_and_nobody_loads_while_another_load_begins(
     """Staging memory is for one of them at a time. One that cannot be begun is over, too."""
     request, gate = engine.looked_up([10, 11]), Gate()
     engine.transfer.loading = gate.before(loading := engine.transfer.loading)
-    engine.worker.load("l", LoadRequest(**(vars(request) | {"block_ids": np.array([[12, 13], [14, 15]])})))
+    engine.worker.load(
+        "l", LoadRequest(**(vars(request) | {"block_ids": np.array([[12, 13], [14, 15]])}))
+    )
     assert gate.reached.wait(30)
     engine.worker.load_ahead("a", request.epoch, request.slots)
     assert names(engine) == []

@@ -1,4 +1,5 @@
-"""The small public API: ten lines that work, mistakes that say what they are, and a server that may be absent."""
+"""The small public API: ten lines that work, mistakes that say what they are, and a server that may
+be absent."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ Connect = Callable[..., kvkeep.Cache]
 def settings(**changes: Any) -> dict[str, Any]:
     """For a model that no other test uses."""
     model = f"c{next(_models)}"
-    return {"model": model, "revision": "1", "block_tokens": 4, "block_shape": (2, 3), "dtype": "float32"} | changes
+    return {
+        "model": model,
+        "revision": "1",
+        "block_tokens": 4,
+        "block_shape": (2, 3),
+        "dtype": "float32",
+    } | changes
 
 
 @pytest.fixture
@@ -34,7 +41,11 @@ def connect(server: ServerProcess) -> Iterator[Connect]:
     made: list[kvkeep.Cache] = []
 
     def make(**changes: Any) -> kvkeep.Cache:
-        patient = {"required": True, "wait_ms": 20_000, "options": ClientOptions(lookup_deadline_ms=20_000)}
+        patient = {
+            "required": True,
+            "wait_ms": 20_000,
+            "options": ClientOptions(lookup_deadline_ms=20_000),
+        }
         made.append(kvkeep.connect(server.address, **settings(**patient | changes)))
         return made[-1]
 
@@ -47,7 +58,9 @@ def blocks(count: int = 2, dtype: str = "float32") -> np.ndarray:
     return np.random.default_rng(count).random((count, 2, 3)).astype(dtype)
 
 
-def test_the_example_in_the_docstring_works(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_docstring_works(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert module.__doc__ is not None
     example = module.__doc__.split("\n\n", 1)[1]
     assert len(example.strip().splitlines()) <= 10
@@ -98,8 +111,12 @@ def test_any_array_of_the_right_shape_can_be_put(connect: Connect, how: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (3, 2, 3), (2, 3, 2), (2, 6), (12,)])
-def test_a_wrong_shape_is_refused_with_what_was_expected(connect: Connect, shape: tuple[int, ...]) -> None:
-    with pytest.raises(RequestError, match=r"10 tokens have 2 full blocks of shape \(2, 3\)") as caught:
+def test_a_wrong_shape_is_refused_with_what_was_expected(
+    connect: Connect, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(
+        RequestError, match=r"10 tokens have 2 full blocks of shape \(2, 3\)"
+    ) as caught:
         connect().put(TOKENS, np.zeros(shape, "float32"))
     assert (caught.value.code, caught.value.field) == ("bad_shape", "blocks")
 
@@ -121,7 +138,9 @@ def test_numbers_of_another_type_are_refused_and_not_rounded(connect: Connect) -
         ({"block_tokens": 0}, "bad_identity"),
     ],
 )
-def test_a_cache_that_cannot_be_is_refused_before_it_connects(changes: dict[str, Any], code: str) -> None:
+def test_a_cache_that_cannot_be_is_refused_before_it_connects(
+    changes: dict[str, Any], code: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         kvkeep.connect(NOWHERE, **settings(**changes))
     assert caught.value.code == code
@@ -164,7 +183,9 @@ def test_an_empty_salt_is_no_salt(connect: Connect) -> None:
     ],
     ids=repr,
 )
-def test_any_change_of_what_the_bytes_mean_is_a_miss(connect: Connect, change: dict[str, Any]) -> None:
+def test_any_change_of_what_the_bytes_mean_is_a_miss(
+    connect: Connect, change: dict[str, Any]
+) -> None:
     base = settings()
     first, second = connect(**base), connect(**(base | change))
     assert first.put(TOKENS, blocks()) == 2
@@ -193,7 +214,9 @@ def test_nothing_is_held_after_a_call(simulation: Callable[..., Any]) -> None:
     for _ in range(3):
         cache.put(list(range(8)), given)
         assert (cache.get(list(range(8))) == given).all()
-        assert not cache.connection._debts._owed["lease"], "the server is told at once, not when somebody comes by"
+        assert not cache.connection._debts._owed["lease"], (
+            "the server is told at once, not when somebody comes by"
+        )
         assert cache.contains(list(range(8))) == 2
         assert not cache.connection._debts._owed["lease"]
     sim.run(20)
@@ -221,12 +244,16 @@ def test_a_server_that_is_required_and_absent_raises_with_the_remedy() -> None:
 
 def test_a_server_that_refuses_is_quoted(server: ServerProcess) -> None:
     with pytest.raises(Unavailable, match="does not fit a slab"):
-        kvkeep.connect(server.address, **settings(block_shape=(1 << 20,), required=True, wait_ms=500))
+        kvkeep.connect(
+            server.address, **settings(block_shape=(1 << 20,), required=True, wait_ms=500)
+        )
 
 
 def test_the_address_given_beats_that_of_the_options(server: ServerProcess) -> None:
     options = ClientOptions(address=NOWHERE, shared_memory=False)
-    with kvkeep.connect(server.address, **settings(required=True, options=options, wait_ms=20_000)) as cache:
+    with kvkeep.connect(
+        server.address, **settings(required=True, options=options, wait_ms=20_000)
+    ) as cache:
         assert cache.connection.options.address == server.address
         assert cache.connection.segments is None, "the other options hold"
 

@@ -1,4 +1,5 @@
-"""A session: made step by step, kept, made again; and whatever the server does, nothing raises and nobody waits."""
+"""A session: made step by step, kept, made again; and whatever the server does, nothing raises and
+nobody waits."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def look_up(connection: Connection, count: int = 2, deadline_ms: int = 200) -> C
 
 def prepare(connection: Connection, count: int = 2, deadline_ms: int = 200) -> Call:
     assert connection.layout is not None
-    return connection.call(m.PrepareStore("default", connection.layout.layout, 0, b"", keys(count)), deadline_ms)
+    return connection.call(
+        m.PrepareStore("default", connection.layout.layout, 0, b"", keys(count)), deadline_ms
+    )
 
 
 def store_blocks(sim: Any, count: int = 2) -> None:
@@ -45,7 +48,9 @@ def store_blocks(sim: Any, count: int = 2) -> None:
     blocks = [bytes(1000)] * count
     assert isinstance(connection.wait(connection.call(m.Put(call.number, 0), 200, blocks)), m.Done)
     sums = b"".join(checksum(block).to_bytes(8, "little") for block in blocks)
-    assert connection.wait(connection.call(m.CompleteStore(call.number, sums), 200)) == m.Done(count)
+    assert connection.wait(connection.call(m.CompleteStore(call.number, sums), 200)) == m.Done(
+        count
+    )
 
 
 # -- the handshake
@@ -99,9 +104,13 @@ def test_a_block_too_large_for_the_server_is_refused_in_its_words(sim: Any) -> N
     assert "--slab-size" in connection.refusal
 
 
-def test_a_server_of_another_protocol_version_is_named_and_not_used(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_of_another_protocol_version_is_named_and_not_used(
+    sim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def answer(header: Header, request: m.Request) -> Any:
-        return encode(Header(header.session, header.number, version=m.PROTOCOL_VERSION + 1), m.Done())
+        return encode(
+            Header(header.session, header.number, version=m.PROTOCOL_VERSION + 1), m.Done()
+        )
 
     sim.recorder.instead = answer
     connection = sim.connection()
@@ -237,11 +246,19 @@ def test_a_server_whose_pool_others_may_write_gets_no_session(
     assert not connection.wait_until_up(2_000)
     assert connection.segments is None and connection.counters.failures.keys() == {"untrusted_pool"}
     [told] = caplog.messages
-    assert f"tcp://cache:5555 is not trusted: {directory} can be written by other users (mode 0777)" in told
+    assert (
+        f"tcp://cache:5555 is not trusted: {directory} can be written by other users (mode 0777)"
+        in told
+    )
     assert connection.refusal.startswith(str(directory)) and not connection.coming_up
-    assert sim.recorder.count(m.Attach) == sim.recorder.count(m.OpenLayout) == 0 and not sim.store.sessions
+    assert (
+        sim.recorder.count(m.Attach) == sim.recorder.count(m.OpenLayout) == 0
+        and not sim.store.sessions
+    )
     directory.chmod(0o700)
-    assert connection.wait_until_up(2_000) and connection.segments is not None, "as soon as it is not so"
+    assert connection.wait_until_up(2_000) and connection.segments is not None, (
+        "as soon as it is not so"
+    )
 
 
 def test_a_message_made_for_the_layout_of_an_earlier_server_is_not_sent(sim: Any) -> None:
@@ -325,10 +342,14 @@ def test_on_a_slow_link_nothing_is_silent_while_blocks_are_on_their_way(sim: Any
     assert connection.wait(look_up(connection, deadline_ms=200)) is None
     assert not connection.breaker.is_open and not fetch.done
     connection.wait(fetch)
-    assert fetch.failure == "deadline" and connection.breaker.is_open, "its own deadline passed in silence"
+    assert fetch.failure == "deadline" and connection.breaker.is_open, (
+        "its own deadline passed in silence"
+    )
 
 
-def test_a_call_ends_whatever_goes_wrong_with_its_reply(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_ends_whatever_goes_wrong_with_its_reply(
+    sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection = sim.connected()
 
     def fail(*_: Any) -> Any:
@@ -388,7 +409,9 @@ def test_what_a_call_will_have_given_is_given_back_before_its_reply(sim: Any) ->
 
 
 @pytest.mark.parametrize("kind", [m.Release, m.AbandonStore])
-def test_giving_back_is_said_again_until_it_is_confirmed(sim: Any, kind: type, passing: object) -> None:
+def test_giving_back_is_said_again_until_it_is_confirmed(
+    sim: Any, kind: type, passing: object
+) -> None:
     store_blocks(sim)
     connection = sim.connected()
     calls = [look_up(connection), prepare(connection, 3)]
@@ -406,7 +429,9 @@ def test_giving_back_is_said_again_until_it_is_confirmed(sim: Any, kind: type, p
     assert sim.held() == [(0, 0), (0, 0)]
 
 
-def test_a_call_past_its_deadline_gives_back_what_it_may_have_got(sim: Any, passing: object) -> None:
+def test_a_call_past_its_deadline_gives_back_what_it_may_have_got(
+    sim: Any, passing: object
+) -> None:
     connection = sim.connected()
 
     def carry_out_and_lose_the_reply(header: Header, request: m.Request) -> Any:
@@ -484,7 +509,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_an_outage_is_told_once_with_the_address_and_the_remedy(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_told_once_with_the_address_and_the_remedy(
+    sim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     sim.network.serve(None)
     connection = sim.connection()
     sim.run(60_000)
@@ -497,7 +524,9 @@ def test_an_outage_is_told_once_with_the_address_and_the_remedy(sim: Any, caplog
     assert warnings(caplog)[1:] == ["kvkeep: connected to tcp://cache:5555"]
 
 
-def test_a_moments_silence_is_counted_and_not_told(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_moments_silence_is_counted_and_not_told(
+    sim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = sim.connected(ping_interval_ms=1_000)
     sim.lose_everything()
     connection.wait(look_up(connection))
@@ -507,21 +536,29 @@ def test_a_moments_silence_is_counted_and_not_told(sim: Any, caplog: pytest.LogC
     assert connection.answering and warnings(caplog) == []
 
 
-def test_what_was_refused_once_is_not_the_reason_of_an_outage(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_refused_once_is_not_the_reason_of_an_outage(
+    sim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = sim.connected()
     assert connection.wait(connection.call(m.Fetch(99, 0, 0, 1), 200)) is None
     assert connection.refusal
     sim.network.serve(None)
     sim.run(30_000)
-    assert "does not answer" in warnings(caplog)[0] and connection.refusal not in warnings(caplog)[0]
+    assert (
+        "does not answer" in warnings(caplog)[0] and connection.refusal not in warnings(caplog)[0]
+    )
 
 
-def test_an_outage_in_the_middle_is_told_once_too(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_in_the_middle_is_told_once_too(
+    sim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = sim.connected()
     for outage in range(1, 3):
         sim.network.serve(None)
         sim.run(30_000)
-        told = ["the server at tcp://cache:5555 does not answer" in text for text in warnings(caplog)]
+        told = [
+            "the server at tcp://cache:5555 does not answer" in text for text in warnings(caplog)
+        ]
         assert told == [True, False] * (outage - 1) + [True]
         sim.network.serve(sim.recorder)
         sim.run(2_000)
@@ -561,10 +598,14 @@ class Deaf:
 
 
 def connection_over(transport: Any, clock: Callable[[], int]) -> Connection:
-    return Connection(BlockShape(IDENTITY, (1000,)), ClientOptions(address="tcp://cache:5555"), transport, clock)
+    return Connection(
+        BlockShape(IDENTITY, (1000,)), ClientOptions(address="tcp://cache:5555"), transport, clock
+    )
 
 
-def test_an_address_where_nobody_listens_is_tried_quickly_then_patiently(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_address_where_nobody_listens_is_tried_quickly_then_patiently(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now_ms, transport = [0], Deaf()
     connection = connection_over(transport, lambda: now_ms[0])
     for now_ms[0] in range(100):
@@ -585,7 +626,9 @@ class Broken(Deaf):
         raise RuntimeError("this cannot happen")
 
 
-def test_a_fault_inside_is_counted_logged_once_and_never_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_inside_is_counted_logged_once_and_never_raised(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     connection = connection_over(Broken(), lambda: 0)
     for _ in range(100):
         connection.poll()
@@ -605,9 +648,13 @@ def test_a_flood_of_messages_does_not_keep_the_engine() -> None:
     assert connection.counters.failures["protocol"] > 100
 
 
-def test_limits_of_sessions_are_not_used_up_by_a_client_that_cannot_be_served(simulation: Make) -> None:
+def test_limits_of_sessions_are_not_used_up_by_a_client_that_cannot_be_served(
+    simulation: Make,
+) -> None:
     sim = simulation(limits=Limits(sessions=3))
-    sim.connection(1 << 20)  # its blocks are too large: refused after Hello and Attach, again and again
+    sim.connection(
+        1 << 20
+    )  # its blocks are too large: refused after Hello and Attach, again and again
     sim.run(5_000)
     sim.connected()
     sim.connected()

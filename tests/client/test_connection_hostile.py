@@ -1,4 +1,5 @@
-"""A server that answers whatever it likes: nothing raises, nobody waits past a deadline, no byte is believed."""
+"""A server that answers whatever it likes: nothing raises, nobody waits past a deadline, no byte is
+believed."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ class Hostile:
 
     def handle(self, frames: Any, now_ms: int) -> list[Any] | None:
         reply = self.service.handle(frames, now_ms)
-        kind = self.rng.choices(["right", "changed", "random", "noise", "version", "silence"], [60, 12, 12, 5, 5, 6])[0]
+        kind = self.rng.choices(
+            ["right", "changed", "random", "noise", "version", "silence"], [60, 12, 12, 5, 5, 6]
+        )[0]
         if reply is None or kind == "right":
             return reply
         number = decode_header(frames).number
@@ -75,13 +78,22 @@ class Hostile:
     def noise(self, number: int) -> list[bytes]:
         head, body = encode(Header(0, number), m.Done())
         damaged = [head, self.rng.randbytes(20)]
-        choices = [[], [b""], [self.rng.randbytes(28)], [head], damaged, [head, body, b"extra", b""]]
+        choices = [
+            [],
+            [b""],
+            [self.rng.randbytes(28)],
+            [head],
+            damaged,
+            [head, body, b"extra", b""],
+        ]
         return self.rng.choice(choices)
 
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["network", "shared_memory"])
 @pytest.mark.parametrize("seed", range(25))
-def test_nothing_raises_whatever_the_server_answers(simulation: Make, seed: int, shared_memory: bool) -> None:
+def test_nothing_raises_whatever_the_server_answers(
+    simulation: Make, seed: int, shared_memory: bool
+) -> None:
     sim, rng = simulation(shared_memory=shared_memory), random.Random(seed)
     hostile = Hostile(sim.recorder, rng)
     sim.network.serve(hostile)
@@ -103,15 +115,20 @@ def test_nothing_raises_whatever_the_server_answers(simulation: Make, seed: int,
             answer = scheduler.lookup(turn, None, keys)
         assert 0 <= answer.blocks <= 4
         targets = np.arange(4, 4 + answer.blocks)
-        loaded = transfer.load(LoadRequest("default", keys, 0, targets, answer.epoch, answer.slots, answer.checksums))
-        assert (engine[targets[loaded]] == kept[:4][: len(loaded)][loaded]).all(), "a loaded block has the right bytes"
+        loaded = transfer.load(
+            LoadRequest("default", keys, 0, targets, answer.epoch, answer.slots, answer.checksums)
+        )
+        assert (engine[targets[loaded]] == kept[:4][: len(loaded)][loaded]).all(), (
+            "a loaded block has the right bytes"
+        )
         engine[:] = kept
         got += int(loaded.sum())
         scheduler.release(turn)
         sim.run(rng.randrange(0, 400))
         assert sim.network.clock.now_ms - before_ms < 5_000
     assert "internal_error" not in connection.counters.failures
-    # A wrong layout number is believed for as long as the session lasts: it costs misses, and nothing else.
+    # A wrong layout number is believed for as long as the session lasts: it costs misses, and
+    # nothing else.
     assert got > 0 or "unknown_layout" in connection.counters.failures
     sim.replace_server(epoch=2)
     sim.run(4_000)

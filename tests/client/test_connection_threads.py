@@ -1,4 +1,5 @@
-"""One connection in several threads: who waits for a reply keeps nobody from calling, copying or closing."""
+"""One connection in several threads: who waits for a reply keeps nobody from calling, copying or
+closing."""
 
 from __future__ import annotations
 
@@ -53,12 +54,15 @@ class Waiting:
 @pytest.fixture
 def silent(sim: Any, passing: object) -> Any:
     """A server that answers no lookup."""
-    sim.recorder.instead = lambda header, request: None if isinstance(request, m.Lookup) else passing
+    sim.recorder.instead = lambda header, request: (
+        None if isinstance(request, m.Lookup) else passing
+    )
     return sim
 
 
 def held_in_wait(connection: Connection) -> tuple[threading.Event, threading.Event]:
-    """Makes the next wait for the transport last until told otherwise; the connection's lock is held meanwhile."""
+    """Makes the next wait for the transport last until told otherwise; the connection's lock is
+    held meanwhile."""
     inside, go_on = threading.Event(), threading.Event()
     wait = connection._transport.wait
 
@@ -146,7 +150,9 @@ def test_who_copies_does_not_wait_for_who_waits_for_a_reply(simulation: Make) ->
     assert call.reply is not None
 
 
-def test_whoever_has_the_pool_has_the_memory_of_that_session_however_often_it_ends(simulation: Make) -> None:
+def test_whoever_has_the_pool_has_the_memory_of_that_session_however_often_it_ends(
+    simulation: Make,
+) -> None:
     sim = simulation(shared_memory=True)
     connection = sim.connected()
     stop, seen, wrong = threading.Event(), [0], []
@@ -161,7 +167,9 @@ def test_whoever_has_the_pool_has_the_memory_of_that_session_however_often_it_en
                 if pool[1].layout < 1 or epoch != 1:
                     wrong.append(pool)
                 address = int(pool[0].addresses(np.array([0]), 64)[0])
-                ctypes.memset(address, 7, 64)  # were it not mapped any longer, this would be the end
+                ctypes.memset(
+                    address, 7, 64
+                )  # were it not mapped any longer, this would be the end
 
     threads = [threading.Thread(target=touch, daemon=True) for _ in range(2)]
     for thread in threads:
@@ -178,7 +186,9 @@ def test_whoever_has_the_pool_has_the_memory_of_that_session_however_often_it_en
     connection.close()
     pool = sim._pools[0]
     mapped = Path("/proc/self/maps").read_text().count(f"{pool.directory}/segment-")
-    assert mapped == sum(part is not None for part in pool.segments._maps), "only the server's own mapping is left"
+    assert mapped == sum(part is not None for part in pool.segments._maps), (
+        "only the server's own mapping is left"
+    )
 
 
 # -- the end

@@ -49,7 +49,9 @@ def world() -> World:
 
 
 @pytest.mark.parametrize("piece", [0, 1])
-def test_what_is_read_is_in_its_slot_with_its_checksum_batch_by_batch(world: World, piece: int) -> None:
+def test_what_is_read_is_in_its_slot_with_its_checksum_batch_by_batch(
+    world: World, piece: int
+) -> None:
     reading = world.copier.reading(piece, verify=True, ready=None)
     for block_ids, slots in ((ids(7, 0), (1, 3)), (ids(), ()), (ids(9), (0,))):
         reading.make_room()
@@ -126,7 +128,9 @@ def test_without_checksums_to_expect_all_is_good(world: World) -> None:
 
 
 @pytest.mark.parametrize("block", [BLOCKS, -1, 1 << 40])
-def test_a_block_that_the_engine_does_not_have_is_an_error_and_nothing_is_touched(world: World, block: int) -> None:
+def test_a_block_that_the_engine_does_not_have_is_an_error_and_nothing_is_touched(
+    world: World, block: int
+) -> None:
     reading = world.copier.reading(0, verify=True, ready=None)
     addresses = world.at(0, 0, 1)
     attempts = [
@@ -173,12 +177,16 @@ def test_pieces_in_several_places_are_refused(devices: tuple[str, str]) -> None:
 
 
 def test_pieces_on_a_gpu_get_the_one_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvkeep.gpu.copier", SimpleNamespace(GpuCopier=lambda *given: given))  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        sys.modules, "kvkeep.gpu.copier", SimpleNamespace(GpuCopier=lambda *given: given)
+    )  # type: ignore[arg-type]
     pieces = [piece_on("cuda:1"), piece_on("cuda:1")]
     assert copier_for(pieces, 77) == (pieces, 77)
 
 
-def test_without_a_compiler_for_it_a_gpu_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_for_it_a_gpu_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "kvkeep.gpu.copier", None)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="cannot be moved") as caught:
         copier_for([piece_on("cuda:0")], 1)

@@ -1,4 +1,5 @@
-"""Stores on their way: nobody waits who need not, each ends once, and a fault ends that store alone."""
+"""Stores on their way: nobody waits who need not, each ends once, and a fault ends that store
+alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from kvkeep.client.requests import Stored
 
 
 class Store:
-    """A store whose copies arrive when `arrive` is set, and that the server answers when `answer` says so."""
+    """A store whose copies arrive when `arrive` is set, and that the server answers when `answer`
+    says so."""
 
     def __init__(self, fails: str = "") -> None:
         self.arrived, self.call, self.fails = threading.Event(), Call(1, 0), fails
@@ -95,7 +97,9 @@ def test_a_store_ends_when_it_has_arrived_and_the_server_has_answered(world: Wor
     assert len(world.ended) == 1
 
 
-def test_they_end_in_order_and_another_departs_while_the_server_has_not_answered(world: World) -> None:
+def test_they_end_in_order_and_another_departs_while_the_server_has_not_answered(
+    world: World,
+) -> None:
     first, second = world.add("a"), world.add("b")
     for store in (first, second):
         store.arrived.set()

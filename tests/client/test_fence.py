@@ -1,4 +1,5 @@
-"""The lock and the memory of a session on the server's host: taken, held, and let go of by the kernel's rules."""
+"""The lock and the memory of a session on the server's host: taken, held, and let go of by the
+kernel's rules."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_who_comes_when_the_session_is_over_does_not_hold_it(pool: Pool) -> None
     watch.close()
 
 
-def test_memory_is_unmapped_when_the_last_copy_has_ended_and_unpinned_before_that(pool: Pool) -> None:
+def test_memory_is_unmapped_when_the_last_copy_has_ended_and_unpinned_before_that(
+    pool: Pool,
+) -> None:
     watch = pool.watch(1)
     fence = Fence.take(welcome(pool, watch))
     assert fence is not None and fence.hold()
@@ -185,7 +188,9 @@ def test_a_directory_that_is_not_the_pool_need_not_be_trusted(pool: Pool) -> Non
     watch.close()
 
 
-def test_a_lock_outside_the_pool_is_none(pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_outside_the_pool_is_none(
+    pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A server names the file; it must not be able to have us open any other."""
     outside = Watch(tmp_path / "session-outside.lock")
     assert Fence.take(welcome(pool, outside)) is None and "through the socket" in caplog.text
@@ -193,7 +198,9 @@ def test_a_lock_outside_the_pool_is_none(pool: Pool, tmp_path: Path, caplog: pyt
     outside.close()
 
 
-def test_a_lock_that_somebody_holds_cannot_be_had(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_that_somebody_holds_cannot_be_had(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     watch = pool.watch(1)
     first = Fence.take(welcome(pool, watch))
     assert first is not None
@@ -290,8 +297,11 @@ def settled(happens: Callable[[], bool]) -> bool:
     return False
 
 
-def test_a_server_that_hangs_without_its_lock_file_keeps_what_it_has_leased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would its client take it for dead and come back, the same server would have given the lease away."""
+def test_a_server_that_hangs_without_its_lock_file_keeps_what_it_has_leased(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Would its client take it for dead and come back, the same server would have given the lease
+    away."""
     asked: list[bool] = []
     right = Fence.server_is_gone
 
@@ -301,7 +311,13 @@ def test_a_server_that_hangs_without_its_lock_file_keeps_what_it_has_leased(monk
 
     monkeypatch.setattr(Fence, "server_is_gone", server_is_gone)
     options = ClientOptions(lookup_deadline_ms=200, ping_interval_ms=20, reconnect_interval_ms=20)
-    block = {"block_tokens": 1, "block_shape": (512,), "dtype": "uint64", "required": True, "wait_ms": 60_000}
+    block = {
+        "block_tokens": 1,
+        "block_shape": (512,),
+        "dtype": "uint64",
+        "required": True,
+        "wait_ms": 60_000,
+    }
     with (
         ServerProcess("--pool-size", "2MiB") as server,
         connect(server.address, model="m", revision="1", options=options, **block) as cache,
@@ -313,7 +329,9 @@ def test_a_server_that_hangs_without_its_lock_file_keeps_what_it_has_leased(monk
         session = connection.welcome.session
         chain = KeyChain(root_key(cache.identity, None), 1)
         chain.extend(tokens)
-        found = connection.wait(connection.call(m.Lookup("default", connection.layout.layout, chain.keys()), 60_000))
+        found = connection.wait(
+            connection.call(m.Lookup("default", connection.layout.layout, chain.keys()), 60_000)
+        )
         assert isinstance(found, m.Found) and found.blocks == 8
         lock = Path(connection.welcome.pool.directory) / "daemon.lock"
         server.send(signal.SIGSTOP)
@@ -322,6 +340,10 @@ def test_a_server_that_hangs_without_its_lock_file_keeps_what_it_has_leased(monk
         lock.with_name("away").rename(lock)
         server.send(signal.SIGCONT)
         assert settled(lambda: connection.answering)
-        assert not any(asked) and connection.welcome is not None and connection.welcome.session == session
+        assert (
+            not any(asked)
+            and connection.welcome is not None
+            and connection.welcome.session == session
+        )
         status = ask_http(server.http, "/v1/status", timeout_s=60)
         assert status["leases"] == 1 and status["counters"]["sessions_died"] == 0

@@ -20,7 +20,9 @@ from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 
 Make = Callable[..., Any]
-SHAPE = BlockShape(ModelIdentity(model="k", revision="1", kv_dtype="|u1", block_tokens=4, content="l"), (64,))
+SHAPE = BlockShape(
+    ModelIdentity(model="k", revision="1", kv_dtype="|u1", block_tokens=4, content="l"), (64,)
+)
 
 
 def eventually(happens: Callable[[], bool]) -> bool:
@@ -33,12 +35,16 @@ def eventually(happens: Callable[[], bool]) -> bool:
     return False
 
 
-def test_a_server_that_comes_late_and_one_that_comes_back_are_found_without_anyone_polling() -> None:
+def test_a_server_that_comes_late_and_one_that_comes_back_are_found_without_anyone_polling() -> (
+    None
+):
     server = ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB")
     with server:
         address = server.address
         server.stop()
-        connection = Connection(SHAPE, ClientOptions(address=address, ping_interval_ms=50, reconnect_interval_ms=50))
+        connection = Connection(
+            SHAPE, ClientOptions(address=address, ping_interval_ms=50, reconnect_interval_ms=50)
+        )
         Keeper.keep(connection)
         assert not connection.up
         epochs = []
@@ -116,4 +122,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_forked_process_gets_a_keeper_of_its_own() -> None:
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", AFTER_A_FORK], check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-W", "ignore", "-c", AFTER_A_FORK], check=False).returncode
+        == 0
+    )

@@ -1,4 +1,5 @@
-"""Loads from slots in two steps: the pool stays ours until all has arrived, whatever happens between them."""
+"""Loads from slots in two steps: the pool stays ours until all has arrived, whatever happens
+between them."""
 
 from __future__ import annotations
 
@@ -48,10 +49,15 @@ class World:
         return [Piece(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)]
 
     def request(self, ids: Any) -> LoadRequest:
-        call = self.connection.call(m.Lookup("default", self.connection.layout.layout, keys(4)), 200)
+        call = self.connection.call(
+            m.Lookup("default", self.connection.layout.layout, keys(4)), 200
+        )
         found = self.connection.wait(call)
         assert isinstance(found, m.Found)
-        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 2)
+        slots, checksums = (
+            np.frombuffer(found.slots, "<i8"),
+            np.frombuffer(found.checksums, "<u8").reshape(-1, 2),
+        )
         return LoadRequest("default", keys(4), 0, np.array(ids), call.epoch, slots, checksums)
 
     def under_way(self) -> bool:
@@ -68,11 +74,17 @@ def world(simulation: Make, late_copier: Any) -> World:
 
 def test_all_of_it_is_begun_before_any_of_it_is_waited_for(world: World) -> None:
     loading = world.transfer.loading([world.request(IDS)], ["mark"])
-    assert world.copier.names == ["scatter 0", "scatter 1"] and world.copier.waited_for == [["mark"]] * 2
+    assert (
+        world.copier.names == ["scatter 0", "scatter 1"]
+        and world.copier.waited_for == [["mark"]] * 2
+    )
     assert world.under_way() and world.fence._holders == 3
     assert [each.tolist() for each in loading.finish()] == [[True] * 4]
     assert world.fence._holders == 1 and not world.under_way()
-    assert all((world.target[piece][IDS[piece]] == world.engine[piece][STORED[piece]]).all() for piece in (0, 1))
+    assert all(
+        (world.target[piece][IDS[piece]] == world.engine[piece][STORED[piece]]).all()
+        for piece in (0, 1)
+    )
 
 
 def test_the_engine_was_ready_when_the_last_piece_had_it(world: World) -> None:
@@ -89,16 +101,24 @@ def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(worl
     loading = world.transfer.loading([world.request(IDS)])
     world.connection._go_down()  # as when the server is another one
     assert lock.is_held(), "the server may not take a slot that is being read"
-    assert [each.tolist() for each in loading.finish()] == [[True] * 4], "the bytes were there, and are verified"
+    assert [each.tolist() for each in loading.finish()] == [[True] * 4], (
+        "the bytes were there, and are verified"
+    )
     assert not lock.is_held() and world.fence._holders == 0
 
 
 def test_of_those_begun_together_each_has_its_own_blocks(world: World) -> None:
     stale = replace(world.request(IDS), epoch=99)
     good, bad = world.request(IDS), world.request([[1, 2, 3, 4], [5, 6, 7, 8]])
-    bad = replace(bad, checksums=bad.checksums ^ np.array([[0, 0], [0, 1], [0, 0], [0, 0]], dtype=np.uint64))
+    bad = replace(
+        bad, checksums=bad.checksums ^ np.array([[0, 0], [0, 1], [0, 0], [0, 0]], dtype=np.uint64)
+    )
     loaded = world.transfer.load_together([bad, stale, good])
-    assert [each.tolist() for each in loaded] == [[True, False, True, True], [False] * 4, [True] * 4]
+    assert [each.tolist() for each in loaded] == [
+        [True, False, True, True],
+        [False] * 4,
+        [True] * 4,
+    ]
 
 
 def test_several_can_be_under_way_and_end_in_any_order(world: World) -> None:
@@ -106,12 +126,17 @@ def test_several_can_be_under_way_and_end_in_any_order(world: World) -> None:
     first, second = (world.transfer.loading([world.request(ids)]) for ids in (IDS, other))
     assert second.finish()[0].all() and first.finish()[0].all()
     for ids in (IDS, other):
-        assert all((world.target[piece][ids[piece]] == world.engine[piece][STORED[piece]]).all() for piece in (0, 1))
+        assert all(
+            (world.target[piece][ids[piece]] == world.engine[piece][STORED[piece]]).all()
+            for piece in (0, 1)
+        )
     assert world.fence._holders == 1
 
 
 @pytest.mark.parametrize("breaks", ["scatter 0", "scatter 1"])
-def test_when_it_cannot_be_begun_nothing_is_under_way(simulation: Make, late_copier: Any, breaks: str) -> None:
+def test_when_it_cannot_be_begun_nothing_is_under_way(
+    simulation: Make, late_copier: Any, breaks: str
+) -> None:
     world = World(simulation, late_copier, breaks)
     with pytest.raises(RuntimeError, match=f"{breaks} broke"):
         world.transfer.loading([world.request(IDS)])
@@ -119,7 +144,9 @@ def test_when_it_cannot_be_begun_nothing_is_under_way(simulation: Make, late_cop
 
 
 @pytest.mark.parametrize("breaks", ["good 0", "good 1"])
-def test_when_a_device_fails_nothing_is_under_way(simulation: Make, late_copier: Any, breaks: str) -> None:
+def test_when_a_device_fails_nothing_is_under_way(
+    simulation: Make, late_copier: Any, breaks: str
+) -> None:
     world = World(simulation, late_copier, breaks)
     loading = world.transfer.loading([world.request(IDS)])
     with pytest.raises(RuntimeError, match=f"{breaks} broke"):
@@ -128,7 +155,9 @@ def test_when_a_device_fails_nothing_is_under_way(simulation: Make, late_copier:
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_what_cannot_be_waited_for_does_not_end_the_wait_for_the_others(world: World, broken: int) -> None:
+def test_what_cannot_be_waited_for_does_not_end_the_wait_for_the_others(
+    world: World, broken: int
+) -> None:
     loading = world.transfer.loading([world.request(IDS)])
     other, holders = world.copier.scatterings[1 - broken], []
     arrive = other.close
@@ -164,6 +193,8 @@ def test_a_pool_that_goes_between_two_pieces_costs_the_load_and_is_let_go(world:
 
 def test_another_number_of_pieces_is_refused_before_anything_is_begun(world: World) -> None:
     requests = [world.request(IDS), world.request(IDS[0])]
-    with pytest.raises(RequestError, match="block ids for 1 pieces, but the engine's blocks have 2"):
+    with pytest.raises(
+        RequestError, match="block ids for 1 pieces, but the engine's blocks have 2"
+    ):
         world.transfer.loading(requests)
     assert world.copier.names == [] and world.fence._holders == 1

@@ -16,7 +16,9 @@ def test_the_defaults_reach_a_server_on_this_host() -> None:
     assert ClientOptions().address == DEFAULT_ADDRESS == "tcp://localhost:5555"
 
 
-@pytest.mark.parametrize("option", ["lookup_deadline_ms", "ping_interval_ms", "reconnect_interval_ms"])
+@pytest.mark.parametrize(
+    "option", ["lookup_deadline_ms", "ping_interval_ms", "reconnect_interval_ms"]
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5, "100", True, None])
 def test_a_number_that_is_none_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=option):
@@ -29,7 +31,12 @@ OLD = ("KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY")
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("KVKEEP_ADDRESS", "KVKEEP_TRUSTED_USERS", *OLD, *(f"KVKEEP_CLIENT_{name.upper()}" for name in FILES))
+    names = (
+        "KVKEEP_ADDRESS",
+        "KVKEEP_TRUSTED_USERS",
+        *OLD,
+        *(f"KVKEEP_CLIENT_{name.upper()}" for name in FILES),
+    )
     for name in names:
         monkeypatch.delenv(name, raising=False)
 
@@ -42,17 +49,23 @@ def test_tls_needs_all_three_files(missing: str) -> None:
     assert ClientOptions(**FILES).tls_key == "/keys/a.key"  # type: ignore[arg-type]
 
 
-def test_trusted_users_come_from_the_environment_if_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_users_come_from_the_environment_if_nobody_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert ClientOptions().trusted_users == ()
     monkeypatch.setenv("KVKEEP_TRUSTED_USERS", "1000, root")
     assert ClientOptions().trusted_users == (1000, 0)
     assert ClientOptions(trusted_users=(7,)).trusted_users == (7,)
     monkeypatch.setenv("KVKEEP_TRUSTED_USERS", "1000,no such user")
-    with pytest.raises(SettingsError, match=r'KVKEEP_TRUSTED_USERS = "1000,no such user": there is no user'):
+    with pytest.raises(
+        SettingsError, match=r'KVKEEP_TRUSTED_USERS = "1000,no such user": there is no user'
+    ):
         ClientOptions()
 
 
-@pytest.mark.parametrize("users", [[1000], "1000", ("1000",), (True,), (-1,), (OVERFLOW_UID,), None])
+@pytest.mark.parametrize(
+    "users", [[1000], "1000", ("1000",), (True,), (-1,), (OVERFLOW_UID,), None]
+)
 def test_what_is_no_user_is_refused(users: Any) -> None:
     with pytest.raises(SettingsError, match="trusted_users"):
         ClientOptions(trusted_users=users)
@@ -70,13 +83,17 @@ def test_files_come_from_the_environment_if_nobody_says(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("old", OLD)
-def test_variables_of_earlier_releases_are_refused_by_name(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_earlier_releases_are_refused_by_name(
+    old: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ClientOptions()
     monkeypatch.setenv(old, "/keys/a.key")
     with pytest.raises(SettingsError, match=f"{old} does not exist any more") as caught:
         ClientOptions()
     assert "KVKEEP_CLIENT_TLS_CERT" in caught.value.hint and "migration guide" in caught.value.hint
-    assert dataclasses.replace(options, client="b").client == "b", "what was read once is not read again"
+    assert dataclasses.replace(options, client="b").client == "b", (
+        "what was read once is not read again"
+    )
     monkeypatch.setenv(old, "")
     assert ClientOptions() == options
 

@@ -19,22 +19,36 @@ def test_several_connections_of_a_process_say_it_once(said: pytest.LogCaptureFix
     for outage in outages:
         outage.begin("nobody listens there", "")
         outage.begin("nobody listens there", "")
-    assert len(said.messages) == 1 and "tcp://a:1" in said.messages[0] and "kvkeep serve" in said.messages[0]
+    assert (
+        len(said.messages) == 1
+        and "tcp://a:1" in said.messages[0]
+        and "kvkeep serve" in said.messages[0]
+    )
     for outage in outages:
         outage.end()
     assert said.messages[1:] == ["kvkeep: connected to tcp://a:1"]
 
 
-def test_another_address_and_another_refusal_are_other_troubles(said: pytest.LogCaptureFixture) -> None:
+def test_another_address_and_another_refusal_are_other_troubles(
+    said: pytest.LogCaptureFixture,
+) -> None:
     outages = [Outage("tcp://a:1"), Outage("tcp://b:1"), Outage("tcp://a:1")]
     for outage, refusal in zip(outages, ("", "", "too many sessions"), strict=True):
         outage.begin("it does not answer", refusal)
     assert len(said.messages) == 3
 
 
-def test_what_the_server_says_itself_is_told_once_after_a_guess(said: pytest.LogCaptureFixture) -> None:
+def test_what_the_server_says_itself_is_told_once_after_a_guess(
+    said: pytest.LogCaptureFixture,
+) -> None:
     outages = [Outage("tcp://a:1") for _ in range(3)]
-    for refusal in ("", "its keys and ours do not fit", "its keys and ours do not fit", "too many sessions", ""):
+    for refusal in (
+        "",
+        "its keys and ours do not fit",
+        "its keys and ours do not fit",
+        "too many sessions",
+        "",
+    ):
         for outage in outages:
             outage.begin("no connection could be made", refusal)
     assert len(said.messages) == 2, "the guess, and why it really is"
@@ -61,7 +75,9 @@ def test_who_is_gone_keeps_nobody_from_speaking(said: pytest.LogCaptureFixture) 
     assert len(said.messages) == 2
 
 
-def test_a_rank_that_does_not_speak_keeps_its_trouble_for_whoever_asks(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_does_not_speak_keeps_its_trouble_for_whoever_asks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.DEBUG)
     rank = Outage("tcp://a:1")
     rank.speaks = False
@@ -75,7 +91,9 @@ def test_a_rank_that_does_not_speak_keeps_its_trouble_for_whoever_asks(caplog: p
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 
-def test_a_rank_that_does_not_speak_keeps_the_scheduler_from_nothing(said: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_does_not_speak_keeps_the_scheduler_from_nothing(
+    said: pytest.LogCaptureFixture,
+) -> None:
     rank, scheduler = Outage("tcp://a:1"), Outage("tcp://a:1")
     rank.speaks = False
     rank.begin("it does not answer", "")
@@ -88,4 +106,7 @@ def test_a_rank_that_does_not_speak_keeps_the_scheduler_from_nothing(said: pytes
 def test_a_server_that_is_not_trusted_is_called_that(said: pytest.LogCaptureFixture) -> None:
     outage = Outage("tcp://a:1")
     outage.begin(UNTRUSTED, "its pool belongs to another user")
-    assert "the server at tcp://a:1 is not trusted: its pool belongs to another user. Serving" in said.messages[0]
+    assert (
+        "the server at tcp://a:1 is not trusted: its pool belongs to another user. Serving"
+        in said.messages[0]
+    )

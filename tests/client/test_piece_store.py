@@ -1,4 +1,5 @@
-"""The store of one piece, part by part: what comes when, what is under way meanwhile, and nothing left behind."""
+"""The store of one piece, part by part: what comes when, what is under way meanwhile, and nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -46,8 +47,13 @@ def look_up(connection: Connection, count: int, ids: list[int]) -> LoadRequest:
     call = connection.call(m.Lookup("default", connection.layout.layout, keys(count)), 200)
     found = connection.wait(call)
     assert isinstance(found, m.Found)
-    slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
-    return LoadRequest("default", keys(count), 0, np.array(ids, dtype=np.int64), call.epoch, slots, checksums)
+    slots, checksums = (
+        np.frombuffer(found.slots, "<i8"),
+        np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
+    )
+    return LoadRequest(
+        "default", keys(count), 0, np.array(ids, dtype=np.int64), call.epoch, slots, checksums
+    )
 
 
 def in_parts_of(monkeypatch: pytest.MonkeyPatch, nbytes: int, *first: int, whole: int = 0) -> None:
@@ -93,7 +99,9 @@ def test_a_part_already_there_or_refused_does_not_confuse_the_others(
     sim = simulation(shared_memory=True, slots=8)
     connection, engine = sim.connected(), memory()
     assert transfer(connection, engine).store(storing([0, 1, 2])) == 3
-    assert transfer(connection, engine).store(storing([*range(12)])) == 5, "the pool has eight slots"
+    assert transfer(connection, engine).store(storing([*range(12)])) == 5, (
+        "the pool has eight slots"
+    )
     target = np.zeros_like(engine)
     assert transfer(connection, target).load(look_up(connection, 12, [*range(8)])).all()
     assert (target[:8] == engine[:8]).all()
@@ -105,13 +113,17 @@ def test_parts_keep_to_the_servers_limit_of_blocks_a_request(simulation: Make) -
     assert transfer(sim.connected(), memory()).store(storing([*range(12)])) == 12
 
 
-def test_parts_of_small_blocks_are_no_longer_than_their_own_limit(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_small_blocks_are_no_longer_than_their_own_limit(
+    sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_BLOCKS_A_PART", 5)
     assert transfer(sim.connected(), memory()).store(storing([*range(12)])) == 12
     assert [len(request.keys) // 16 for request in prepared_by(sim)] == [5, 4, 3], "about as large"
 
 
-def test_the_first_part_may_be_smaller_than_the_others(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_part_may_be_smaller_than_the_others(
+    sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES)
     connection, engine = sim.connected(), memory()
     assert transfer(connection, engine).offer(storing([*range(12)])) == Stored(12, True)
@@ -124,7 +136,13 @@ def test_the_first_part_may_be_smaller_than_the_others(sim: Any, monkeypatch: py
 @pytest.mark.parametrize(
     ("alone", "count", "parts"),
     [
-        *((True, 0, [0]), (True, 1, [1]), (True, 8, [8]), (True, 9, [2, 4, 3]), (True, 12, [2, 5, 5])),
+        *(
+            (True, 0, [0]),
+            (True, 1, [1]),
+            (True, 8, [8]),
+            (True, 9, [2, 4, 3]),
+            (True, 12, [2, 5, 5]),
+        ),
         *((False, 0, [0]), (False, 2, [2]), (False, 3, [2, 1]), (False, 8, [2, 3, 3])),
     ],
 )
@@ -141,7 +159,8 @@ def test_what_is_not_too_large_goes_in_one_part_unless_others_wait(
 
 
 @pytest.mark.parametrize(
-    ("count", "parts"), [(3, [3]), (4, [1, 3]), (5, [1, 3, 1]), (12, [1, 3, 4, 4]), (13, [1, 3, 5, 4])]
+    ("count", "parts"),
+    [(3, [3]), (4, [1, 3]), (5, [1, 3, 1]), (12, [1, 3, 4, 4]), (13, [1, 3, 5, 4])],
 )
 def test_several_parts_may_grow_at_first(
     sim: Any, monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]
@@ -188,11 +207,16 @@ def test_another_store_may_begin_when_the_last_slots_are_asked_for_but_not_given
         return asked[-1]
 
     monkeypatch.setattr(connection, "call", noted)
-    store, told = moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)]))), list[bool]()
+    store, told = (
+        moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)]))),
+        list[bool](),
+    )
     store.begin()
     store.copy(lambda: told.append(not asked[-1].done))
     assert len(told) == 1, "also if there is no room for all"
-    assert told == [True] or (slots == 6 and blocks_a_part == 4), "there the answer before says that it is the last"
+    assert told == [True] or (slots == 6 and blocks_a_part == 4), (
+        "there the answer before says that it is the last"
+    )
     assert len(asked) == 12 // blocks_a_part
     store.depart()
     assert store.finish().written == min(12, slots)
@@ -201,7 +225,9 @@ def test_another_store_may_begin_when_the_last_slots_are_asked_for_but_not_given
 # -- faults
 
 
-def test_slots_go_back_when_asking_for_the_next_part_fails(simulation: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_go_back_when_asking_for_the_next_part_fails(
+    simulation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_parts_of(monkeypatch, 2 * NBYTES)
     sim = simulation(shared_memory=True)
     connection = sim.connected()
@@ -220,7 +246,9 @@ def test_slots_go_back_when_asking_for_the_next_part_fails(simulation: Make, mon
     assert prepared_by(sim) and sim.held()[0][1] == 0
 
 
-def test_the_end_is_told_though_slots_cannot_be_given_back(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_is_told_though_slots_cannot_be_given_back(
+    sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moving = transfer(sim.connected(), memory())
     store = moving.storing(storing([0, 1]), moving.sources(storing([0, 1])))
     store.begin()
@@ -231,7 +259,9 @@ def test_the_end_is_told_though_slots_cannot_be_given_back(sim: Any, monkeypatch
 
 
 @pytest.mark.parametrize("lost", [m.PrepareStore, m.Put, m.CompleteStore])
-def test_a_store_that_gets_no_answer_gives_its_slots_back(simulation: Make, passing: object, lost: type) -> None:
+def test_a_store_that_gets_no_answer_gives_its_slots_back(
+    simulation: Make, passing: object, lost: type
+) -> None:
     sim = simulation()
     connection = sim.connected()
     sim.recorder.instead = lambda header, request: None if isinstance(request, lost) else passing
@@ -248,7 +278,9 @@ def test_a_part_that_cannot_be_written_ends_the_store_and_gives_back_the_next_on
     in_parts_of(monkeypatch, 2 * NBYTES)
     sim = simulation()
     refused = m.Refused("cross", "no")
-    sim.recorder.instead = lambda header, request: refused if isinstance(request, m.Put) else passing
+    sim.recorder.instead = lambda header, request: (
+        refused if isinstance(request, m.Put) else passing
+    )
     assert transfer(sim.connected(), memory()).store(storing([*range(6)])) == 0
     assert sim.recorder.count(m.Put) == 1
     sim.run(100)
@@ -259,7 +291,8 @@ def test_a_part_that_cannot_be_written_ends_the_store_and_gives_back_the_next_on
 
 
 class Late:
-    """A store of twelve blocks in parts of four, each of which arrives when somebody waits for it."""
+    """A store of twelve blocks in parts of four, each of which arrives when somebody waits for
+    it."""
 
     def __init__(self, simulation: Make, copier: Any, passing: object, breaks: str = "") -> None:
         self.sim = simulation(shared_memory=True)
@@ -274,9 +307,13 @@ class Late:
     def _watch(self, header: Any, request: m.Request) -> object:
         if isinstance(request, m.CompleteStore):
             done = self.sim.recorder.count(m.CompleteStore)
-            assert all(not reading.on_the_way for reading in self.copier.readings[:done]), "said before it has arrived"
+            assert all(not reading.on_the_way for reading in self.copier.readings[:done]), (
+                "said before it has arrived"
+            )
         if isinstance(request, m.AbandonStore):
-            assert not any(reading.on_the_way for reading in self.copier.readings), "copies still go to slots of others"
+            assert not any(reading.on_the_way for reading in self.copier.readings), (
+                "copies still go to slots of others"
+            )
         return self._passing
 
     def store(self) -> Stored:
@@ -285,7 +322,11 @@ class Late:
 
 @pytest.fixture
 def late(
-    simulation: Make, late_copier: Any, passing: object, monkeypatch: pytest.MonkeyPatch, request: Any
+    simulation: Make,
+    late_copier: Any,
+    passing: object,
+    monkeypatch: pytest.MonkeyPatch,
+    request: Any,
 ) -> Callable[..., Late]:
     in_parts_of(monkeypatch, 4 * NBYTES)
     return lambda breaks="": Late(simulation, late_copier, passing, breaks)
@@ -310,18 +351,31 @@ def test_a_part_is_completed_while_later_ones_are_read(late: Callable[..., Late]
     steps = [name for name in world.copier.names if name.startswith(("gather", "sums"))]
     assert steps.index("sums 0") < steps.index("gather 2") and steps[-1] == "sums 2"
     kinds = [
-        type(request) for request in world.sim.recorder.came if isinstance(request, m.PrepareStore | m.CompleteStore)
+        type(request)
+        for request in world.sim.recorder.came
+        if isinstance(request, m.PrepareStore | m.CompleteStore)
     ]
-    assert kinds.index(m.CompleteStore) >= 2, "the next part's slots are asked for while this one is copied"
+    assert kinds.index(m.CompleteStore) >= 2, (
+        "the next part's slots are asked for while this one is copied"
+    )
     target = np.zeros_like(world.engine)
-    assert transfer(world.connection, target).load(look_up(world.connection, 12, [*range(12)])).all()
+    assert (
+        transfer(world.connection, target).load(look_up(world.connection, 12, [*range(12)])).all()
+    )
     assert (target[:12] == world.engine[:12]).all()
     assert world.connection.segments is not None and world.fence._holders == 1
 
 
 @pytest.mark.parametrize(
     ("breaks", "completed"),
-    [("gather 0", 0), ("gather 1", 4), ("gather 2", 8), ("sums 0", 0), ("sums 1", 4), ("sums 2", 8)],
+    [
+        ("gather 0", 0),
+        ("gather 1", 4),
+        ("gather 2", 8),
+        ("sums 0", 0),
+        ("sums 1", 4),
+        ("sums 2", 8),
+    ],
 )
 def test_when_a_device_fails_slots_are_given_back_after_the_last_copy_and_memory_is_let_go(
     late: Callable[..., Late], breaks: str, completed: int
@@ -336,7 +390,9 @@ def test_when_a_device_fails_slots_are_given_back_after_the_last_copy_and_memory
     assert len(look_up(world.connection, 12, [*range(completed)]).slots) == completed
 
 
-def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(late: Callable[..., Late]) -> None:
+def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(
+    late: Callable[..., Late],
+) -> None:
     world = late()
     wait, answers = world.connection.wait, []
 
@@ -353,7 +409,9 @@ def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(late
     assert world.store() == Stored(0, complete=False)
     assert world.copier.names.count("gather 0") == 1 and "gather 1" not in world.copier.names
     assert world.fence._holders == 0
-    assert not world.sim._pools[0].segments.view(0, 64 * 4096).any(), "not a byte in the new server's pool"
+    assert not world.sim._pools[0].segments.view(0, 64 * 4096).any(), (
+        "not a byte in the new server's pool"
+    )
     assert world.sim.held() == [(0, 0)]
     assert world.connection.counters.failures["stale_epoch"] == 1
 
@@ -385,9 +443,13 @@ def test_step_by_step_a_store_leaves_its_last_part_under_way_and_another_begins_
     first.begin()
     assert world.copier.names == ["mark"], "nothing is read before the server has answered"
     begun: list[list[str]] = []
-    first.copy(lambda: begun.append([name for name in world.copier.names if name.startswith("gather")]))
+    first.copy(
+        lambda: begun.append([name for name in world.copier.names if name.startswith("gather")])
+    )
     assert begun == [["gather 0", "gather 1"]], "when there is nothing left to ask the server for"
-    assert world.copier.readings[2].on_the_way and world.fence._holders == 4, "the session and three parts"
+    assert world.copier.readings[2].on_the_way and world.fence._holders == 4, (
+        "the session and three parts"
+    )
     assert first.finish() == Stored(12, complete=True)
     assert world.fence._holders == 1
 

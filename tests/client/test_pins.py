@@ -1,4 +1,5 @@
-"""A pool that is registered with a GPU's driver: by one thread, part by part, and taken back by the same."""
+"""A pool that is registered with a GPU's driver: by one thread, part by part, and taken back by the
+same."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def running(pins: Pins) -> Iterator[threading.Thread]:
 
 
 @pytest.mark.parametrize("last", ["the engine", "the session"])
-def test_whoever_lets_go_last_a_thread_of_its_own_takes_it_back(simulation: Make, last: str) -> None:
+def test_whoever_lets_go_last_a_thread_of_its_own_takes_it_back(
+    simulation: Make, last: str
+) -> None:
     """It takes seconds for a large pool, and an engine's thread has other things to do."""
     connection, driver = simulation(shared_memory=True).connected(1000), Driver()
     pins, segments = Pins(connection, driver), connection.segments
@@ -69,7 +72,9 @@ def test_whoever_lets_go_last_a_thread_of_its_own_takes_it_back(simulation: Make
         assert eventually(lambda: segments._maps == [None]), "and unmapped"
 
 
-def test_a_thread_that_fails_keeps_no_pool(simulation: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_fails_keeps_no_pool(
+    simulation: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     connection, driver = simulation(shared_memory=True).connected(1000), Driver()
     pins, segments = Pins(connection, driver), connection.segments
     while pins.go_on():
@@ -87,8 +92,8 @@ def test_a_thread_that_fails_keeps_no_pool(simulation: Make, caplog: pytest.LogC
 def test_the_driver_is_left_alone_four_times_as_long_as_it_took(
     simulation: Make, monkeypatch: pytest.MonkeyPatch, closing: bool, over: bool
 ) -> None:
-    """Or an engine that starts kernels meanwhile would hardly get through. At the end nobody waits for that, nor does
-    an engine's thread when this one has failed."""
+    """Or an engine that starts kernels meanwhile would hardly get through. At the end nobody waits
+    for that, nor does an engine's thread when this one has failed."""
     now_s, slept = 100.0, list[float]()
 
     def sleep(seconds: float) -> None:
@@ -142,7 +147,9 @@ def test_the_next_servers_pool_is_registered_too_and_each_is_told_once(
                 pass
             assert not pins.go_on() and connection.epoch == epoch
             assert len(driver.parts) == 1, "the one before was taken back"
-            assert [record.getMessage() for record in caplog.records].count(POOL_REGISTERED) == epoch
+            assert [record.getMessage() for record in caplog.records].count(
+                POOL_REGISTERED
+            ) == epoch
             if epoch == 1:
                 connection._go_down()
                 sim.replace_server(epoch=2)

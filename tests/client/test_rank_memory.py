@@ -45,11 +45,15 @@ def test_without_the_pool_there_are_no_addresses(simulation: Make) -> None:
     assert connection.refusal
 
 
-def test_memory_that_was_cut_off_is_logged_once(simulation: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_was_cut_off_is_logged_once(
+    simulation: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = simulation(shared_memory=True).connected(1000)
     for _ in range(2):
         rank_memory(connection, 1000).was_cut_off(PoolError("cut off", "see who did it"))
-    assert caplog.messages == ["kvkeep: blocks are computed or not stored: cut off (see who did it)"]
+    assert caplog.messages == [
+        "kvkeep: blocks are computed or not stored: cut off (see who did it)"
+    ]
     assert connection.counters.failures == {"pool": 2}
 
 
@@ -64,7 +68,9 @@ def test_block_ids_have_a_row_for_each_piece(simulation: Make) -> None:
 
 
 @pytest.mark.parametrize(("frame_bytes", "blocks"), [(1500, 1), (3500, 3), (1 << 20, 64)])
-def test_a_message_carries_what_a_frame_takes(simulation: Make, frame_bytes: int, blocks: int) -> None:
+def test_a_message_carries_what_a_frame_takes(
+    simulation: Make, frame_bytes: int, blocks: int
+) -> None:
     sim = simulation()
     sim.server.service._limits = m.WireLimits(frame_bytes, 65536, 4096, 65536)
     assert rank_memory(sim.connected(1000), 1000).blocks_a_message(0) == blocks

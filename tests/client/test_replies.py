@@ -16,7 +16,9 @@ def integers(*values: int, dtype: str) -> bytes:
 
 
 def test_a_hit_is_read_with_slots_and_checksums_of_what_lies_beyond_skip() -> None:
-    hit = read_found(m.Found(3, integers(4096, 8192, dtype="<i8"), integers(1, 2, 3, 4, dtype="<u8")), KEYS, 1, 2)
+    hit = read_found(
+        m.Found(3, integers(4096, 8192, dtype="<i8"), integers(1, 2, 3, 4, dtype="<u8")), KEYS, 1, 2
+    )
     assert hit is not None
     assert hit.blocks == 3
     assert hit.slots.tolist() == [4096, 8192]

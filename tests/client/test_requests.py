@@ -1,4 +1,5 @@
-"""Requests are checked where they are made, whatever kind of list an engine keeps its block ids in."""
+"""Requests are checked where they are made, whatever kind of list an engine keeps its block ids
+in."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ def keys(count: int) -> bytes:
 
 
 def storing(**changes: Any) -> StoreRequest:
-    good: dict[str, Any] = {"tenant": "default", "parent": b"", "keys": keys(2), "block_ids": [0, 1]}
+    good: dict[str, Any] = {
+        "tenant": "default",
+        "parent": b"",
+        "keys": keys(2),
+        "block_ids": [0, 1],
+    }
     return StoreRequest(**good | changes)
 
 
@@ -34,7 +40,9 @@ def loading(block_ids: Any, slots: int | None = None, skip: int = 0) -> LoadRequ
 # -- block ids
 
 
-@pytest.mark.parametrize("ids", [[0, 1], range(2), (0, 1), np.array([0, 1], dtype=np.int32), np.array([0, 1], "u2")])
+@pytest.mark.parametrize(
+    "ids", [[0, 1], range(2), (0, 1), np.array([0, 1], dtype=np.int32), np.array([0, 1], "u2")]
+)
 def test_block_ids_come_as_engines_have_them(ids: Any) -> None:
     for request in (storing(block_ids=ids), loading(ids)):
         assert request.block_ids.tolist() == [0, 1]
@@ -44,7 +52,10 @@ def test_block_ids_come_as_engines_have_them(ids: Any) -> None:
 
 def test_a_tensors_block_ids_are_taken_too() -> None:
     torch = pytest.importorskip("torch")
-    assert storing(block_ids=torch.tensor([[4, 5], [6, NO_BLOCK]])).block_ids.tolist() == [[4, 5], [6, NO_BLOCK]]
+    assert storing(block_ids=torch.tensor([[4, 5], [6, NO_BLOCK]])).block_ids.tolist() == [
+        [4, 5],
+        [6, NO_BLOCK],
+    ]
 
 
 @pytest.mark.parametrize("ids", [[[0, 1], [7, 8], [9, NO_BLOCK]], ((0, 1), (7, 8), (9, NO_BLOCK))])
@@ -62,7 +73,16 @@ def test_a_request_for_nothing_is_a_request(ids: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [[0.5, 1.0], ["0", "1"], [[[0, 1]]], 5, [None, None], [True, False], np.array([0, 1], dtype="f4")]
+    "ids",
+    [
+        [0.5, 1.0],
+        ["0", "1"],
+        [[[0, 1]]],
+        5,
+        [None, None],
+        [True, False],
+        np.array([0, 1], dtype="f4"),
+    ],
 )
 def test_what_is_no_list_of_integers_is_refused(ids: Any) -> None:
     for make in (lambda: storing(block_ids=ids), lambda: loading(ids, slots=0)):
@@ -95,7 +115,9 @@ def test_a_wrong_store_is_refused_where_it_is_made(change: dict[str, Any], field
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("change", [{"parent": bytes(16)}, {"priority": 0}, {"priority": 100}, {"ttl_ms": 1}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"parent": bytes(16)}, {"priority": 0}, {"priority": 100}, {"ttl_ms": 1}], ids=str
+)
 def test_a_store_at_the_limits_is_not(change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
     assert getattr(storing(**change), name) == value
@@ -141,7 +163,13 @@ def test_ids_of_names_exactly_the_engine_blocks_that_are_there(data: st.DataObje
 
 @pytest.mark.parametrize(
     "said",
-    [{"stored": {1: 0}}, {"incomplete": [1]}, {"loaded": [1]}, {"failed": {1: [2]}}, {"withdrawn": 3}],
+    [
+        {"stored": {1: 0}},
+        {"incomplete": [1]},
+        {"loaded": [1]},
+        {"failed": {1: [2]}},
+        {"withdrawn": 3},
+    ],
     ids=lambda said: next(iter(said)),
 )
 def test_whoever_has_something_to_say_does_not_say_nothing(said: dict[str, Any]) -> None:

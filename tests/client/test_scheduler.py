@@ -42,7 +42,9 @@ def leases(sim: Any) -> int:
     return sum(held for held, _ in sim.held())
 
 
-def test_a_lookup_is_none_until_the_answer_has_come_and_then_always_the_same(simulation: Make) -> None:
+def test_a_lookup_is_none_until_the_answer_has_come_and_then_always_the_same(
+    simulation: Make,
+) -> None:
     sim = simulation(shared_memory=True)
     store(sim, 3)
     scheduler = adapter(sim)
@@ -126,14 +128,20 @@ def test_who_waits_for_its_turn_when_an_outage_ends_is_asked_for_once_more(sim: 
     assert found is not None and (found.blocks, found.failure) == (3, "")
 
 
-def test_a_server_that_is_slow_and_not_away_is_asked_no_third_time(sim: Any, passing: object) -> None:
+def test_a_server_that_is_slow_and_not_away_is_asked_no_third_time(
+    sim: Any, passing: object
+) -> None:
     """Or a request would wait for it for ever."""
     scheduler = adapter(sim, lookup_deadline_ms=100)
-    sim.recorder.instead = lambda header, request: None if isinstance(request, m.Lookup) else passing
+    sim.recorder.instead = lambda header, request: (
+        None if isinstance(request, m.Lookup) else passing
+    )
     answers = []
     for _ in range(50):
         answers.append(scheduler.lookup("r", None, keys(3)))
-        assert isinstance(scheduler.connection.wait(scheduler.connection.call(m.Ping(), 100)), m.Done)
+        assert isinstance(
+            scheduler.connection.wait(scheduler.connection.call(m.Ping(), 100)), m.Done
+        )
         sim.run(20)
     assert sim.recorder.count(m.Lookup) == 2
     assert answers[-1] is not None and answers[-1].failure == "deadline"
@@ -172,7 +180,9 @@ def test_a_lookup_cancelled_while_on_its_way_leaves_no_lease(sim: Any) -> None:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_what_comes_of_an_answer_that_nobody_wants_goes_back(sim: Any, answers: bool, passing: object) -> None:
+def test_what_comes_of_an_answer_that_nobody_wants_goes_back(
+    sim: Any, answers: bool, passing: object
+) -> None:
     """Somebody stored it in the moment between the look at what the server lacks and the lookup."""
     store(sim, 3)
     scheduler = adapter(sim)
@@ -180,10 +190,14 @@ def test_what_comes_of_an_answer_that_nobody_wants_goes_back(sim: Any, answers: 
     scheduler.lacks = lambda key: True  # type: ignore[method-assign]
     sim.network.faults = Faults(delay_ms=(10, 10))
     if not answers:
-        sim.recorder.instead = lambda header, request: None if isinstance(request, m.Lookup) else passing
+        sim.recorder.instead = lambda header, request: (
+            None if isinstance(request, m.Lookup) else passing
+        )
     assert scheduler.lookup("r", None, keys(3)) is None
     scheduler.release("r")
-    assert len(connection._calls.all()) >= 1, "its answer is still waited for, by nobody in particular"
+    assert len(connection._calls.all()) >= 1, (
+        "its answer is still waited for, by nobody in particular"
+    )
     sim.run(5)
     assert sim.recorder.count(m.Release) == 0
     sim.run(1_000)
@@ -216,9 +230,15 @@ def test_a_finished_conversation_is_evicted_before_older_ones(simulation: Make) 
     assert leases(sim) == 0
     store(sim, 2, "another")
     tenant = sim.store.tenants.get("default")
-    ready = [address for address, row in tenant.index.items() if sim.store.blocks.table.state[row] == READY]
+    ready = [
+        address
+        for address, row in tenant.index.items()
+        if sim.store.blocks.table.state[row] == READY
+    ]
     fingerprint = scheduler.connection.shape.fingerprint
-    left = {addresses(address, fingerprint).decode().rstrip(".") for address in ready}  # which gives back the keys
+    left = {
+        addresses(address, fingerprint).decode().rstrip(".") for address in ready
+    }  # which gives back the keys
     assert left == {"old0", "old1", "old2", "new0", "another0", "another1"}
 
 
@@ -233,27 +253,43 @@ def test_a_request_that_merely_ends_gives_no_hint(sim: Any) -> None:
 @pytest.mark.parametrize("fault", ["down", "silent", "breaker", "refused", "nonsense"])
 def test_a_fault_is_an_empty_answer_that_says_why(sim: Any, fault: str, passing: object) -> None:
     scheduler = (
-        adapter(sim) if fault != "down" else SchedulerAdapter(sim.connection().shape, connection=sim.connection())
+        adapter(sim)
+        if fault != "down"
+        else SchedulerAdapter(sim.connection().shape, connection=sim.connection())
     )
-    expected = {"down": "not_connected", "silent": "deadline", "breaker": "breaker_open", "refused": "cross"}
+    expected = {
+        "down": "not_connected",
+        "silent": "deadline",
+        "breaker": "breaker_open",
+        "refused": "cross",
+    }
     if fault in ("silent", "down"):
         sim.network.serve(None)
     if fault == "breaker":
         scheduler.connection.breaker.is_open = True
     reply = m.Refused("cross", "no") if fault == "refused" else m.Found(7, b"", b"")
     if fault in ("refused", "nonsense"):
-        sim.recorder.instead = lambda header, request: reply if isinstance(request, m.Lookup) else passing
+        sim.recorder.instead = lambda header, request: (
+            reply if isinstance(request, m.Lookup) else passing
+        )
     answer = scheduler.lookup("r", None, keys(3))
     while answer is None:
         sim.run(10)
         answer = scheduler.lookup("r", None, keys(3))
-    assert (answer.blocks, answer.epoch, len(answer.slots), answer.checksums.shape) == (0, 0, 0, (0, 1))
+    assert (answer.blocks, answer.epoch, len(answer.slots), answer.checksums.shape) == (
+        0,
+        0,
+        0,
+        (0, 1),
+    )
     assert answer.failure == expected.get(fault, "protocol")
     assert scheduler.lookup("r", None, keys(3)) is answer, "and it is not asked again in every step"
 
 
 @pytest.mark.parametrize("read_before", [False, True])
-def test_an_answer_of_a_server_that_is_gone_is_asked_anew(simulation: Make, read_before: bool) -> None:
+def test_an_answer_of_a_server_that_is_gone_is_asked_anew(
+    simulation: Make, read_before: bool
+) -> None:
     sim = simulation(shared_memory=True)
     store(sim, 3)
     scheduler = adapter(sim)
@@ -295,7 +331,13 @@ def test_close_ends_the_session_and_what_it_held(sim: Any) -> None:
 
 @pytest.mark.parametrize(
     ("salt", "keys", "skip"),
-    [(5, b"k" * 16, 0), ({"a": 1}, b"k" * 16, 0), (["x"], b"k" * 16, 0), (None, object(), 0), (None, b"k" * 16, 2**70)],
+    [
+        (5, b"k" * 16, 0),
+        ({"a": 1}, b"k" * 16, 0),
+        (["x"], b"k" * 16, 0),
+        (None, object(), 0),
+        (None, b"k" * 16, 2**70),
+    ],
 )
 def test_a_request_with_a_wrong_field_is_a_miss_and_hurts_nobody(
     simulation: Make, salt: Any, keys: Any, skip: Any

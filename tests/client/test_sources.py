@@ -1,4 +1,5 @@
-"""The blocks that a store reads: copied as they were when the engine took them back, or not at all."""
+"""The blocks that a store reads: copied as they were when the engine took them back, or not at
+all."""
 
 from __future__ import annotations
 
@@ -27,15 +28,22 @@ PLENTY = 1 << 30
 class World:
     """Engine memory in several pieces, one store of it, and slots to copy into."""
 
-    def __init__(self, ids: list[list[int]], may_lack: tuple[bool, ...] = (False, True, True), seed: int = 0) -> None:
+    def __init__(
+        self, ids: list[list[int]], may_lack: tuple[bool, ...] = (False, True, True), seed: int = 0
+    ) -> None:
         rng = np.random.default_rng(seed)
         sizes = SIZES[: len(ids)]
         self.engine = [rng.integers(0, 256, (BLOCKS, nbytes), dtype=np.uint8) for nbytes in sizes]
         self.before = [memory.copy() for memory in self.engine]
         self.ids = np.array(ids, dtype=np.int64)
-        pieces = [Piece(BlockRuns.of([memory]), lack) for memory, lack in zip(self.engine, may_lack, strict=False)]
+        pieces = [
+            Piece(BlockRuns.of([memory]), lack)
+            for memory, lack in zip(self.engine, may_lack, strict=False)
+        ]
         self.sources = Sources(pieces, self.ids)
-        self.slots = [np.full((self.ids.shape[1], nbytes), 0xEE, dtype=np.uint8) for nbytes in sizes]
+        self.slots = [
+            np.full((self.ids.shape[1], nbytes), 0xEE, dtype=np.uint8) for nbytes in sizes
+        ]
 
     def take_back(self, ids: list[int], allowance: int = PLENTY) -> tuple[int, int]:
         """Takes back, and then overwrites, as an engine does."""
@@ -47,10 +55,14 @@ class World:
         for memory in self.engine:
             memory[ids] = 0xAA
 
-    def copy(self, piece: int, positions: list[int], *, verify: bool = True) -> NDArray[np.uint64] | None:
+    def copy(
+        self, piece: int, positions: list[int], *, verify: bool = True
+    ) -> NDArray[np.uint64] | None:
         """When all has arrived: its checksums. None if a block is lost."""
         rows = row_addresses(self.slots[piece])
-        copy = self.sources.copy(piece, np.array(positions, dtype=np.int64), rows[positions], verify=verify)
+        copy = self.sources.copy(
+            piece, np.array(positions, dtype=np.int64), rows[positions], verify=verify
+        )
         return None if copy is None else copy.checksums()
 
     def old(self, piece: int, position: int) -> NDArray[np.uint8]:
@@ -59,7 +71,8 @@ class World:
         return old
 
     def check(self, piece: int, positions: list[int], sums: NDArray[np.uint64] | None) -> None:
-        """Every slot holds what the engine had, and its checksum says so; where it had nothing, nothing came."""
+        """Every slot holds what the engine had, and its checksum says so; where it had nothing,
+        nothing came."""
         assert sums is not None and len(sums) == len(positions)
         for position, value in zip(positions, sums.tolist(), strict=True):
             slot = self.slots[piece][position]
@@ -82,7 +95,9 @@ def test_pieces_are_copied_to_the_addresses_of_their_own_positions(positions: li
         assert sums is not None and ABSENT not in sums
         untouched = [at for at in range(4) if at not in positions]
         assert (world.slots[piece][untouched] == 0xEE).all()
-    assert all((now == before).all() for now, before in zip(world.engine, world.before, strict=True))
+    assert all(
+        (now == before).all() for now, before in zip(world.engine, world.before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("at_a_time", [1, 100, 250, PLENTY])
@@ -213,7 +228,9 @@ def test_an_allowance_saves_the_first_blocks_and_the_store_ends_after_them() -> 
 
 
 @pytest.mark.parametrize("ids", [[[7, 0, 11, 3], [1, 2, 5, 4]], [[1, 2, 5, 4], [7, 0, 11, 3]]])
-def test_of_several_pieces_that_must_be_there_the_first_that_is_lost_ends_the_store(ids: list[list[int]]) -> None:
+def test_of_several_pieces_that_must_be_there_the_first_that_is_lost_ends_the_store(
+    ids: list[list[int]],
+) -> None:
     world = World(ids, may_lack=(False, False))
     assert world.take_back([0, 4], allowance=0) == (2, 0)
     assert world.sources.stop == 1
@@ -227,7 +244,9 @@ def test_what_lies_behind_a_lost_block_is_not_set_aside_any_more() -> None:
     world.check(0, [0], world.copy(0, [0]))
 
 
-def test_memory_that_is_not_there_is_an_allowance_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_there_is_an_allowance_that_is_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World([[7, 0, 11], [1, 2, 5]])
 
     def none_left(*_: object) -> None:
@@ -256,32 +275,48 @@ def test_a_store_that_is_given_up_reads_nothing_more() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_whatever_the_order_a_slot_holds_the_old_content_or_is_said_to_hold_none(data: st.DataObject) -> None:
-    """Against a model that knows, for each place, whether it was copied, saved, lost or never there."""
+def test_whatever_the_order_a_slot_holds_the_old_content_or_is_said_to_hold_none(
+    data: st.DataObject,
+) -> None:
+    """Against a model that knows, for each place, whether it was copied, saved, lost or never
+    there."""
     blocks, pieces = data.draw(st.integers(1, 6), "blocks"), data.draw(st.integers(1, 3), "pieces")
     one_id = st.one_of(st.integers(0, BLOCKS - 1), st.just(NO_BLOCK))
     ids = data.draw(
-        st.lists(st.lists(one_id, min_size=blocks, max_size=blocks), min_size=pieces, max_size=pieces), "ids"
+        st.lists(
+            st.lists(one_id, min_size=blocks, max_size=blocks), min_size=pieces, max_size=pieces
+        ),
+        "ids",
     )
     may_lack = data.draw(st.tuples(*[st.booleans()] * pieces), "may lack")
     world = World(ids, may_lack, seed=1)
-    state = {(p, b): "gone" if ids[p][b] == NO_BLOCK else "there" for p in range(pieces) for b in range(blocks)}
+    state = {
+        (p, b): "gone" if ids[p][b] == NO_BLOCK else "there"
+        for p in range(pieces)
+        for b in range(blocks)
+    }
     must_be_there = [row for row, lacks in zip(ids, may_lack, strict=True) if not lacks]
     stop = min((row.index(NO_BLOCK) for row in must_be_there if NO_BLOCK in row), default=blocks)
     for _ in range(data.draw(st.integers(1, 8), "steps")):
         if data.draw(st.booleans(), "copy"):
             piece = data.draw(st.integers(0, pieces - 1), "piece")
             left = [b for b in range(blocks) if state[piece, b] != "copied"]
-            positions = sorted(data.draw(st.sets(st.sampled_from(left)), "positions")) if left else []
+            positions = (
+                sorted(data.draw(st.sets(st.sampled_from(left)), "positions")) if left else []
+            )
             sums = world.copy(piece, positions)
             assert (sums is None) == bool(positions and positions[-1] >= stop)
             if sums is not None:
                 world.check(piece, positions, sums)
-                assert [value == ABSENT for value in sums.tolist()] == [state[piece, b] == "gone" for b in positions]
+                assert [value == ABSENT for value in sums.tolist()] == [
+                    state[piece, b] == "gone" for b in positions
+                ]
                 state |= {(piece, b): "copied" for b in positions}
         else:
             taken = data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=6), "taken")
-            allowance = data.draw(st.sampled_from([0, 60, 100, 160, 220, 5000, PLENTY]), "allowance")
+            allowance = data.draw(
+                st.sampled_from([0, 60, 100, 160, 220, 5000, PLENTY]), "allowance"
+            )
             count = spent = 0
             new_stop = stop
             for (p, b), was in sorted(state.items()):
@@ -298,7 +333,9 @@ def test_whatever_the_order_a_slot_holds_the_old_content_or_is_said_to_hold_none
             assert world.sources.stop == stop
 
 
-def test_a_block_that_is_being_read_is_read_to_its_end_before_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_being_read_is_read_to_its_end_before_it_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World([[7, 0]])
     engine = threading.Thread(target=world.take_back, args=([7, 0],))
 
@@ -406,7 +443,9 @@ def test_a_copy_has_arrived_when_its_checksums_are_known_or_it_is_closed(late_co
     assert all((world.slots[0][at] == world.old(0, at)).all() for at in (2, 3))
 
 
-def test_when_a_block_is_lost_nothing_is_on_its_way_any_more(late_copier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_a_block_is_lost_nothing_is_on_its_way_any_more(
+    late_copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
     world, copier = late_world(late_copier)
     world.take_back([11], 0)
@@ -462,7 +501,9 @@ def test_who_takes_blocks_back_need_not_wait_until_a_store_that_lost_one_has_arr
 
 
 @pytest.mark.parametrize("breaks", ["", "close 0"])
-def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(late_copier: Any, breaks: str) -> None:
+def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(
+    late_copier: Any, breaks: str
+) -> None:
     """Even if then nothing can be waited for."""
     world, copier = late_world(late_copier, breaks)
     saved = {block: Freed() for block in (7, 0, 11)}
@@ -478,7 +519,11 @@ def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(lat
     with pytest.raises(RuntimeError, match=breaks or "deliver broke"):
         copy_of(world, [0, 1, 3])
     assert copier.names[-1] == "close 0"
-    assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 0] and world.sources.bytes_aside == 100
+    assert [saved[block].times for block in (7, 0, 11)] == [
+        1,
+        1,
+        0,
+    ] and world.sources.bytes_aside == 100
     world.sources.close()
     assert [saved[block].times for block in (7, 0, 11)] == [1, 1, 1]
 
@@ -487,7 +532,8 @@ def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(lat
 
 
 class ByItself(HostReading):
-    """Reads block by block until it is halted; `look` is what others do before it reads that one."""
+    """Reads block by block until it is halted; `look` is what others do before it reads that
+    one."""
 
     look: Callable[[int], None]
 
@@ -528,7 +574,10 @@ def test_what_is_taken_back_while_a_reading_goes_on_by_itself(
 ) -> None:
     world = World([[4, 5, 6, 7, 8, 9]])
     monkeypatch.setattr(
-        ByItself, "look", lambda self, at: world.take_back(taken) if at == when else None, raising=False
+        ByItself,
+        "look",
+        lambda self, at: world.take_back(taken) if at == when else None,
+        raising=False,
     )
     world.check(0, list(range(6)), world.copy(0, list(range(6))))
     assert reading[0].halts == (taken != [11]), "others' blocks are no reason to halt"

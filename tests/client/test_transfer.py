@@ -1,4 +1,5 @@
-"""Blocks between engine memory and the server, on both data planes: in parts, verified, and nothing left behind."""
+"""Blocks between engine memory and the server, on both data planes: in parts, verified, and nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -40,10 +41,14 @@ def transfer(connection: Connection, engine: NDArray[np.uint8], shard: int = 0) 
 
 
 def storing(ids: list[int], name: str = "k", parent: bytes = b"", **hints: int) -> StoreRequest:
-    return StoreRequest("default", parent, keys(len(ids), name), np.array(ids, dtype=np.int64), **hints)
+    return StoreRequest(
+        "default", parent, keys(len(ids), name), np.array(ids, dtype=np.int64), **hints
+    )
 
 
-def look_up(connection: Connection, count: int, ids: list[int], skip: int = 0, name: str = "k") -> LoadRequest:
+def look_up(
+    connection: Connection, count: int, ids: list[int], skip: int = 0, name: str = "k"
+) -> LoadRequest:
     """A lookup as a scheduler does it, and the load that follows from it. The lease stays."""
     assert connection.layout is not None
     message = m.Lookup("default", connection.layout.layout, keys(count, name), skip)
@@ -85,7 +90,10 @@ def test_skipped_blocks_are_not_loaded(sim: Any) -> None:
     connection, engine = sim.connected(), memory()
     transfer(connection, engine).store(storing([0, 1, 2, 3]))
     target = np.zeros_like(engine)
-    assert transfer(connection, target).load(look_up(connection, 4, [7, 9], skip=2)).tolist() == [True, True]
+    assert transfer(connection, target).load(look_up(connection, 4, [7, 9], skip=2)).tolist() == [
+        True,
+        True,
+    ]
     assert (target[[7, 9]] == engine[[2, 3]]).all()
     assert not target[[0, 1, 2, 3]].any()
 
@@ -111,7 +119,9 @@ def test_each_shard_lies_where_its_rank_finds_it(sim: Any) -> None:
     first, second = memory(seed=1, nbytes=300), memory(seed=2, nbytes=700)
     connection = sim.connected(300, 700, identity=TWO_SHARDS)
     assert transfer(connection, first, shard=0).store(storing([0, 1])) == 2
-    assert len(look_up(connection, 2, []).checksums) == 0, "a block is visible when all its shards are in"
+    assert len(look_up(connection, 2, []).checksums) == 0, (
+        "a block is visible when all its shards are in"
+    )
     assert transfer(connection, second, shard=1).store(storing([4, 5])) == 2
     for shard, engine, ids in ((0, first, [0, 1]), (1, second, [4, 5])):
         target = np.zeros_like(engine)
@@ -157,7 +167,10 @@ def test_a_request_without_slots_fails_alone(simulation: Make) -> None:
     far, near, engine = sim.connected(shared_memory=False), sim.connected(), memory()
     transfer(near, engine).store(storing([0, 1]))
     requests = [look_up(far, 2, [10, 11]), look_up(near, 2, [12, 13])]
-    assert [each.tolist() for each in transfer(near, engine).load_together(requests)] == [[False] * 2, [True] * 2]
+    assert [each.tolist() for each in transfer(near, engine).load_together(requests)] == [
+        [False] * 2,
+        [True] * 2,
+    ]
     assert near.counters.failures == {"no_slots": 1}
 
 
@@ -186,9 +199,13 @@ def test_when_the_pool_is_gone_none_of_them_is_loaded(simulation: Make) -> None:
     connection, engine = sim.connected(), memory()
     transfer(connection, engine).store(storing([0, 1]))
     good = look_up(connection, 2, [10, 11])
-    outside = LoadRequest(**(vars(look_up(connection, 2, [12, 13])) | {"slots": np.array([0, 1 << 40])}))
+    outside = LoadRequest(
+        **(vars(look_up(connection, 2, [12, 13])) | {"slots": np.array([0, 1 << 40])})
+    )
     target = np.zeros_like(engine)
-    assert not any(each.any() for each in transfer(connection, target).load_together([good, outside]))
+    assert not any(
+        each.any() for each in transfer(connection, target).load_together([good, outside])
+    )
     assert not target.any() and connection.counters.failures == {"pool": 1}
 
 
@@ -235,7 +252,9 @@ def test_slots_given_in_a_session_that_is_over_are_not_written(simulation: Make)
 
     connection.wait = wait_and_lose_the_session  # type: ignore[method-assign]
     assert transfer(connection, memory()).store(storing([0, 1])) == 0
-    assert not sim._pools[0].segments.view(0, 64 * 4096).any(), "not a byte in the new server's pool"
+    assert not sim._pools[0].segments.view(0, 64 * 4096).any(), (
+        "not a byte in the new server's pool"
+    )
     assert sim.held() == [(0, 0)]
 
 
@@ -255,7 +274,9 @@ def test_a_block_that_does_not_match_is_not_used_and_is_reported(sim: Any) -> No
     (report,) = [request for request in sim.recorder.came if isinstance(request, m.ReportBad)]
     assert report.key == keys(4)[32:48]
     assert sim.server.service.counters.bad_blocks == 1
-    assert len(look_up(connection, 4, [20, 21]).checksums) == 2, "the bad block and what hung on it are gone"
+    assert len(look_up(connection, 4, [20, 21]).checksums) == 2, (
+        "the bad block and what hung on it are gone"
+    )
 
 
 def test_a_load_that_only_got_no_answer_accuses_no_block(simulation: Make, passing: object) -> None:
@@ -269,7 +290,9 @@ def test_a_load_that_only_got_no_answer_accuses_no_block(simulation: Make, passi
     assert "bad_block" not in connection.counters.failures
 
 
-def test_blocks_stored_unverified_are_taken_by_those_who_do_not_verify_only(simulation: Make) -> None:
+def test_blocks_stored_unverified_are_taken_by_those_who_do_not_verify_only(
+    simulation: Make,
+) -> None:
     sim = simulation(shared_memory=True)
     careless, careful, engine = sim.connected(verify=False), sim.connected(verify=True), memory()
     assert transfer(careless, engine).store(storing([0, 1])) == 2
@@ -299,7 +322,10 @@ def test_without_a_word_to_the_contrary_a_client_verifies(simulation: Make) -> N
     connection = sim.connected()
     assert transfer(connection, engine).store(storing([0, 1])) == 2
     sim._pools[0].segments.view(0, 1000)[17] ^= 4
-    assert transfer(connection, engine).load(look_up(connection, 2, [4, 5])).tolist() == [False, True]
+    assert transfer(connection, engine).load(look_up(connection, 2, [4, 5])).tolist() == [
+        False,
+        True,
+    ]
     assert not sim.connection(verify=False).options.verify
     assert sim.connection(verify=False).verify, "no server has said yet that it does without"
 
@@ -331,7 +357,9 @@ def test_a_pool_that_shrinks_under_a_load_is_a_failed_load(
     assert connection.counters.failures == {"pool": 3} and sim.recorder.count(m.ReportBad) == 0
     assert (engine[[0, 1, 2]] == before).all()
     [told] = caplog.messages
-    assert told.startswith("kvkeep: blocks are computed or not stored: a segment of the pool was cut off")
+    assert told.startswith(
+        "kvkeep: blocks are computed or not stored: a segment of the pool was cut off"
+    )
     assert connection._fence._holders == 1, "no copy holds the pool"
 
 
@@ -345,10 +373,14 @@ def test_a_pool_that_shrinks_under_a_store_ends_the_store(simulation: Make, veri
     outcome = transfer(connection, engine).offer(storing([1, 2], name="v"))
     assert outcome == Stored(0, complete=False)
     sim.run(100)
-    assert connection.counters.failures == {"pool": 1} and sim.held() == [(0, 0)], "its slots are given back"
+    assert connection.counters.failures == {"pool": 1} and sim.held() == [(0, 0)], (
+        "its slots are given back"
+    )
     assert connection._fence._holders == 1
     cut_off(sim, sim._pools[0].segment_bytes)
-    assert transfer(connection, engine).store(storing([1, 2], name="v")) == 2, "and the next one goes through"
+    assert transfer(connection, engine).store(storing([1, 2], name="v")) == 2, (
+        "and the next one goes through"
+    )
 
 
 @needs_kernel
@@ -360,7 +392,10 @@ def test_a_server_drops_a_block_whose_memory_is_gone(simulation: Make) -> None:
     cut_off(sim, 0)
     report_bad(connection, request, np.array([0]))
     sim.run(100)
-    assert sim.server.service.counters.bad_blocks == 1 and len(look_up(connection, 2, [4, 5]).checksums) == 0
+    assert (
+        sim.server.service.counters.bad_blocks == 1
+        and len(look_up(connection, 2, [4, 5]).checksums) == 0
+    )
 
 
 # -- faults
@@ -418,7 +453,9 @@ def test_large_blocks_go_through_the_socket_a_few_at_a_time(simulation: Make) ->
     assert (target[:8] == engine[:8]).all()
 
 
-def test_a_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_kernel_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module.native, "available", False)
     module._note_slow_copies.cache_clear()
     for _ in range(3):

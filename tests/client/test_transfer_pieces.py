@@ -1,4 +1,5 @@
-"""Blocks that come in several pieces, on both data planes: each in a shard of its own, some of them missing."""
+"""Blocks that come in several pieces, on both data planes: each in a shard of its own, some of them
+missing."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def keys(count: int) -> bytes:
 class Engine:
     """One rank with its pieces; all but the first may be missing."""
 
-    def __init__(self, connection: Connection, sizes: Sequence[int] = SIZES, first_shard: int = 0) -> None:
+    def __init__(
+        self, connection: Connection, sizes: Sequence[int] = SIZES, first_shard: int = 0
+    ) -> None:
         rng = np.random.default_rng(first_shard)
         self.connection = connection
         self.first_shard = first_shard
@@ -58,7 +61,9 @@ class Engine:
     def ask(self, count: int, skip: int = 0) -> tuple[int, m.Found]:
         """As a scheduler does it: the epoch, and what is found. The lease stays."""
         assert self.connection.layout is not None
-        call = self.connection.call(m.Lookup("default", self.connection.layout.layout, keys(count), skip), 200)
+        call = self.connection.call(
+            m.Lookup("default", self.connection.layout.layout, keys(count), skip), 200
+        )
         found = self.connection.wait(call)
         assert isinstance(found, m.Found)
         return call.epoch, found
@@ -69,8 +74,12 @@ class Engine:
     def look_up(self, count: int, ids: Any, skip: int = 0) -> LoadRequest:
         epoch, found = self.ask(count, skip)
         slots = np.frombuffer(found.slots, "<i8")
-        checksums = np.frombuffer(found.checksums, "<u8").reshape(-1, len(self.connection.shape.shard_bytes))
-        return LoadRequest("default", keys(count), skip, np.array(ids, dtype=np.int64), epoch, slots, checksums)
+        checksums = np.frombuffer(found.checksums, "<u8").reshape(
+            -1, len(self.connection.shape.shard_bytes)
+        )
+        return LoadRequest(
+            "default", keys(count), skip, np.array(ids, dtype=np.int64), epoch, slots, checksums
+        )
 
     def load(self, ids: Any, skip: int = 0) -> list[bool]:
         """Loads into memory of another engine of the same kind."""
@@ -93,7 +102,13 @@ def sim(request: pytest.FixtureRequest, simulation: Make) -> Any:
 
 def connected(sim: Any, *sizes: int, **options: Any) -> Connection:
     """To a server a shard is a shard, whether a rank has several or each rank has one."""
-    fields: dict[str, Any] = {"model": "p", "revision": "1", "kv_dtype": "|u1", "block_tokens": 4, "content": "l"}
+    fields: dict[str, Any] = {
+        "model": "p",
+        "revision": "1",
+        "kv_dtype": "|u1",
+        "block_tokens": 4,
+        "content": "l",
+    }
     made = sim.connected(*sizes, identity=ModelIdentity(**fields), **options)
     assert isinstance(made, Connection)
     return made
@@ -158,16 +173,22 @@ def test_a_store_in_parts_is_the_same_as_one_at_once(
 
 def test_what_an_engine_needs_back_soonest_goes_first(sim: Any, engine: Engine) -> None:
     engine.store(STORED)
-    prepared = [request.shard for request in sim.recorder.came if isinstance(request, m.PrepareStore)]
+    prepared = [
+        request.shard for request in sim.recorder.came if isinstance(request, m.PrepareStore)
+    ]
     assert prepared == [1, 2, 0]
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_block_is_visible_when_all_its_pieces_are_in(sim: Any, engine: Engine, passing: object, missing: int) -> None:
+def test_a_block_is_visible_when_all_its_pieces_are_in(
+    sim: Any, engine: Engine, passing: object, missing: int
+) -> None:
     refused = m.Refused("cross", "no")
 
     def refuse_one(header: Any, request: m.Request) -> object:
-        return refused if isinstance(request, m.PrepareStore) and request.shard == missing else passing
+        return (
+            refused if isinstance(request, m.PrepareStore) and request.shard == missing else passing
+        )
 
     sim.recorder.instead = refuse_one
     assert not engine.store(STORED).complete
@@ -180,9 +201,13 @@ def test_a_block_is_visible_when_all_its_pieces_are_in(sim: Any, engine: Engine,
     assert all(engine.has(piece, TARGETS[piece][0], STORED[piece][0]) for piece in range(3))
 
 
-def test_a_store_ends_with_the_first_piece_that_is_not_taken(sim: Any, engine: Engine, passing: object) -> None:
+def test_a_store_ends_with_the_first_piece_that_is_not_taken(
+    sim: Any, engine: Engine, passing: object
+) -> None:
     refused = m.Refused("cross", "no")
-    sim.recorder.instead = lambda header, request: refused if isinstance(request, m.PrepareStore) else passing
+    sim.recorder.instead = lambda header, request: (
+        refused if isinstance(request, m.PrepareStore) else passing
+    )
     assert engine.store(STORED) == Stored(0, complete=False)
     assert sim.recorder.count(m.PrepareStore) == 1
 
@@ -202,7 +227,9 @@ def test_each_rank_finds_its_own_pieces(sim: Any) -> None:
 @pytest.mark.parametrize("ids", [[0, 1], [[0, 1]], [[0, 1], [2, 3]], [[0, 1]] * 4], ids=str)
 def test_another_number_of_pieces_is_refused(sim: Any, engine: Engine, ids: Any) -> None:
     count = len(np.atleast_2d(ids))
-    with pytest.raises(RequestError, match=f"block ids for {count} pieces, but the engine's blocks have 3") as caught:
+    with pytest.raises(
+        RequestError, match=f"block ids for {count} pieces, but the engine's blocks have 3"
+    ) as caught:
         engine.store(ids)
     assert caught.value.field == "block_ids"
     engine.store([each[:2] for each in STORED])
@@ -236,7 +263,9 @@ def test_a_missing_piece_cannot_be_loaded_and_all_others_can(sim: Any, engine: E
     assert engine.found(4) == 4
 
 
-def test_loads_at_once_keep_their_pieces_apart_whichever_of_them_are_wanted(sim: Any, engine: Engine) -> None:
+def test_loads_at_once_keep_their_pieces_apart_whichever_of_them_are_wanted(
+    sim: Any, engine: Engine
+) -> None:
     engine.store(ABSENT_IN_SOME)
     engine.target = [np.full_like(area, NOTHING) for area in engine.memory]
     tables = [
@@ -245,7 +274,9 @@ def test_loads_at_once_keep_their_pieces_apart_whichever_of_them_are_wanted(sim:
         [[NO_BLOCK] * 4, [NO_BLOCK] * 4, [NO_BLOCK] * 4],
         [[24, 25, 26, 27], [NO_BLOCK] * 4, [NO_BLOCK, 10, NO_BLOCK, 11]],
     ]
-    loaded = engine._transfer(engine.target).load_together([engine.look_up(4, table) for table in tables])
+    loaded = engine._transfer(engine.target).load_together(
+        [engine.look_up(4, table) for table in tables]
+    )
     assert [each.tolist() for each in loaded] == [
         [True] * 4,
         [False, True, True, True],
@@ -264,7 +295,9 @@ def test_loads_at_once_keep_their_pieces_apart_whichever_of_them_are_wanted(sim:
     assert sim.recorder.count(m.ReportBad) == 0
 
 
-def test_a_piece_that_is_not_wanted_is_not_touched_whatever_the_server_has(sim: Any, engine: Engine) -> None:
+def test_a_piece_that_is_not_wanted_is_not_touched_whatever_the_server_has(
+    sim: Any, engine: Engine
+) -> None:
     engine.store(STORED)
     flip_a_byte(sim, engine.memory[1][STORED[1][0]])
     none = [NO_BLOCK] * 4
@@ -281,10 +314,15 @@ def test_a_shard_of_which_nothing_is_wanted_is_not_fetched(simulation: Make) -> 
     engine = Engine(connected(sim, *SIZES))
     engine.store(STORED)
     assert engine.load([TARGETS[0], [NO_BLOCK] * 4, TARGETS[2]]) == [True] * 4
-    assert {request.shard for request in sim.recorder.came if isinstance(request, m.Fetch)} == {0, 2}
+    assert {request.shard for request in sim.recorder.came if isinstance(request, m.Fetch)} == {
+        0,
+        2,
+    }
 
 
-def test_a_piece_that_does_not_come_is_no_fault_of_a_block(simulation: Make, passing: object) -> None:
+def test_a_piece_that_does_not_come_is_no_fault_of_a_block(
+    simulation: Make, passing: object
+) -> None:
     sim = simulation()
     engine = Engine(connected(sim, *SIZES))
     engine.store(STORED)
@@ -298,7 +336,9 @@ def test_a_piece_that_does_not_come_is_no_fault_of_a_block(simulation: Make, pas
     assert sim.recorder.count(m.ReportBad) == 0
 
 
-def test_a_piece_that_does_not_match_costs_its_block_and_is_reported(sim: Any, engine: Engine) -> None:
+def test_a_piece_that_does_not_match_costs_its_block_and_is_reported(
+    sim: Any, engine: Engine
+) -> None:
     engine.store(STORED)
     flip_a_byte(sim, engine.memory[2][STORED[2][1]])
     assert engine.load(TARGETS) == [True, False, True, True]
@@ -308,13 +348,17 @@ def test_a_piece_that_does_not_match_costs_its_block_and_is_reported(sim: Any, e
     assert engine.found(4) == 1
 
 
-def test_what_came_over_the_network_is_checked_before_it_touches_engine_memory(simulation: Make) -> None:
+def test_what_came_over_the_network_is_checked_before_it_touches_engine_memory(
+    simulation: Make,
+) -> None:
     sim = simulation()
     engine = Engine(connected(sim, *SIZES))
     engine.store(ABSENT_IN_SOME)
     flip_a_byte(sim, engine.memory[1][ABSENT_IN_SOME[1][2]])
     assert engine.load(TARGETS) == [False, False, False, True]
-    assert engine.untouched(1, besides=[TARGETS[1][3]]) and engine.untouched(2, besides=[TARGETS[2][3]])
+    assert engine.untouched(1, besides=[TARGETS[1][3]]) and engine.untouched(
+        2, besides=[TARGETS[2][3]]
+    )
 
 
 def report_bad(engine: Engine, block: int) -> int:
@@ -364,20 +408,28 @@ def test_what_one_engine_left_out_another_adds(sim: Any, engine: Engine) -> None
     engine.store(ABSENT_IN_SOME)
     early = engine.look_up(4, TARGETS)
     assert engine.store(STORED) == Stored(3, complete=True), "three blocks lacked something"
-    assert engine.store(ABSENT_IN_SOME) == engine.store(STORED) == Stored(0, complete=True), "and lose nothing again"
+    assert engine.store(ABSENT_IN_SOME) == engine.store(STORED) == Stored(0, complete=True), (
+        "and lose nothing again"
+    )
     assert engine.load(TARGETS) == [True] * 4
     for piece in range(3):
         assert all(engine.has(piece, TARGETS[piece][at], STORED[piece][at]) for at in range(4))
-    if len(early.slots):  # in shared memory, whoever found the block before goes by what was there then
+    if len(
+        early.slots
+    ):  # in shared memory, whoever found the block before goes by what was there then
         assert engine.transfer.load(early).tolist() == [False, False, False, True]
     sim.run(50)
     assert sim.recorder.count(m.ReportBad) == 0
 
 
-def test_an_addition_that_is_not_finished_leaves_the_block_as_it_was(sim: Any, engine: Engine, passing: object) -> None:
+def test_an_addition_that_is_not_finished_leaves_the_block_as_it_was(
+    sim: Any, engine: Engine, passing: object
+) -> None:
     engine.store(ABSENT_IN_SOME)
     refused = m.Refused("cross", "no")
-    sim.recorder.instead = lambda header, request: refused if isinstance(request, m.CompleteStore) else passing
+    sim.recorder.instead = lambda header, request: (
+        refused if isinstance(request, m.CompleteStore) else passing
+    )
     assert not engine.store(STORED).complete
     sim.recorder.instead = None
     sim.run(100)
@@ -392,7 +444,9 @@ def test_an_addition_that_is_not_finished_leaves_the_block_as_it_was(sim: Any, e
 # -- blocks that the engine takes back
 
 
-def when_asked(sim: Any, passing: object, shard: int, number: int, then: Callable[[], object]) -> None:
+def when_asked(
+    sim: Any, passing: object, shard: int, number: int, then: Callable[[], object]
+) -> None:
     """Does something while the client waits for its `number`-th PrepareStore of a shard."""
     seen = []
 
@@ -418,7 +472,9 @@ def test_what_is_taken_back_under_way_is_stored_as_it_was(
 ) -> None:
     request = engine.request(STORED)
     sources = engine.transfer.sources(request)
-    when_asked(sim, passing, shard, 1, lambda: take_back(engine, sources, [*range(BLOCKS)], 1 << 20))
+    when_asked(
+        sim, passing, shard, 1, lambda: take_back(engine, sources, [*range(BLOCKS)], 1 << 20)
+    )
     assert engine.transfer.offer(request, sources=sources) == Stored(4, complete=True)
     assert engine.load(TARGETS) == [True] * 4
     for piece in range(3):
@@ -457,7 +513,9 @@ def test_without_room_to_set_aside_a_store_ends_before_the_block_and_leaves_noth
         assert all(engine.has(piece, TARGETS[piece][at], STORED[piece][at]) for at in (0, 1))
 
 
-def test_a_store_that_is_given_up_stores_nothing_more(sim: Any, engine: Engine, passing: object) -> None:
+def test_a_store_that_is_given_up_stores_nothing_more(
+    sim: Any, engine: Engine, passing: object
+) -> None:
     request = engine.request(STORED)
     sources = engine.transfer.sources(request)
     when_asked(sim, passing, 2, 1, sources.give_up)
@@ -469,7 +527,8 @@ def test_a_store_that_is_given_up_stores_nothing_more(sim: Any, engine: Engine, 
 def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
     engine: Engine, simulation: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts that were handed over before it are waited for, and told to the server or given back."""
+    """Parts that were handed over before it are waited for, and told to the server or given
+    back."""
     monkeypatch.setattr(module, "_BLOCKS_A_PART", 2)
     fence = engine.connection._fence
     with pytest.raises(RequestError, match="block 999"):
@@ -483,7 +542,9 @@ def test_a_copy_that_fails_in_a_piece_before_the_last_leaves_nothing_behind(
     assert engine.connection.wait(ended) == m.Done(0), "no write is held any more"
 
 
-def test_a_second_fault_on_the_way_out_does_not_hide_the_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_fault_on_the_way_out_does_not_hide_the_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, met = module.PieceStore.finish, []
 
     def finish(self: module.PieceStore) -> Stored:

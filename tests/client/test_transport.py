@@ -1,4 +1,5 @@
-"""A client's connection: nothing is sent before the server has proved who it is, and nothing blocks."""
+"""A client's connection: nothing is sent before the server has proved who it is, and nothing
+blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ from kvkeep.wire.frames import Header, encode
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import TlsFiles, server_context
 
-SHAPE = BlockShape(ModelIdentity(model="stream", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"), (64,))
+SHAPE = BlockShape(
+    ModelIdentity(model="stream", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"),
+    (64,),
+)
 CACHE: dict[str, Any] = {
     "model": "stream",
     "revision": "1",
@@ -113,7 +117,9 @@ def open_between(transport: StreamTransport, far: Far) -> Stream:
 # -- sending and receiving
 
 
-def test_without_a_server_a_send_fails_at_once_and_nothing_is_queued_for_later(tmp_path: Path) -> None:
+def test_without_a_server_a_send_fails_at_once_and_nothing_is_queued_for_later(
+    tmp_path: Path,
+) -> None:
     transport = StreamTransport(f"ipc://{tmp_path}/far")
     assert not transport.send(FRAMES) and transport.receive() is None
     far = Far(f"ipc://{tmp_path}/far")
@@ -124,7 +130,9 @@ def test_without_a_server_a_send_fails_at_once_and_nothing_is_queued_for_later(t
     far.close()
 
 
-def test_messages_go_both_ways_with_their_payload_and_wait_returns_when_one_has_come(far: Far) -> None:
+def test_messages_go_both_ways_with_their_payload_and_wait_returns_when_one_has_come(
+    far: Far,
+) -> None:
     transport = StreamTransport(far.address)
     stream = open_between(transport, far)
     sent = encode(Header(1, 4), m.Put(5, 0), [memoryview(b"a block"), memoryview(b"another"[:7])])
@@ -163,7 +171,11 @@ def test_to_one_that_does_not_read_only_so_much_is_sent(far: Far) -> None:
     while transport.send(message):
         sent += 1
         assert sent < 100
-    assert transport._stream is not None and transport._stream.unsent_bytes < 18 << 20 and not transport.lost()
+    assert (
+        transport._stream is not None
+        and transport._stream.unsent_bytes < 18 << 20
+        and not transport.lost()
+    )
     transport.close()
 
 
@@ -186,7 +198,10 @@ def test_a_long_message_moves_on_while_the_other_side_reads_and_a_server_that_st
 
     reader = threading.Thread(target=read_all)
     reader.start()
-    until(lambda: transport._stream is not None and not transport._stream.unsent_bytes, lambda: transport.wait(1_000))
+    until(
+        lambda: transport._stream is not None and not transport._stream.unsent_bytes,
+        lambda: transport.wait(1_000),
+    )
     reader.join(60)
     assert stream.next() == LONG
     transport.close()
@@ -204,7 +219,9 @@ def test_a_loss_is_told_once_and_the_next_connection_is_made(far: Far) -> None:
     assert not transport.send(FRAMES), "closed for good"
 
 
-@pytest.mark.parametrize("address", ["localhost:5555", "tcp://", "tcp://host:port", "smoke://signals", ""])
+@pytest.mark.parametrize(
+    "address", ["localhost:5555", "tcp://", "tcp://host:port", "smoke://signals", ""]
+)
 def test_an_address_that_is_none_is_named_with_a_remedy(address: str) -> None:
     with pytest.raises(SettingsError) as caught:
         StreamTransport(address)
@@ -231,9 +248,13 @@ def test_nothing_is_said_to_another_user(far: Far, monkeypatch: pytest.MonkeyPat
     friendly.close()
 
 
-def test_a_user_that_is_not_known_yet_is_waited_for_and_not_for_ever(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_that_is_not_known_yet_is_waited_for_and_not_for_ever(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uids: list[int | None] = [None, None, os.geteuid()]
-    monkeypatch.setattr(under_test, "peer_uid", lambda connected: uids.pop(0) if len(uids) > 1 else uids[0])
+    monkeypatch.setattr(
+        under_test, "peer_uid", lambda connected: uids.pop(0) if len(uids) > 1 else uids[0]
+    )
     transport = StreamTransport(far.address)
     open_between(transport, far)
     assert len(uids) == 1
@@ -245,11 +266,15 @@ def test_a_user_that_is_not_known_yet_is_waited_for_and_not_for_ever(far: Far, m
     transport.close()
 
 
-def test_who_has_taken_the_unix_socket_of_a_port_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_taken_the_unix_socket_of_a_port_is_passed_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another user can take the name, but not who the kernel says they are."""
     far = Far("tcp://127.0.0.1:0")
     real = under_test.peer_uid
-    monkeypatch.setattr(under_test, "peer_uid", lambda one: 4711 if one.family == socket.AF_UNIX else real(one))
+    monkeypatch.setattr(
+        under_test, "peer_uid", lambda one: 4711 if one.family == socket.AF_UNIX else real(one)
+    )
     transport = StreamTransport(far.address)
     stream = open_between(transport, far)
     assert stream.socket.family == socket.AF_INET
@@ -295,7 +320,9 @@ def test_beyond_loopback_there_is_no_connection_without_certificates() -> None:
 
 
 def files_of(directory: Path, name: str, certificate: Any, authority: Any) -> TlsFiles:
-    made = TlsFiles(directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-ca.pem")
+    made = TlsFiles(
+        directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-ca.pem"
+    )
     for path, text in (
         (made.cert, certificate.cert),
         (made.key, certificate.key),
@@ -328,7 +355,10 @@ def test_with_certificates_each_side_proves_itself_and_a_wrong_one_is_told(tmp_p
                 else:
                     context = server_context(at_server)
                     stream = Stream(
-                        context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False), MOST
+                        context.wrap_socket(
+                            connected, server_side=True, do_handshake_on_connect=False
+                        ),
+                        MOST,
                     )
                 if stream is not None:
                     stream.read()
@@ -339,10 +369,18 @@ def test_with_certificates_each_side_proves_itself_and_a_wrong_one_is_told(tmp_p
             return transport, stream
 
         transport, stream = meet(at_client)
-        assert stream is not None and stream.next() == FRAMES and isinstance(stream.socket, ssl.SSLSocket)
-        long = encode(Header(1, 3), m.Lookup("default", 1, os.urandom(3 << 20)), [os.urandom(1 << 20)] * 2)
+        assert (
+            stream is not None
+            and stream.next() == FRAMES
+            and isinstance(stream.socket, ssl.SSLSocket)
+        )
+        long = encode(
+            Header(1, 3), m.Lookup("default", 1, os.urandom(3 << 20)), [os.urandom(1 << 20)] * 2
+        )
         assert transport.send(long)
-        until(lambda: stream.next() == long, lambda: (stream.read(), transport.receive()))  # after more Pings
+        until(
+            lambda: stream.next() == long, lambda: (stream.read(), transport.receive())
+        )  # after more Pings
         transport.close()
         stream.close()
         for files, expected in ((at_stranger, "rejected"), (at_other, "CA")):
@@ -411,13 +449,17 @@ def break_it(connection: Connection) -> None:
 
 def counted(server: ServerProcess) -> list[float]:
     """Sessions that ended, and that died."""
-    with urllib.request.urlopen(f"http://{server.http.removeprefix('http://')}/metrics", timeout=60) as reply:
+    with urllib.request.urlopen(
+        f"http://{server.http.removeprefix('http://')}/metrics", timeout=60
+    ) as reply:
         lines = str(reply.read().decode()).splitlines()
     names = ("kvkeep_sessions_ended_total", "kvkeep_sessions_died_total")
     return [float(line.split()[-1]) for name in names for line in lines if line.startswith(name)]
 
 
-def test_a_server_on_this_host_is_asked_by_its_unix_socket(connect: Callable[..., Connection]) -> None:
+def test_a_server_on_this_host_is_asked_by_its_unix_socket(
+    connect: Callable[..., Connection],
+) -> None:
     near, network = connect(), connect(shared_memory=False)
     assert family(near) == family(network) == socket.AF_UNIX
     assert answers(near) and answers(network)
@@ -441,7 +483,9 @@ def test_blocks_go_in_and_come_out(server: ServerProcess, shared_memory: bool) -
         assert np.array_equal(cache.get(tokens), rows)
 
 
-def test_a_message_longer_than_any_buffer_of_the_kernels(connect: Callable[..., Connection]) -> None:
+def test_a_message_longer_than_any_buffer_of_the_kernels(
+    connect: Callable[..., Connection],
+) -> None:
     connection = connect()
     assert connection.layout is not None
     keys = os.urandom(16 * 100_000)
@@ -466,10 +510,12 @@ def test_a_connection_that_breaks_costs_the_calls_on_their_way_and_no_session(
 
 
 def test_what_is_leased_stays_so_when_it_breaks() -> None:
-    """Others of the engine's processes read it, by connections of their own; with verification off nobody would notice
-    that the slots are somebody else's."""
+    """Others of the engine's processes read it, by connections of their own; with verification off
+    nobody would notice that the slots are somebody else's."""
     with (
-        ServerProcess("--pool-size", "1MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms") as server,
+        ServerProcess(
+            "--pool-size", "1MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms"
+        ) as server,
         kvkeep.connect(server.address, required=True, **CACHE) as cache,
     ):
         rows = np.full((256, 2, 8), 7, dtype=np.float32)
@@ -488,11 +534,16 @@ def test_what_is_leased_stays_so_when_it_breaks() -> None:
         while time.monotonic() < give_up_s:
             scheduler.connection.poll()
             time.sleep(0.01)
-        assert ask(server.http, "/v1/status")["leases"] == 1 and scheduler.connection.counters.sessions == 1
+        assert (
+            ask(server.http, "/v1/status")["leases"] == 1
+            and scheduler.connection.counters.sessions == 1
+        )
         scheduler.close()
 
 
-def test_a_server_that_is_killed_and_started_again_is_found_again(connect: Callable[..., Connection]) -> None:
+def test_a_server_that_is_killed_and_started_again_is_found_again(
+    connect: Callable[..., Connection],
+) -> None:
     with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server:
         connection = connect(server)
         epoch = connection.epoch
@@ -506,7 +557,9 @@ def test_a_server_that_is_killed_and_started_again_is_found_again(connect: Calla
         connection.close()
 
 
-def test_a_paused_server_is_waited_for_no_longer_than_a_deadline(connect: Callable[..., Connection]) -> None:
+def test_a_paused_server_is_waited_for_no_longer_than_a_deadline(
+    connect: Callable[..., Connection],
+) -> None:
     with ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server:
         connection = connect(server)
         server.send(signal.SIGSTOP)

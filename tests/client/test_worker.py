@@ -1,4 +1,5 @@
-"""Stores and loads in the background, with torch tensors of every shape that engines have, against a real server."""
+"""Stores and loads in the background, with torch tensors of every shape that engines have, against
+a real server."""
 
 from __future__ import annotations
 
@@ -48,21 +49,33 @@ def keys(count: int, name: str = "k") -> bytes:
 
 def shape_of(*shard_bytes: int) -> BlockShape:
     """Of a model that no other test uses."""
-    model = ModelIdentity(model=f"w{next(_models)}", revision="1", kv_dtype="any", block_tokens=4, content="l")
+    model = ModelIdentity(
+        model=f"w{next(_models)}", revision="1", kv_dtype="any", block_tokens=4, content="l"
+    )
     return BlockShape(model, shard_bytes)
 
 
 class Engine:
     """A worker with its memory, and what a scheduler would do for it."""
 
-    def __init__(self, server: ServerProcess, layers: Any, block_dim: int = 0, shape: BlockShape | None = None) -> None:
+    def __init__(
+        self,
+        server: ServerProcess,
+        layers: Any,
+        block_dim: int = 0,
+        shape: BlockShape | None = None,
+    ) -> None:
         self.shape = shape or shape_of(BlockRuns.of(layers, block_dim).nbytes)
-        options = ClientOptions(address=server.address, ping_interval_ms=100, lookup_deadline_ms=5_000)
+        options = ClientOptions(
+            address=server.address, ping_interval_ms=100, lookup_deadline_ms=5_000
+        )
         self.worker = WorkerAdapter(self.shape, ParallelStrategy.of(), options)
         self.worker.register_kv_caches(layers, block_dim)
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
         self.tenant = "default"
-        self.prefix = self.shape.identity.model  # keys here are no hashes, so the model must be in them
+        self.prefix = (
+            self.shape.identity.model
+        )  # keys here are no hashes, so the model must be in them
 
     @property
     def connection(self) -> Connection:
@@ -81,8 +94,13 @@ class Engine:
         call = self.connection.call(message, 5_000)
         found = self.connection.wait(call)
         assert isinstance(found, m.Found), call.failure
-        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
-        return LoadRequest(self.tenant, self.keys(len(ids)), 0, np.array(ids), call.epoch, slots, checksums)
+        slots, checksums = (
+            np.frombuffer(found.slots, "<i8"),
+            np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
+        )
+        return LoadRequest(
+            self.tenant, self.keys(len(ids)), 0, np.array(ids), call.epoch, slots, checksums
+        )
 
     def finished(self) -> Finished:
         """What ends next."""
@@ -120,7 +138,9 @@ def contiguous() -> tuple[Any, int]:
 
 
 def of_type(name: str) -> tuple[Any, int]:
-    return [torch.zeros(BLOCKS, TOKENS, HEADS, SIZE, dtype=getattr(torch, name)) for _ in range(2)], 0
+    return [
+        torch.zeros(BLOCKS, TOKENS, HEADS, SIZE, dtype=getattr(torch, name)) for _ in range(2)
+    ], 0
 
 
 def heads_first_in_memory() -> tuple[Any, int]:
@@ -128,7 +148,10 @@ def heads_first_in_memory() -> tuple[Any, int]:
 
 
 def padded() -> tuple[Any, int]:
-    return [torch.zeros(BLOCKS, TOKENS + 3, HEADS, SIZE + 5)[:, :TOKENS, :, 2 : 2 + SIZE] for _ in range(2)], 0
+    return [
+        torch.zeros(BLOCKS, TOKENS + 3, HEADS, SIZE + 5)[:, :TOKENS, :, 2 : 2 + SIZE]
+        for _ in range(2)
+    ], 0
 
 
 def keys_and_values_in_front() -> tuple[Any, int]:
@@ -150,7 +173,9 @@ def layers_inside_each_block() -> tuple[Any, int]:
 
 
 def keys_and_values_apart() -> tuple[Any, int]:
-    return {f"{part}{i}": torch.zeros(BLOCKS, TOKENS, HEADS, SIZE) for i in range(2) for part in "kv"}, 0
+    return {
+        f"{part}{i}": torch.zeros(BLOCKS, TOKENS, HEADS, SIZE) for i in range(2) for part in "kv"
+    }, 0
 
 
 LAYOUTS: dict[str, Callable[[], tuple[Any, int]]] = {
@@ -216,18 +241,28 @@ def test_bytes_between_padded_blocks_stay_as_they_are(start: Start) -> None:
     before = [whole_bytes(tensor).clone() for tensor in layers]
     engine.worker.load("l", engine.looked_up([0, 1]))
     assert engine.finished().failed == {}
-    assert all(torch.equal(whole_bytes(tensor), area) for tensor, area in zip(layers, before, strict=True))
+    assert all(
+        torch.equal(whole_bytes(tensor), area) for tensor, area in zip(layers, before, strict=True)
+    )
 
 
-def test_two_layouts_of_the_same_numbers_exchange_nothing_if_their_fingerprint_is_in_the_identity() -> None:
+def test_two_layouts_of_the_same_numbers_exchange_nothing_if_their_fingerprint_is_in_the_identity() -> (
+    None
+):
     plain, permuted = contiguous()[0][:2], heads_first_in_memory()[0]
     assert BlockRuns.of(plain).nbytes == BlockRuns.of(permuted).nbytes
     assert BlockRuns.of(plain).fingerprint != BlockRuns.of(permuted).fingerprint
 
 
-def test_tensors_that_do_not_fit_the_shape_are_refused_with_both_sizes(server: ServerProcess) -> None:
-    worker = WorkerAdapter(shape_of(4096), ParallelStrategy.of(), ClientOptions(address=server.address))
-    with pytest.raises(RequestError, match="768 bytes a block, the block shape says 4096") as caught:
+def test_tensors_that_do_not_fit_the_shape_are_refused_with_both_sizes(
+    server: ServerProcess,
+) -> None:
+    worker = WorkerAdapter(
+        shape_of(4096), ParallelStrategy.of(), ClientOptions(address=server.address)
+    )
+    with pytest.raises(
+        RequestError, match="768 bytes a block, the block shape says 4096"
+    ) as caught:
         worker.register_kv_caches(contiguous()[0])
     assert "shard_bytes" in caught.value.hint
     worker.close()
@@ -259,7 +294,9 @@ def test_blocks_that_failed_are_named_by_their_ids(start: Start) -> None:
     engine.worker.load("l", bad)
     assert engine.finished() == Finished(loaded=["l"], failed={"l": [9, 11]})
     assert engine.connection.counters.failures["bad_block"] == 2
-    assert engine.looked_up([0, 1, 2, 3]).slots.shape == (4,), "the server looked for itself and kept its good blocks"
+    assert engine.looked_up([0, 1, 2, 3]).slots.shape == (4,), (
+        "the server looked for itself and kept its good blocks"
+    )
 
 
 def test_a_load_that_is_waited_for_is_over_when_its_call_is(start: Start) -> None:
@@ -277,7 +314,12 @@ def test_a_load_that_is_waited_for_is_over_when_its_call_is(start: Start) -> Non
         assert all(torch.equal(layer[8:], layer[:4]) for layer in layers)
         assert engine.worker.poll() == Finished()
     request = engine.looked_up([8, 9, 10, 11])
-    bad = LoadRequest(**(vars(request) | {"checksums": request.checksums ^ np.array([[0], [1], [0], [0]], np.uint64)}))
+    bad = LoadRequest(
+        **(
+            vars(request)
+            | {"checksums": request.checksums ^ np.array([[0], [1], [0], [0]], np.uint64)}
+        )
+    )
     assert engine.worker.load_now("now", bad) == Finished(loaded=["now"], failed={"now": [9]})
     wrong = engine.worker.load_now("now", engine.looked_up([8, 9, 10, BLOCKS]))
     assert wrong == Finished(loaded=["now"], failed={"now": [8, 9, 10, BLOCKS]})
@@ -286,7 +328,9 @@ def test_a_load_that_is_waited_for_is_over_when_its_call_is(start: Start) -> Non
     assert engine.worker.load_now("now", request).failed == {"now": [8, 9, 10, 11]}
 
 
-def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines_end(start: Start) -> None:
+def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines_end(
+    start: Start,
+) -> None:
     engine = start(contiguous()[0])
     engine.worker.store("s", StoreRequest("default", b"", engine.keys(2), np.array([0, BLOCKS])))
     assert engine.finished().stored == {"s": 0}
@@ -298,7 +342,9 @@ def test_a_request_that_is_wrong_in_itself_is_a_failed_job_and_never_the_engines
     assert all(thread.is_alive() for thread in engine.worker._threads)
 
 
-def test_a_store_that_cannot_be_asked_for_costs_no_other(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_be_asked_for_costs_no_other(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     layers, _ = contiguous()
     fill(layers)
     engine = start(layers)
@@ -366,7 +412,10 @@ def test_several_stores_are_handed_over_at_once(start: Start) -> None:
     marks: list[object] = []
     copier.mark = lambda: marks.append(object()) or marks[-1]
     every = engine.keys(3)
-    stores = {at: StoreRequest("default", b"", every[at * 16 : (at + 1) * 16], np.array([at])) for at in range(3)}
+    stores = {
+        at: StoreRequest("default", b"", every[at * 16 : (at + 1) * 16], np.array([at]))
+        for at in range(3)
+    }
     engine.worker.store_all(stores)
     stored: dict[Any, int] = {}
     assert eventually(lambda: stored.update(engine.worker.poll().stored) or len(stored) == 3)
@@ -376,10 +425,17 @@ def test_several_stores_are_handed_over_at_once(start: Start) -> None:
 def test_if_one_of_several_is_wrong_none_has_begun(start: Start) -> None:
     layers, _ = contiguous()
     engine = start(layers)
-    good, wrong = (StoreRequest("default", b"", engine.keys(2), np.array(ids)) for ids in ([0, 1], [[0, 1], [0, 1]]))
+    good, wrong = (
+        StoreRequest("default", b"", engine.keys(2), np.array(ids))
+        for ids in ([0, 1], [[0, 1], [0, 1]])
+    )
     with pytest.raises(RequestError):
         engine.worker.store_all({"good": good, "wrong": wrong})
-    assert not engine.worker._stores and not engine.worker._sources and engine.worker.poll() == Finished()
+    assert (
+        not engine.worker._stores
+        and not engine.worker._sources
+        and engine.worker.poll() == Finished()
+    )
 
 
 def test_if_an_interrupt_comes_all_are_told(start: Start) -> None:
@@ -419,7 +475,9 @@ def test_what_is_refused_is_told_once_and_wakes_nobody(
 
 def test_a_rank_whose_shard_another_stores_has_nothing_to_do(server: ServerProcess) -> None:
     worker = WorkerAdapter(
-        shape_of(768), ParallelStrategy.of(tp_size=8, rank=3, use_mla=True), ClientOptions(address=server.address)
+        shape_of(768),
+        ParallelStrategy.of(tp_size=8, rank=3, use_mla=True),
+        ClientOptions(address=server.address),
     )
     worker.register_kv_caches(contiguous()[0])
     worker.store("s", StoreRequest("default", b"", keys(1), np.array([0])))
@@ -442,7 +500,9 @@ def test_a_store_that_is_refused_is_not_looked_at(start: Start, when: str) -> No
         )
     engine.worker.store("x", wrong)
     assert engine.worker.poll().incomplete == (["x"] if when == "closed" else [])
-    assert engine.connection.counters.failures == {"closed" if when == "closed" else "repeated_job": 1}
+    assert engine.connection.counters.failures == {
+        "closed" if when == "closed" else "repeated_job": 1
+    }
 
 
 def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start: Start) -> None:
@@ -450,7 +510,10 @@ def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start:
     engine = start(layers)
     transfer: Any = engine.worker._transfer
     hand_over = transfer.hand_over
-    transfer.hand_over = lambda requests, **words: (engine.worker.close(), hand_over(requests, **words))[1]
+    transfer.hand_over = lambda requests, **words: (
+        engine.worker.close(),
+        hand_over(requests, **words),
+    )[1]
     store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
     engine.worker.store_all({"x": store, "y": store})
     assert engine.worker.poll() == Finished(stored={"x": 0, "y": 0}, incomplete=["x", "y"])
@@ -459,12 +522,16 @@ def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start:
 
 def unreachable_worker() -> WorkerAdapter:
     """Its thread never starts: jobs stay where they are."""
-    return WorkerAdapter(shape_of(768), ParallelStrategy.of(), ClientOptions(address="tcp://127.0.0.1:1"))
+    return WorkerAdapter(
+        shape_of(768), ParallelStrategy.of(), ClientOptions(address="tcp://127.0.0.1:1")
+    )
 
 
 def some_load(ids: list[int]) -> LoadRequest:
     nothing = np.zeros(len(ids), dtype=np.int64)
-    return LoadRequest("default", keys(len(ids)), 0, np.array(ids), 1, nothing, np.zeros((len(ids), 1), np.uint64))
+    return LoadRequest(
+        "default", keys(len(ids)), 0, np.array(ids), 1, nothing, np.zeros((len(ids), 1), np.uint64)
+    )
 
 
 def test_a_full_queue_fails_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +561,9 @@ def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
     )
     worker.load("late", some_load([6]))
     worker.store("late", StoreRequest("default", b"", keys(1), np.array([0])))
-    assert worker.poll() == Finished(stored={"late": 0}, incomplete=["late"], loaded=["late"], failed={"late": [6]})
+    assert worker.poll() == Finished(
+        stored={"late": 0}, incomplete=["late"], loaded=["late"], failed={"late": [6]}
+    )
     worker.close()
 
 
@@ -502,18 +571,23 @@ def test_close_ends_queued_jobs_undone_and_later_ones_at_once() -> None:
 
 
 def test_what_is_stored_before_the_session_is_made_waits_for_it(server: ServerProcess) -> None:
-    """An engine that computes its first blocks while the server is still busy with something else."""
+    """An engine that computes its first blocks while the server is still busy with something
+    else."""
     layers, _ = contiguous()
     fill(layers)
     shape = shape_of(BlockRuns.of(layers).nbytes)
-    options = ClientOptions(address=server.address, handshake_deadline_ms=120_000, store_deadline_ms=120_000)
+    options = ClientOptions(
+        address=server.address, handshake_deadline_ms=120_000, store_deadline_ms=120_000
+    )
     worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
     connection, done = worker.connection, Finished()
     heard, answers = connection._transport.receive, threading.Event()
     connection._transport.receive = lambda: heard() if answers.is_set() else None  # type: ignore[method-assign]
     worker.register_kv_caches(layers)
     assert eventually(lambda: connection.state == "greeting")
-    worker.store("early", StoreRequest("default", b"", keys(3, f"{shape.identity.model}."), np.arange(3)))
+    worker.store(
+        "early", StoreRequest("default", b"", keys(3, f"{shape.identity.model}."), np.arange(3))
+    )
     time.sleep(0.1)  # some rounds of the worker's threads
     assert worker.poll() == Finished() and connection.coming_up
     answers.set()
@@ -530,7 +604,9 @@ def test_what_is_stored_while_there_is_no_server_ends_soon() -> None:
     done = Finished()
     for job in ("in vain", "told"):
         worker.store(job, StoreRequest("default", b"", keys(3), np.arange(3)))
-        assert eventually(lambda: done.incomplete.extend(worker.poll().incomplete) or bool(done.incomplete))
+        assert eventually(
+            lambda: done.incomplete.extend(worker.poll().incomplete) or bool(done.incomplete)
+        )
         assert done.incomplete.pop() == job and not worker.connection.coming_up
     worker.close()
 
@@ -562,7 +638,9 @@ def test_a_killed_server_costs_failed_loads_and_no_more() -> None:
 
         assert eventually(all_done)
         assert set(done.stored.values()) == {0}
-        for job in range(20):  # its memory is still mapped: what is verified may be used, the rest is named
+        for job in range(
+            20
+        ):  # its memory is still mapped: what is verified may be used, the rest is named
             assert done.failed.get(job, []) in ([], [8, 9, 10, 11])
         assert [bytes_of_block(layers, 0, block) for block in range(4)] == expected
         server.start()
@@ -575,7 +653,8 @@ def test_a_killed_server_costs_failed_loads_and_no_more() -> None:
 
 
 def test_a_paused_server_does_not_hold_up_the_engine(server: ServerProcess) -> None:
-    """No clock is looked at: were a call to wait for the server, it would wait for ever, and the test with it."""
+    """No clock is looked at: were a call to wait for the server, it would wait for ever, and the
+    test with it."""
     engine = Engine(server, contiguous()[0])
     engine.stored([0, 1])
     request = engine.looked_up([2, 3])

@@ -1,4 +1,5 @@
-"""Many stores at once: the server is asked for the first one's slots while the others are handed over."""
+"""Many stores at once: the server is asked for the first one's slots while the others are handed
+over."""
 
 from __future__ import annotations
 
@@ -44,11 +45,17 @@ class Engine:
 
     def __init__(self, server: ServerProcess, early: int = 0, **options: Any) -> None:
         """With so many `early` stores, before its memory is known."""
-        self.memory = np.random.default_rng(7).integers(0, 128, (2 * BLOCKS, NBYTES), dtype=np.uint8)
+        self.memory = np.random.default_rng(7).integers(
+            0, 128, (2 * BLOCKS, NBYTES), dtype=np.uint8
+        )
         self.name = f"wh{next(_models)}"  # a model that no other test uses
-        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l")
+        identity = ModelIdentity(
+            model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l"
+        )
         self.worker = WorkerAdapter(
-            BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)
+            BlockShape(identity, (NBYTES,)),
+            ParallelStrategy.of(),
+            ClientOptions(address=server.address, **options),
         )
         if early:
             self.worker.store_all(self.stores(early))
@@ -61,7 +68,9 @@ class Engine:
 
     def stores(self, count: int = BLOCKS // EACH) -> dict[int, StoreRequest]:
         every = {job: np.arange(job * EACH, (job + 1) * EACH) for job in range(count)}
-        return {job: StoreRequest("default", b"", self.keys(job), ids) for job, ids in every.items()}
+        return {
+            job: StoreRequest("default", b"", self.keys(job), ids) for job, ids in every.items()
+        }
 
     def finished(self, jobs: int) -> Finished:
         """When so many stores have ended."""
@@ -83,7 +92,10 @@ class Engine:
         call = connection.call(m.Lookup("default", connection.layout.layout, self.keys(job)), 5_000)
         found = connection.wait(call)
         assert isinstance(found, m.Found), call.failure
-        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
+        slots, checksums = (
+            np.frombuffer(found.slots, "<i8"),
+            np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
+        )
         if len(slots) != EACH:
             return False
         targets = np.arange(BLOCKS, BLOCKS + EACH)
@@ -98,7 +110,10 @@ class Engine:
 
         assert eventually(ended)
         connection.give_up(call)
-        return not failed and (self.memory[targets] == self.memory[job * EACH : (job + 1) * EACH]).all()
+        return (
+            not failed
+            and (self.memory[targets] == self.memory[job * EACH : (job + 1) * EACH]).all()
+        )
 
 
 Start = Callable[..., Engine]
@@ -106,7 +121,9 @@ Start = Callable[..., Engine]
 
 @pytest.fixture
 def start(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(HostCopier, "whole_bytes", 2 * EACH * NBYTES)  # two of these stores are not much
+    monkeypatch.setattr(
+        HostCopier, "whole_bytes", 2 * EACH * NBYTES
+    )  # two of these stores are not much
     made: list[Engine] = []
 
     def make(**options: Any) -> Engine:
@@ -120,7 +137,8 @@ def start(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[St
 
 @pytest.fixture
 def asked_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sources there were, at each time that the server was asked for a store's first slots."""
+    """How many sources there were, at each time that the server was asked for a store's first
+    slots."""
     asked, made = list[int](), [0]
     begin, make = PieceStore.begin, Sources.__init__
 
@@ -179,7 +197,11 @@ def test_stores_that_came_before_the_memory_was_registered_are_no_others(
     monkeypatch.setattr(HostCopier, "whole_bytes", 2 * EACH * NBYTES)
     go_on = threading.Event()
     begin = WorkerAdapter._begin_store
-    monkeypatch.setattr(WorkerAdapter, "_begin_store", lambda self, **words: (go_on.wait(30), begin(self, **words))[1])
+    monkeypatch.setattr(
+        WorkerAdapter,
+        "_begin_store",
+        lambda self, **words: (go_on.wait(30), begin(self, **words))[1],
+    )
     engine = Engine(server, early=1)
     later = engine.stores()
     del later[0]
@@ -191,7 +213,9 @@ def test_stores_that_came_before_the_memory_was_registered_are_no_others(
     engine.worker.close()
 
 
-def test_nor_is_one_of_them_lost_that_is_about_to_begin(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_is_one_of_them_lost_that_is_about_to_begin(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HostCopier, "whole_bytes", 2 * EACH * NBYTES)
     begin, is_inside, go_on = PieceStore.begin, threading.Event(), threading.Event()
 
@@ -213,7 +237,9 @@ def test_nor_is_one_of_them_lost_that_is_about_to_begin(server: ServerProcess, m
     engine.worker.close()
 
 
-def test_an_engine_does_not_wait_for_who_has_the_connection(start: Start, asked_after: list[int]) -> None:
+def test_an_engine_does_not_wait_for_who_has_the_connection(
+    start: Start, asked_after: list[int]
+) -> None:
     engine = start()
     has_it, let_go = threading.Event(), threading.Event()
 
@@ -239,7 +265,10 @@ def test_a_worker_that_is_closed_meanwhile_gives_the_slots_back_and_tells_of_all
     engine, begin = start(), PieceStore.begin
     given_up: list[Any] = []
     give_up = engine.worker.connection.give_up
-    engine.worker.connection.give_up = lambda call, **words: (given_up.append(call), give_up(call, **words))[1]  # type: ignore[method-assign]
+    engine.worker.connection.give_up = lambda call, **words: (
+        given_up.append(call),
+        give_up(call, **words),
+    )[1]  # type: ignore[method-assign]
 
     def close(self: PieceStore, **words: bool) -> None:
         begin(self, **words)
@@ -247,8 +276,15 @@ def test_a_worker_that_is_closed_meanwhile_gives_the_slots_back_and_tells_of_all
 
     monkeypatch.setattr(PieceStore, "begin", close)
     engine.worker.store_all(engine.stores())
-    assert engine.worker.poll() == Finished(stored=dict.fromkeys(range(6), 0), incomplete=[*range(6)])
-    assert given_up and not engine.worker._sources and not engine.worker._stores and engine.worker._begun is None
+    assert engine.worker.poll() == Finished(
+        stored=dict.fromkeys(range(6), 0), incomplete=[*range(6)]
+    )
+    assert (
+        given_up
+        and not engine.worker._sources
+        and not engine.worker._stores
+        and engine.worker._begun is None
+    )
 
 
 def test_a_worker_that_is_closed_with_a_store_begun_tells_of_all(start: Start) -> None:
@@ -260,11 +296,15 @@ def test_a_worker_that_is_closed_with_a_store_begun_tells_of_all(start: Start) -
     engine.worker.close()
     ended = engine.worker.poll()
     assert sorted(ended.stored) == [*range(6)] and not engine.worker._sources
-    assert ended.incomplete in ([*range(1, 6)], [*range(1, 6), 0]), "the first one is in hand, or is not begun any more"
+    assert ended.incomplete in ([*range(1, 6)], [*range(1, 6), 0]), (
+        "the first one is in hand, or is not begun any more"
+    )
     assert sum(ended.stored.values()) == (0 if 0 in ended.incomplete else EACH)
 
 
-def test_one_that_has_begun_while_another_is_copied_ends_undone_if_the_worker_is_closed(start: Start) -> None:
+def test_one_that_has_begun_while_another_is_copied_ends_undone_if_the_worker_is_closed(
+    start: Start,
+) -> None:
     engine = start()
     copy = engine.worker._copy_store
 
@@ -286,7 +326,10 @@ def test_if_another_cannot_be_handed_over_the_slots_go_back(
     engine, make, made = start(), Sources.__init__, list[Sources]()
     given_up: list[Any] = []
     give_up = engine.worker.connection.give_up
-    engine.worker.connection.give_up = lambda call, **words: (given_up.append(call), give_up(call, **words))[1]  # type: ignore[method-assign]
+    engine.worker.connection.give_up = lambda call, **words: (
+        given_up.append(call),
+        give_up(call, **words),
+    )[1]  # type: ignore[method-assign]
 
     def fail_third(self: Sources, *args: Any, **words: Any) -> None:
         made.append(self)
@@ -297,8 +340,17 @@ def test_if_another_cannot_be_handed_over_the_slots_go_back(
     monkeypatch.setattr(Sources, "__init__", fail_third)
     with pytest.raises(what):
         engine.worker.store_all(engine.stores())
-    assert given_up and not engine.worker._sources and not engine.worker._stores and engine.worker._begun is None
-    told = Finished() if what is MemoryError else Finished(stored=dict.fromkeys(range(6), 0), incomplete=[*range(6)])
+    assert (
+        given_up
+        and not engine.worker._sources
+        and not engine.worker._stores
+        and engine.worker._begun is None
+    )
+    told = (
+        Finished()
+        if what is MemoryError
+        else Finished(stored=dict.fromkeys(range(6), 0), incomplete=[*range(6)])
+    )
     assert engine.worker.poll() == told
     engine.name += "again"  # the server may not have heard yet that nobody writes the first ones
     engine.worker.store_all(engine.stores())
@@ -306,7 +358,9 @@ def test_if_another_cannot_be_handed_over_the_slots_go_back(
     assert all(engine.loaded(job) for job in range(6))
 
 
-def test_a_first_one_that_cannot_begin_costs_the_others_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_one_that_cannot_begin_costs_the_others_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, begin = start(), PieceStore.begin
     stores = engine.stores()
 

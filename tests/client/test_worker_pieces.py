@@ -1,4 +1,5 @@
-"""A worker whose engine's blocks come in pieces, and one whose engine needs its blocks back: against a real server."""
+"""A worker whose engine's blocks come in pieces, and one whose engine needs its blocks back:
+against a real server."""
 
 from __future__ import annotations
 
@@ -47,7 +48,13 @@ def eventually(happens: Callable[[], bool]) -> bool:
 def shape_of(sizes: tuple[int, ...], pieces: int = 1, model: str = "") -> BlockShape:
     """Of a model that no other test uses."""
     name = model or f"wp{next(_models)}"
-    fields: dict[str, Any] = {"model": name, "revision": "1", "kv_dtype": "any", "block_tokens": 4, "content": "l"}
+    fields: dict[str, Any] = {
+        "model": name,
+        "revision": "1",
+        "kv_dtype": "any",
+        "block_tokens": 4,
+        "content": "l",
+    }
     return BlockShape(ModelIdentity(**fields), sizes, pieces)
 
 
@@ -65,13 +72,23 @@ class Engine:
     """A worker with its memory, and what a scheduler would do for it."""
 
     def __init__(
-        self, server: ServerProcess, sizes: tuple[int, ...] = SIZES, blocks: int = BLOCKS, **options: Any
+        self,
+        server: ServerProcess,
+        sizes: tuple[int, ...] = SIZES,
+        blocks: int = BLOCKS,
+        **options: Any,
     ) -> None:
         self.memory = memories(sizes, blocks)
         self.before = [area.copy() for area in self.memory]
         self.shape = shape_of(sizes, len(sizes))
-        options = {"ping_interval_ms": LONG_MS, "store_deadline_ms": LONG_MS, "lookup_deadline_ms": LONG_MS} | options
-        self.worker = WorkerAdapter(self.shape, ParallelStrategy.of(), ClientOptions(address=server.address, **options))
+        options = {
+            "ping_interval_ms": LONG_MS,
+            "store_deadline_ms": LONG_MS,
+            "lookup_deadline_ms": LONG_MS,
+        } | options
+        self.worker = WorkerAdapter(
+            self.shape, ParallelStrategy.of(), ClientOptions(address=server.address, **options)
+        )
         self.worker.register_pieces(pieces_of(self.memory))
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
 
@@ -82,7 +99,9 @@ class Engine:
 
     def store(self, job: Any, ids: Any, name: str = "") -> None:
         table = np.array(ids, dtype=np.int64)
-        self.worker.store(job, StoreRequest("default", b"", self.keys(table.shape[-1], name), table))
+        self.worker.store(
+            job, StoreRequest("default", b"", self.keys(table.shape[-1], name), table)
+        )
 
     def finished(self, count: int = 1) -> Finished:
         """What ends next, so many jobs together."""
@@ -103,7 +122,9 @@ class Engine:
     def found(self, count: int, name: str = "") -> tuple[int, m.Found]:
         connection = self.worker.connection
         assert connection.layout is not None
-        call = connection.call(m.Lookup("default", connection.layout.layout, self.keys(count, name)), LONG_MS)
+        call = connection.call(
+            m.Lookup("default", connection.layout.layout, self.keys(count, name)), LONG_MS
+        )
         found = connection.wait(call)
         assert isinstance(found, m.Found), call.failure
         return call.epoch, found
@@ -145,19 +166,27 @@ def paused(server: ServerProcess) -> Iterator[Callable[[], None]]:
     server.send(signal.SIGCONT)
 
 
-BOTH_PLANES = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared_memory", "network"])
+BOTH_PLANES = pytest.mark.parametrize(
+    "shared_memory", [True, False], ids=["shared_memory", "network"]
+)
 
 
 # -- pieces
 
 
 @BOTH_PLANES
-def test_every_piece_comes_back_and_failures_name_the_engine_blocks_of_all(start: Start, shared_memory: bool) -> None:
+def test_every_piece_comes_back_and_failures_name_the_engine_blocks_of_all(
+    start: Start, shared_memory: bool
+) -> None:
     engine = start(shared_memory=shared_memory)
     engine.store("s", [STORED[0], [NO_BLOCK, 5, 6, 7]])
     assert engine.finished() == Finished(stored={"s": 4})
-    assert engine.load("all", TARGETS) == Finished(loaded=["all"], failed={"all": [8, 12]}), "both pieces of block 0"
-    assert engine.load("some", [TARGETS[0], [NO_BLOCK, *TARGETS[1][1:]]]) == Finished(loaded=["some"])
+    assert engine.load("all", TARGETS) == Finished(loaded=["all"], failed={"all": [8, 12]}), (
+        "both pieces of block 0"
+    )
+    assert engine.load("some", [TARGETS[0], [NO_BLOCK, *TARGETS[1][1:]]]) == Finished(
+        loaded=["some"]
+    )
     assert (engine.memory[0][TARGETS[0]] == engine.before[0][STORED[0]]).all()
     assert (engine.memory[1][TARGETS[1][1:]] == engine.before[1][STORED[1][1:]]).all()
 
@@ -167,7 +196,11 @@ def test_another_number_of_pieces_is_refused_where_the_store_is_made(start: Star
     for ids in ([0, 1], [[0, 1]], [[0, 1], [2, 3], [4, 5]]):
         with pytest.raises(RequestError, match="the engine's blocks have 2"):
             engine.store("s", ids)
-    assert engine.worker.poll() == Finished() and not engine.worker._stores and not engine.worker._sources
+    assert (
+        engine.worker.poll() == Finished()
+        and not engine.worker._stores
+        and not engine.worker._sources
+    )
 
 
 def test_another_number_of_pieces_fails_a_load_and_nothing_else(start: Start) -> None:
@@ -176,7 +209,9 @@ def test_another_number_of_pieces_fails_a_load_and_nothing_else(start: Start) ->
     engine.finished()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module.log, "exception", lambda *_: None)
-        assert engine.load("l", [8, 9, 10, 11]) == Finished(loaded=["l"], failed={"l": [8, 9, 10, 11]})
+        assert engine.load("l", [8, 9, 10, 11]) == Finished(
+            loaded=["l"], failed={"l": [8, 9, 10, 11]}
+        )
     assert engine.worker.connection.counters.failures["internal_error"] == 1
     assert engine.load("again", TARGETS) == Finished(loaded=["again"])
 
@@ -186,7 +221,9 @@ def test_pieces_that_do_not_fit_the_shape_are_refused_with_all_their_sizes() -> 
     for given in ([memories()[0]], memories()[::-1], [*memories(), memories((64,))[0]]):
         worker = WorkerAdapter(shape_of(SIZES, 2), ParallelStrategy.of(), options)
         sizes = r" \+ ".join(str(area.shape[1]) for area in given)
-        with pytest.raises(RequestError, match=rf"have {sizes} bytes a block, the block shape says 640 \+ 320"):
+        with pytest.raises(
+            RequestError, match=rf"have {sizes} bytes a block, the block shape says 640 \+ 320"
+        ):
             worker.register_pieces(pieces_of(given))
         worker.close()
 
@@ -220,17 +257,25 @@ def test_a_fingerprint_tells_the_pieces_and_their_order_apart_and_nothing_else()
     assert len(both) == len(alone) == 16
     assert len({alone, physical_fingerprint([two]), both, physical_fingerprint([two, one])}) == 4
     elsewhere = [Piece(piece.runs, may_lack=True) for piece in pieces_of(memories(blocks=3))]
-    assert physical_fingerprint(elsewhere) == both, "neither where blocks lie nor how many there are"
+    assert physical_fingerprint(elsewhere) == both, (
+        "neither where blocks lie nor how many there are"
+    )
 
 
-def test_engines_whose_pieces_lie_otherwise_in_memory_do_not_exchange_blocks(server: ServerProcess) -> None:
+def test_engines_whose_pieces_lie_otherwise_in_memory_do_not_exchange_blocks(
+    server: ServerProcess,
+) -> None:
     workers = []
     shape = shape_of(SIZES, 2)
     for second in (memories()[1], memories()[1].view(np.uint16)):
-        workers.append(WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address)))
+        workers.append(
+            WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address))
+        )
         workers[-1].register_pieces(pieces_of([memories()[0], second]))
         assert eventually(lambda: workers[0].connection.up)
-    assert eventually(lambda: "orders the tensors of shard 0 differently" in workers[1].connection.refusal)
+    assert eventually(
+        lambda: "orders the tensors of shard 0 differently" in workers[1].connection.refusal
+    )
     assert not workers[1].connection.up
     for worker in workers:
         worker.close()
@@ -243,22 +288,35 @@ def test_engines_whose_pieces_lie_otherwise_in_memory_do_not_exchange_blocks(ser
 def test_after_withdraw_the_engine_may_write_and_the_server_gets_what_was_there(
     start: Start, server: ServerProcess, paused: Callable[[], None], shared_memory: bool
 ) -> None:
-    """The first store waits for a paused server, the second behind it. `withdraw` returns while both do."""
+    """The first store waits for a paused server, the second behind it. `withdraw` returns while
+    both do."""
     engine = start(shared_memory=shared_memory)
     paused()
     engine.store("first", STORED, "a")
     engine.store("second", [TARGETS[0], [NO_BLOCK, *TARGETS[1][1:]]], "b")
     engine.worker.withdraw([*range(BLOCKS)])
     engine.overwrite([*range(BLOCKS)])
-    assert engine.worker.poll() == Finished(withdrawn=15), "the server is still paused: nothing was waited for"
+    assert engine.worker.poll() == Finished(withdrawn=15), (
+        "the server is still paused: nothing was waited for"
+    )
     server.send(signal.SIGCONT)
     assert engine.finished(2) == Finished(stored={"first": 4, "second": 4})
     for name, ids in (("a", STORED), ("b", [TARGETS[0], [NO_BLOCK, *TARGETS[1][1:]]])):
-        into = [[0, 1, 2, 3], [NO_BLOCK if block == NO_BLOCK else 4 + at for at, block in enumerate(ids[1])]]
+        into = [
+            [0, 1, 2, 3],
+            [NO_BLOCK if block == NO_BLOCK else 4 + at for at, block in enumerate(ids[1])],
+        ]
         assert engine.load("l", into, name).failed == {}
         for piece in (0, 1):
-            there = [(to, source) for to, source in zip(into[piece], ids[piece], strict=True) if to != NO_BLOCK]
-            assert all((engine.memory[piece][to] == engine.before[piece][source]).all() for to, source in there)
+            there = [
+                (to, source)
+                for to, source in zip(into[piece], ids[piece], strict=True)
+                if to != NO_BLOCK
+            ]
+            assert all(
+                (engine.memory[piece][to] == engine.before[piece][source]).all()
+                for to, source in there
+            )
 
 
 @BOTH_PLANES
@@ -296,7 +354,9 @@ def test_without_room_to_set_aside_what_may_be_missing_is(
     engine.overwrite([4, 6])
     server.send(signal.SIGCONT)
     assert engine.finished() == Finished(stored={"s": 4}, withdrawn=2)
-    assert engine.load("l", TARGETS) == Finished(loaded=["l"], failed={"l": [10, 14]}), "room was for one of the two"
+    assert engine.load("l", TARGETS) == Finished(loaded=["l"], failed={"l": [10, 14]}), (
+        "room was for one of the two"
+    )
     good = [0, 1, 3]
     for piece in (0, 1):
         into, source = np.array(TARGETS[piece])[good], np.array(STORED[piece])[good]
@@ -370,7 +430,8 @@ def test_what_is_stored_already_or_never_was_to_be_is_not_withdrawn(start: Start
 def test_an_engine_that_writes_into_blocks_while_they_are_stored_never_gets_a_new_byte_back(
     start: Start, shared_memory: bool
 ) -> None:
-    """At whatever moment a block is taken back: what comes back is the old content, whole, or nothing."""
+    """At whatever moment a block is taken back: what comes back is the old content, whole, or
+    nothing."""
     rng = np.random.default_rng(11)
     blocks, nbytes, count = 60, 16 << 10, 24
     engine = start((nbytes, 1024), blocks, shared_memory=shared_memory)
@@ -388,7 +449,10 @@ def test_an_engine_that_writes_into_blocks_while_they_are_stored_never_gets_a_ne
         seen = engine.finished()
         withdrawn += seen.withdrawn
         assert seen.incomplete == [] and seen.stored == {"s": count}
-        assert engine.load("l", np.stack([np.arange(count), 30 + np.arange(count)]), f"/{turn}").failed == {}
+        assert (
+            engine.load("l", np.stack([np.arange(count), 30 + np.arange(count)]), f"/{turn}").failed
+            == {}
+        )
         assert (engine.memory[0][:count] == engine.before[0][ids[0]]).all()
         assert (engine.memory[1][30 : 30 + count] == engine.before[1][ids[1]]).all()
         came += count

@@ -1,4 +1,5 @@
-"""A worker's threads: loads beside stores, in order with the engine, and none left when it is closed."""
+"""A worker's threads: loads beside stores, in order with the engine, and none left when it is
+closed."""
 
 from __future__ import annotations
 
@@ -47,10 +48,18 @@ class Engine:
         self.memory = np.random.default_rng(7).integers(0, 128, (BLOCKS, NBYTES), dtype=np.uint8)
         self.before = self.memory.copy()
         self.name = f"wt{next(_models)}"  # a model that no other test uses
-        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l")
-        options = {"ping_interval_ms": LONG_MS, "store_deadline_ms": LONG_MS, "lookup_deadline_ms": LONG_MS} | options
+        identity = ModelIdentity(
+            model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l"
+        )
+        options = {
+            "ping_interval_ms": LONG_MS,
+            "store_deadline_ms": LONG_MS,
+            "lookup_deadline_ms": LONG_MS,
+        } | options
         self.worker = WorkerAdapter(
-            BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)
+            BlockShape(identity, (NBYTES,)),
+            ParallelStrategy.of(),
+            ClientOptions(address=server.address, **options),
         )
         self.worker.register_pieces([Piece(BlockRuns.of([self.memory]))])
         self.connection = self.worker.connection
@@ -65,15 +74,22 @@ class Engine:
         return b"".join(f"{self.name}{name}.{at}".encode().ljust(16, b".") for at in range(count))
 
     def store(self, job: Any, ids: list[int], name: str = "") -> None:
-        self.worker.store(job, StoreRequest("default", b"", self.keys(len(ids), name), np.array(ids)))
+        self.worker.store(
+            job, StoreRequest("default", b"", self.keys(len(ids), name), np.array(ids))
+        )
 
     def looked_up(self, ids: list[int], name: str = "") -> LoadRequest:
         assert self.connection.layout is not None
         keys = self.keys(len(ids), name)
-        call = self.connection.call(m.Lookup("default", self.connection.layout.layout, keys), LONG_MS)
+        call = self.connection.call(
+            m.Lookup("default", self.connection.layout.layout, keys), LONG_MS
+        )
         found = self.connection.wait(call)
         assert isinstance(found, m.Found), call.failure
-        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
+        slots, checksums = (
+            np.frombuffer(found.slots, "<i8"),
+            np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
+        )
         return LoadRequest("default", keys, 0, np.array(ids), call.epoch, slots, checksums)
 
     def finished(self, count: int = 1) -> Finished:
@@ -82,7 +98,9 @@ class Engine:
 
         def enough() -> bool:
             new = self.worker.poll()
-            assert not set(new.stored) & set(seen.stored) and not set(new.loaded) & set(seen.loaded), "told once"
+            assert not set(new.stored) & set(seen.stored) and not set(new.loaded) & set(
+                seen.loaded
+            ), "told once"
             seen.stored.update(new.stored)
             seen.incomplete.extend(new.incomplete)
             seen.loaded.extend(new.loaded)
@@ -144,7 +162,9 @@ class Gate:
 # -- loads beside stores
 
 
-def test_a_load_ends_while_a_store_waits_for_a_paused_server(start: Start, server: ServerProcess) -> None:
+def test_a_load_ends_while_a_store_waits_for_a_paused_server(
+    start: Start, server: ServerProcess
+) -> None:
     engine = start()
     engine.store("s", [0, 1, 2])
     engine.finished()
@@ -163,12 +183,16 @@ def test_a_load_ends_while_a_store_waits_for_a_paused_server(start: Start, serve
     took_s = next(iter(engine.finished().seconds.values()))
     assert took_s > 0 and not engine.worker._began
     engine.worker.load("bad", wrong(request))
-    assert engine.finished() == Finished(loaded=["bad"], failed={"bad": [10, 11, 12]}), "reported, not waited for"
+    assert engine.finished() == Finished(loaded=["bad"], failed={"bad": [10, 11, 12]}), (
+        "reported, not waited for"
+    )
     server.send(signal.SIGCONT)
     assert engine.finished() == Finished(stored={"stuck": 2})
 
 
-def test_a_load_ends_while_a_store_waits_with_the_connection_in_its_hands(start: Start, server: ServerProcess) -> None:
+def test_a_load_ends_while_a_store_waits_with_the_connection_in_its_hands(
+    start: Start, server: ServerProcess
+) -> None:
     """One wait for a reply lasts until the load is over, with the connection's lock held."""
     engine = start()
     engine.store("s", [0, 1, 2])
@@ -284,7 +308,9 @@ def test_many_small_loads_come_back_each_with_its_own_result(
     assert gate.reached.wait(30)
     gate.open()
     seen = engine.finished(count)
-    assert seen == Finished(loaded=[*range(count)], failed={job: places[job] for job in range(3, count, 7)})
+    assert seen == Finished(
+        loaded=[*range(count)], failed={job: places[job] for job in range(3, count, 7)}
+    )
     for job in range(count):
         if job not in seen.failed:
             assert engine.has(places[job], [*range(job, job + sizes[job])])
@@ -293,13 +319,21 @@ def test_many_small_loads_come_back_each_with_its_own_result(
     assert len(batches) == count if together == 1 else len(batches) < count
 
 
-def test_a_load_that_is_wrong_in_itself_costs_the_others_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_is_wrong_in_itself_costs_the_others_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module.log, "exception", lambda *_: None)
     engine = start()
     engine.store("s", [0, 1])
     engine.finished()
-    requests = {"a": engine.looked_up([10, 11]), "b": engine.looked_up([12, BLOCKS]), "c": engine.looked_up([13, 14])}
-    requests["d"] = LoadRequest(**(vars(requests["a"]) | {"block_ids": np.array([[15, 16], [17, 18]])}))
+    requests = {
+        "a": engine.looked_up([10, 11]),
+        "b": engine.looked_up([12, BLOCKS]),
+        "c": engine.looked_up([13, 14]),
+    }
+    requests["d"] = LoadRequest(
+        **(vars(requests["a"]) | {"block_ids": np.array([[15, 16], [17, 18]])})
+    )
     gate = Gate()
     engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
     engine.worker.load("first", engine.looked_up([20, 21]))
@@ -329,7 +363,9 @@ def test_loads_begin_while_others_arrive_and_not_too_many(device: Callable[..., 
     world.copier.scattering = arrive_late
     for job in range(10):
         engine.worker.load(job, request)
-        assert eventually(lambda job=job: not engine.worker._loads or job >= module._LOADS_UNDER_WAY)  # type: ignore[misc]
+        assert eventually(
+            lambda job=job: not engine.worker._loads or job >= module._LOADS_UNDER_WAY
+        )  # type: ignore[misc]
     assert gate.reached.wait(30)
     assert eventually(lambda: len(engine.worker._arriving) == module._LOADS_UNDER_WAY)
     assert len(world.copier.scatterings) == module._LOADS_UNDER_WAY
@@ -347,7 +383,11 @@ def test_a_device_that_fails_costs_the_loads_that_were_under_way_and_no_others(
     world.engine.store("s", [0, 1])
     world.engine.finished()
     request = world.engine.looked_up([10, 11])
-    for world.copier.breaks, failed in (("good 0", {"good 0": [10, 11]}), ("good 0 again", {}), ("wait for", {})):
+    for world.copier.breaks, failed in (
+        ("good 0", {"good 0": [10, 11]}),
+        ("good 0 again", {}),
+        ("wait for", {}),
+    ):
         world.engine.worker.load(world.copier.breaks, request)
         assert world.engine.finished() == Finished(loaded=[world.copier.breaks], failed=failed)
     assert world.engine.connection.counters.failures["internal_error"] == 2
@@ -412,7 +452,9 @@ def test_close_ends_what_is_queued_at_once_and_waits_for_what_both_threads_do(
     gate.open()
     server.send(signal.SIGCONT)
     closing.join(30)
-    assert not closing.is_alive() and not any(thread.is_alive() for thread in engine.worker._threads)
+    assert not closing.is_alive() and not any(
+        thread.is_alive() for thread in engine.worker._threads
+    )
     assert engine.finished(2) == Finished(stored={"in hand": 2}, loaded=["in hand"])
     assert engine.has([10, 11], [0, 1])
     assert engine.connection.state == "down" and engine.connection._fence is None
@@ -440,7 +482,9 @@ def test_close_in_the_middle_of_much_work_tells_of_every_job_once(start: Start) 
 class Device:
     """Engines whose copier keeps a record, and has the pool registered with a driver."""
 
-    def __init__(self, start: Start, late_copier: Any, monkeypatch: pytest.MonkeyPatch, breaks: str = "") -> None:
+    def __init__(
+        self, start: Start, late_copier: Any, monkeypatch: pytest.MonkeyPatch, breaks: str = ""
+    ) -> None:
         self.pinned: dict[int, int] = {}
         self.unpinned: list[int] = []
 
@@ -463,7 +507,8 @@ class Device:
         self.unpinned.append(address)
 
     def since(self, count: int) -> list[tuple[str, str]]:
-        """What the copier was asked for after its first calls, by which thread; the threads' own steps left out."""
+        """What the copier was asked for after its first calls, by which thread; the threads' own
+        steps left out."""
         return [call for call in self.copier.calls[count:] if not call[1].startswith("kvkeep")]
 
 
@@ -476,7 +521,9 @@ def mapped_at(address: int) -> bool:
 
 
 @pytest.fixture
-def device(start: Start, late_copier: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
+def device(
+    start: Start, late_copier: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Device]:
     return lambda breaks="": Device(start, late_copier, monkeypatch, breaks)
 
 
@@ -514,8 +561,12 @@ def test_marks_are_taken_in_the_engines_thread_and_kept_by_what_is_copied(
     monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
     world.copier.must_wait = iter([True, False, False]).__next__
     engine.worker._began = {"waits": 1.0, "of the same step": 2.0, "later": 6.0}
-    engine.worker._wait_for_engine([(job, requests[0], object()) for job in engine.worker._began], 4.0)
-    assert [*engine.worker._began.values()] == [5.0, 5.0, 6.0], "the wait for the engine is no part of a load"
+    engine.worker._wait_for_engine(
+        [(job, requests[0], object()) for job in engine.worker._began], 4.0
+    )
+    assert [*engine.worker._began.values()] == [5.0, 5.0, 6.0], (
+        "the wait for the engine is no part of a load"
+    )
 
 
 def test_withdraw_shields_after_all_stores_have_been_seen_to(
@@ -528,7 +579,11 @@ def test_withdraw_shields_after_all_stores_have_been_seen_to(
     engine.store("second", [1, 2], "b")
     before = len(world.copier.calls)
     engine.worker.withdraw([1])
-    assert world.since(before) == [("set aside [1]", here), ("set aside [1]", here), ("shield", here)]
+    assert world.since(before) == [
+        ("set aside [1]", here),
+        ("set aside [1]", here),
+        ("shield", here),
+    ]
     before = len(world.copier.calls)
     engine.worker.withdraw([5])
     assert world.since(before)[-1] == ("shield", here)
@@ -551,7 +606,10 @@ def test_withdraw_of_nobody_knows_what_gives_all_up_and_shields(
     engine.store("second", [1, 2], "b")
     stops: list[list[int]] = []
     shield = world.copier.shield
-    world.copier.shield = lambda: (stops.append([each.stop for each in engine.worker._sources.values()]), shield())
+    world.copier.shield = lambda: (
+        stops.append([each.stop for each in engine.worker._sources.values()]),
+        shield(),
+    )
     before = len(world.copier.calls)
     engine.worker.withdraw(None)
     assert world.since(before) == [("shield", here)]
@@ -560,7 +618,9 @@ def test_withdraw_of_nobody_knows_what_gives_all_up_and_shields(
     assert sorted(engine.finished(2).incomplete) == ["first", "second"]
 
 
-def test_the_pool_is_registered_and_let_go_of_before_it_is_unmapped(device: Callable[..., Device]) -> None:
+def test_the_pool_is_registered_and_let_go_of_before_it_is_unmapped(
+    device: Callable[..., Device],
+) -> None:
     world = device()
     assert eventually(lambda: sum(world.pinned.values()) == 16 << 20)
     world.engine.worker.close()

@@ -1,5 +1,5 @@
-"""An engine that takes its tensors' memory away for a while: no copy touches that memory, and what was stored is found
-again in the memory that it has afterwards."""
+"""An engine that takes its tensors' memory away for a while: no copy touches that memory, and what
+was stored is found again in the memory that it has afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def eventually(happens: Callable[[], bool]) -> bool:
 
 
 class GatedCopier(HostCopier):
-    """Copies wait before they touch engine memory, while the gate is shut; `touched` counts those that did."""
+    """Copies wait before they touch engine memory, while the gate is shut; `touched` counts those
+    that did."""
 
     def __init__(self, pieces: Sequence[BlockRuns]) -> None:
         super().__init__(pieces)
@@ -79,10 +80,14 @@ class Engine:
     def __init__(self, server: ServerProcess, **options: Any) -> None:
         self.memory = some_memory(seed=7)
         self.name = f"wu{next(_models)}"  # a model that no other test uses
-        identity = ModelIdentity(model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l")
+        identity = ModelIdentity(
+            model=self.name, revision="1", kv_dtype="any", block_tokens=4, content="l"
+        )
         options = {"lookup_deadline_ms": 5_000} | options
         self.worker = WorkerAdapter(
-            BlockShape(identity, (NBYTES,)), ParallelStrategy.of(), ClientOptions(address=server.address, **options)
+            BlockShape(identity, (NBYTES,)),
+            ParallelStrategy.of(),
+            ClientOptions(address=server.address, **options),
         )
         self.worker.make_copier = self._make_copier  # type: ignore[method-assign]
         self.worker.register_kv_caches([self.memory])
@@ -113,12 +118,23 @@ class Engine:
     def looked_up(self, ids: Sequence[int]) -> LoadRequest:
         connection = self.worker.connection
         assert connection.layout is not None
-        call = connection.call(m.Lookup("default", connection.layout.layout, self.keys(len(ids))), 5_000)
+        call = connection.call(
+            m.Lookup("default", connection.layout.layout, self.keys(len(ids))), 5_000
+        )
         found = connection.wait(call)
         assert isinstance(found, m.Found), call.failure
-        slots, checksums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
+        slots, checksums = (
+            np.frombuffer(found.slots, "<i8"),
+            np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
+        )
         return LoadRequest(
-            "default", self.keys(len(ids)), 0, np.array(ids[: len(checksums)]), call.epoch, slots, checksums
+            "default",
+            self.keys(len(ids)),
+            0,
+            np.array(ids[: len(checksums)]),
+            call.epoch,
+            slots,
+            checksums,
         )
 
     def in_the_background(self) -> threading.Thread:
@@ -153,7 +169,9 @@ def test_what_was_stored_is_loaded_into_the_memory_that_comes_after(engine: Engi
     assert engine.finished().failed == {}
     assert (engine.memory[8:12] == stored).all() and not old.any()
     before = engine.memory[:8].copy()
-    engine.store([4, 5, 6, 7, 0, 1, 2, 3], "again")  # the same keys, and four new ones: these are read from here
+    engine.store(
+        [4, 5, 6, 7, 0, 1, 2, 3], "again"
+    )  # the same keys, and four new ones: these are read from here
     assert engine.finished().stored["again"] == 4
     engine.worker.load("all", engine.looked_up(range(8)))
     assert engine.finished().failed == {}
@@ -233,7 +251,9 @@ def test_while_there_is_no_memory_every_job_ends_at_once_and_undone(engine: Engi
     assert engine.worker.connection.up, "the session goes on"
 
 
-def test_it_can_be_asked_twice_and_before_there_is_any_memory(engine: Engine, server: ServerProcess) -> None:
+def test_it_can_be_asked_twice_and_before_there_is_any_memory(
+    engine: Engine, server: ServerProcess
+) -> None:
     engine.worker.unregister_kv_caches()
     engine.worker.unregister_kv_caches()
     engine.worker.register_kv_caches([engine.memory])
@@ -253,7 +273,9 @@ def test_it_can_be_asked_twice_and_before_there_is_any_memory(engine: Engine, se
         (np.zeros((BLOCKS, NBYTES // 4), dtype=np.float32), "do not lie in memory as they did"),
     ],
 )
-def test_other_tensors_are_refused_and_there_is_still_no_memory(engine: Engine, memory: Any, word: str) -> None:
+def test_other_tensors_are_refused_and_there_is_still_no_memory(
+    engine: Engine, memory: Any, word: str
+) -> None:
     engine.worker.unregister_kv_caches()
     with pytest.raises(RequestError, match=word):
         engine.worker.register_kv_caches([memory])

@@ -18,20 +18,25 @@ PIECES = Pieces([CacheGroup("full", BLOCK_TOKENS)])
 
 
 class ScriptedCache:
-    """A LookupSide that has the first `blocks` of every prompt. While `silent`, its answers are on their way."""
+    """A LookupSide that has the first `blocks` of every prompt. While `silent`, its answers are on
+    their way."""
 
     def __init__(self) -> None:
         self.blocks = 0
         self.silent = False
         self.surely_lacking: set[bytes] = set()
         self.closed = 0
-        self.asked: list[tuple[Hashable, str | None, int, int]] = []  # request, salt, number of keys, skip
+        self.asked: list[
+            tuple[Hashable, str | None, int, int]
+        ] = []  # request, salt, number of keys, skip
         self.looked_at: list[Hashable] = []  # requests, each time
         self.released: list[Hashable] = []
         self.loaded_tokens = 0
         self.ended: list[tuple[Hashable, str | None, bytes, bool]] = []
 
-    def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
+    def lookup(
+        self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0
+    ) -> Answer | None:
         self.looked_at.append(request)
         question = (request, salt, len(keys) // KEY_BYTES, skip)
         if question not in self.asked:  # asking again is free
@@ -53,7 +58,9 @@ class ScriptedCache:
         self.released.append(request)
         self.loaded_tokens += loaded_tokens
 
-    def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
+    def end_session(
+        self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
+    ) -> None:
         self.ended.append((request, salt, last_key, finished))
 
     def close(self) -> None:

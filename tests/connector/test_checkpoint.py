@@ -1,4 +1,5 @@
-"""Which changes of a checkpoint its digest sees (all), and that asking for it never blocks nor raises."""
+"""Which changes of a checkpoint its digest sees (all), and that asking for it never blocks nor
+raises."""
 
 from __future__ import annotations
 
@@ -71,8 +72,11 @@ def nothing_is_hashed() -> Iterator[None]:
         yield
 
 
-def in_hub(checkpoint: Path, home: Path, name: str = "org/model", commit: str = COMMIT, ref: str = "main") -> Path:
-    """A copy as huggingface_hub makes it: large files are named by sha256, small ones by git's hash."""
+def in_hub(
+    checkpoint: Path, home: Path, name: str = "org/model", commit: str = COMMIT, ref: str = "main"
+) -> Path:
+    """A copy as huggingface_hub makes it: large files are named by sha256, small ones by git's
+    hash."""
     repository = home / "hf" / "hub" / ("models--" + name.replace("/", "--"))
     snapshot = repository / "snapshots" / commit
     for folder in (repository / "refs", repository / "blobs", snapshot):
@@ -81,7 +85,11 @@ def in_hub(checkpoint: Path, home: Path, name: str = "org/model", commit: str = 
     for file in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
         content = file.read_bytes()
         is_large = file.suffix == ".safetensors"
-        digest = hashlib.sha256(content) if is_large else hashlib.sha1(b"blob %d\0" % len(content) + content)
+        digest = (
+            hashlib.sha256(content)
+            if is_large
+            else hashlib.sha1(b"blob %d\0" % len(content) + content)
+        )
         blob = repository / "blobs" / digest.hexdigest()
         if not blob.exists():
             blob.write_bytes(content)
@@ -91,7 +99,7 @@ def in_hub(checkpoint: Path, home: Path, name: str = "org/model", commit: str = 
     return snapshot
 
 
-# --- what is the same, and what is not ----------------------------------------------------------------------------
+# --- what is the same, and what is not ------------------------------------------------------------
 
 
 def test_a_copy_elsewhere_is_the_same_also_through_links(checkpoint: Path, tmp_path: Path) -> None:
@@ -167,7 +175,7 @@ def test_a_file_by_itself_is_known_by_its_content(tmp_path: Path) -> None:
     assert of(tmp_path / "a.gguf") == of(tmp_path / "b.gguf") != of(tmp_path / "c.gguf")
 
 
-# --- remote code --------------------------------------------------------------------------------------------------
+# --- remote code ----------------------------------------------------------------------------------
 
 
 def test_edited_remote_code_is_another_checkpoint(checkpoint: Path) -> None:
@@ -189,9 +197,15 @@ def test_without_code_it_does_not_matter_whether_code_may_run(checkpoint: Path) 
     assert of(checkpoint) == of(checkpoint, remote_code=True)
 
 
-@pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize(
+    "config", ["config.json", "tokenizer_config.json", "preprocessor_config.json"]
+)
 def test_code_in_another_repository_counts(checkpoint: Path, home: Path, config: str) -> None:
-    auto_map = {"AutoModel": "other/code--modeling.New", "AutoTokenizer": ["other/code--tokens.Slow", None], "x": 1}
+    auto_map = {
+        "AutoModel": "other/code--modeling.New",
+        "AutoTokenizer": ["other/code--tokens.Slow", None],
+        "x": 1,
+    }
     (checkpoint / config).write_text(json.dumps({"auto_map": auto_map}))
     absent = of(checkpoint, remote_code=True)
     code = home / "code"
@@ -200,7 +214,9 @@ def test_code_in_another_repository_counts(checkpoint: Path, home: Path, config:
     in_hub(code, home, "other/code", "a" * 40)
     (code / "modeling.py").write_text("SCALE = 2\n")
     in_hub(code, home, "other/code", "b" * 40, ref="next")
-    seen = [of(checkpoint, remote_code=True, code_revision=each) for each in (None, "next", "b" * 40)]
+    seen = [
+        of(checkpoint, remote_code=True, code_revision=each) for each in (None, "next", "b" * 40)
+    ]
     assert len({absent, *seen}) == 3 and seen[1] == seen[2]
     assert of(checkpoint) == of(checkpoint, code_revision="next") not in seen
 
@@ -210,11 +226,15 @@ def test_another_revision_of_the_code_counts(checkpoint: Path, home: Path) -> No
     in_hub(checkpoint, home)
     (checkpoint / "modeling.py").write_text("SCALE = 2\n")
     in_hub(checkpoint, home, commit="2" * 40, ref="newer")
-    plain, same, newer = (of("org/model", remote_code=True, code_revision=each) for each in (None, "main", "newer"))
+    plain, same, newer = (
+        of("org/model", remote_code=True, code_revision=each) for each in (None, "main", "newer")
+    )
     assert plain == same != newer
 
 
-def test_the_copy_of_the_code_that_runs_counts_if_it_was_edited(checkpoint: Path, home: Path) -> None:
+def test_the_copy_of_the_code_that_runs_counts_if_it_was_edited(
+    checkpoint: Path, home: Path
+) -> None:
     (checkpoint / "modeling.py").write_text("SCALE = 1\n")
     in_hub(checkpoint, home)
     before = of("org/model", remote_code=True)
@@ -235,7 +255,9 @@ def test_no_config_makes_it_raise(checkpoint: Path, config: str) -> None:
     assert of(checkpoint, remote_code=True)
 
 
-def test_too_many_python_files_are_a_problem(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_python_files_are_a_problem(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_CODE_FILES", 3)
     for number in range(4):
         (checkpoint / f"{number}.py").touch()
@@ -243,10 +265,12 @@ def test_too_many_python_files_are_a_problem(checkpoint: Path, monkeypatch: pyte
     assert of(checkpoint)
 
 
-# --- the hub's cache ----------------------------------------------------------------------------------------------
+# --- the hub's cache ------------------------------------------------------------------------------
 
 
-def test_a_copy_in_the_hubs_cache_has_the_digest_of_a_plain_one(checkpoint: Path, home: Path) -> None:
+def test_a_copy_in_the_hubs_cache_has_the_digest_of_a_plain_one(
+    checkpoint: Path, home: Path
+) -> None:
     (checkpoint / "modeling.py").write_text("SCALE = 1\n")
     snapshot = in_hub(checkpoint, home)
     assert of("org/model") == of("org/model", "main") == of("org/model", COMMIT) == of(snapshot)
@@ -269,14 +293,18 @@ def test_weights_that_were_saved_into_the_snapshot_are_read(checkpoint: Path, ho
     assert of("org/model") == of(checkpoint)
 
 
-def test_models_may_be_kept_in_another_directory_than_the_hubs(checkpoint: Path, home: Path) -> None:
+def test_models_may_be_kept_in_another_directory_than_the_hubs(
+    checkpoint: Path, home: Path
+) -> None:
     in_hub(checkpoint, home)
     (home / "hf" / "hub").rename(home / "downloads")
     assert problem_of("org/model")
     assert of("org/model", download_dir=str(home / "downloads")) == of(checkpoint)
     (checkpoint / "config.json").write_text("{}")
     in_hub(checkpoint, home)
-    assert of("org/model", download_dir=str(home / "downloads")) != of("org/model") == of(checkpoint)
+    assert (
+        of("org/model", download_dir=str(home / "downloads")) != of("org/model") == of(checkpoint)
+    )
     assert of("org/model", download_dir=str(home / "nothing")) == of("org/model")
 
 
@@ -285,11 +313,12 @@ def test_one_file_of_a_repository_may_be_named(checkpoint: Path, home: Path) -> 
     assert of("org/model:Q4_K_M") == of(checkpoint)
 
 
-# --- no digest ----------------------------------------------------------------------------------------------------
+# --- no digest ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["org/model", "", "/nowhere", "a" * 10_000, "a\0b", "\ud800", "~nobody-of-this-name/x", "."]
+    "name",
+    ["org/model", "", "/nowhere", "a" * 10_000, "a\0b", "\ud800", "~nobody-of-this-name/x", "."],
 )
 @pytest.mark.parametrize("revision", [None, "main\0"])
 def test_what_is_not_there_is_a_problem_and_no_exception(
@@ -314,7 +343,9 @@ def test_a_file_that_cannot_be_read_is_a_problem_that_names_it(
     assert problem_of(checkpoint) == f"{checkpoint}/config.json: Permission denied"
 
 
-def test_a_fault_of_our_own_is_a_problem_and_no_exception(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_our_own_is_a_problem_and_no_exception(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a fault")
 
@@ -350,12 +381,14 @@ def test_files_that_change_before_they_are_hashed_have_no_digest(
     assert of(checkpoint), "an engine that is started now has read them"
 
 
-# --- when it is known ---------------------------------------------------------------------------------------------
+# --- when it is known -----------------------------------------------------------------------------
 
 
 def test_of_a_checkpoint_that_was_seen_before_nothing_is_read(checkpoint: Path) -> None:
     value = of(checkpoint)
-    size = sum(file.stat().st_size for file in checkpoint.iterdir() if file.name != "tokenizer.json")
+    size = sum(
+        file.stat().st_size for file in checkpoint.iterdir() if file.name != "tokenizer.json"
+    )
     assert hashes_of_user().hashed_bytes == size
     file_hashes.hashes_in.cache_clear()  # as in another process
     with nothing_is_hashed():
@@ -395,7 +428,9 @@ def test_a_call_that_fails_stops_neither_the_others_nor_the_hasher(
     assert "telling of a checkpoint's digest failed" in caplog.text
 
 
-def test_the_number_of_waiting_checkpoints_is_limited(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_waiting_checkpoints_is_limited(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 2)
     with nothing_is_hashed():
         first = CheckpointDigest.of(str(checkpoint), None)

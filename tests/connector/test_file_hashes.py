@@ -63,10 +63,12 @@ def lock_held(cache: Path) -> Iterator[None]:
         yield
 
 
-# --- remembered ---------------------------------------------------------------------------------------------------
+# --- remembered -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, file_hashes._READ_BYTES, file_hashes._READ_BYTES + 1, 17 << 20])
+@pytest.mark.parametrize(
+    "size", [0, 1, file_hashes._READ_BYTES, file_hashes._READ_BYTES + 1, 17 << 20]
+)
 def test_the_hash_is_of_the_whole_file(tmp_path: Path, cache: Path, size: int) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(os.urandom(size))
@@ -102,7 +104,9 @@ def test_a_file_that_has_just_changed_is_hashed_but_not_remembered(
     monkeypatch.setattr(file_hashes, "SETTLED_NS", 3600 * 10**9)
     hashes = FileHashes(str(cache))
     assert hashed(hashes, file) == sha256(file)
-    assert hashes.known(identity_of(file)) is None, "it may change once more within one step of the clock"
+    assert hashes.known(identity_of(file)) is None, (
+        "it may change once more within one step of the clock"
+    )
 
 
 def test_the_number_of_remembered_files_is_limited(
@@ -114,10 +118,16 @@ def test_the_number_of_remembered_files_is_limited(
         path.write_text(path.name)
         hashed(hashes, path)
     again = FileHashes(str(cache))
-    assert [again.known(identity_of(path)) is not None for path in paths] == [False, False, True, True, True]
+    assert [again.known(identity_of(path)) is not None for path in paths] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
-# --- what must not be believed ------------------------------------------------------------------------------------
+# --- what must not be believed --------------------------------------------------------------------
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
@@ -171,7 +181,9 @@ def plant(cache: Path, file: Path, *, user: int, mode: int) -> None:
 
 
 @as_root
-@pytest.mark.parametrize(("user", "mode"), [(ANOTHER_USER, 0o755), (ANOTHER_USER, 0o700), (0, 0o777), (0, 0o770)])
+@pytest.mark.parametrize(
+    ("user", "mode"), [(ANOTHER_USER, 0o755), (ANOTHER_USER, 0o700), (0, 0o777), (0, 0o770)]
+)
 def test_a_directory_that_another_user_can_write_to_is_not_used(
     file: Path, cache: Path, user: int, mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,7 +211,9 @@ def test_a_file_that_another_user_can_write_to_is_replaced(
     assert [each.levelno for each in caplog.records] == [logging.WARNING]
 
 
-def test_a_link_in_the_place_of_the_directory_is_not_followed(file: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_directory_is_not_followed(
+    file: Path, cache: Path, tmp_path: Path
+) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache.parent.mkdir()
     cache.symlink_to(tmp_path / "elsewhere")
@@ -209,7 +223,11 @@ def test_a_link_in_the_place_of_the_directory_is_not_followed(file: Path, cache:
 
 @pytest.mark.parametrize("call", ["mkdir", "replace"])
 def test_without_a_place_to_write_each_process_hashes_for_itself(
-    file: Path, cache: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    file: Path,
+    cache: Path,
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -233,13 +251,21 @@ def test_the_place_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
         assert hashes_of_user().directory == str(tmp_path / ".cache" / "kvkeep")
 
 
-# --- large files --------------------------------------------------------------------------------------------------
+# --- large files ----------------------------------------------------------------------------------
 
 
 def child(file: Path, parent: int, more: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", file_hashes._CHILD + more, str(parent), str(file.stat().st_size)]
+    command = [
+        sys.executable,
+        "-c",
+        file_hashes._CHILD + more,
+        str(parent),
+        str(file.stat().st_size),
+    ]
     with file.open("rb") as content:
-        return subprocess.run(command, stdin=content, stdout=subprocess.PIPE, text=True, check=False)
+        return subprocess.run(
+            command, stdin=content, stdout=subprocess.PIPE, text=True, check=False
+        )
 
 
 def test_a_large_file_is_read_by_a_process_that_gives_way_to_the_engine(
@@ -268,7 +294,7 @@ def test_where_no_process_can_be_started_a_large_file_is_read_here(
     assert hashed(FileHashes(str(cache)), file) == sha256(file)
 
 
-# --- files that change --------------------------------------------------------------------------------------------
+# --- files that change ----------------------------------------------------------------------------
 
 
 def test_a_file_that_changes_while_it_is_hashed_has_no_hash(
@@ -306,10 +332,12 @@ def test_a_file_that_changed_before_it_is_hashed_has_no_hash(file: Path, cache: 
         FileHashes(str(cache)).hash(str(file), before)
 
 
-# --- one hasher a host --------------------------------------------------------------------------------------------
+# --- one hasher a host ----------------------------------------------------------------------------
 
 
-def test_a_waiting_process_takes_the_hash_of_the_one_that_had_its_turn(file: Path, cache: Path) -> None:
+def test_a_waiting_process_takes_the_hash_of_the_one_that_had_its_turn(
+    file: Path, cache: Path
+) -> None:
     found: list[str] = []
     waiting, hasher = FileHashes(str(cache)), FileHashes(str(cache))
     thread = threading.Thread(target=lambda: found.append(hashed(waiting, file)))
@@ -353,7 +381,10 @@ def test_eight_processes_read_each_file_once_in_all(tmp_path: Path, cache: Path)
     for path in paths:
         path.write_bytes(os.urandom(1 << 20) * 16)
     command = [sys.executable, "-c", ONE_OF_EIGHT, str(cache), *map(str, paths)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     for process in processes:

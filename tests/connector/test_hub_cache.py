@@ -1,4 +1,5 @@
-"""Where the hub's cache has a checkpoint, and which of its names are hashes that can be believed."""
+"""Where the hub's cache has a checkpoint, and which of its names are hashes that can be
+believed."""
 
 from __future__ import annotations
 
@@ -45,15 +46,21 @@ def add(repository: Path, name: str, content: bytes, commit: str = COMMIT) -> Pa
 
 
 def test_the_layout_is_that_of_huggingface_hub(hub: Path, repository: Path) -> None:
-    package = pytest.importorskip("huggingface_hub", reason="huggingface_hub comes with transformers")
+    package = pytest.importorskip(
+        "huggingface_hub", reason="huggingface_hub comes with transformers"
+    )
     add(repository, "model.safetensors", b"weights")
     add(repository, "model.safetensors", b"tuned", TUNED)
     found = package.scan_cache_dir(hub)
     assert not found.warnings
     [scanned] = found.repos
     for revision in (None, "main", "pr/1", COMMIT, TUNED, "none-of-this-name"):
-        path = package.try_to_load_from_cache("org/model", "model.safetensors", cache_dir=hub, revision=revision)
-        assert snapshot_of("org/model", revision) == (None if path is None else os.path.dirname(path)), revision
+        path = package.try_to_load_from_cache(
+            "org/model", "model.safetensors", cache_dir=hub, revision=revision
+        )
+        assert snapshot_of("org/model", revision) == (
+            None if path is None else os.path.dirname(path)
+        ), revision
     names = {file.blob_path.name for each in scanned.revisions for file in each.files}
     links = [repository / "snapshots" / commit / "model.safetensors" for commit in (COMMIT, TUNED)]
     assert {sha256_by_name(str(link)) for link in links} == names
@@ -91,7 +98,9 @@ def test_the_directory_is_the_one_that_huggingface_hub_uses(
     assert os.path.realpath(snapshot_of("org/model", None) or "") == expected
 
 
-def test_a_blob_is_known_by_its_name_also_from_below_and_through_links(repository: Path, tmp_path: Path) -> None:
+def test_a_blob_is_known_by_its_name_also_from_below_and_through_links(
+    repository: Path, tmp_path: Path
+) -> None:
     expected = hashlib.sha256(b"weights").hexdigest()
     for name in ("model.safetensors", "folder/model.safetensors"):
         assert sha256_by_name(str(add(repository, name, b"weights"))) == expected
@@ -99,7 +108,9 @@ def test_a_blob_is_known_by_its_name_also_from_below_and_through_links(repositor
     assert sha256_by_name(str(tmp_path / "short" / "model.safetensors")) == expected
 
 
-def test_a_blob_that_was_written_to_through_its_link_is_not_what_its_name_says(repository: Path) -> None:
+def test_a_blob_that_was_written_to_through_its_link_is_not_what_its_name_says(
+    repository: Path,
+) -> None:
     link = add(repository, "model.safetensors", b"weights")
     assert sha256_by_name(str(link)) is not None
     link.write_bytes(b"tuned, and saved into the snapshot")
@@ -107,7 +118,9 @@ def test_a_blob_that_was_written_to_through_its_link_is_not_what_its_name_says(r
     assert sha256_by_name(str(link)) is None
 
 
-def test_only_a_link_into_the_blobs_of_its_own_repository_is_believed(repository: Path, tmp_path: Path) -> None:
+def test_only_a_link_into_the_blobs_of_its_own_repository_is_believed(
+    repository: Path, tmp_path: Path
+) -> None:
     digest = hashlib.sha256(b"weights").hexdigest()
     good = add(repository, "model.safetensors", b"weights")
     blob = repository / "blobs" / digest
@@ -125,7 +138,13 @@ def test_only_a_link_into_the_blobs_of_its_own_repository_is_believed(repository
     blob.with_name("c" * 64).write_bytes(b"")
     blob.with_name("d" * 64).symlink_to(blob)
     blob.with_name("e" * 64).mkdir()
-    for name in (digest[:-1], "A" * 64, digest + ".incomplete", "b" * 40, *(each * 64 for each in "cdef")):
+    for name in (
+        digest[:-1],
+        "A" * 64,
+        digest + ".incomplete",
+        "b" * 40,
+        *(each * 64 for each in "cdef"),
+    ):
         assert said(f"{name[:70]}.bin", f"../../blobs/{name}") is None, name
     other = tmp_path / "hub" / "models--org--other" / "blobs"
     other.mkdir(parents=True)
@@ -138,7 +157,9 @@ def test_only_a_link_into_the_blobs_of_its_own_repository_is_believed(repository
     assert sha256_by_name("\0") is None and sha256_by_name(str(tmp_path / "nothing")) is None
 
 
-def test_copies_of_code_are_found_by_commit(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_code_are_found_by_commit(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot = str(repository / "snapshots" / COMMIT)
     assert running_copies(snapshot) == []
     modules = tmp_path / "hf" / "modules" / "transformers_modules"

@@ -1,4 +1,5 @@
-"""What a connector's extra config says: what it amounts to, and what is refused in words that help."""
+"""What a connector's extra config says: what it amounts to, and what is refused in words that
+help."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from kvkeep.errors import SettingsError
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVKEEP_ADDRESS", "KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY", "KVKEEP_TRUSTED_USERS"):
+    for name in (
+        "KVKEEP_ADDRESS",
+        "KVKEEP_CLIENT_KEY",
+        "KVKEEP_SERVER_KEY",
+        "KVKEEP_TRUSTED_USERS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -33,12 +39,15 @@ def refusal(does: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-# --- client_options ---------------------------------------------------------------------------------------------
+# --- client_options -------------------------------------------------------------------------------
 
 
 def address(**extra: Any) -> str:
     """Of extra config in which `_` stands for the dots."""
-    named = {key.replace("lmcache_mp_", "lmcache.mp.").replace("kvkeep_", "kvkeep."): extra[key] for key in extra}
+    named = {
+        key.replace("lmcache_mp_", "lmcache.mp.").replace("kvkeep_", "kvkeep."): extra[key]
+        for key in extra
+    }
     return client_options(named).address
 
 
@@ -54,14 +63,25 @@ def test_without_a_word_the_environment_says_the_address(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "given", ["tcp://cache:7", "tcp://10.0.0.1:65535", "tcp://[::1]:1", "ipc:///run/kv", "ipc://@kv"]
+    "given",
+    ["tcp://cache:7", "tcp://10.0.0.1:65535", "tcp://[::1]:1", "ipc:///run/kv", "ipc://@kv"],
 )
 def test_an_address_is_taken_as_it_is(given: str) -> None:
     assert address(kvkeep_address=given) == given
 
 
 @pytest.mark.parametrize(
-    "given", ["", "cache:7", "cache", "tcp://cache", "tcp://:7", "tcp://*:7", "tcp://cache:0", "tcp://cache:65536"]
+    "given",
+    [
+        "",
+        "cache:7",
+        "cache",
+        "tcp://cache",
+        "tcp://:7",
+        "tcp://*:7",
+        "tcp://cache:0",
+        "tcp://cache:65536",
+    ],
 )
 def test_an_address_nobody_can_connect_to_is_refused(given: str) -> None:
     said = refusal(lambda: address(kvkeep_address=given))
@@ -93,14 +113,20 @@ def test_an_address_of_no_known_kind_is_refused(given: Any) -> None:
 )
 def test_host_and_port_make_an_address(prefix: str, host: Any, port: Any, expected: str) -> None:
     assert address(**{f"{prefix}host": host, f"{prefix}port": port}) == expected
-    given = {f"{prefix}{name}": value for name, value in (("host", host), ("port", port)) if value is not None}
+    given = {
+        f"{prefix}{name}": value
+        for name, value in (("host", host), ("port", port))
+        if value is not None
+    }
     assert address(**given) == expected
 
 
 def test_our_own_keys_win_over_those_of_other_servers() -> None:
     assert address(kvkeep_host="a", lmcache_mp_host="b", lmcache_mp_port=7) == "tcp://a:7"
     assert address(kvkeep_port=8, lmcache_mp_host="b", lmcache_mp_port=7) == "tcp://b:8"
-    assert address(kvkeep_address="tcp://c:9", lmcache_mp_host="b", lmcache_mp_port=7) == "tcp://c:9"
+    assert (
+        address(kvkeep_address="tcp://c:9", lmcache_mp_host="b", lmcache_mp_port=7) == "tcp://c:9"
+    )
 
 
 @pytest.mark.parametrize("other", [{"kvkeep.host": "b"}, {"kvkeep.port": 7}])
@@ -112,14 +138,30 @@ def test_an_address_and_a_host_or_port_contradict_each_other(other: dict[str, An
 @pytest.mark.parametrize("key", ["kvkeep.host", "lmcache.mp.host"])
 @pytest.mark.parametrize(
     "host",
-    ["", "tcp://", "cache:7", "a b", "*", "[::1", ":::", "[cache]", "fe80::1%a b", "ipc:///run/kv", "-a", 7, True],
+    [
+        "",
+        "tcp://",
+        "cache:7",
+        "a b",
+        "*",
+        "[::1",
+        ":::",
+        "[cache]",
+        "fe80::1%a b",
+        "ipc:///run/kv",
+        "-a",
+        7,
+        True,
+    ],
 )
 def test_a_host_that_is_none_is_refused(key: str, host: Any) -> None:
     assert f"{key} = {host!r}" in refusal(lambda: client_options({key: host}))
 
 
 def test_a_port_within_the_host_is_told_its_place() -> None:
-    assert "port goes into a key of its own" in refusal(lambda: client_options({"kvkeep.host": "cache:7"}))
+    assert "port goes into a key of its own" in refusal(
+        lambda: client_options({"kvkeep.host": "cache:7"})
+    )
 
 
 @pytest.mark.parametrize("key", ["kvkeep.port", "lmcache.mp.port"])
@@ -148,7 +190,9 @@ def test_every_option_of_the_client_can_be_set() -> None:
     )
     extra = {f"kvkeep.{name}": value for name, value in vars(chosen).items()}
     assert client_options(extra) == chosen
-    assert all(value != vars(ClientOptions())[name] for name, value in vars(chosen).items())  # or it proves nothing
+    assert all(
+        value != vars(ClientOptions())[name] for name, value in vars(chosen).items()
+    )  # or it proves nothing
 
 
 @pytest.mark.parametrize("users", [["root", 7], ["0", "7"], "root,7", (0, 7)])
@@ -192,13 +236,16 @@ def test_keys_of_earlier_releases_are_refused_by_name(old: str, value: Any) -> N
         ("kvkeep.tls_ca", "", "text, or null"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_by_its_key(key: str, value: Any, expected: str) -> None:
+def test_a_value_of_the_wrong_kind_is_refused_by_its_key(
+    key: str, value: Any, expected: str
+) -> None:
     said = refusal(lambda: client_options({key: value}))
     assert f"{key} = {value!r}" in said and expected in said
 
 
 @pytest.mark.parametrize(
-    ("key", "near"), [("kvkeep.adress", "kvkeep.address"), ("kvkeep.lookup_deadline", "kvkeep.lookup_deadline_ms")]
+    ("key", "near"),
+    [("kvkeep.adress", "kvkeep.address"), ("kvkeep.lookup_deadline", "kvkeep.lookup_deadline_ms")],
 )
 def test_an_unknown_key_of_ours_is_refused_with_the_nearest(key: str, near: str) -> None:
     said = refusal(lambda: client_options({key: 1}))
@@ -206,7 +253,12 @@ def test_an_unknown_key_of_ours_is_refused_with_the_nearest(key: str, near: str)
 
 
 def test_keys_of_other_software_are_left_alone() -> None:
-    extra = {"cpu_bytes_to_use": 7, "lmcache.mp.timeout": "x", "lookup_deadline_ms": "x", "kvkeeper": 1}
+    extra = {
+        "cpu_bytes_to_use": 7,
+        "lmcache.mp.timeout": "x",
+        "lookup_deadline_ms": "x",
+        "kvkeeper": 1,
+    }
     assert client_options(extra) == ClientOptions()
 
 
@@ -216,7 +268,7 @@ def test_what_the_user_gave_is_not_touched() -> None:
     assert extra == {"kvkeep.host": "a", "kvkeep.load": "sync", "other": 1}
 
 
-# --- load_mode, load_when ---------------------------------------------------------------------------------------
+# --- load_mode, load_when -------------------------------------------------------------------------
 
 
 def test_loads_are_asynchronous_unless_told_otherwise() -> None:
@@ -243,7 +295,7 @@ def test_an_unknown_time_to_load_is_refused_with_the_known_ones(when: Any) -> No
     assert f"kvkeep.load_when = {when!r}" in said and '"faster", "always"' in said
 
 
-# --- load_failure_policy, revision, allow_untested --------------------------------------------------------------
+# --- load_failure_policy, revision, allow_untested ------------------------------------------------
 
 
 def test_what_cannot_be_loaded_is_computed_unless_told_otherwise() -> None:
@@ -279,6 +331,8 @@ def test_a_permission_that_is_neither_true_nor_false_is_refused(allowed: Any) ->
     assert f"kvkeep.allow_untested_vllm = {allowed!r}" in said and "true or false" in said
 
 
-@pytest.mark.parametrize("name", ["load", "load_when", "load_failure_policy", "revision", "allow_untested_vllm"])
+@pytest.mark.parametrize(
+    "name", ["load", "load_when", "load_failure_policy", "revision", "allow_untested_vllm"]
+)
 def test_a_bad_value_is_refused_also_where_another_reads_it(name: str) -> None:
     assert f"kvkeep.{name} = ['?']" in refusal(lambda: client_options({f"kvkeep.{name}": ["?"]}))

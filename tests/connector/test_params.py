@@ -34,7 +34,9 @@ def test_the_names_are_those_that_clients_send() -> None:
     ],
     ids=str,
 )
-def test_a_name_asks_whatever_its_value(params: Any, counts: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_asks_whatever_its_value(
+    params: Any, counts: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     assert CacheParams.of(params).counts == counts
     assert CacheParams.of(params).reply(8) == dict.fromkeys(counts, 8)
     assert not warnings(caplog)
@@ -46,8 +48,12 @@ def test_no_params_get_no_reply_and_no_warning(caplog: pytest.LogCaptureFixture)
     assert not warnings(caplog)
 
 
-@pytest.mark.parametrize("params", [[], [OURS], OURS, "", b"x", 0, 7, 1.5, True, False, object(), {1}, (1, 2)], ids=str)
-def test_what_is_no_mapping_is_as_if_nothing_was_sent(params: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "params", [[], [OURS], OURS, "", b"x", 0, 7, 1.5, True, False, object(), {1}, (1, 2)], ids=str
+)
+def test_what_is_no_mapping_is_as_if_nothing_was_sent(
+    params: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     assert CacheParams.of(params) == CacheParams()
     [said] = warnings(caplog)
     assert type(params).__name__ in said
@@ -66,7 +72,10 @@ def test_hints_are_taken_at_their_limits(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("kvkeep_priority", [-1, 101, 10**30, "50", "", 50.0, True, None, [], {}, float("nan"), b"1"]),
+        (
+            "kvkeep_priority",
+            [-1, 101, 10**30, "50", "", 50.0, True, None, [], {}, float("nan"), b"1"],
+        ),
         ("kvkeep_ttl_ms", [-1, 2**53 + 1, "0", 0.0, False, None, [1], {"a": 1}, float("inf")]),
         ("kvkeep_session_finished", [0, 1, "true", "", None, [], {}, 1.0]),
     ],

@@ -1,4 +1,5 @@
-"""What a hit needs: against a model that goes through the tokens one by one, as the drawing has it."""
+"""What a hit needs: against a model that goes through the tokens one by one, as the drawing has
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.pieces import CacheGroup, Pieces
 from kvkeep.kv.checksum import ABSENT
 
-FULL, WINDOW, STATE = CacheGroup("full", 4), CacheGroup("window", 4, reach=6), CacheGroup("state", 4)
+FULL, WINDOW, STATE = (
+    CacheGroup("full", 4),
+    CacheGroup("window", 4, reach=6),
+    CacheGroup("state", 4),
+)
 NULL = 0
 
 
@@ -26,7 +31,9 @@ def spans(groups: list[CacheGroup]) -> list[tuple[CacheGroup, int, int]]:
     """Each piece: its group, and the tokens of a block that it covers."""
     block = math.lcm(*(group.block_tokens for group in groups))
     return [
-        (group, start, start + group.block_tokens) for group in groups for start in range(0, block, group.block_tokens)
+        (group, start, start + group.block_tokens)
+        for group in groups
+        for start in range(0, block, group.block_tokens)
     ]
 
 
@@ -50,7 +57,12 @@ def hit(groups: list[CacheGroup], absent: NDArray[np.bool_], local: int, limit: 
             (block, piece)
             for block in range(local, blocks)
             for piece, (group, start, end) in enumerate(spans(groups))
-            if needs(group, block * block_tokens + start, block * block_tokens + end, blocks * block_tokens)
+            if needs(
+                group,
+                block * block_tokens + start,
+                block * block_tokens + end,
+                blocks * block_tokens,
+            )
         ]
         if not any(absent[place] for place in wanted):
             return blocks
@@ -64,7 +76,10 @@ def usable(pieces: Pieces, absent: Any, skip: int = 0, local: int = 0, limit: in
 
 
 KINDS = st.builds(
-    CacheGroup, st.sampled_from(["full", "window", "state"]), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 30)
+    CacheGroup,
+    st.sampled_from(["full", "window", "state"]),
+    st.sampled_from([1, 2, 3, 4, 6]),
+    st.integers(1, 30),
 )
 
 
@@ -80,7 +95,9 @@ def test_usable_is_what_the_drawing_says(data: st.DataObject) -> None:
     rare = data.draw(st.sampled_from([0.05, 0.3, 0.9]), "how rare")
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30), "seed"))
     lacks = rng.random((blocks, ranks, len(pieces))) < rare
-    checksums = np.where(lacks, np.uint64(ABSENT), np.uint64(7)).reshape(blocks, ranks * len(pieces))
+    checksums = np.where(lacks, np.uint64(ABSENT), np.uint64(7)).reshape(
+        blocks, ranks * len(pieces)
+    )
     absent = np.concatenate([np.zeros((skip, len(pieces)), np.bool_), lacks.any(axis=1)])
     assert pieces.usable(checksums, skip, local, limit) == hit(groups, absent, local, limit)
 
@@ -117,7 +134,9 @@ def test_the_drawing_itself() -> None:
     ("reach", "first_needed"),
     [(1, 4), (2, 3), (5, 3), (6, 2), (9, 2), (10, 1), (13, 1), (14, 0), (17, 0), (100, 0)],
 )
-def test_a_window_reaches_back_to_the_block_of_its_first_token(reach: int, first_needed: int) -> None:
+def test_a_window_reaches_back_to_the_block_of_its_first_token(
+    reach: int, first_needed: int
+) -> None:
     """Of 16 tokens the next one sees reach - 1, those from 17 - reach on."""
     pieces = Pieces([FULL, CacheGroup("window", 4, reach)])
     before = [[0, 1]] * first_needed + [[0, 0]] * (4 - first_needed)
@@ -129,7 +148,14 @@ def test_a_window_reaches_back_to_the_block_of_its_first_token(reach: int, first
 
 def test_one_group_of_full_attention_is_whole_and_nothing_else_is() -> None:
     assert Pieces([FULL]).whole
-    others = [[WINDOW], [STATE], [FULL, FULL], [FULL, WINDOW], [FULL, STATE], [FULL, CacheGroup("full", 8)]]
+    others = [
+        [WINDOW],
+        [STATE],
+        [FULL, FULL],
+        [FULL, WINDOW],
+        [FULL, STATE],
+        [FULL, CacheGroup("full", 8)],
+    ]
     assert not any(Pieces(groups).whole for groups in others)
 
 
@@ -144,7 +170,9 @@ def test_whole_blocks_are_usable_up_to_the_first_that_is_missing() -> None:
 def test_a_missing_window_or_state_in_the_middle_is_no_loss() -> None:
     window = Pieces([FULL, WINDOW])
     assert usable(window, [[0, 0], [0, 1], [0, 0], [0, 0]]) == 4
-    assert usable(window, [[0, 0], [0, 0], [0, 1], [0, 0]]) == 2, "blocks 2 and 3 would be needed for 4, 1 and 2 for 3"
+    assert usable(window, [[0, 0], [0, 0], [0, 1], [0, 0]]) == 2, (
+        "blocks 2 and 3 would be needed for 4, 1 and 2 for 3"
+    )
     state = Pieces([FULL, STATE])
     assert usable(state, [[0, 1], [0, 0], [0, 1], [0, 1]]) == 2
     assert usable(state, [[0, 1], [0, 1]]) == 0
@@ -162,7 +190,9 @@ def test_what_the_engine_has_itself_need_not_be_at_the_server() -> None:
     assert usable(pieces, absent, local=3) == 3 and usable(pieces, absent, local=5) == 5
 
 
-@pytest.mark.parametrize(("skip", "local", "limit"), [(0, 0, 5), (2, 2, 5), (2, 4, 3), (0, 3, 0), (3, 3, 1)])
+@pytest.mark.parametrize(
+    ("skip", "local", "limit"), [(0, 0, 5), (2, 2, 5), (2, 4, 3), (0, 3, 0), (3, 3, 1)]
+)
 def test_an_empty_answer_is_no_hit(skip: int, local: int, limit: int) -> None:
     assert usable(Pieces([FULL, WINDOW]), [], skip, local, limit) == local
 
@@ -214,7 +244,10 @@ def test_null_blocks_are_none_wherever_they_stand() -> None:
     pieces = Pieces([FULL, WINDOW])
     tables = [[11, 12, 13], [NULL, NULL, 23]]
     assert pieces.rows(tables, 0, 3, NULL).tolist() == [[11, 12, 13], [NO_BLOCK, NO_BLOCK, 23]]
-    assert pieces.rows([[0, 1, 2], [3, 9, 9]], 0, 3, 9).tolist() == [[0, 1, 2], [3, NO_BLOCK, NO_BLOCK]]
+    assert pieces.rows([[0, 1, 2], [3, 9, 9]], 0, 3, 9).tolist() == [
+        [0, 1, 2],
+        [3, NO_BLOCK, NO_BLOCK],
+    ]
 
 
 @given(st.data())
@@ -226,7 +259,9 @@ def test_rows_hold_every_engine_block_once_where_it_belongs(data: st.DataObject)
     for number, group in enumerate(groups):
         most = (start + blocks) * pieces.block_tokens // group.block_tokens
         there = data.draw(st.integers(0, most))
-        tables.append([data.draw(st.sampled_from([NULL, 1000 * (number + 1) + at])) for at in range(there)])
+        tables.append(
+            [data.draw(st.sampled_from([NULL, 1000 * (number + 1) + at])) for at in range(there)]
+        )
     rows = pieces.rows(tables, start, start + blocks, NULL)
     assert rows.shape == (len(pieces), blocks)
     for piece, (group, first, _) in enumerate(spans(groups)):
@@ -245,12 +280,16 @@ def test_states_stay_where_the_engine_stopped_and_nowhere_else(data: st.DataObje
     blocks, start = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     states_at = data.draw(st.integers(0, (start + blocks + 1) * pieces.block_tokens))
     rows = np.arange(1, len(pieces) * blocks + 1).reshape(len(pieces), blocks)
-    rows[data.draw(st.integers(0, len(pieces) - 1)), data.draw(st.integers(0, blocks - 1))] = NO_BLOCK
+    rows[data.draw(st.integers(0, len(pieces) - 1)), data.draw(st.integers(0, blocks - 1))] = (
+        NO_BLOCK
+    )
     kept = pieces.without_states(rows.copy(), states_at, start)
     for piece, (group, _, end) in enumerate(spans(groups)):
         for at in range(blocks):
             here = (start + at) * pieces.block_tokens + end == states_at
-            assert kept[piece, at] == (rows[piece, at] if here or group.kind != "state" else NO_BLOCK)
+            assert kept[piece, at] == (
+                rows[piece, at] if here or group.kind != "state" else NO_BLOCK
+            )
 
 
 @given(st.data())

@@ -1,4 +1,5 @@
-"""Blocks that stores read: several stores of one block, stores that end, ids in any order and of any size."""
+"""Blocks that stores read: several stores of one block, stores that end, ids in any order and of
+any size."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_it_counts_as_a_counter_would() -> None:
     rng = np.random.default_rng(0)
     readers, stores = Readers(), dict[int, list[int]]()
     for number in range(400):
-        ids = rng.integers(0, 1 + number * number // 40, rng.integers(0, 60)).tolist()  # the same block twice, too
+        ids = rng.integers(
+            0, 1 + number * number // 40, rng.integers(0, 60)
+        ).tolist()  # the same block twice, too
         stores[number] = ids
         readers.add(number, ids)
         for ended in rng.choice(list(stores), min(len(stores), 2), replace=False).tolist():

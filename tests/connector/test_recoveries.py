@@ -1,4 +1,5 @@
-"""After loads have failed the log has one line: how many, of how many requests, and what had to be computed."""
+"""After loads have failed the log has one line: how many, of how many requests, and what had to be
+computed."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_loads_that_fail_together_are_one_line(said: pytest.LogCaptureFixture) -
     assert said.messages == ["kvkeep: 3 loads failed; 2 requests recomputed 1,024 tokens"]
 
 
-def test_an_engine_that_is_never_without_loads_says_it_all_the_same(said: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_never_without_loads_says_it_all_the_same(
+    said: pytest.LogCaptureFixture,
+) -> None:
     clock = Clock()
     recoveries = Recoveries("recompute", block_tokens=16, clock=clock)
     recoveries.add(failed("a", 7))
@@ -52,12 +55,17 @@ def test_an_engine_that_is_never_without_loads_says_it_all_the_same(said: pytest
     assert len(said.messages) == 1, "the next ones have a moment of their own"
 
 
-def test_where_a_failed_load_ends_its_request_the_line_says_so(said: pytest.LogCaptureFixture) -> None:
+def test_where_a_failed_load_ends_its_request_the_line_says_so(
+    said: pytest.LogCaptureFixture,
+) -> None:
     recoveries = Recoveries("fail", block_tokens=16, clock=Clock())
     recoveries.add(failed("a", 7))
     recoveries.tell(more_to_come=False)
     [line] = said.messages
-    assert line == "kvkeep: 1 load failed; 1 request ended with an error (kv_load_failure_policy is fail)"
+    assert (
+        line
+        == "kvkeep: 1 load failed; 1 request ended with an error (kv_load_failure_policy is fail)"
+    )
 
 
 def test_the_policy_in_force_is_logged(said: pytest.LogCaptureFixture) -> None:

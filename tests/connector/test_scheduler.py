@@ -39,7 +39,9 @@ def load_all(side: SchedulerSide, request_id: str = "r", blocks: int = 5, **fail
     assert side.lookup(request_id, 0, blocks) == blocks
     job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
     side.build_step()
-    side.complete(ranks(loaded(job.number, **{name: {job.number: bad} for name, bad in failed.items()})))
+    side.complete(
+        ranks(loaded(job.number, **{name: {job.number: bad} for name, bad in failed.items()}))
+    )
 
 
 # -- lookups
@@ -57,7 +59,9 @@ def test_a_lookup_is_sent_on_arrival_and_only_once(side: SchedulerSide, cache: A
     assert cache.asked == [(1, "salt", 5, 0)]
 
 
-def test_nobody_waits_to_hear_of_what_the_server_surely_lacks(side: SchedulerSide, cache: Any) -> None:
+def test_nobody_waits_to_hear_of_what_the_server_surely_lacks(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.silent, cache.blocks = True, 3
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) is None
@@ -71,7 +75,9 @@ def test_nobody_waits_to_hear_of_what_the_server_surely_lacks(side: SchedulerSid
 
 def test_with_windows_the_answer_about_what_the_engine_has_is_waited_for(cache: Any) -> None:
     """It tells what of that need not be stored again, and nothing else does."""
-    side = SchedulerSide(cache, Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8)]), world_size=1)
+    side = SchedulerSide(
+        cache, Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8)]), world_size=1
+    )
     cache.silent = True
     cache.surely_lacking |= {keys(1), keys(1, start=2)}
     side.arrive("r", None, None, keys(5))
@@ -79,7 +85,9 @@ def test_with_windows_the_answer_about_what_the_engine_has_is_waited_for(cache: 
     assert side.lookup("r", 0, 5) == 0
 
 
-def test_what_the_server_surely_lacks_is_stored_without_waiting_either(side: SchedulerSide, cache: Any) -> None:
+def test_what_the_server_surely_lacks_is_stored_without_waiting_either(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.silent = True
     cache.surely_lacking.add(keys(1))
     side.arrive("r", None, None, keys(5))
@@ -87,7 +95,9 @@ def test_what_the_server_surely_lacks_is_stored_without_waiting_either(side: Sch
     side.no_load("r")
     assert not cache.released, "the server may still tell"
     times, cache.silent = len(cache.looked_at), False
-    assert side.knows_stored("r") and cache.released == [1], "no lease comes of an answer that nobody waits for"
+    assert side.knows_stored("r") and cache.released == [1], (
+        "no lease comes of an answer that nobody waits for"
+    )
     assert len(cache.looked_at) == times, "nor does anybody look whether it has come"
     job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
     assert job is not None and (job.first_block, job.block_ids) == (0, [1, 2, 3, 4, 5])
@@ -105,7 +115,9 @@ def test_what_the_engine_has_is_not_asked_for(side: SchedulerSide, cache: Any) -
     assert len(cache.asked) == 1
 
 
-@pytest.mark.parametrize(("has", "local", "limit", "extra"), [(5, 0, 4, 4), (3, 4, 5, 0), (3, 3, 5, 0), (9, 1, 5, 4)])
+@pytest.mark.parametrize(
+    ("has", "local", "limit", "extra"), [(5, 0, 4, 4), (3, 4, 5, 0), (3, 3, 5, 0), (9, 1, 5, 4)]
+)
 def test_the_offer_is_what_lies_between_the_engines_blocks_and_the_limit(
     side: SchedulerSide, cache: Any, has: int, local: int, limit: int, extra: int
 ) -> None:
@@ -114,7 +126,9 @@ def test_the_offer_is_what_lies_between_the_engines_blocks_and_the_limit(
     assert side.lookup("r", local, limit) == extra
 
 
-def test_more_local_blocks_than_on_arrival_need_no_new_lookup(side: SchedulerSide, cache: Any) -> None:
+def test_more_local_blocks_than_on_arrival_need_no_new_lookup(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5), local_blocks=1)
     assert side.lookup("r", 3, 5) == 2
@@ -156,7 +170,9 @@ def test_a_request_that_nobody_knows_has_nothing(side: SchedulerSide, cache: Any
     assert not cache.asked and not cache.ended and not cache.released
 
 
-def test_a_request_that_loads_is_not_offered_more_meanwhile(side: SchedulerSide, cache: Any) -> None:
+def test_a_request_that_loads_is_not_offered_more_meanwhile(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -210,7 +226,9 @@ def test_a_salt_that_is_none_is_served_without_the_cache(
 # -- jobs
 
 
-def test_a_step_takes_the_jobs_that_were_prepared_since_the_last(side: SchedulerSide, cache: Any) -> None:
+def test_a_step_takes_the_jobs_that_were_prepared_since_the_last(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 2
     side.arrive("r", "alice", None, keys(5))
     side.arrive("s", None, None, keys(5, name=2))
@@ -220,7 +238,10 @@ def test_a_step_takes_the_jobs_that_were_prepared_since_the_last(side: Scheduler
     assert store is not None
     step = side.build_step()
     assert (set(step.loads), set(step.stores)) == ({load.number}, {store.number})
-    assert step.loads[load.number].tenant.startswith("t-") and step.stores[store.number].tenant == "default"
+    assert (
+        step.loads[load.number].tenant.startswith("t-")
+        and step.stores[store.number].tenant == "default"
+    )
     assert step.loads[load.number].epoch == 7
     again = side.build_step()
     assert not again.loads and not again.stores
@@ -255,7 +276,9 @@ def test_a_rank_that_reports_twice_does_not_stand_for_another(cache: Any) -> Non
     assert side.complete(ranks(Finished(), loaded(job.number))).loads == [job]
 
 
-def test_reports_of_jobs_that_nobody_knows_or_that_are_over_do_nothing(side: SchedulerSide, cache: Any) -> None:
+def test_reports_of_jobs_that_nobody_knows_or_that_are_over_do_nothing(
+    side: SchedulerSide, cache: Any
+) -> None:
     completed = side.complete([loaded(99, failed={99: [1]}), stored(98)])
     assert (completed.loads, completed.stores, completed.invalid_block_ids) == ([], [], set())
     cache.blocks = 2
@@ -280,7 +303,9 @@ def test_failed_blocks_are_known_with_the_first_report(cache: Any) -> None:
     assert side.loaded_blocks("r") == 1 and side.end("r") == {NAME: 4}
 
 
-def test_the_server_is_told_how_many_tokens_were_loaded_and_are_used(side: SchedulerSide, cache: Any) -> None:
+def test_the_server_is_told_how_many_tokens_were_loaded_and_are_used(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
     load_all(side)
@@ -289,7 +314,9 @@ def test_the_server_is_told_how_many_tokens_were_loaded_and_are_used(side: Sched
     assert cache.loaded_tokens == 5 * 4, "once"
 
 
-def test_tokens_of_a_request_that_ended_before_its_load_are_not_used(side: SchedulerSide, cache: Any) -> None:
+def test_tokens_of_a_request_that_ended_before_its_load_are_not_used(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -307,7 +334,9 @@ def test_tokens_from_the_first_bad_block_on_are_not_used(side: SchedulerSide, ca
     assert cache.loaded_tokens == 2 * 4
 
 
-def test_a_request_whose_load_failed_is_not_offered_a_hit_again(side: SchedulerSide, cache: Any) -> None:
+def test_a_request_whose_load_failed_is_not_offered_a_hit_again(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     for name in ("r", "other"):
         side.arrive(name, None, None, keys(5))
@@ -321,7 +350,9 @@ def test_a_request_whose_load_failed_is_not_offered_a_hit_again(side: SchedulerS
 # -- stores
 
 
-def test_what_the_server_has_is_not_stored_and_the_rest_is_in_order(side: SchedulerSide, cache: Any) -> None:
+def test_what_the_server_has_is_not_stored_and_the_rest_is_in_order(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 2
     side.arrive("r", None, None, keys(5))
     load_all(side, blocks=2)
@@ -354,8 +385,11 @@ def test_local_blocks_that_the_server_lacks_are_stored_too(side: SchedulerSide, 
     assert side.build_step().stores[job.number].parent == keys(1)
 
 
-def test_what_was_never_asked_for_again_is_not_stored_again_either(side: SchedulerSide, cache: Any) -> None:
-    """The engine has all that it needs, so nobody waits for the server's answer. It still tells what to store."""
+def test_what_was_never_asked_for_again_is_not_stored_again_either(
+    side: SchedulerSide, cache: Any
+) -> None:
+    """The engine has all that it needs, so nobody waits for the server's answer. It still tells
+    what to store."""
     cache.blocks, cache.silent = 4, True
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 5, 5) == 0
@@ -395,7 +429,9 @@ def test_who_has_ended_holds_no_lease_while_it_is_stored(side: SchedulerSide, ca
     assert len(cache.ended) == 1
 
 
-def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(side: SchedulerSide, cache: Any) -> None:
+def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
     load_all(side, failed=[12, 14])
@@ -405,7 +441,9 @@ def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(side: Sch
     assert side.end("r") == {NAME: 8}
 
 
-def test_generated_blocks_are_stored_with_the_keys_that_came_later(side: SchedulerSide, cache: Any) -> None:
+def test_generated_blocks_are_stored_with_the_keys_that_came_later(
+    side: SchedulerSide, cache: Any
+) -> None:
     side.arrive("r", None, None, keys(2))
     assert side.lookup("r", 0, 2) == 0
     assert side.prepare_store("r", [1, 2], 2) is not None
@@ -426,7 +464,9 @@ def test_generated_blocks_are_stored_with_the_keys_that_came_later(side: Schedul
     ],
     ids=str,
 )
-def test_hints_go_with_every_store(side: SchedulerSide, params: Any, priority: int, ttl_ms: int) -> None:
+def test_hints_go_with_every_store(
+    side: SchedulerSide, params: Any, priority: int, ttl_ms: int
+) -> None:
     side.arrive("r", None, params, keys(5))
     side.lookup("r", 0, 5)
     for computed in (2, 5):
@@ -438,7 +478,9 @@ def test_hints_go_with_every_store(side: SchedulerSide, params: Any, priority: i
 # -- the end
 
 
-def test_the_session_ends_with_the_request_if_nothing_is_under_way(side: SchedulerSide, cache: Any) -> None:
+def test_the_session_ends_with_the_request_if_nothing_is_under_way(
+    side: SchedulerSide, cache: Any
+) -> None:
     side.arrive("r", "alice", None, keys(5))
     assert side.end("r") is None
     assert cache.ended == [(1, "alice", b"", False)]
@@ -476,7 +518,9 @@ def test_a_finished_conversation_is_said_with_its_last_key_after_the_last_store(
     assert cache.ended == [(1, "alice", keys(1, start=3), True)]
 
 
-def test_a_request_id_that_is_used_again_is_another_request(side: SchedulerSide, cache: Any) -> None:
+def test_a_request_id_that_is_used_again_is_another_request(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 3
     side.arrive("r", None, {NAME: None}, keys(3))
     assert side.lookup("r", 0, 3) == 3
@@ -485,7 +529,9 @@ def test_a_request_id_that_is_used_again_is_another_request(side: SchedulerSide,
     side.arrive("r", "bob", {NAME: None}, keys(3, name=2))
     assert side.lookup("r", 0, 3) == 3
     new = side.prepare_load("r", 0, [20, 21, 22])
-    assert [question[0] for question in cache.asked] == [1, 2], "to the cache they have different names"
+    assert [question[0] for question in cache.asked] == [1, 2], (
+        "to the cache they have different names"
+    )
     side.build_step()
     side.complete(ranks(loaded(old.number, failed={old.number: [10]})))
     assert [request for request, *_ in cache.ended] == [1]
@@ -495,7 +541,9 @@ def test_a_request_id_that_is_used_again_is_another_request(side: SchedulerSide,
     assert [request for request, *_ in cache.ended] == [1, 2]
 
 
-def test_preempted_and_loaded_again_counts_once_and_asks_anew(side: SchedulerSide, cache: Any) -> None:
+def test_preempted_and_loaded_again_counts_once_and_asks_anew(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 4
     side.arrive("r", None, {NAME: None}, keys(5))
     load_all(side, blocks=4)
@@ -531,7 +579,9 @@ def test_how_long_a_load_took_is_what_its_slowest_rank_says(cache: Any) -> None:
     assert told == [0.3, None]
 
 
-def test_stores_that_wait_for_a_step_end_undone_when_they_are_dropped(side: SchedulerSide, cache: Any) -> None:
+def test_stores_that_wait_for_a_step_end_undone_when_they_are_dropped(
+    side: SchedulerSide, cache: Any
+) -> None:
     for name in ("under way", "over", "waits", "after"):
         side.arrive(name, None, None, keys(5))
     first = side.prepare_store("under way", [1, 2, 3, 4, 5], 5)
@@ -543,8 +593,12 @@ def test_stores_that_wait_for_a_step_end_undone_when_they_are_dropped(side: Sche
     ]
     side.end("over")
     assert not cache.ended
-    assert side.drop_stores().stores == jobs and all(job is not None and job.incomplete for job in jobs)
-    assert side.jobs == [first] and [ended[0] for ended in cache.ended] == [2], "who is over has no job any more"
+    assert side.drop_stores().stores == jobs and all(
+        job is not None and job.incomplete for job in jobs
+    )
+    assert side.jobs == [first] and [ended[0] for ended in cache.ended] == [2], (
+        "who is over has no job any more"
+    )
     assert side.build_step(range(21)).withdrawn == [1, 2, 3, 4, 5], "nobody reads the others"
     assert not side.drop_stores().stores
     again = side.prepare_store("waits", [11, 12, 13, 14, 15], 5)

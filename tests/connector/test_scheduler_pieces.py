@@ -1,4 +1,5 @@
-"""The scheduler's side for engines that give blocks away before they are stored, and for models of several pieces."""
+"""The scheduler's side for engines that give blocks away before they are stored, and for models of
+several pieces."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def keys(count: int, name: int = 1, start: int = 0) -> bytes:
 
 def stored(*jobs: Any, incomplete: bool = False, rank: int = 0) -> Finished:
     numbers = [job.number for job in jobs]
-    return Finished(rank, stored=dict.fromkeys(numbers, 1), incomplete=numbers if incomplete else [])
+    return Finished(
+        rank, stored=dict.fromkeys(numbers, 1), incomplete=numbers if incomplete else []
+    )
 
 
 def loaded(job: Any, *failed: int, rank: int = 0) -> Finished:
@@ -39,7 +42,8 @@ def loaded(job: Any, *failed: int, rank: int = 0) -> Finished:
 
 
 class SeveralPieces:
-    """Of every prompt the server has the first `blocks`, with pieces as `absent` says: [block, piece]."""
+    """Of every prompt the server has the first `blocks`, with pieces as `absent` says: [block,
+    piece]."""
 
     def __init__(self, cache: Any, absent: NDArray[np.bool_]) -> None:
         self._cache = cache
@@ -64,7 +68,8 @@ def several(cache: Any, absent: Any, world_size: int = 1) -> SchedulerSide:
 
 
 def rows(first: int, second: int) -> Any:
-    """A table whose rows begin at these ids; in the window group only the last two blocks are there."""
+    """A table whose rows begin at these ids; in the window group only the last two blocks are
+    there."""
 
     def table(start: int, stop: int) -> NDArray[np.int64]:
         ids = np.arange(start, stop)
@@ -76,7 +81,9 @@ def rows(first: int, second: int) -> Any:
 # -- requests that must not read
 
 
-def test_a_request_that_must_not_read_asks_nobody_and_stores_all(side: SchedulerSide, cache: Any) -> None:
+def test_a_request_that_must_not_read_asks_nobody_and_stores_all(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     side.arrive("r", "alice", {NAME: None}, keys(5), reads=False)
     assert [side.lookup("r", local, 5) for local in (0, 0, 2)] == [0, 0, 0]
@@ -92,7 +99,9 @@ def test_a_request_that_must_not_read_asks_nobody_and_stores_all(side: Scheduler
     assert side.end("r") == {NAME: 0}
 
 
-def test_that_one_request_must_not_read_is_no_concern_of_others(side: SchedulerSide, cache: Any) -> None:
+def test_that_one_request_must_not_read_is_no_concern_of_others(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 5
     side.arrive("not", None, None, keys(5), reads=False)
     side.arrive("may", None, None, keys(5))
@@ -102,7 +111,9 @@ def test_that_one_request_must_not_read_is_no_concern_of_others(side: SchedulerS
 # -- what is known of a request
 
 
-def test_known_blocks_have_keys_and_stored_blocks_need_no_store(side: SchedulerSide, cache: Any) -> None:
+def test_known_blocks_have_keys_and_stored_blocks_need_no_store(
+    side: SchedulerSide, cache: Any
+) -> None:
     assert (side.known_blocks("r"), side.stored_blocks("r")) == (0, 0)
     cache.blocks = 2
     side.arrive("r", None, None, keys(3))
@@ -120,7 +131,9 @@ def test_known_blocks_have_keys_and_stored_blocks_need_no_store(side: SchedulerS
     assert (side.known_blocks("r"), side.stored_blocks("r")) == (0, 0)
 
 
-def test_a_table_is_asked_for_once_and_only_for_what_is_stored(side: SchedulerSide, cache: Any) -> None:
+def test_a_table_is_asked_for_once_and_only_for_what_is_stored(
+    side: SchedulerSide, cache: Any
+) -> None:
     cache.blocks = 2
     side.arrive("r", None, None, keys(5))
     side.lookup("r", 0, 5)
@@ -134,7 +147,9 @@ def test_a_table_is_asked_for_once_and_only_for_what_is_stored(side: SchedulerSi
     job = side.prepare_store("r", table, 4)
     assert job is not None and asked == [(2, 4)]
     request = side.build_step().stores[job.number]
-    assert request.block_ids.tolist() == [102, 103], "one piece: a plain list, as engines of one group expect"
+    assert request.block_ids.tolist() == [102, 103], (
+        "one piece: a plain list, as engines of one group expect"
+    )
     assert (job.block_ids, job.blocks, job.first_block) == ([102, 103], 2, 2)
 
 
@@ -172,7 +187,9 @@ def test_a_step_names_whose_loads_it_begins(side: SchedulerSide, cache: Any) -> 
 # -- blocks that the step writes into
 
 
-def test_a_step_withdraws_what_stores_under_way_may_not_have_read(side: SchedulerSide, cache: Any) -> None:
+def test_a_step_withdraws_what_stores_under_way_may_not_have_read(
+    side: SchedulerSide, cache: Any
+) -> None:
     for number in range(4):
         side.arrive(str(number), None, None, keys(2, name=number))
     done = side.prepare_store("0", [1, 2], 2)
@@ -191,7 +208,9 @@ def test_a_step_withdraws_what_stores_under_way_may_not_have_read(side: Schedule
     assert not side.build_step({*range(20)}).withdrawn and side.idle
 
 
-def test_a_block_that_one_store_reads_and_another_will_is_withdrawn_from_the_first(side: SchedulerSide) -> None:
+def test_a_block_that_one_store_reads_and_another_will_is_withdrawn_from_the_first(
+    side: SchedulerSide,
+) -> None:
     for number in range(2):
         side.arrive(str(number), None, None, keys(2, name=number))
     side.prepare_store("0", [1, 2], 2)
@@ -289,7 +308,12 @@ def test_a_load_goes_out_as_a_table_with_what_the_server_has_of_it(cache: Any) -
     assert side.lookup("r", 1, 4) == 3
     table = [[11, 12, 13], [NO_BLOCK, 22, 23]]
     job = side.prepare_load("r", 1, np.array(table))
-    assert (job.block_ids, job.blocks, job.first_block, job.whole) == ([11, 12, 13, 22, 23], 3, 1, False)
+    assert (job.block_ids, job.blocks, job.first_block, job.whole) == (
+        [11, 12, 13, 22, 23],
+        3,
+        1,
+        False,
+    )
     request = side.build_step().loads[job.number]
     assert isinstance(request, LoadRequest)
     assert request.block_ids.tolist() == table and request.keys == keys(4) and request.skip == 1
@@ -334,11 +358,15 @@ def test_a_store_goes_out_as_a_table(cache: Any) -> None:
     assert job is not None
     request = side.build_step().stores_after[job.number]
     assert isinstance(request, StoreRequest)
-    assert request.block_ids.tolist() == [[10, 11, 12], [NO_BLOCK, 21, 22]] and request.keys == keys(3)
+    assert request.block_ids.tolist() == [
+        [10, 11, 12],
+        [NO_BLOCK, 21, 22],
+    ] and request.keys == keys(3)
 
 
 def test_an_incomplete_store_is_the_requests_last(cache: Any) -> None:
-    """Windows of the earlier blocks are gone: stored again without them, they would be in everybody's way."""
+    """Windows of the earlier blocks are gone: stored again without them, they would be in
+    everybody's way."""
     side = several(cache, np.zeros((0, 2)))
     for name in ("r", "other"):
         side.arrive(name, None, None, keys(4, name=len(name)))
@@ -353,14 +381,18 @@ def test_an_incomplete_store_is_the_requests_last(cache: Any) -> None:
     assert side.prepare_store("other", rows(10, 20), 4) is not None, "that is no concern of others"
 
 
-def test_an_incomplete_store_of_whole_blocks_is_offered_again_from_the_beginning(side: SchedulerSide) -> None:
+def test_an_incomplete_store_of_whole_blocks_is_offered_again_from_the_beginning(
+    side: SchedulerSide,
+) -> None:
     count = 4 + 2 * BLOCKS_TOGETHER
     side.arrive("r", None, None, keys(count), reads=False)
     job = side.prepare_store("r", range(count), 4)
     side.build_step()
     side.complete([stored(job, incomplete=True)])
     early = 4 + BLOCKS_TOGETHER - 1
-    assert side.prepare_store("r", range(count), early, at_once=False) is None, "a server that is full is not hammered"
+    assert side.prepare_store("r", range(count), early, at_once=False) is None, (
+        "a server that is full is not hammered"
+    )
     again = side.prepare_store("r", range(count), early + 1, at_once=False)
     assert again is not None and (again.first_block, again.blocks) == (0, early + 1)
 
@@ -371,7 +403,8 @@ def test_an_incomplete_store_of_whole_blocks_is_offered_again_from_the_beginning
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_reports_come_in_any_order_and_number(data: st.DataObject) -> None:
-    """A job is over with the first report of its last rank: told once, whatever comes again or after."""
+    """A job is over with the first report of its last rank: told once, whatever comes again or
+    after."""
     ranks = data.draw(st.integers(1, 4), "ranks")
     side = SchedulerSide(_Silent(), WHOLE, world_size=ranks)
     jobs = []
@@ -389,7 +422,9 @@ def test_reports_come_in_any_order_and_number(data: st.DataObject) -> None:
                     reported[at].add(rank)
                     if len(reported[at]) == ranks:
                         over.append(jobs[at])
-        completed = side.complete([stored(*(jobs[at] for at in which), rank=rank) for rank, which in batch])
+        completed = side.complete(
+            [stored(*(jobs[at] for at in which), rank=rank) for rank, which in batch]
+        )
         assert completed.stores == over and not completed.loads
     assert side.jobs == [job for job, seen in zip(jobs, reported, strict=True) if len(seen) < ranks]
     assert side.idle == all(len(seen) == ranks for seen in reported)
@@ -407,9 +442,13 @@ def test_one_rank_that_left_something_out_is_enough(cache: Any) -> None:
 # -- lookups that failed
 
 
-def test_a_failed_lookup_is_counted_once_however_often_it_is_asked(side: SchedulerSide, cache: Any) -> None:
+def test_a_failed_lookup_is_counted_once_however_often_it_is_asked(
+    side: SchedulerSide, cache: Any
+) -> None:
     nothing = np.empty((0, 1), dtype=np.uint64)
-    failures = itertools.repeat(Answer(0, 0, 0, np.empty(0, dtype=np.int64), nothing, failure="deadline"))
+    failures = itertools.repeat(
+        Answer(0, 0, 0, np.empty(0, dtype=np.int64), nothing, failure="deadline")
+    )
     cache.lookup = lambda *_: next(failures)
     side.arrive("r", None, None, keys(5))
     assert side.failed_lookups == 0, "nobody has looked yet"

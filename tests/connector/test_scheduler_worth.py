@@ -1,4 +1,5 @@
-"""What the scheduler's side does with a load that is not worth its time, and what it tells whoever decides."""
+"""What the scheduler's side does with a load that is not worth its time, and what it tells whoever
+decides."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def test_a_load_that_is_not_worth_it_is_not_offered_and_its_lease_goes_back(
     assert len(cache.ended) == 1
 
 
-def test_blocks_that_are_computed_although_the_server_has_them_are_not_stored_again(judged: SchedulerSide) -> None:
+def test_blocks_that_are_computed_although_the_server_has_them_are_not_stored_again(
+    judged: SchedulerSide,
+) -> None:
     judged.arrive("r", None, None, keys(8))
     assert judged.lookup("r", 0, 8) == 0
     assert judged.stored_blocks("r") == 5
@@ -77,7 +80,9 @@ def test_blocks_that_are_computed_although_the_server_has_them_are_not_stored_ag
     assert job is not None and (job.first_block, job.block_ids) == (5, [25, 26, 27])
 
 
-def test_a_load_that_is_worth_it_is_decided_on_once(judged: SchedulerSide, judge: Judge, cache: Any) -> None:
+def test_a_load_that_is_worth_it_is_decided_on_once(
+    judged: SchedulerSide, judge: Judge, cache: Any
+) -> None:
     judge.loads = True
     judged.arrive("r", None, {NAME: None}, keys(5))
     assert judged.lookup("r", 0, 5) == 5
@@ -90,7 +95,9 @@ def test_a_load_that_is_worth_it_is_decided_on_once(judged: SchedulerSide, judge
     assert judged.end("r") == {NAME: 20}
 
 
-def test_nothing_to_load_is_nothing_to_decide(judged: SchedulerSide, judge: Judge, cache: Any) -> None:
+def test_nothing_to_load_is_nothing_to_decide(
+    judged: SchedulerSide, judge: Judge, cache: Any
+) -> None:
     cache.blocks = 2
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 2, 5) == 0
@@ -163,7 +170,8 @@ class Timed:
         self.side.worth.end_step()
 
     def serve(self, blocks: int, loading_s: float, failed: tuple[int, ...] = ()) -> int | None:
-        """A request of its own prefix; how many of its blocks were loaded, one load taking so long."""
+        """A request of its own prefix; how many of its blocks were loaded, one load taking so
+        long."""
         self.number += 1
         name = f"r{self.number}"
         self.side.arrive(name, None, None, keys(blocks, name=self.number))
@@ -237,11 +245,15 @@ def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
     assert timed.side.worth.figures() == {"load_fixed_us": 0, "load_block_us": 100_000}
 
 
-def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(judged: SchedulerSide, cache: Any) -> None:
+def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(
+    judged: SchedulerSide, cache: Any
+) -> None:
     cache.silent = True
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 3, 5) is None
     assert judged.lookup("r", 4, 5) == 0
     judged.no_load("r")
     cache.silent = False
-    assert judged.knows_stored("r") and cache.released == [1], "what the server may have promised goes back"
+    assert judged.knows_stored("r") and cache.released == [1], (
+        "what the server may have promised goes back"
+    )

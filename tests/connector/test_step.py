@@ -54,7 +54,13 @@ def test_what_is_stored_begins_first_then_blocks_are_withdrawn_then_loads_write_
     cache = Recorder()
     step = StepMetadata({4: load, 9: load}, {2: store, 3: store}, {5: store}, [7, 8])
     begin(step, cache)  # type: ignore[arg-type]
-    expected: list[tuple[str, Hashable]] = [("store", 2), ("store", 3), ("withdraw", 0), ("load", 4), ("load", 9)]
+    expected: list[tuple[str, Hashable]] = [
+        ("store", 2),
+        ("store", 3),
+        ("withdraw", 0),
+        ("load", 4),
+        ("load", 9),
+    ]
     assert [(kind, number) for kind, number, _ in cache.begun] == expected
     assert cache.begun[0][2] is store and cache.begun[2][2] == [7, 8] and cache.begun[3][2] is load
 

@@ -21,7 +21,9 @@ def test_keys_by_block() -> None:
     assert it.keys_of(0, 5) == b"".join(KEYS)
     assert it.keys_of(1, 3) == KEYS[1] + KEYS[2]
     assert it.keys_of(2, 2) == b""
-    assert type(it.keys_of(0, 1)) is bytes, "a copy that can go to others: the tracker's own keys grow"
+    assert type(it.keys_of(0, 1)) is bytes, (
+        "a copy that can go to others: the tracker's own keys grow"
+    )
 
 
 def test_keys_that_were_handed_out_do_not_grow() -> None:

@@ -1,4 +1,5 @@
-"""What is loaded and what is computed, on machines whose speed the test decides, in time that it lets pass."""
+"""What is loaded and what is computed, on machines whose speed the test decides, in time that it
+lets pass."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ def test_what_is_not_known_is_not_claimed() -> None:
     loads = Machine()
     for _ in range(LEAST_SAMPLES):
         loads.load(10)
-    assert loads.worth.figures() == {"load_fixed_us": 0, "load_block_us": 400}, "all of one length: no fixed part"
+    assert loads.worth.figures() == {"load_fixed_us": 0, "load_block_us": 400}, (
+        "all of one length: no fixed part"
+    )
 
 
 def test_compilations_and_pauses_among_the_samples_count_for_nothing() -> None:
@@ -116,7 +119,9 @@ def test_long_prompts_say_more_about_the_rate_than_short_ones() -> None:
     machine.token_ms = 5.0
     for _ in range(6):
         machine.step(90)
-    assert machine.worth.figures()["prefill_tokens_per_s"] == 10_000, "the tail of a prompt is mostly the step itself"
+    assert machine.worth.figures()["prefill_tokens_per_s"] == 10_000, (
+        "the tail of a prompt is mostly the step itself"
+    )
 
 
 def test_but_long_prompts_are_not_remembered_for_ever() -> None:
@@ -214,7 +219,9 @@ def test_one_small_block_is_computed_with_the_rest_unless_all_is_to_be_loaded() 
 
 
 @pytest.mark.parametrize(("blocks", "loaded"), [(1, False), (2, True), (64, True)])
-def test_short_prefixes_are_computed_where_every_load_has_its_price(blocks: int, loaded: bool) -> None:
+def test_short_prefixes_are_computed_where_every_load_has_its_price(
+    blocks: int, loaded: bool
+) -> None:
     """2.2 ms against 1.6, 2.4 against 3.2, and so on."""
     assert Machine().learn().is_faster(blocks) is loaded
 
@@ -438,7 +445,8 @@ def test_loads_of_one_step_are_one_load() -> None:
 
 
 def test_what_workers_tell_counts_however_late_the_engine_hears_of_it() -> None:
-    """An engine with long steps hears of a load a step later; that is no reason to believe that loads are slow."""
+    """An engine with long steps hears of a load a step later; that is no reason to believe that
+    loads are slow."""
     told, guessed = (Worth(clock=lambda: clock[0]) for _ in range(2))
     clock = [0.0]
     for worth in (told, guessed):

@@ -1,4 +1,5 @@
-"""What attackers have: raw connections, a relay that listens in, any certificate. And a server to attack."""
+"""What attackers have: raw connections, a relay that listens in, any certificate. And a server to
+attack."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from kvkeep.wire.tls import TlsFiles, client_context
 from kvkeep_lab.simulation.peer import Peer
 
 _PATIENCE_S = 10.0  # ends a test that has failed
-HOST = "127.0.0.2"  # of this host, and without the Unix socket by which its engines reach the server otherwise
+# of this host, and without the Unix socket by which its engines reach the server otherwise
+HOST = "127.0.0.2"
 
 # The first 64 bytes of a ZMTP 3.1 connection: signature, version, mechanism, as-server, filler.
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -90,15 +92,26 @@ class Fortress:
 @contextlib.contextmanager
 def fortress(directory: Path, *flags: str) -> Iterator[Fortress]:
     made = make(directory, ["engine"], "", True, (HOST,))
-    secure = [word for name, value in made["server"].items() for word in ("--" + name.replace("_", "-"), value)]
-    own = ("--pool-size", "16MiB", "--session-check-interval", "50ms", "--address", "tcp://0.0.0.0:0")
+    secure = [
+        word
+        for name, value in made["server"].items()
+        for word in ("--" + name.replace("_", "-"), value)
+    ]
+    own = (
+        "--pool-size",
+        "16MiB",
+        "--session-check-interval",
+        "50ms",
+        "--address",
+        "tcp://0.0.0.0:0",
+    )
     with ServerProcess(*own, *secure, *flags) as server:
         yield Fortress(server, directory, Path(made["server"]["admin_token"]))
 
 
 class Knock:
-    """A connection of our protocol: over TLS with whatever certificate is in the context, or in the clear. An SSLError
-    if the server's certificate is not to the context's taste."""
+    """A connection of our protocol: over TLS with whatever certificate is in the context, or in the
+    clear. An SSLError if the server's certificate is not to the context's taste."""
 
     def __init__(self, target: tuple[str, int], context: ssl.SSLContext | None = None) -> None:
         connected = socket.create_connection(target, timeout=_PATIENCE_S)
@@ -183,9 +196,13 @@ class Relay:
 
 
 def say_raw(target: tuple[str, int], *pieces: bytes, patience_s: float = 10.0) -> bytes:
-    """Sends bytes, each piece after the answer to the one before it, and returns all that came until the end."""
+    """Sends bytes, each piece after the answer to the one before it, and returns all that came
+    until the end."""
     heard = b""
-    with socket.create_connection(target, timeout=patience_s) as connection, contextlib.suppress(OSError):
+    with (
+        socket.create_connection(target, timeout=patience_s) as connection,
+        contextlib.suppress(OSError),
+    ):
         for piece in pieces:
             connection.sendall(piece)
             connection.settimeout(0.2)
@@ -204,10 +221,18 @@ def as_another_user(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command as a user who is neither root nor the server's."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root, with setpriv, can act as a second user")
-    become = ["setpriv", f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups", "--inh-caps=-all"]
+    become = [
+        "setpriv",
+        f"--reuid={OTHER_USER}",
+        f"--regid={OTHER_USER}",
+        "--clear-groups",
+        "--inh-caps=-all",
+    ]
     if subprocess.run([*become, command[0], "-c", ""], capture_output=True, check=False).returncode:
         pytest.skip(f"a second user cannot run {command[0]}")
-    return subprocess.run([*become, *command], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [*become, *command], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def keep_tenants(server: ServerProcess, count: int) -> None:

@@ -1,9 +1,10 @@
-"""What the client processes of these tests do: each function is run by name in a process of its own.
+"""What the client processes of these tests do: each function is run by name in a process of its
+own.
 
     python clients.py NAME ADDRESS [ARGUMENT …]
 
-They print one JSON line when they have something to say, and then wait for a line on standard input where they must.
-"""
+They print one JSON line when they have something to say, and then wait for a line on standard input
+where they must."""
 
 from __future__ import annotations
 
@@ -38,11 +39,16 @@ def connect(address: str, **options: Any) -> kvkeep.Cache:
 
 
 def oracle(tokens: list[int], salt: str | None = None) -> np.ndarray:
-    """The blocks of a prompt: a pure function of tenant and prefix, so that one wrong byte is seen."""
+    """The blocks of a prompt: a pure function of tenant and prefix, so that one wrong byte is
+    seen."""
     rows = []
     for stop in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         seed = repr((salt or "", tokens[:stop])).encode()
-        rows.append(np.frombuffer(hashlib.shake_128(seed).digest(BLOCK_BYTES), dtype=np.float32).reshape(SHAPE))
+        rows.append(
+            np.frombuffer(hashlib.shake_128(seed).digest(BLOCK_BYTES), dtype=np.float32).reshape(
+                SHAPE
+            )
+        )
     return np.array(rows, dtype=np.float32).reshape(-1, *SHAPE)
 
 
@@ -75,7 +81,9 @@ def store_half(address: str, count: str) -> None:
     chain.extend(tokens)
     connection = cache.connection
     assert connection.layout is not None and connection.segments is not None
-    call = connection.call(m.PrepareStore("default", connection.layout.layout, 0, b"", chain.keys()), 5_000)
+    call = connection.call(
+        m.PrepareStore("default", connection.layout.layout, 0, b"", chain.keys()), 5_000
+    )
     plan = connection.wait(call)
     assert isinstance(plan, m.Prepared)
     for slot, block in zip(np.frombuffer(plan.slots, "<i8").tolist(), oracle(tokens), strict=False):
@@ -86,14 +94,17 @@ def store_half(address: str, count: str) -> None:
 
 
 def hold_lease(address: str, count: str) -> None:
-    """Looks up and holds the lease, as a worker in the middle of a load does; then reads what is there."""
+    """Looks up and holds the lease, as a worker in the middle of a load does; then reads what is
+    there."""
     tokens = list(range(int(count)))
     cache = connect(address)
     chain = KeyChain(root_key(cache.identity, None), BLOCK_TOKENS)
     chain.extend(tokens)
     connection = cache.connection
     assert connection.layout is not None and connection.segments is not None
-    found = connection.wait(connection.call(m.Lookup("default", connection.layout.layout, chain.keys()), 5_000))
+    found = connection.wait(
+        connection.call(m.Lookup("default", connection.layout.layout, chain.keys()), 5_000)
+    )
     assert isinstance(found, m.Found)
     say(blocks=found.blocks)
     sys.stdin.readline()
@@ -103,8 +114,13 @@ def hold_lease(address: str, count: str) -> None:
 
 
 def in_the_middle(address: str, what: str, count: str) -> None:
-    """Is in the middle of a copy, of which the server's end is no end: goes on with it when told to."""
-    tokens = list(range(int(count))) if what == "load" else list(range(1_000_000, 1_000_000 + int(count)))
+    """Is in the middle of a copy, of which the server's end is no end: goes on with it when told
+    to."""
+    tokens = (
+        list(range(int(count)))
+        if what == "load"
+        else list(range(1_000_000, 1_000_000 + int(count)))
+    )
     cache = connect(address, ping_interval_ms=100, reconnect_interval_ms=50)
     chain = KeyChain(root_key(cache.identity, None), BLOCK_TOKENS)
     chain.extend(tokens)

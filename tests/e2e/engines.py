@@ -1,4 +1,5 @@
-"""Small engines for these tests, and what the server's side says about them. As a program: one engine process.
+"""Small engines for these tests, and what the server's side says about them. As a program: one
+engine process.
 
 python engines.py ADDRESS JOB      JOB is JSON; the answers go out as one JSON line
 """
@@ -27,11 +28,15 @@ from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
 
-torch.set_num_threads(1)  # these models are tiny: threads that share a busy core make them ten times slower
+torch.set_num_threads(
+    1
+)  # these models are tiny: threads that share a busy core make them ten times slower
 
 BLOCK_TOKENS = 4
 POOL = ("--pool-size", "64MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms")
-PATIENT = {"kvkeep.lookup_deadline_ms": 10_000}  # what is found is asserted, not how soon on a busy machine
+PATIENT = {
+    "kvkeep.lookup_deadline_ms": 10_000
+}  # what is found is asserted, not how soon on a busy machine
 BRISK = {  # for servers that go away: nobody waits long
     "kvkeep.lookup_deadline_ms": 200,
     "kvkeep.store_deadline_ms": 400,
@@ -43,7 +48,13 @@ KEY = "num_kvkeep_extra_cached_tokens"
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_layers": 2}
 GQA = ModelSettings(kind="gqa", **SIZES, num_heads=4, num_kv_heads=4, head_dim=8)
 MLA = ModelSettings(
-    kind="mla", **SIZES, num_heads=4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4
+    kind="mla",
+    **SIZES,
+    num_heads=4,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=4,
 )
 
 _seeds = itertools.count(1000)
@@ -63,7 +74,11 @@ def seed() -> int:
 def prompt(count: int) -> list[int]:
     """Tokens that no other prompt begins with."""
     number = next(_prompts)
-    return [number % 97, number // 97 % 97, *((number * 7 + at * at) % 97 for at in range(2, count))][:count]
+    return [
+        number % 97,
+        number // 97 % 97,
+        *((number * 7 + at * at) % 97 for at in range(2, count)),
+    ][:count]
 
 
 def engine(
@@ -152,7 +167,10 @@ def at_rest(server: ServerProcess) -> bool:
 
 def usage(server: ServerProcess) -> dict[str, int]:
     """Blocks by tenant."""
-    return {each["tenant"]: each["blocks"] for each in ask(server.http, "/v1/tenants?limit=100000")["tenants"]}
+    return {
+        each["tenant"]: each["blocks"]
+        for each in ask(server.http, "/v1/tenants?limit=100000")["tenants"]
+    }
 
 
 def metrics_text(server: ServerProcess) -> str:
@@ -226,7 +244,11 @@ class PoolMemory:
         self.overwrite(old, bytes(new))
 
     def _place(self, wanted: bytes) -> tuple[Path, int]:
-        found = [(path, held.find(wanted)) for path in self._paths if (held := path.read_bytes()).count(wanted) == 1]
+        found = [
+            (path, held.find(wanted))
+            for path in self._paths
+            if (held := path.read_bytes()).count(wanted) == 1
+        ]
         assert len(found) == 1, f"the bytes are in {len(found)} places"
         return found[0]
 
@@ -263,7 +285,10 @@ def main(address: str, job: str) -> None:
     prompts = [counting(tokens, salt) for tokens, salt in zip(what["prompts"], salts, strict=True)]
     with engine(address, model, **dtype, **what.get("options", {})) as llm:
         answers = serve(llm, prompts, what.get("max_tokens", 3))
-    said = [{"tokens": each.token_ids, "extra": (each.kv_transfer_params or {})[KEY]} for each in answers]
+    said = [
+        {"tokens": each.token_ids, "extra": (each.kv_transfer_params or {})[KEY]}
+        for each in answers
+    ]
     print(json.dumps(said))
 
 

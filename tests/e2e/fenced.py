@@ -1,11 +1,12 @@
-"""Processes that stop themselves at a point, with SIGSTOP, and go on whenever somebody sends SIGCONT.
+"""Processes that stop themselves at a point, with SIGSTOP, and go on whenever somebody sends
+SIGCONT.
 
     python fenced.py client POINT ADDRESS NUMBER [BUG]     stores or loads the blocks of a number, with the real client
     python fenced.py server POINT ARMED BUG serve …        `kvkeep serve`; stops once when the file ARMED is there
 
-A BUG is planted by its name (`kvkeep_lab.chaos.mutants`). Readers do not verify checksums, so that only the fence
-is left between them and a byte that is not theirs; who stores sends checksums, or nobody would adopt the blocks.
-"""
+A BUG is planted by its name (`kvkeep_lab.chaos.mutants`). Readers do not verify checksums, so that
+only the fence is left between them and a byte that is not theirs; who stores sends checksums, or
+nobody would adopt the blocks."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ SERVER_POINTS = (
 
 
 def connect(address: str, **options: Any) -> kvkeep.Cache:
-    """Waits for the session as long as it takes: who is stopped in the middle of a handshake is late."""
+    """Waits for the session as long as it takes: who is stopped in the middle of a handshake is
+    late."""
     return kvkeep.connect(
         model="tiny",
         revision="1",
@@ -161,7 +163,9 @@ def arm(point: str) -> None:
             before(
                 connection.Connection,
                 "call",
-                lambda self, message, *_: stop_once() if isinstance(message, m.CompleteStore) else None,
+                lambda self, message, *_: (
+                    stop_once() if isinstance(message, m.CompleteStore) else None
+                ),
             )
         case "load", "after Found, before the pool is held":
             after(kvkeep.Cache, "_lookup", stop_once)
@@ -180,8 +184,8 @@ def arm(point: str) -> None:
 
 
 def client(point: str, address: str, number: str, bug: str = "") -> None:
-    """Says `stops`, is stopped, goes on, and says what came of it: blocks that it got, or stored, and whether all it
-    read was right."""
+    """Says `stops`, is stopped, goes on, and says what came of it: blocks that it got, or stored,
+    and whether all it read was right."""
     tokens, verify = tokens_of(int(number)), not point.startswith("load")
     expected = clients.oracle(tokens)
     with planted(bug):
@@ -201,15 +205,17 @@ def client(point: str, address: str, number: str, bug: str = "") -> None:
 
 
 def late(cache: Any, tokens: list[int], point: str) -> None:
-    """Has slots of one server, and uses them when it is connected to the next one. If that one is the same server, the
-    slots are still its own."""
+    """Has slots of one server, and uses them when it is connected to the next one. If that one is
+    the same server, the slots are still its own."""
     chain = KeyChain(root_key(cache.identity, None), clients.BLOCK_TOKENS)
     chain.extend(tokens)
     used = cache.connection
     layout, epoch = used.layout.layout, used.epoch
     loads = point.startswith("load")
     ask = (
-        m.Lookup("default", layout, chain.keys()) if loads else m.PrepareStore("default", layout, 0, b"", chain.keys())
+        m.Lookup("default", layout, chain.keys())
+        if loads
+        else m.PrepareStore("default", layout, 0, b"", chain.keys())
     )
     call = used.call(ask, 10_000)
     answer = used.wait(call)
@@ -224,9 +230,13 @@ def late(cache: Any, tokens: list[int], point: str) -> None:
     transfer = Transfer(used, [Piece(BlockRuns.of([blocks]))], 0)
     if loads:
         sums = np.frombuffer(answer.checksums, "<u8").reshape(-1, 1)
-        request = requests.LoadRequest("default", chain.keys(), 0, np.arange(len(slots)), epoch, slots, sums)
+        request = requests.LoadRequest(
+            "default", chain.keys(), 0, np.arange(len(slots)), epoch, slots, sums
+        )
         good = transfer.load(request)
-        clients.say(loaded=int(good.sum()), right=clients.same(blocks[good], clients.oracle(tokens)[good]))
+        clients.say(
+            loaded=int(good.sum()), right=clients.same(blocks[good], clients.oracle(tokens)[good])
+        )
         return
     with transfer.memory.addresses(0, slots, call.epoch, call.session) as addresses:
         if addresses is not None:

@@ -20,12 +20,17 @@ from kvkeep.wire.address import unix_name
 OTHER_UID = 54321
 PROGRAM = str(Path(__file__).with_name("other_user.py"))
 AS_OTHER = ("setpriv", "--reuid", str(OTHER_UID), "--regid", str(OTHER_UID), "--clear-groups")
-AS_ROOT_INSIDE = ("unshare", "--user", "--map-root-user")  # root of a namespace that maps no other user
+AS_ROOT_INSIDE = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+)  # root of a namespace that maps no other user
 
 
 def can(*command: str) -> bool:
     return (
-        shutil.which(command[0]) is not None and not subprocess.run([*command, "true"], capture_output=True).returncode
+        shutil.which(command[0]) is not None
+        and not subprocess.run([*command, "true"], capture_output=True).returncode
     )
 
 
@@ -33,7 +38,9 @@ needs_two_users = pytest.mark.skipif(
     os.geteuid() != 0 or not can(*AS_OTHER, sys.executable, "-S", "-c", ""),
     reason="only root can be another user, by setpriv, where that user may run this Python",
 )
-needs_namespaces = pytest.mark.skipif(not can(*AS_ROOT_INSIDE), reason="user namespaces cannot be made here")
+needs_namespaces = pytest.mark.skipif(
+    not can(*AS_ROOT_INSIDE), reason="user namespaces cannot be made here"
+)
 
 
 class OtherUser:
@@ -68,7 +75,8 @@ class OtherUser:
 
 @contextlib.contextmanager
 def false_server(welcome: bytes, pool: Path, port: int = 0, name: str = "") -> Iterator[OtherUser]:
-    """The other user, listening at that port and that Unix name, with a pool that everybody can write."""
+    """The other user, listening at that port and that Unix name, with a pool that everybody can
+    write."""
     other = OtherUser("be_the_server", str(port or ""), name, str(pool), welcome.hex())
     try:
         assert other.hears() == {"ready": True}

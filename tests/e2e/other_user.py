@@ -1,7 +1,8 @@
-"""What a process of another user does, with the standard library alone: it runs where nothing of ours can be imported.
+"""What a process of another user does, with the standard library alone: it runs where nothing of
+ours can be imported.
 
-    setpriv --reuid UID --clear-groups python -S other_user.py be_the_server TCP_PORT UNIX_NAME POOL BODY
-    setpriv --reuid UID --clear-groups python -S other_user.py say WHERE HEX
+    setpriv --reuid UID --clear-groups python -S other_user.py be_the_server TCP_PORT UNIX_NAME POOL
+    BODY setpriv --reuid UID --clear-groups python -S other_user.py say WHERE HEX
 
 Each prints lines of JSON. A Unix name that begins with @ has no file.
 """
@@ -25,7 +26,8 @@ def tell(**what):
 
 
 def be_the_server(port, name, pool, body):
-    """Listens in a server's place and answers whatever asks with a Welcome to a pool that all can write."""
+    """Listens in a server's place and answers whatever asks with a Welcome to a pool that all can
+    write."""
     os.umask(0)
     make_pool(pathlib.Path(pool))
     heard = {"tcp": 0, "unix": 0}
@@ -92,7 +94,9 @@ def say(where, data):
     try:
         connected = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)
         connected.settimeout(20)
-        connected.connect(("\0" + where[1:] if where[0] == "@" else where) if is_unix else (host, int(port)))
+        connected.connect(
+            ("\0" + where[1:] if where[0] == "@" else where) if is_unix else (host, int(port))
+        )
     except OSError as error:
         tell(refused=type(error).__name__)
         return

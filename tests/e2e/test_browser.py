@@ -1,4 +1,5 @@
-"""A web page that speaks to the engine port: by raw requests as a browser sends them, and by a real Chromium."""
+"""A web page that speaks to the engine port: by raw requests as a browser sends them, and by a real
+Chromium."""
 
 from __future__ import annotations
 
@@ -26,8 +27,16 @@ from kvkeep.wire.frames import Header, encode
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import POOL, eventually, status
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-CACHE: dict[str, Any] = {"model": "m", "revision": "1", "block_tokens": 4, "block_shape": (2, 8), "dtype": "float32"}
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+CACHE: dict[str, Any] = {
+    "model": "m",
+    "revision": "1",
+    "block_tokens": 4,
+    "block_shape": (2, 8),
+    "dtype": "float32",
+}
 HELLO = b"".join(encode(Header(0, 1), m.Hello("a web page", 1)))
 
 
@@ -39,7 +48,8 @@ def server() -> Iterator[ServerProcess]:
 
 @contextlib.contextmanager
 def unharmed(server: ServerProcess) -> Iterator[None]:
-    """What happens inside opens no session and has nothing carried out; and then an engine is served."""
+    """What happens inside opens no session and has nothing carried out; and then an engine is
+    served."""
     before = status(server)["counters"]
     yield
     after = status(server)
@@ -53,7 +63,10 @@ def answer_to(server: ServerProcess, said: bytes) -> bytes:
     """All that comes back until the server closes the connection."""
     where, heard = tcp_host(server.address), b""
     assert where is not None
-    with socket.create_connection(where, timeout=30) as connection, contextlib.suppress(ConnectionError):
+    with (
+        socket.create_connection(where, timeout=30) as connection,
+        contextlib.suppress(ConnectionError),
+    ):
         connection.sendall(said)
         while data := connection.recv(65536):
             heard += data
@@ -72,14 +85,20 @@ REQUESTS = {
     "our name as the method": request(b"KVKP", b"/", HELLO),
     "our name as the method, and a path as long as a header": request(b"KVKP", b"/" * 64, HELLO),
     "a line break before the message": b"\r\n" + HELLO,
-    "a body of frames as the old protocol had them": request(b"POST", b"/", b"\x01\x00\x00\x24" + HELLO[:36] + HELLO),
-    "a WebSocket": request(b"GET", b"/", b"")[:-2] + b"Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n" + HELLO,
+    "a body of frames as the old protocol had them": request(
+        b"POST", b"/", b"\x01\x00\x00\x24" + HELLO[:36] + HELLO
+    ),
+    "a WebSocket": request(b"GET", b"/", b"")[:-2]
+    + b"Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+    + HELLO,
     "TLS": b"\x16\x03\x01\x00\xf1\x01\x00\x00\xed\x03\x03" + bytes(230) + HELLO,
 }
 
 
 @pytest.mark.parametrize("what", REQUESTS)
-def test_a_request_of_a_browser_gets_no_answer_and_opens_nothing(server: ServerProcess, what: str) -> None:
+def test_a_request_of_a_browser_gets_no_answer_and_opens_nothing(
+    server: ServerProcess, what: str
+) -> None:
     with unharmed(server):
         for _ in range(5):
             assert answer_to(server, REQUESTS[what]) == b""
@@ -123,7 +142,8 @@ attack();
 
 
 class Site:
-    """A web site on another port of this host, with the page. `done` is what the page told when it had tried all."""
+    """A web site on another port of this host, with the page. `done` is what the page told when it
+    had tried all."""
 
     def __init__(self, text: bytes) -> None:
         site = self
@@ -160,9 +180,20 @@ class Site:
 def browsing(url: str) -> Iterator[None]:
     """A Chromium with that page."""
     assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory(prefix="kvkeep-chromium-", ignore_cleanup_errors=True) as profile:
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        flags += ["--disable-background-networking", "--remote-debugging-port=0"]  # which keeps it open
+    with tempfile.TemporaryDirectory(
+        prefix="kvkeep-chromium-", ignore_cleanup_errors=True
+    ) as profile:
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        ]
+        flags += [
+            "--disable-background-networking",
+            "--remote-debugging-port=0",
+        ]  # which keeps it open
         browser = subprocess.Popen(
             [CHROMIUM, *flags, f"--user-data-dir={profile}", url],
             stdout=subprocess.DEVNULL,
@@ -179,7 +210,9 @@ def browsing(url: str) -> Iterator[None]:
                 browser.wait()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM HERE: the attack by a real web page was not tried")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="NO CHROMIUM HERE: the attack by a real web page was not tried"
+)
 def test_a_site_in_a_real_browser_gets_no_answer_and_opens_nothing() -> None:
     with ServerProcess(*POOL, "--max-sessions", "4") as server, contextlib.ExitStack() as opened:
         where = tcp_host(server.address)
@@ -188,6 +221,8 @@ def test_a_site_in_a_real_browser_gets_no_answer_and_opens_nothing() -> None:
         site = Site(text.encode())
         opened.callback(site.close)
         with browsing(site.url), unharmed(server):
-            assert eventually(lambda: bool(site.done), limit_s=120), "the page has tried all that it can"
+            assert eventually(lambda: bool(site.done), limit_s=120), (
+                "the page has tried all that it can"
+            )
             assert set(site.done.split()) == {"failed"}, "and nothing was answered"
         assert server.log().count("seems to be an HTTP client") == 1, "though it did reach the port"

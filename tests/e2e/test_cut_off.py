@@ -1,4 +1,5 @@
-"""Somebody truncates the segments of a pool that engines have mapped: loads fail, stores end, no engine dies."""
+"""Somebody truncates the segments of a pool that engines have mapped: loads fail, stores end, no
+engine dies."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def eventually(happens: Callable[[], bool], limit_s: float = 120) -> bool:
 
 
 def was_cut_off(engine: RealEngine) -> bool:
-    return sum(each.failed_loads > 0 for each in engine.answers) >= 5 and "was cut off" in engine.log()
+    return (
+        sum(each.failed_loads > 0 for each in engine.answers) >= 5 and "was cut off" in engine.log()
+    )
 
 
 @contextmanager
@@ -51,7 +54,9 @@ def truncating(pool: Path) -> Iterator[None]:
     """A process that makes the segments shorter, and longer again, all the time."""
     paths = sorted(str(path) for path in pool.glob("segment-*"))
     assert paths
-    with subprocess.Popen([sys.executable, "-c", TRUNCATES, *paths], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", TRUNCATES, *paths], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "begins\n"
             yield
@@ -59,18 +64,29 @@ def truncating(pool: Path) -> Iterator[None]:
             process.kill()
 
 
-@pytest.mark.parametrize(("number", "faulthandler"), [(0, "1"), (3, "")], ids=["async, faulthandler", "sync"])
+@pytest.mark.parametrize(
+    ("number", "faulthandler"), [(0, "1"), (3, "")], ids=["async, faulthandler", "sync"]
+)
 def test_an_engine_serves_on_with_the_right_tokens(
     number: int, faulthandler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", faulthandler)
     with ServerProcess(*POOL) as server:
         job = Job(
-            server.address, seed=1, number=number, life=0, tp=2, lookup_deadline_ms=2_000, num_blocks=256, verify=True
+            server.address,
+            seed=1,
+            number=number,
+            life=0,
+            tp=2,
+            lookup_deadline_ms=2_000,
+            num_blocks=256,
+            verify=True,
         )
         engine = RealEngine(job)
         try:
-            assert eventually(lambda: any(each.external_cached_tokens for each in engine.answers)), engine.log()
+            assert eventually(
+                lambda: any(each.external_cached_tokens for each in engine.answers)
+            ), engine.log()
             with truncating(server.pool):
                 assert eventually(lambda: not engine.alive or was_cut_off(engine))
                 assert engine.alive, f"ended by {engine.process.poll()}: {engine.log()}"
@@ -80,7 +96,11 @@ def test_an_engine_serves_on_with_the_right_tokens(
         finally:
             engine.kill()
         assert engine.said["checked_bytes"] > 0 and "wrong_bytes" not in engine.said
-        assert all(not each.wrong_tokens and each.finish_reason == "length" for each in engine.answers)
+        assert all(
+            not each.wrong_tokens and each.finish_reason == "length" for each in engine.answers
+        )
         assert "failed inside" not in engine.log() and "Bus error" not in engine.log()
-        assert server.process is not None and server.process.poll() is None, "nor does the server die"
+        assert server.process is not None and server.process.poll() is None, (
+            "nor does the server die"
+        )
         assert "failed inside" not in server.log()

@@ -1,4 +1,5 @@
-"""M1: how much the cache gave a request, against counts made by hand, from the engine's side and the server's.
+"""M1: how much the cache gave a request, against counts made by hand, from the engine's side and
+the server's.
 
 prompt of 22 tokens, blocks of 4:  |0123|4567|89ab|cdef|ghij|kl      5 full blocks; the rest is computed always
 """
@@ -54,7 +55,9 @@ def _nothing_is_left(server: ServerProcess) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("names", [[KEY], [OTHER], [KEY, OTHER]], ids=["ours", "theirs", "both"])
-def test_the_number_comes_back_under_each_name_that_was_sent(server: ServerProcess, names: list[str]) -> None:
+def test_the_number_comes_back_under_each_name_that_was_sent(
+    server: ServerProcess, names: list[str]
+) -> None:
     model, tokens = oracle(), prompt(22)
     params: dict[str, Any] = dict.fromkeys(names)
     with engine(server, model) as llm:
@@ -118,7 +121,9 @@ def test_the_server_counts_the_same_hits(server: ServerProcess) -> None:
     assert answer.kv_transfer_params == {KEY: since("hit_blocks") * 4}
 
 
-def test_a_server_that_has_less_than_the_engine_never_makes_it_negative(server: ServerProcess) -> None:
+def test_a_server_that_has_less_than_the_engine_never_makes_it_negative(
+    server: ServerProcess,
+) -> None:
     model, tokens = oracle(), prompt(22)
     with engine(server, model) as one, engine(server, model) as two:
         serve(one, [tokens])
@@ -127,14 +132,21 @@ def test_a_server_that_has_less_than_the_engine_never_makes_it_negative(server: 
         since = Since(server)
         [answer] = serve(one, [counting([*tokens, *prompt(5)])])
         assert since("hit_blocks") == 2, "the server has two blocks, and the engine five"
-        assert since("stored_blocks") == 7 - 2, "27 tokens and two generated ones: the server gets what it lacks"
+        assert since("stored_blocks") == 7 - 2, (
+            "27 tokens and two generated ones: the server gets what it lacks"
+        )
     assert answer.metrics.local_cached_tokens == 20
     assert answer.kv_transfer_params == {KEY: 0}
 
 
 def test_params_without_the_key_bring_an_empty_dict_and_none_nothing(server: ServerProcess) -> None:
     with engine(server, oracle()) as llm:
-        for params, expected in (({}, {}), ({"mine": 1}, {}), ({"kvkeep_priority": 80}, {}), (None, None)):
+        for params, expected in (
+            ({}, {}),
+            ({"mine": 1}, {}),
+            ({"kvkeep_priority": 80}, {}),
+            (None, None),
+        ):
             [answer] = serve(llm, [Prompt(prompt(9), kv_transfer_params=params)])
             assert answer.kv_transfer_params == expected
 
@@ -195,7 +207,9 @@ def test_a_request_aborted_before_it_was_ever_scheduled_is_a_zero(server: Server
         assert answer.kv_transfer_params == {KEY: 20}
 
 
-def test_a_request_aborted_while_its_blocks_come_counts_nothing_that_it_did_not_use(server: ServerProcess) -> None:
+def test_a_request_aborted_while_its_blocks_come_counts_nothing_that_it_did_not_use(
+    server: ServerProcess,
+) -> None:
     model, tokens = oracle(), prompt(22)
     with engine(server, model) as llm:
         serve(llm, [tokens])
@@ -232,7 +246,9 @@ def test_a_failed_load_counts_only_what_came_and_was_used(
         ]
         forget_local(two)
         [again] = serve(two, [counting(tokens)])
-        assert again.kv_transfer_params == {KEY: 20}, "what was computed again took the bad block's place"
+        assert again.kv_transfer_params == {KEY: 20}, (
+            "what was computed again took the bad block's place"
+        )
         assert again.token_ids == expected
 
 
@@ -242,7 +258,9 @@ def test_preempted_and_loaded_again_counts_once(server: ServerProcess) -> None:
         [expected] = tokens_of(serve(llm, [tokens], max_tokens=6))
         forget_local(llm)
         since = Since(server)
-        request = llm.engine.add(tokens, SamplingParams(max_tokens=6), kv_transfer_params={KEY: None})
+        request = llm.engine.add(
+            tokens, SamplingParams(max_tokens=6), kv_transfer_params={KEY: None}
+        )
         while not request.output_tokens:
             llm.engine.step()
         llm.engine.scheduler.preempt(request)
@@ -258,8 +276,8 @@ def test_preempted_and_loaded_again_counts_once(server: ServerProcess) -> None:
 
 
 def preempted_once(llm: Any, server: ServerProcess, tokens: list[int], blocks: int) -> Any:
-    """Serves the request, takes its blocks away when the server has this many of them, and serves it to its end with
-    what the server has."""
+    """Serves the request, takes its blocks away when the server has this many of them, and serves
+    it to its end with what the server has."""
     request = llm.engine.add(tokens, SamplingParams(max_tokens=400), kv_transfer_params={KEY: None})
     known = Since(server)
     while known("stored_blocks") < blocks:
@@ -274,7 +292,9 @@ def preempted_once(llm: Any, server: ServerProcess, tokens: list[int], blocks: i
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_cold_prompt_that_loads_back_what_it_generated_was_given_nothing(server: ServerProcess, mode: str) -> None:
+def test_a_cold_prompt_that_loads_back_what_it_generated_was_given_nothing(
+    server: ServerProcess, mode: str
+) -> None:
     model, tokens = oracle(), prompt(9)
     with engine(server, model, extra={"kvkeep.load": mode}) as llm:
         since = Since(server)
@@ -285,7 +305,9 @@ def test_a_cold_prompt_that_loads_back_what_it_generated_was_given_nothing(serve
     assert request.metrics.external_cached_tokens == 0
 
 
-def test_a_prompt_that_was_all_local_before_a_preemption_was_given_nothing(server: ServerProcess) -> None:
+def test_a_prompt_that_was_all_local_before_a_preemption_was_given_nothing(
+    server: ServerProcess,
+) -> None:
     model, tokens = oracle(), prompt(41)
     with engine(server, model) as llm:
         serve(llm, [tokens])
@@ -296,11 +318,16 @@ def test_a_prompt_that_was_all_local_before_a_preemption_was_given_nothing(serve
     assert request.reply_params == {KEY: 0}
 
 
-def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(server: ServerProcess) -> None:
-    """The server has nothing when the request begins, and all of the prompt when it begins again."""
+def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(
+    server: ServerProcess,
+) -> None:
+    """The server has nothing when the request begins, and all of the prompt when it begins
+    again."""
     model, tokens = oracle(), prompt(41)
     with engine(server, model) as one, engine(server, model, max_num_batched_tokens=8) as two:
-        request = two.engine.add(tokens, SamplingParams(max_tokens=3), kv_transfer_params={KEY: None})
+        request = two.engine.add(
+            tokens, SamplingParams(max_tokens=3), kv_transfer_params={KEY: None}
+        )
         while request.num_computed_tokens < 16:
             two.engine.step()
         [expected] = tokens_of(serve(one, [tokens]))
@@ -312,7 +339,9 @@ def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(serv
     assert request.reply_params == {KEY: 40 - 16}
 
 
-def test_of_two_that_share_a_prefix_one_loads_and_the_other_finds_it_local(server: ServerProcess) -> None:
+def test_of_two_that_share_a_prefix_one_loads_and_the_other_finds_it_local(
+    server: ServerProcess,
+) -> None:
     model, tokens = oracle(), prompt(20)
     prompts = [counting([*tokens, 1]), counting([*tokens, 2])]
     with engine(server, model) as one:
@@ -331,7 +360,9 @@ def test_generated_tokens_count_in_the_next_turn(server: ServerProcess) -> None:
         [answer] = serve(one, [tokens], max_tokens=11)
     with engine(server, model) as two:
         [later] = serve(two, [counting([*tokens, *answer.token_ids, 1, 2])])
-    assert later.kv_transfer_params == {KEY: 20}, "10 of the prompt and 10 of the answer; its last has no KV yet"
+    assert later.kv_transfer_params == {KEY: 20}, (
+        "10 of the prompt and 10 of the answer; its last has no KV yet"
+    )
 
 
 def test_trackers_go_with_their_requests(server: ServerProcess) -> None:

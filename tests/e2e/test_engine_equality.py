@@ -1,7 +1,8 @@
-"""Tokens with the cache are the tokens without: real models in float64, cut in every way, with every kind of trouble.
+"""Tokens with the cache are the tokens without: real models in float64, cut in every way, with
+every kind of trouble.
 
-In float64 the order of additions does not decide between two tokens, so one engine's answers are the measure of all.
-"""
+In float64 the order of additions does not decide between two tokens, so one engine's answers are
+the measure of all."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ PROMPTS = [prompt(22), [*SHARED, *prompt(9)], [*SHARED, *prompt(6)], prompt(3), 
 def mixed(salt: str) -> list[Prompt]:
     """Short and long, with a common beginning, greedy and drawn."""
     how = [GREEDY, SEEDED, GREEDY, SEEDED, SEEDED]
-    return [replace(counting(each, salt), sampling=own) for each, own in zip(PROMPTS, how, strict=True)]
+    return [
+        replace(counting(each, salt), sampling=own) for each, own in zip(PROMPTS, how, strict=True)
+    ]
 
 
 @functools.cache
@@ -99,14 +102,21 @@ def test_tokens_are_the_same_however_the_engine_is_cut(
         local = serve(llm, mixed(salt))
     assert tokens_of(cold) == tokens_of(warm) == tokens_of(local) == expected_of(kind)
     assert extras(cold) == [0] * 5 and extras(local) == [0] * 5
-    total = [answer.metrics.local_cached_tokens + extra for answer, extra in zip(warm, extras(warm), strict=True)]
-    assert total == [20, 20, 16, 0, 32] and sum(extras(warm)) >= 20 + 16 + 4 + 32, "all full blocks came back"
+    total = [
+        answer.metrics.local_cached_tokens + extra
+        for answer, extra in zip(warm, extras(warm), strict=True)
+    ]
+    assert total == [20, 20, 16, 0, 32] and sum(extras(warm)) >= 20 + 16 + 4 + 32, (
+        "all full blocks came back"
+    )
     assert at_rest(server)
 
 
 @kinds
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_tiny_pool_preempts_and_changes_nothing(server: ServerProcess, kind: str, mode: str) -> None:
+def test_a_tiny_pool_preempts_and_changes_nothing(
+    server: ServerProcess, kind: str, mode: str
+) -> None:
     own = {"seed": seed(), **DOUBLE}
     prompts = [counting(prompt(18)) for _ in range(6)]
     expected = without_cache(SETTINGS[kind], prompts, max_tokens=16, **own)
@@ -128,7 +138,9 @@ def test_the_next_turn_finds_what_was_generated(server: ServerProcess, kind: str
     own = {"seed": seed(), **DOUBLE}
     history, expected_extra = prompt(10), 0
     for _ in range(3):
-        with engine(server, SETTINGS[kind], **own) as llm:  # another engine each time: nothing is local
+        with engine(
+            server, SETTINGS[kind], **own
+        ) as llm:  # another engine each time: nothing is local
             since = Since(server)
             [answer] = serve(llm, [counting(history)], max_tokens=9)
             assert since("hit_blocks") == expected_extra // 4
@@ -203,7 +215,9 @@ def test_a_server_killed_in_the_middle_changes_nothing(mode: str) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_paused_server_keeps_nobody_beyond_the_deadlines(server: ServerProcess, step: int) -> None:
+def test_a_paused_server_keeps_nobody_beyond_the_deadlines(
+    server: ServerProcess, step: int
+) -> None:
     own = {"seed": seed(), **DOUBLE}
     prompts, expected = long_run(GQA, own)
     with engine(server, GQA, extra=BRISK, max_num_seqs=3, **own) as llm:
@@ -214,7 +228,9 @@ def test_a_paused_server_keeps_nobody_beyond_the_deadlines(server: ServerProcess
             assert serve_until(llm, prompts, step, lambda: server.send(signal.SIGSTOP)) == expected
             forget_local(llm)
             assert tokens_of(llm.generate(prompts, SamplingParams(max_tokens=12))) == expected
-            assert time.monotonic() - started < 30, "deadlines are 200 ms for lookups and 400 ms for stores"
+            assert time.monotonic() - started < 30, (
+                "deadlines are 200 ms for lookups and 400 ms for stores"
+            )
             assert llm.engine.flush()
         finally:
             server.send(signal.SIGCONT)

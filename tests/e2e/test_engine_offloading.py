@@ -97,16 +97,24 @@ def test_without_a_size_offloading_is_off_whatever_the_backend(
 
 def test_native_keeps_blocks_in_this_process_and_for_this_engine_alone() -> None:
     model, tokens, before = oracle(), prompt(22), embedded_pools()
-    native: dict[str, Any] = {"kv_offloading_backend": "native", "kv_offloading_size": MIB_64, **SMALL}
+    native: dict[str, Any] = {
+        "kv_offloading_backend": "native",
+        "kv_offloading_size": MIB_64,
+        **SMALL,
+    }
     with LLM(model, **native) as one, LLM(model, **native) as two:
         assert len(embedded_pools() - before) == 2
-        assert one.kv_transfer_config == KVTransferConfig("NativeConnector", "kv_both", {"cpu_bytes_to_use": 64 << 20})
+        assert one.kv_transfer_config == KVTransferConfig(
+            "NativeConnector", "kv_both", {"cpu_bytes_to_use": 64 << 20}
+        )
         backend = one.engine._backend
         assert isinstance(backend, NativeBackend)
         [cold] = serve(one, [counting(tokens)], max_tokens=1)
         counters = backend.server.service.counters
         assert counters.stored_blocks == 5
-        assert counters.stored_bytes == 5 * 4 * 2 * 4 * 2 * 8, "blocks, tokens, layers, heads, words of 8 bytes"
+        assert counters.stored_bytes == 5 * 4 * 2 * 4 * 2 * 8, (
+            "blocks, tokens, layers, heads, words of 8 bytes"
+        )
         assert backend.server.store.pool_bytes == 64 << 20
         [other] = serve(two, [counting(tokens)], max_tokens=1)
         forget_local(one)
@@ -124,7 +132,10 @@ def test_the_native_size_that_the_user_wrote_himself_wins() -> None:
         assert isinstance(backend, NativeBackend)
         assert backend.server.store.pool_bytes == 16 << 20
         assert llm.kv_transfer_config is not None
-        assert llm.kv_transfer_config.kv_connector_extra_config == {"cpu_bytes_to_use": 16 << 20, "mine": 1}
+        assert llm.kv_transfer_config.kv_connector_extra_config == {
+            "cpu_bytes_to_use": 16 << 20,
+            "mine": 1,
+        }
 
 
 # -- where the server is
@@ -145,19 +156,35 @@ def test_without_a_word_the_server_is_on_localhost_5555(asked: list[ClientOption
     assert [options.address for options in asked] == ["tcp://localhost:5555"]
 
 
-def test_the_environment_says_another_address(asked: list[ClientOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_another_address(
+    asked: list[ClientOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVKEEP_ADDRESS", "tcp://cache.example:7000")
     with LLM(oracle(), kv_offloading_size=4, kv_offloading_backend="kvkeep", **SMALL):
         pass
     assert [options.address for options in asked] == ["tcp://cache.example:7000"]
 
 
-def test_the_users_extra_keys_stay_and_the_size_is_not_passed_on(asked: list[ClientOptions]) -> None:
-    given = {"kvkeep.host": "10.0.0.7", "kvkeep.port": 5001, "kvkeep.verify": False, "theirs": {"a": [1]}}
-    with LLM(oracle(), kv_offloading_size=4, kv_transfer_config={"kv_connector_extra_config": given}, **SMALL) as llm:
+def test_the_users_extra_keys_stay_and_the_size_is_not_passed_on(
+    asked: list[ClientOptions],
+) -> None:
+    given = {
+        "kvkeep.host": "10.0.0.7",
+        "kvkeep.port": 5001,
+        "kvkeep.verify": False,
+        "theirs": {"a": [1]},
+    }
+    with LLM(
+        oracle(),
+        kv_offloading_size=4,
+        kv_transfer_config={"kv_connector_extra_config": given},
+        **SMALL,
+    ) as llm:
         assert llm.kv_transfer_config is not None
         assert llm.kv_transfer_config.kv_connector_extra_config == given
-    assert [(options.address, options.verify) for options in asked] == [("tcp://10.0.0.7:5001", False)]
+    assert [(options.address, options.verify) for options in asked] == [
+        ("tcp://10.0.0.7:5001", False)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +197,10 @@ def test_the_users_extra_keys_stay_and_the_size_is_not_passed_on(asked: list[Cli
         ({"kv_transfer_config": {"kv_conector": "KVKeepConnector"}}, "kv_connector"),
         ({"kv_transfer_config": "{"}, "JSON"),
         ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "KVKeepConnector"),
-        ({"kv_transfer_config": {"kv_connector": "KVKeepConnector", "kv_role": "kv_producer"}}, "kv_both"),
+        (
+            {"kv_transfer_config": {"kv_connector": "KVKeepConnector", "kv_role": "kv_producer"}},
+            "kv_both",
+        ),
         ({"kv_transfer_config": {"kv_load_failure_policy": "ignore"}}, "kv_load_failure_policy"),
         (
             {
@@ -180,7 +210,10 @@ def test_the_users_extra_keys_stay_and_the_size_is_not_passed_on(asked: list[Cli
             "kvkeep.address",
         ),
         (
-            {"kv_offloading_size": 1, "kv_transfer_config": {"kv_connector_extra_config": {"kvkeep.load": "later"}}},
+            {
+                "kv_offloading_size": 1,
+                "kv_transfer_config": {"kv_connector_extra_config": {"kvkeep.load": "later"}},
+            },
             "kvkeep.load",
         ),
     ],
@@ -196,10 +229,18 @@ def test_what_nobody_understands_is_refused_by_name(said: dict[str, Any], named:
 
 @pytest.mark.parametrize(
     "extra_config",
-    [{}, {"cpu_bytes_to_use": "lots"}, {"cpu_bytes_to_use": None}, {"cpu_bytes_to_use": -1}, {"cpu_bytes_to_use": 1.5}],
+    [
+        {},
+        {"cpu_bytes_to_use": "lots"},
+        {"cpu_bytes_to_use": None},
+        {"cpu_bytes_to_use": -1},
+        {"cpu_bytes_to_use": 1.5},
+    ],
     ids=str,
 )
-def test_a_native_connector_without_a_sound_size_is_refused_by_name(extra_config: dict[str, Any]) -> None:
+def test_a_native_connector_without_a_sound_size_is_refused_by_name(
+    extra_config: dict[str, Any],
+) -> None:
     config = {"kv_connector": "NativeConnector", "kv_connector_extra_config": extra_config}
     with pytest.raises(SettingsError, match="cpu_bytes_to_use"):
         LLM(oracle(), kv_transfer_config=config, **SMALL)
@@ -213,8 +254,13 @@ def test_a_native_size_that_is_too_small_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("form", ["mapping", "json", "object"])
 def test_a_transfer_config_alone_is_enough(server: ServerProcess, form: str) -> None:
-    said = {"kv_connector": "KVKeepConnector", "kv_connector_extra_config": {"kvkeep.address": server.address}}
-    config: Any = {"mapping": said, "json": json.dumps(said), "object": KVTransferConfig(**said)}[form]  # type: ignore[arg-type]
+    said = {
+        "kv_connector": "KVKeepConnector",
+        "kv_connector_extra_config": {"kvkeep.address": server.address},
+    }
+    config: Any = {"mapping": said, "json": json.dumps(said), "object": KVTransferConfig(**said)}[
+        form
+    ]  # type: ignore[arg-type]
     model, tokens = oracle(), prompt(22)
     with LLM(model, kv_transfer_config=config, **SMALL) as llm:
         assert llm.kv_transfer_config is not None and llm.kv_transfer_config.kv_role == "kv_both"
@@ -228,7 +274,10 @@ def test_a_transfer_config_alone_is_enough(server: ServerProcess, form: str) -> 
 
 
 def test_a_native_transfer_config_alone_is_enough() -> None:
-    config = {"kv_connector": "NativeConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 16 << 20}}
+    config = {
+        "kv_connector": "NativeConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 16 << 20},
+    }
     tokens = prompt(22)
     with LLM(oracle(), kv_transfer_config=config, **SMALL) as llm:
         serve(llm, [tokens], max_tokens=1)
@@ -255,9 +304,15 @@ def test_without_a_server_the_engine_serves_and_says_so_once(
         sides = [*llm.engine.workers._caches, llm.engine.scheduler.connector._cache]  # type: ignore[union-attr]
         connections: list[Connection] = [side.connection for side in sides]  # type: ignore[attr-defined]
         assert len(connections) == ranks + 1
-        assert eventually(lambda: all(each.outage.told for each in connections)), "each has met the outage"
+        assert eventually(lambda: all(each.outage.told for each in connections)), (
+            "each has met the outage"
+        )
         before = [each._attempts for each in connections]
-        assert eventually(lambda: all(each._attempts >= n + 3 for each, n in zip(connections, before, strict=True)))
+        assert eventually(
+            lambda: all(
+                each._attempts >= n + 3 for each, n in zip(connections, before, strict=True)
+            )
+        )
     assert all(extra.metrics.external_cached_tokens == 0 for extra in answers)
     assert len(outages(caplog)) == 1, "it is said once"
     [said] = outages(caplog)
@@ -278,13 +333,20 @@ def test_a_server_that_appears_later_is_used_without_a_word_from_anybody(
             assert eventually(lambda: side.up and lookups.up), "it connects by itself"
             since = Since(later)
             [local] = serve(llm, [counting(tokens)], max_tokens=1)
-            assert since("stored_blocks") == 5, "what the engine had and the server lacked was handed on"
+            assert since("stored_blocks") == 5, (
+                "what the engine had and the server lacked was handed on"
+            )
             forget_local(llm)
             [warm] = serve(llm, [counting(tokens)], max_tokens=1)
             assert since("hit_blocks") == 5
             assert at_rest(later)
     assert (extra(alone), local.metrics.local_cached_tokens, extra(warm)) == (0, 20, 20)
-    assert [alone.token_ids] == [local.token_ids] == [warm.token_ids] == without_cache(model, [tokens], max_tokens=1)
+    assert (
+        [alone.token_ids]
+        == [local.token_ids]
+        == [warm.token_ids]
+        == without_cache(model, [tokens], max_tokens=1)
+    )
     assert any(f"connected to {nowhere}" in text for text in caplog.messages)
 
 

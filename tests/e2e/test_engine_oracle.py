@@ -1,7 +1,8 @@
 """Faults planted in the server's memory under a running engine.
 
-With verification off nothing of ours stands between the fault and the model, and the oracle model must see it: a test
-bed that is blind proves nothing. With verification on the same faults never reach a model.
+With verification off nothing of ours stands between the fault and the model, and the oracle model
+must see it: a test bed that is blind proves nothing. With verification on the same faults never
+reach a model.
 
     engine `one` stores ──► pool ◄── the test does harm        engine `two`, same model, loads
 """
@@ -45,13 +46,16 @@ BAD = 2  # the block of the prompt that is harmed
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(*POOL, "--no-verify") as running:  # engines verify all the same, unless they are BLIND
+    with ServerProcess(
+        *POOL, "--no-verify"
+    ) as running:  # engines verify all the same, unless they are BLIND
         yield running
 
 
 @dataclass
 class Scene:
-    """An engine that has stored three prompts: alice's, the same tokens of bob, and another one of alice."""
+    """An engine that has stored three prompts: alice's, the same tokens of bob, and another one of
+    alice."""
 
     server: ServerProcess
     model: OracleModel
@@ -62,7 +66,9 @@ class Scene:
     @classmethod
     def of(cls, server: ServerProcess, model: OracleModel, one: LLM) -> Scene:
         scene = cls(server, model, one, prompt(22), prompt(22))
-        serve(one, [scene.prompt, Prompt(scene.tokens, salt="bob"), Prompt(scene.other, salt="alice")])
+        serve(
+            one, [scene.prompt, Prompt(scene.tokens, salt="bob"), Prompt(scene.other, salt="alice")]
+        )
         return scene
 
     @property
@@ -95,7 +101,9 @@ def stale(scene: Scene) -> str:
 
 
 def tenant(scene: Scene) -> str:
-    PoolMemory(scene.server).overwrite(scene.held(scene.tokens, "alice"), scene.held(scene.tokens, "bob"))
+    PoolMemory(scene.server).overwrite(
+        scene.held(scene.tokens, "alice"), scene.held(scene.tokens, "bob")
+    )
     return f"bytes of another tenant, {tenant_of('bob')}"
 
 
@@ -113,14 +121,19 @@ def test_without_verification_the_oracle_sees_it_and_says_what_it_is(
         scene = Scene.of(server, model, one)
         with engine(server, model, extra=BLIND, tensor_parallel_size=2) as sound:
             [answer] = serve(sound, [scene.prompt])
-            assert ([answer.token_ids], answer.kv_transfer_params) == (scene.expected, {KEY: 20}), "no fault, no alarm"
+            assert ([answer.token_ids], answer.kv_transfer_params) == (scene.expected, {KEY: 20}), (
+                "no fault, no alarm"
+            )
         diagnosis = fault(scene)
         two = engine(server, model, extra=BLIND, tensor_parallel_size=2)
         with pytest.raises(WrongBytes) as alarm:
             two.generate([scene.prompt])
         said = str(alarm.value)
         assert diagnosis in said
-        assert f"tenant {tenant_of('alice')}, position {BAD * 4}, " in said and "layers.0, rank 0" in said
+        assert (
+            f"tenant {tenant_of('alice')}, position {BAD * 4}, " in said
+            and "layers.0, rank 0" in said
+        )
         two.close()
     assert at_rest(server)
 
@@ -143,11 +156,15 @@ def test_with_verification_it_never_reaches_the_model(
             assert eventually(lambda: since("bad_blocks") == 1)
             forget_local(two)
             [again] = serve(two, [scene.prompt])
-            assert ([again.token_ids], again.kv_transfer_params) == (scene.expected, {KEY: 20}), "it was mended"
+            assert ([again.token_ids], again.kv_transfer_params) == (scene.expected, {KEY: 20}), (
+                "it was mended"
+            )
     assert at_rest(server)
 
 
-def test_with_verification_and_the_policy_fail_the_request_ends_with_an_error(server: ServerProcess) -> None:
+def test_with_verification_and_the_policy_fail_the_request_ends_with_an_error(
+    server: ServerProcess,
+) -> None:
     model = oracle()
     with engine(server, model, tensor_parallel_size=2) as one:
         scene = Scene.of(server, model, one)
@@ -163,12 +180,15 @@ def test_with_verification_and_the_policy_fail_the_request_ends_with_an_error(se
 
 @modes
 def test_the_engine_is_of_use_after_an_alarm(server: ServerProcess, mode: str) -> None:
-    """WrongBytes is a bug of ours, but the process may have other things to finish: no block, no lease is lost."""
+    """WrongBytes is a bug of ours, but the process may have other things to finish: no block, no
+    lease is lost."""
     model = oracle()
     with engine(server, model, extra=BLIND, tensor_parallel_size=2) as one:
         scene = Scene.of(server, model, one)
         flipped(scene)
-        with engine(server, model, extra={**BLIND, "kvkeep.load": mode}, tensor_parallel_size=2) as two:
+        with engine(
+            server, model, extra={**BLIND, "kvkeep.load": mode}, tensor_parallel_size=2
+        ) as two:
             with pytest.raises(WrongBytes, match="1 flipped bits"):
                 two.generate([scene.prompt])
             assert two.engine.flush(timeout_s=2), "a load that was reported is never forgotten"

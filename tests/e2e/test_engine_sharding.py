@@ -54,7 +54,9 @@ def zero(llm: LLM) -> None:
             kv.zero_()
 
 
-def test_what_two_ranks_store_last_is_whole_in_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_two_ranks_store_last_is_whole_in_a_pool_that_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One rank is always three stores behind the other."""
     model, prompts = oracle(), [prompt(22) for _ in range(60)]
     with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB") as small:
@@ -64,7 +66,9 @@ def test_what_two_ranks_store_last_is_whole_in_a_pool_that_is_full(monkeypatch: 
             monkeypatch.setattr(late, "store_all", waiting.append)
             for first in range(0, len(prompts), 3):
                 llm.generate(prompts[first : first + 3], SamplingParams(max_tokens=1))
-                assert eventually(lambda ahead=first + 3: since("stored_blocks") == 5 * (2 * ahead - 3))
+                assert eventually(
+                    lambda ahead=first + 3: since("stored_blocks") == 5 * (2 * ahead - 3)
+                )
                 for jobs in waiting:
                     store_all(jobs)
                 waiting.clear()
@@ -79,7 +83,9 @@ def test_what_two_ranks_store_last_is_whole_in_a_pool_that_is_full(monkeypatch: 
         assert [answer.token_ids for answer in warm] == without_cache(model, last, max_tokens=1)
 
 
-def test_mla_on_eight_ranks_stores_each_block_once_and_all_ranks_load_it(server: ServerProcess) -> None:
+def test_mla_on_eight_ranks_stores_each_block_once_and_all_ranks_load_it(
+    server: ServerProcess,
+) -> None:
     model, tokens = oracle(use_mla=True), prompt(22)
     with engine(server, model, tensor_parallel_size=8) as llm:
         since = Since(server)
@@ -112,7 +118,9 @@ def test_a_real_mla_model_on_eight_ranks_stores_each_block_once(server: ServerPr
         serve(llm, [tokens], max_tokens=1)
         assert (since.requests("PrepareStore"), since.requests("CompleteStore")) == (1, 1)
         assert since("stored_blocks") == 5
-        assert since("stored_bytes") == 5 * 4 * 2 * (8 + 4) * 8, "blocks, tokens, layers, latent and key, float64"
+        assert since("stored_bytes") == 5 * 4 * 2 * (8 + 4) * 8, (
+            "blocks, tokens, layers, latent and key, float64"
+        )
         zero(llm)
         [warm] = serve(llm, [counting(tokens)], max_tokens=4)
     assert warm.kv_transfer_params == {KEY: 20}
@@ -126,7 +134,9 @@ def test_eight_kv_heads_on_eight_ranks_are_eight_shards(server: ServerProcess) -
         serve(llm, [tokens], max_tokens=1)
         assert since.requests("PrepareStore") == since.requests("CompleteStore") == 8
         assert since("stored_blocks") == 5 * 8, "shards"
-        assert since("stored_bytes") == 5 * 4 * 2 * 8 * 2 * WORDS, "blocks, tokens, layers, heads, words: each once"
+        assert since("stored_bytes") == 5 * 4 * 2 * 8 * 2 * WORDS, (
+            "blocks, tokens, layers, heads, words: each once"
+        )
         assert status(server)["pool"]["blocks"]["ready"] == ready + 5, "of five blocks"
         zero(llm)
         [warm] = serve(llm, [counting(tokens)])
@@ -134,7 +144,9 @@ def test_eight_kv_heads_on_eight_ranks_are_eight_shards(server: ServerProcess) -
     assert [warm.token_ids] == without_cache(model, [tokens])
 
 
-@pytest.mark.parametrize(("heads", "tp", "pp", "shards"), [(2, 8, 1, 2), (1, 4, 1, 1), (2, 4, 2, 4), (4, 4, 2, 8)])
+@pytest.mark.parametrize(
+    ("heads", "tp", "pp", "shards"), [(2, 8, 1, 2), (1, 4, 1, 1), (2, 4, 2, 4), (4, 4, 2, 8)]
+)
 def test_fewer_kv_heads_than_ranks_are_stored_once_for_each_distinct_shard(
     server: ServerProcess, heads: int, tp: int, pp: int, shards: int
 ) -> None:
@@ -160,7 +172,9 @@ def test_a_real_model_with_replicated_heads_stores_each_once(server: ServerProce
         since = Since(server)
         serve(llm, [tokens], max_tokens=1)
         assert since.requests("PrepareStore") == 2
-        assert since("stored_bytes") == 5 * 4 * 2 * 2 * 2 * 8 * 8, "blocks, tokens, layers, K and V, heads, size, f64"
+        assert since("stored_bytes") == 5 * 4 * 2 * 2 * 2 * 8 * 8, (
+            "blocks, tokens, layers, K and V, heads, size, f64"
+        )
         zero(llm)
         [warm] = serve(llm, [counting(tokens)])
     assert warm.kv_transfer_params == {KEY: 20}
@@ -184,7 +198,9 @@ def test_ranks_of_four_by_two_are_numbered_as_vllm_does(
         ranks = llm.engine.workers.ranks
         assert [rank.strategy.kv_rank for rank in ranks] == kv_ranks
         assert [at for at, rank in enumerate(ranks) if rank.strategy.stores] == storing
-        assert [list(rank.kv) for rank in ranks] == [["layers.0"]] * 4 + [["layers.1"]] * 4, "TP groups are neighbours"
+        assert [list(rank.kv) for rank in ranks] == [["layers.0"]] * 4 + [["layers.1"]] * 4, (
+            "TP groups are neighbours"
+        )
         since = Since(server)
         serve(llm, [tokens], max_tokens=1)
         assert since.requests("PrepareStore") == len(storing)
@@ -196,14 +212,17 @@ def test_ranks_of_four_by_two_are_numbered_as_vllm_does(
 
 
 def test_an_engine_that_is_cut_otherwise_never_hits(server: ServerProcess) -> None:
-    """The oracle would raise for a byte of another cut; real bytes would be as many and mean something else."""
+    """The oracle would raise for a byte of another cut; real bytes would be as many and mean
+    something else."""
     model, tokens = oracle(num_kv_heads=4), prompt(22)
     cuts = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
     expected = without_cache(model, [tokens])
     for tp, pp in cuts:
         with engine(server, model, tensor_parallel_size=tp, pipeline_parallel_size=pp) as llm:
             [answer] = serve(llm, [counting(tokens)])
-            assert answer.kv_transfer_params == {KEY: 0}, f"TP {tp} PP {pp} hit what another cut stored"
+            assert answer.kv_transfer_params == {KEY: 0}, (
+                f"TP {tp} PP {pp} hit what another cut stored"
+            )
             assert [answer.token_ids] == expected
     for tp, pp in cuts:
         with engine(server, model, tensor_parallel_size=tp, pipeline_parallel_size=pp) as llm:
@@ -213,14 +232,20 @@ def test_an_engine_that_is_cut_otherwise_never_hits(server: ServerProcess) -> No
 
 
 @pytest.mark.parametrize("settings", [GQA, MLA], ids=["gqa", "mla"])
-def test_a_real_model_that_is_cut_otherwise_never_hits(server: ServerProcess, settings: Any) -> None:
+def test_a_real_model_that_is_cut_otherwise_never_hits(
+    server: ServerProcess, settings: Any
+) -> None:
     own: dict[str, Any] = {"seed": seed(), "dtype": torch.float64}
     tokens = prompt(22)
     expected = without_cache(settings, [tokens], **own)
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:
-        with engine(server, settings, tensor_parallel_size=tp, pipeline_parallel_size=pp, **own) as llm:
+        with engine(
+            server, settings, tensor_parallel_size=tp, pipeline_parallel_size=pp, **own
+        ) as llm:
             [answer] = serve(llm, [counting(tokens)])
-        is_same = settings is MLA and tp == 2  # all ranks of a stage hold the same: one shard at every size
+        is_same = (
+            settings is MLA and tp == 2
+        )  # all ranks of a stage hold the same: one shard at every size
         assert answer.kv_transfer_params == {KEY: 20 if is_same else 0}
         assert [answer.token_ids] == expected
 

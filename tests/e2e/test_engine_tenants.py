@@ -1,4 +1,5 @@
-"""M3: a salt all the way. Two salts never share, whatever tokens they ask for; the server knows digests only.
+"""M3: a salt all the way. Two salts never share, whatever tokens they ask for; the server knows
+digests only.
 
 The oracle model's bytes differ by salt: a block of another tenant would raise, not only miss.
 """
@@ -83,8 +84,12 @@ def test_two_salts_never_share_and_the_same_does(server: ServerProcess) -> None:
         for salt in ("alice", "bob", None, "carol"):
             [answer] = serve(llm, [counting(tokens, salt)], max_tokens=1)
             assert extra(answer) == 0, f"{salt} hit what somebody else stored"
-            assert answer.metrics.local_cached_tokens == 0, "the engine's own prefix cache isolates too"
-            assert [answer.token_ids] == without_cache(model, [Prompt(tokens, salt=salt)], max_tokens=1)
+            assert answer.metrics.local_cached_tokens == 0, (
+                "the engine's own prefix cache isolates too"
+            )
+            assert [answer.token_ids] == without_cache(
+                model, [Prompt(tokens, salt=salt)], max_tokens=1
+            )
     after = usage(server)
     for tenant in (tenant_of("alice"), tenant_of("bob"), tenant_of("carol"), "default"):
         assert after[tenant] - before.get(tenant, 0) == 5, "each has its own five blocks"
@@ -92,21 +97,28 @@ def test_two_salts_never_share_and_the_same_does(server: ServerProcess) -> None:
         for salt in ("alice", "bob", None, "carol"):
             [answer] = serve(other, [counting(tokens, salt)], max_tokens=1)
             assert extra(answer) == 20
-            assert [answer.token_ids] == without_cache(model, [Prompt(tokens, salt=salt)], max_tokens=1)
+            assert [answer.token_ids] == without_cache(
+                model, [Prompt(tokens, salt=salt)], max_tokens=1
+            )
     assert usage(server) == after, "and nothing was stored twice"
     assert at_rest(server)
 
 
 def test_salts_in_one_batch_do_not_meet(server: ServerProcess) -> None:
     def pairs(numbers: list[int]) -> list[tuple[int, ...]]:
-        return [tuple(sorted((numbers[first], numbers[second]))) for first, second in ((0, 4), (1, 5), (2, 3))]
+        return [
+            tuple(sorted((numbers[first], numbers[second])))
+            for first, second in ((0, 4), (1, 5), (2, 3))
+        ]
 
     model, tokens = oracle(), prompt(22)
     prompts = [counting(tokens, salt) for salt in ("a", "b", None, "", "a", "b")]
     with engine(server, model) as llm:
         answers = serve(llm, prompts)
         found = [answer.metrics.local_cached_tokens for answer in answers]
-        assert pairs(found) == [(0, 20)] * 3, "whoever of a pair came second found the blocks of the first"
+        assert pairs(found) == [(0, 20)] * 3, (
+            "whoever of a pair came second found the blocks of the first"
+        )
         forget_local(llm)
         answers = serve(llm, prompts)
     assert pairs([extra(answer) for answer in answers]) == [(0, 20)] * 3
@@ -200,7 +212,9 @@ def test_another_process_shares_by_salt_only(server: ServerProcess) -> None:
     [warm, other, unsalted] = run_process(server.address, job)
     assert (extra(cold), warm["extra"], other["extra"], unsalted["extra"]) == (0, 20, 0, 0)
     assert cold.token_ids == warm["tokens"]
-    assert len({tuple(each["tokens"]) for each in (warm, other, unsalted)}) == 3, "bytes differ by salt"
+    assert len({tuple(each["tokens"]) for each in (warm, other, unsalted)}) == 3, (
+        "bytes differ by salt"
+    )
 
 
 @pytest.mark.parametrize("salt", HOSTILE.values(), ids=HOSTILE)
@@ -213,7 +227,11 @@ def test_hostile_salts_are_salts_like_others(server: ServerProcess, salt: str) -
         forget_local(llm)
         [warm] = serve(llm, [counting(tokens, salt)], max_tokens=1)
     assert (extra(cold), cold.metrics.local_cached_tokens, extra(warm)) == (0, 0, 20)
-    assert [cold.token_ids] == [warm.token_ids] == without_cache(model, [Prompt(tokens, salt=salt)], max_tokens=1)
+    assert (
+        [cold.token_ids]
+        == [warm.token_ids]
+        == without_cache(model, [Prompt(tokens, salt=salt)], max_tokens=1)
+    )
     assert tenant_of(salt) in usage(server)
 
 
@@ -232,7 +250,9 @@ def test_a_promised_quota_is_kept_while_another_tenant_floods() -> None:
                 [answer] = serve(llm, [flood], max_tokens=1)
                 assert [answer.token_ids] == without_cache(model, [flood], max_tokens=1)
                 now = usage(small)
-                assert now[alice] == 40, "one tenant's flood evicts nothing that another was promised"
+                assert now[alice] == 40, (
+                    "one tenant's flood evicts nothing that another was promised"
+                )
                 assert now[bob] <= 256 - 40
             assert usage(small)[bob] > 16, "what nobody uses may be borrowed"
             forget_local(llm)
@@ -240,7 +260,11 @@ def test_a_promised_quota_is_kept_while_another_tenant_floods() -> None:
             assert extra(again) == 160
             assert again.token_ids == expected.token_ids
             told = ask(small.http, f"/v1/tenants/{alice}")
-            assert (told["quota_bytes"], told["usage_bytes"], told["own_quota"]) == (40 * 4096, 40 * 4096, True)
+            assert (told["quota_bytes"], told["usage_bytes"], told["own_quota"]) == (
+                40 * 4096,
+                40 * 4096,
+                True,
+            )
 
 
 def test_a_tenant_beyond_its_quota_goes_without_and_is_served_right() -> None:
@@ -270,11 +294,15 @@ def test_the_raw_salt_is_nowhere_but_in_the_engines_memory(
     model, tokens = oracle(), prompt(22)
     with caplog.at_level(logging.DEBUG):
         with engine(server, model) as llm, engine(server, model) as other:
-            serve(llm, [counting(tokens, SALT, kvkeep_priority="junk", kvkeep_session_finished=True)])
+            serve(
+                llm, [counting(tokens, SALT, kvkeep_priority="junk", kvkeep_session_finished=True)]
+            )
             PoolMemory(server).flip(content(llm, local_blocks(llm, tokens, SALT)[1]))
             [answer] = serve(other, [counting(tokens, SALT)])
             assert answer.metrics.failed_loads == 1, "an unlucky path was taken too"
-            shown = json.dumps([ask(server.http, path) for path in ("/v1/status", "/v1/tenants", "/v1/settings")])
+            shown = json.dumps(
+                [ask(server.http, path) for path in ("/v1/status", "/v1/tenants", "/v1/settings")]
+            )
             assert eventually(lambda: "does not match its checksum" in server.log())
         public = [caplog.text, server.log(), metrics_text(server), shown]
         public += [str(path) for path in Path(f"/dev/shm/kvkeep-{server.name}").rglob("*")]
@@ -285,7 +313,9 @@ def test_the_raw_salt_is_nowhere_but_in_the_engines_memory(
         assert SALT not in text
 
 
-def test_a_request_with_a_salt_that_is_none_is_refused_without_repeating_it(server: ServerProcess) -> None:
+def test_a_request_with_a_salt_that_is_none_is_refused_without_repeating_it(
+    server: ServerProcess,
+) -> None:
     with engine(server, oracle()) as llm:
         for salt in (b"s3cret-bytes", 5, ["s3cret"], object()):
             with pytest.raises(RequestError, match="salt must be str") as refusal:

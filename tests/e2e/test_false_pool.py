@@ -1,4 +1,5 @@
-"""Another user of the host offers an engine a pool of its own: the engine maps nothing of it, says why, and serves on.
+"""Another user of the host offers an engine a pool of its own: the engine maps nothing of it, says
+why, and serves on.
 
 The users are real ones: `setpriv` starts a process as each of them, which only root can do.
 """
@@ -30,12 +31,15 @@ POOL = ("--pool-size", "8MiB", "--slab-size", "256KiB", "--session-check-interva
 
 @cache
 def become(uid: int) -> tuple[str, ...]:
-    """What starts a command as that user. If others cannot run this interpreter where it is installed (in root's home,
-    say), the user may read all files; that helps nobody to write, nor to own, a file."""
+    """What starts a command as that user. If others cannot run this interpreter where it is
+    installed (in root's home, say), the user may read all files; that helps nobody to write, nor to
+    own, a file."""
     command = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
     reads = [f"--{of}=-all,+dac_read_search" for of in ("inh-caps", "ambient-caps", "bounding-set")]
     for rights in (["--inh-caps=-all"], reads):
-        tried = subprocess.run([*command, *rights, sys.executable, "-c", "import kvkeep.cli.main"], capture_output=True)
+        tried = subprocess.run(
+            [*command, *rights, sys.executable, "-c", "import kvkeep.cli.main"], capture_output=True
+        )
         if tried.returncode == 0:
             return (*command, *rights)
     pytest.skip("no other user can run this interpreter")
@@ -104,7 +108,9 @@ def shm(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("_two_users")
 @pytest.mark.parametrize("victim", [VICTIM, 0], ids=["a user", "root"])
-@pytest.mark.parametrize(("directory", "files"), [("777", "666"), ("755", "644"), ("700", "666"), ("1777", "666")])
+@pytest.mark.parametrize(
+    ("directory", "files"), [("777", "666"), ("755", "644"), ("700", "666"), ("1777", "666")]
+)
 def test_a_pool_of_another_user_is_not_mapped_whatever_its_mode(
     shm: Path, victim: int, directory: str, files: str
 ) -> None:
@@ -117,7 +123,8 @@ def test_a_pool_of_another_user_is_not_mapped_whatever_its_mode(
 
 @pytest.mark.usefixtures("_two_users")
 @pytest.mark.parametrize(
-    ("directory", "files", "mapped"), [("777", "600", 0), ("700", "666", 0), ("700", "660", 0), ("700", "600", 1)]
+    ("directory", "files", "mapped"),
+    [("777", "600", 0), ("700", "666", 0), ("700", "660", 0), ("700", "600", 1)],
 )
 def test_root_maps_the_pool_of_a_user_whom_it_trusts_if_nobody_else_may_write_it(
     shm: Path, directory: str, files: str, mapped: int
@@ -131,15 +138,23 @@ def test_root_maps_the_pool_of_a_user_whom_it_trusts_if_nobody_else_may_write_it
 
 @pytest.mark.usefixtures("_two_users")
 def test_in_a_user_namespace_a_user_who_is_not_mapped_is_refused_with_the_remedy(shm: Path) -> None:
-    """Every such user is shown as the overflow uid there: also one who was named by the id outside."""
+    """Every such user is shown as the overflow uid there: also one who was named by the id
+    outside."""
     inside = ["unshare", "--user", "--map-root-user", sys.executable, "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*inside, ""], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*inside, ""], capture_output=True).returncode
+    ):
         pytest.skip("no user namespace can be made here")
     run_as(ATTACKER, MAKES_A_POOL, str(shm / "kvkeep-default"), "755", "644")
     for trusted in ([], [str(ATTACKER)]):
         command = [*inside, TAKES_IT, str(shm / "kvkeep-default"), *trusted]
-        said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        assert said["mapped"] == 0 and f"belongs to another user (uid {OVERFLOW_UID})" in said["why"]
+        said = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
+        assert (
+            said["mapped"] == 0 and f"belongs to another user (uid {OVERFLOW_UID})" in said["why"]
+        )
         assert "run both sides in one user namespace" in said["why"]
 
 
@@ -172,7 +187,9 @@ class AttackersServer(ServerProcess):
 
 @pytest.mark.usefixtures("_two_users")
 @pytest.mark.parametrize("victim", [VICTIM, 0], ids=["a user", "root"])
-def test_a_server_of_another_user_with_a_pool_for_all_is_not_used(tmp_path: Path, victim: int) -> None:
+def test_a_server_of_another_user_with_a_pool_for_all_is_not_used(
+    tmp_path: Path, victim: int
+) -> None:
     os.chown(tmp_path, ATTACKER, ATTACKER)
     for each in tmp_path.parents[:2]:
         each.chmod(0o711)
@@ -211,12 +228,19 @@ def test_an_engine_serves_without_a_pool_that_is_not_trusted_and_with_it_when_it
     with ServerProcess(*POOL) as server:
         if how == "of another user":
             give_to_attacker(server.pool)
-        for path in {"its directory": [server.pool], "its segments": server.pool.glob("segment-*")}.get(how, ()):
+        for path in {
+            "its directory": [server.pool],
+            "its segments": server.pool.glob("segment-*"),
+        }.get(how, ()):
             path.chmod(0o777)
-        with engine(server, model, extra={"kvkeep.reconnect_interval_ms": 50}, enable_prefix_caching=False) as llm:
+        with engine(
+            server, model, extra={"kvkeep.reconnect_interval_ms": 50}, enable_prefix_caching=False
+        ) as llm:
             assert tokens_of(serve(llm, prompts)) == expected
             assert mapped() == before, "nothing of it is mapped"
-            assert any("is not trusted" in line and str(server.pool) in line for line in caplog.messages)
+            assert any(
+                "is not trusted" in line and str(server.pool) in line for line in caplog.messages
+            )
             give_back(server.pool)
             assert eventually(lambda: mapped() > before), "as soon as it is not so"
 

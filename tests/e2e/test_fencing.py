@@ -1,10 +1,11 @@
-"""Whoever is stopped at a point that matters, and goes on later, can make nobody see a block that is not theirs.
+"""Whoever is stopped at a point that matters, and goes on later, can make nobody see a block that
+is not theirs.
 
-Clients are stopped by SIGSTOP at each of `fenced.POINTS`, all at once, each in a process of its own. Meanwhile either
-the server is killed and the next one adopts the pool, or the sessions are silent for longer than any time-out and an
-operator clears all blocks; then others fill every slot that is free. Then one after the other goes on. Readers do not
-verify checksums: nothing but the fence protects them.
-"""
+Clients are stopped by SIGSTOP at each of `fenced.POINTS`, all at once, each in a process of its
+own. Meanwhile either the server is killed and the next one adopts the pool, or the sessions are
+silent for longer than any time-out and an operator clears all blocks; then others fill every slot
+that is free. Then one after the other goes on. Readers do not verify checksums: nothing but the
+fence protects them."""
 
 from __future__ import annotations
 
@@ -146,7 +147,10 @@ class Others:
         """How many of those blocks are not what was stored for them, of all that are found."""
         blocks = self._reader.get(self._flood)
         assert len(blocks), "they are all gone"
-        return sum(mine.tobytes() != right.tobytes() for mine, right in zip(blocks, self._expected, strict=False))
+        return sum(
+            mine.tobytes() != right.tobytes()
+            for mine, right in zip(blocks, self._expected, strict=False)
+        )
 
     def sees_wrong(self, number: int) -> bool:
         """Whether blocks of a number are found that are not its own."""
@@ -165,8 +169,11 @@ def happens(server: FencedServer, others: Others, meanwhile: str) -> None:
         ask_http(server.http, "/v1/blocks?confirm=everything", "DELETE")
 
 
-def run(folder: Path, meanwhile: str, points: Sequence[str], *, bug: str = "") -> dict[str, list[str]]:
-    """Stops a client at each point, lets that happen, fills the pool, lets them go on. Returns what was wrong."""
+def run(
+    folder: Path, meanwhile: str, points: Sequence[str], *, bug: str = ""
+) -> dict[str, list[str]]:
+    """Stops a client at each point, lets that happen, fills the pool, lets them go on. Returns what
+    was wrong."""
     problems: dict[str, list[str]] = {}
     in_server = "" if bug == "ignore-epoch" else bug
     with FencedServer(folder, bug=in_server) as server, ExitStack() as stack:
@@ -176,14 +183,17 @@ def run(folder: Path, meanwhile: str, points: Sequence[str], *, bug: str = "") -
                 others.put(number)
         in_client = bug if bug == "ignore-epoch" else ""
         paused = [
-            stack.enter_context(Paused(point, server.address, number, in_client)) for number, point in enumerate(points)
+            stack.enter_context(Paused(point, server.address, number, in_client))
+            for number, point in enumerate(points)
         ]
         for each in paused:
             each.waits()
         happens(server, others, meanwhile)
         for each in paused:
             each.meets(another=MOVES_ON[meanwhile])
-        assert others.fill() >= SMALL_POOL_BLOCKS - fenced.BLOCKS * len(points), "every slot that is free is reused"
+        assert others.fill() >= SMALL_POOL_BLOCKS - fenced.BLOCKS * len(points), (
+            "every slot that is free is reused"
+        )
         assert not others.damaged()
         for each in paused:
             said = each.goes_on()
@@ -194,7 +204,11 @@ def run(folder: Path, meanwhile: str, points: Sequence[str], *, bug: str = "") -
                 found.append(f"{damaged} blocks of others are damaged")
             if others.sees_wrong(each.number):
                 found.append("its blocks are visible and not right")
-            if each.point.endswith(fenced.STALE) and MOVES_ON[meanwhile] and (said.get("wrote") or said.get("loaded")):
+            if (
+                each.point.endswith(fenced.STALE)
+                and MOVES_ON[meanwhile]
+                and (said.get("wrote") or said.get("loaded"))
+            ):
                 found.append(f"it used slots that an earlier server gave: {said}")
         stack.pop_all().close()
         assert eventually(lambda: holds_nothing(server))
@@ -203,7 +217,12 @@ def run(folder: Path, meanwhile: str, points: Sequence[str], *, bug: str = "") -
 
 def holds_nothing(server: ServerProcess) -> bool:
     status = ask_http(server.http, "/v1/status")
-    held = (status["leases"], status["writes"], status["restart"]["held_by_old_sessions"], len(status["sessions"]))
+    held = (
+        status["leases"],
+        status["writes"],
+        status["restart"]["held_by_old_sessions"],
+        len(status["sessions"]),
+    )
     return not any(held)
 
 
@@ -211,7 +230,9 @@ def holds_nothing(server: ServerProcess) -> bool:
 
 
 @pytest.fixture(scope="module", params=MEANWHILE)
-def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def problems(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
     return run(tmp_path_factory.mktemp("fenced"), request.param, fenced.POINTS)
 
 
@@ -223,8 +244,16 @@ def test_a_client_that_was_stopped_harms_nobody(problems: dict[str, list[str]], 
 @pytest.mark.parametrize(
     ("bug", "meanwhile", "points"),
     [
-        ("free-on-timeout", MEANWHILE[1], ("store: in the middle of the copy", "load: in the middle of the copy")),
-        ("skip-ghost", MEANWHILE[0], ("store: in the middle of the copy", "load: in the middle of the copy")),
+        (
+            "free-on-timeout",
+            MEANWHILE[1],
+            ("store: in the middle of the copy", "load: in the middle of the copy"),
+        ),
+        (
+            "skip-ghost",
+            MEANWHILE[0],
+            ("store: in the middle of the copy", "load: in the middle of the copy"),
+        ),
         ("ignore-epoch", MEANWHILE[0], (f"store: {fenced.STALE}", f"load: {fenced.STALE}")),
     ],
 )
@@ -243,7 +272,9 @@ def test_without_the_fence_the_same_is_noticed(
 def adopting(server: FencedServer) -> subprocess.Popen[str]:
     """The next server, as far as the point at which it stops."""
     server.arm()
-    process = subprocess.Popen(server.command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        server.command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert eventually(lambda: is_stopped(process.pid))
     return process
 
@@ -272,7 +303,9 @@ def test_a_server_that_was_stopped_in_a_store_mixes_nothing_up(
         assert others.fill()
     server.arm()
     tokens = fenced.tokens_of(2)
-    assert eventually(lambda: not late.put(tokens, clients.oracle(tokens)) and is_stopped(server.pid))
+    assert eventually(
+        lambda: not late.put(tokens, clients.oracle(tokens)) and is_stopped(server.pid)
+    )
     if is_killed:
         epoch = others.epoch
         server.stop(signal.SIGKILL)
@@ -283,8 +316,12 @@ def test_a_server_that_was_stopped_in_a_store_mixes_nothing_up(
     assert eventually(lambda: others.fill() > SMALL_POOL_BLOCKS - 3 * fenced.BLOCKS)
     assert not others.damaged() and not others.sees_wrong(1) and not others.sees_wrong(2)
     assert eventually(lambda: late.put(tokens, clients.oracle(tokens)) == fenced.BLOCKS)
-    assert not others.damaged() and not others.sees_wrong(2) and late.contains(tokens) == fenced.BLOCKS
-    assert eventually(lambda: (now := ask_http(server.http, "/v1/status"))["leases"] == now["writes"] == 0)
+    assert (
+        not others.damaged() and not others.sees_wrong(2) and late.contains(tokens) == fenced.BLOCKS
+    )
+    assert eventually(
+        lambda: (now := ask_http(server.http, "/v1/status"))["leases"] == now["writes"] == 0
+    )
     stack.pop_all().close()
 
 
@@ -293,7 +330,8 @@ def test_a_server_that_was_stopped_in_a_store_mixes_nothing_up(
 def test_a_server_that_was_stopped_in_adoption_gives_nothing_away(
     tmp_path: Path, stack: ExitStack, point: str, is_killed: bool
 ) -> None:
-    """Two writers and two readers of the old server: one of each goes on meanwhile, the others when all is full."""
+    """Two writers and two readers of the old server: one of each goes on meanwhile, the others when
+    all is full."""
     server = stack.enter_context(FencedServer(tmp_path, point))
     others = Others(server.address, stack)
     copies = ("store: in the middle of the copy", "load: in the middle of the copy")
@@ -320,5 +358,7 @@ def test_a_server_that_was_stopped_in_adoption_gives_nothing_away(
     assert others.fill() >= SMALL_POOL_BLOCKS - 4 * fenced.BLOCKS
     said += [each.goes_on() for each in paused[2:]]
     assert [each["right"] for each in said] == [True] * 4
-    assert said[1]["loaded"] == said[3]["loaded"] == fenced.BLOCKS, "what was leased stays, whoever serves"
+    assert said[1]["loaded"] == said[3]["loaded"] == fenced.BLOCKS, (
+        "what was leased stays, whoever serves"
+    )
     assert not others.damaged() and not any(others.sees_wrong(number) for number in range(4))

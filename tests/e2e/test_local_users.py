@@ -1,4 +1,5 @@
-"""Another user of the same host tries to be the server, and to be an engine. Two real users: only root can run this."""
+"""Another user of the same host tries to be the server, and to be an engine. Two real users: only
+root can run this."""
 
 from __future__ import annotations
 
@@ -22,7 +23,18 @@ from kvkeep.wire.address import tcp_host
 from kvkeep.wire.frames import Header, encode
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engines import BRISK, POOL, engine, eventually, oracle, prompt, serve, status, tokens_of, without_cache
+from engines import (
+    BRISK,
+    POOL,
+    engine,
+    eventually,
+    oracle,
+    prompt,
+    serve,
+    status,
+    tokens_of,
+    without_cache,
+)
 from local_users import (
     AS_ROOT_INSIDE,
     OTHER_UID,
@@ -34,7 +46,13 @@ from local_users import (
     say_as_other,
 )
 
-CACHE: dict[str, Any] = {"model": "m", "revision": "1", "block_tokens": 4, "block_shape": (2, 8), "dtype": "float32"}
+CACHE: dict[str, Any] = {
+    "model": "m",
+    "revision": "1",
+    "block_tokens": 4,
+    "block_shape": (2, 8),
+    "dtype": "float32",
+}
 HELLO = b"".join(encode(Header(0, 1), m.Hello("attacker", 1)))
 NOTHING = {"tcp": 0, "unix": 0}
 
@@ -93,15 +111,23 @@ def test_an_engine_says_nothing_to_another_users_server_and_serves_without_it(
             assert tokens_of(serve(llm, prompts)) == expected
             assert other.ask()["heard"] == NOTHING, "not a byte was said to it"
         [line] = lines_of_other(caplog.text)
-        assert "another user" in line and "trusted_users" in line and "Serving without the cache" in line
+        assert (
+            "another user" in line
+            and "trusted_users" in line
+            and "Serving without the cache" in line
+        )
         server.start()
         fresh = [prompt(23)]
-        assert eventually(lambda: serve(llm, fresh) and status(server)["counters"]["stored_blocks"] > 0)
+        assert eventually(
+            lambda: serve(llm, fresh) and status(server)["counters"]["stored_blocks"] > 0
+        )
         assert status(server)["sessions"], "the real server is used again"
 
 
 @needs_two_users
-def test_another_user_who_has_the_name_alone_keeps_nobody_from_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_user_who_has_the_name_alone_keeps_nobody_from_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A name without a file is anybody's to take, before the server starts."""
     with ServerProcess(*POOL) as server:
         name = doors(server)[1]
@@ -113,7 +139,9 @@ def test_another_user_who_has_the_name_alone_keeps_nobody_from_the_server(caplog
                 assert cache.put(range(8), np.ones((2, 2, 8), np.float32)) == 2
                 assert cache.contains(range(8)) == 2
             assert other.ask()["heard"] == NOTHING
-    assert "another user" not in caplog.text, "there is a server, so there is nothing to complain about"
+    assert "another user" not in caplog.text, (
+        "there is a server, so there is nothing to complain about"
+    )
 
 
 @needs_two_users
@@ -131,7 +159,9 @@ def test_a_socket_with_a_file_in_a_directory_for_all_is_looked_at_as_well() -> N
             users = ClientOptions(address=f"ipc://{path}", trusted_users=(OTHER_UID,))
             with pytest.raises(Unavailable, match="can be written by other users"):
                 kvkeep.connect(options=users, required=True, wait_ms=1_000, **CACHE)
-            assert other.ask()["heard"]["unix"] > 0, "who is trusted is spoken to, and its pool is looked at"
+            assert other.ask()["heard"]["unix"] > 0, (
+                "who is trusted is spoken to, and its pool is looked at"
+            )
     finally:
         path.unlink(missing_ok=True)
         directory.rmdir()
@@ -159,7 +189,10 @@ def test_a_user_that_was_named_is_let_in() -> None:
         for where in doors(server):
             heard = say_as_other(where, HELLO)
             assert not heard["closed"] and b"KVKP" in bytes.fromhex(heard["came"])
-        assert status(server)["auth_failures"] == {} and status(server)["counters"]["sessions_opened"] == 2
+        assert (
+            status(server)["auth_failures"] == {}
+            and status(server)["counters"]["sessions_opened"] == 2
+        )
 
 
 @needs_two_users
@@ -169,7 +202,9 @@ def test_a_socket_with_a_file_is_open_to_users_that_were_named(users: str) -> No
     directory.mkdir()
     directory.chmod(0o755)
     try:
-        with ServerProcess(*POOL, "--address", f"ipc://{directory}/socket", "--trusted-users", users) as server:
+        with ServerProcess(
+            *POOL, "--address", f"ipc://{directory}/socket", "--trusted-users", users
+        ) as server:
             heard = say_as_other(f"{directory}/socket", HELLO)
             if users == "none":
                 assert heard == {"refused": "PermissionError"}
@@ -185,14 +220,18 @@ def test_a_socket_with_a_file_is_open_to_users_that_were_named(users: str) -> No
 
 @needs_two_users
 @needs_namespaces
-def test_a_server_in_a_user_namespace_refuses_a_user_that_it_cannot_map_and_says_what_to_do() -> None:
+def test_a_server_in_a_user_namespace_refuses_a_user_that_it_cannot_map_and_says_what_to_do() -> (
+    None
+):
     with ServerInNamespace(*POOL) as server:
         for where in doors(server):
             assert say_as_other(where, HELLO) == {"came": "", "closed": True}
         assert status(server)["auth_failures"] == {"other_user": 2}
         assert "one user namespace" in server.log() and f"uid {OTHER_UID}" not in server.log()
         with kvkeep.connect(server.address, required=True, wait_ms=10_000, **CACHE) as cache:
-            assert cache.put(range(8), np.ones((2, 2, 8), np.float32)) == 2, "who is mapped is let in"
+            assert cache.put(range(8), np.ones((2, 2, 8), np.float32)) == 2, (
+                "who is mapped is let in"
+            )
 
 
 IN_A_NAMESPACE = """
@@ -207,7 +246,9 @@ except kvkeep.errors.Unavailable as error:
 @needs_two_users
 @needs_namespaces
 @pytest.mark.parametrize("inside", [AS_ROOT_INSIDE, ("unshare", "--user")])
-def test_an_engine_in_a_user_namespace_says_nothing_to_a_server_that_it_cannot_map(inside: tuple[str, ...]) -> None:
+def test_an_engine_in_a_user_namespace_says_nothing_to_a_server_that_it_cannot_map(
+    inside: tuple[str, ...],
+) -> None:
     """Also if it is mapped to nobody itself, and so looks like the other one."""
     with ServerProcess(*POOL) as server:
         port, name = port_of(server), doors(server)[1]

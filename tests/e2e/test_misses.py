@@ -1,4 +1,5 @@
-"""What an engine sees of a server without asking it: over real servers, their ends and their like."""
+"""What an engine sees of a server without asking it: over real servers, their ends and their
+like."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engines import Since, eventually
 
 NBYTES = 4096
-IDENTITY = ModelIdentity(model="presence", revision="1", kv_dtype="any", block_tokens=4, content="l")
+IDENTITY = ModelIdentity(
+    model="presence", revision="1", kv_dtype="any", block_tokens=4, content="l"
+)
 SHAPE = BlockShape(IDENTITY, (NBYTES,))
 
 
@@ -63,19 +66,25 @@ def knows_strangers(adapter: SchedulerAdapter) -> bool:
     return any(adapter.lacks(os.urandom(16)) for _ in range(9))
 
 
-def test_what_is_stored_is_seen_and_what_is_gone_is_not(server: ServerProcess, adapter: SchedulerAdapter) -> None:
+def test_what_is_stored_is_seen_and_what_is_gone_is_not(
+    server: ServerProcess, adapter: SchedulerAdapter
+) -> None:
     strangers = [os.urandom(16) for _ in range(50)]
     assert all(map(adapter.lacks, strangers)), "nothing is stored yet"
     first = stored(server, 20)
     assert not any(map(adapter.lacks, first))
     assert sum(map(adapter.lacks, strangers)) > 45, "a few may fall into cells of others"
     stored(server, 256)
-    assert sum(map(adapter.lacks, first)) > 10, "evicted: all that is left of them are cells of others"
+    assert sum(map(adapter.lacks, first)) > 10, (
+        "evicted: all that is left of them are cells of others"
+    )
     ask(server.http, "/v1/blocks?confirm=everything", "DELETE")
     assert all(map(adapter.lacks, first + strangers))
 
 
-def test_it_is_seen_while_the_server_hangs(server: ServerProcess, adapter: SchedulerAdapter) -> None:
+def test_it_is_seen_while_the_server_hangs(
+    server: ServerProcess, adapter: SchedulerAdapter
+) -> None:
     [key] = stored(server, 1)
     server.send(signal.SIGSTOP)
     try:
@@ -85,7 +94,9 @@ def test_it_is_seen_while_the_server_hangs(server: ServerProcess, adapter: Sched
         server.send(signal.SIGCONT)
 
 
-def test_a_miss_that_nobody_waits_for_costs_no_second_message(server: ServerProcess, adapter: SchedulerAdapter) -> None:
+def test_a_miss_that_nobody_waits_for_costs_no_second_message(
+    server: ServerProcess, adapter: SchedulerAdapter
+) -> None:
     counters = adapter.connection.counters
     [key] = stored(server, 1)
     answered, since = counters.answered, Since(server)
@@ -96,7 +107,11 @@ def test_a_miss_that_nobody_waits_for_costs_no_second_message(server: ServerProc
         adapter.lookup(number, None, stranger)
         adapter.release(number)
     assert eventually(lambda: adapter.connection.poll() or counters.answered >= answered + 50)
-    assert (since.requests("Lookup"), since.requests("Release"), counters.late_replies) == (50, 0, 0)
+    assert (since.requests("Lookup"), since.requests("Release"), counters.late_replies) == (
+        50,
+        0,
+        0,
+    )
     adapter.lookup("hit", None, key)
     adapter.release("hit")
     assert eventually(lambda: adapter.connection.poll() or since.requests("Release") == 1)
@@ -105,7 +120,9 @@ def test_a_miss_that_nobody_waits_for_costs_no_second_message(server: ServerProc
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_the_next_server_shows_what_it_has_adopted(end: signal.Signals) -> None:
     with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB") as server:
-        adapter = SchedulerAdapter(SHAPE, ClientOptions(address=server.address, reconnect_interval_ms=20))
+        adapter = SchedulerAdapter(
+            SHAPE, ClientOptions(address=server.address, reconnect_interval_ms=20)
+        )
         assert adapter.connection.wait_until_up(30_000)
         keys, before = stored(server, 20), adapter.connection.epoch
         server.stop(end)
@@ -138,6 +155,8 @@ def test_without_it_every_answer_is_waited_for(server: ServerProcess, harm: str)
     assert not adapter.lacks(os.urandom(16))
     keys = stored(server, 3)
     answers: list[Any] = []
-    assert eventually(lambda: answers.append(adapter.lookup("r", None, b"".join(keys))) or answers[-1] is not None)
+    assert eventually(
+        lambda: answers.append(adapter.lookup("r", None, b"".join(keys))) or answers[-1] is not None
+    )
     assert answers[-1].blocks == 3
     adapter.close()

@@ -1,4 +1,5 @@
-"""Peers of an earlier release, which spoke ZMQ: one line on each side, and the engine serves without the cache."""
+"""Peers of an earlier release, which spoke ZMQ: one line on each side, and the engine serves
+without the cache."""
 
 from __future__ import annotations
 
@@ -15,9 +16,21 @@ from kvkeep.testing.process import ServerProcess
 from kvkeep.wire.address import tcp_host, unix_name
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engines import BRISK, POOL, engine, eventually, oracle, prompt, serve, status, tokens_of, without_cache
+from engines import (
+    BRISK,
+    POOL,
+    engine,
+    eventually,
+    oracle,
+    prompt,
+    serve,
+    status,
+    tokens_of,
+    without_cache,
+)
 
-# The first 64 bytes of a ZMTP 3.1 connection: signature, version, mechanism, as-server, filler; and what follows them.
+# The first 64 bytes of a ZMTP 3.1 connection: signature, version, mechanism, as-server, filler; and
+# what follows them.
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
 GREETING = SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -40,8 +53,8 @@ def test_a_client_of_an_earlier_release_is_closed_and_named_once(sent: bytes) ->
 
 
 class OldServer:
-    """Listens as a server of an earlier release does, and greets by ZMTP whoever connects. What it hears then is not
-    ZMTP: it closes the connection, or waits for more."""
+    """Listens as a server of an earlier release does, and greets by ZMTP whoever connects. What it
+    hears then is not ZMTP: it closes the connection, or waits for more."""
 
     def __init__(self, first: bytes, *, closes: bool) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -93,4 +106,8 @@ def test_with_a_server_of_an_earlier_release_an_engine_serves_without_the_cache_
 
         assert eventually(goes_on), "it tries again and again"
     lines = [line for line in caplog.text.splitlines() if "earlier release" in line]
-    assert len(lines) == 1 and "Serving without the cache" in lines[0] and "install the same release" in lines[0]
+    assert (
+        len(lines) == 1
+        and "Serving without the cache" in lines[0]
+        and "install the same release" in lines[0]
+    )

@@ -87,7 +87,9 @@ def eventually(happens: Callable[[], bool]) -> bool:
 def test_two_processes_share_blocks_whatever_their_hash_seed(server: ServerProcess) -> None:
     assert ask("put", server.address, 40, hash_seed=1) == {"stored": 10}
     assert ask("get", server.address, 40, hash_seed=2) == {"blocks": 10, "right": True}
-    assert ask("put", server.address, 40, hash_seed=3) == {"stored": 0}, "what is there is not stored again"
+    assert ask("put", server.address, 40, hash_seed=3) == {"stored": 0}, (
+        "what is there is not stored again"
+    )
 
 
 def test_two_tenants_never_share(server: ServerProcess) -> None:
@@ -127,10 +129,14 @@ def test_a_reader_keeps_its_blocks_until_it_is_dead(server: ServerProcess) -> No
         assert reader.hears() == {"right": True}
         reader.close()
         again = list(range(9_000, 9_000 + SMALL_POOL_BLOCKS * clients.BLOCK_TOKENS))
-        assert eventually(lambda: cache.put(again, clients.oracle(again)) > 0 and cache.contains(again) > 100)
+        assert eventually(
+            lambda: cache.put(again, clients.oracle(again)) > 0 and cache.contains(again) > 100
+        )
 
 
-def test_a_reader_killed_in_the_middle_of_a_load_gives_its_lease_back(server: ServerProcess) -> None:
+def test_a_reader_killed_in_the_middle_of_a_load_gives_its_lease_back(
+    server: ServerProcess,
+) -> None:
     whole = list(range(SMALL_POOL_BLOCKS * clients.BLOCK_TOKENS))
     with clients.connect(server.address) as cache:
         assert cache.put(whole, clients.oracle(whole)) == SMALL_POOL_BLOCKS
@@ -152,13 +158,20 @@ def test_several_processes_at_once_never_see_a_wrong_byte() -> None:
     assert sum(each["got"] for each in said) > 0
 
 
-def test_processes_on_the_network_plane_share_with_those_in_shared_memory(server: ServerProcess) -> None:
+def test_processes_on_the_network_plane_share_with_those_in_shared_memory(
+    server: ServerProcess,
+) -> None:
     tokens = list(range(40))
-    with clients.connect(server.address, shared_memory=False) as far, clients.connect(server.address) as near:
+    with (
+        clients.connect(server.address, shared_memory=False) as far,
+        clients.connect(server.address) as near,
+    ):
         assert far.connection.segments is None
         assert near.connection.segments is not None
         assert far.put(tokens, clients.oracle(tokens)) == 10
-        assert clients.same(near.get(tokens), clients.oracle(tokens)) and near.contains(tokens) == 10
+        assert (
+            clients.same(near.get(tokens), clients.oracle(tokens)) and near.contains(tokens) == 10
+        )
         assert clients.same(far.get(tokens), clients.oracle(tokens)) and len(far.get(tokens)) == 10
 
 
@@ -185,16 +198,24 @@ def test_a_restarted_server_is_found_again() -> None:
             server.stop(signal.SIGKILL)
             assert len(cache.get(tokens)) == 0
             server.start()
-            assert eventually(lambda: cache.connected and cache.connection.epoch not in (0, first_epoch))
+            assert eventually(
+                lambda: cache.connected and cache.connection.epoch not in (0, first_epoch)
+            )
             assert clients.same(cache.get(tokens), clients.oracle(tokens))
             assert cache.put(tokens, clients.oracle(tokens)) == 0, "it is all still there"
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_ends_does_not_keep_anybody_waiting(end: signal.Signals) -> None:
-    """No deadline is waited for: the connection is gone, and the client knows. The deadlines here would show."""
+    """No deadline is waited for: the connection is gone, and the client knows. The deadlines here
+    would show."""
     server = ServerProcess(*SMALL_POOL)
-    with server, clients.connect(server.address, lookup_deadline_ms=100_000, store_deadline_ms=100_000) as cache:
+    with (
+        server,
+        clients.connect(
+            server.address, lookup_deadline_ms=100_000, store_deadline_ms=100_000
+        ) as cache,
+    ):
         started = threading.Event()
         ended: list[int] = []
 
@@ -229,7 +250,11 @@ def test_a_flipped_byte_in_the_pool_is_never_loaded(server: ServerProcess) -> No
         blocks = cache.get(tokens)
         assert len(blocks) == 6
         assert clients.same(blocks, clients.oracle(tokens))
-        assert eventually(lambda: cache.contains(tokens) == 6), "the bad block and all after it are gone"
+        assert eventually(lambda: cache.contains(tokens) == 6), (
+            "the bad block and all after it are gone"
+        )
         assert cache.put(tokens, clients.oracle(tokens)) == 4
-        assert clients.same(cache.get(tokens), clients.oracle(tokens)) and cache.contains(tokens) == 10
+        assert (
+            clients.same(cache.get(tokens), clients.oracle(tokens)) and cache.contains(tokens) == 10
+        )
     assert "does not match its checksum" in server.log()

@@ -50,7 +50,13 @@ from engines import engine, eventually, oracle, prompt, serve, tokens_of, withou
 LAYOUT = 1  # the first one that a server opens
 KEYS = chain("a", 2)
 BLOCKS = [bytes([at + 1]) * 64 for at in range(2)]
-CACHE: dict[str, Any] = {"model": "m", "revision": "1", "block_tokens": 4, "block_shape": (2, 8), "dtype": "float32"}
+CACHE: dict[str, Any] = {
+    "model": "m",
+    "revision": "1",
+    "block_tokens": 4,
+    "block_shape": (2, 8),
+    "dtype": "float32",
+}
 HELLO = [bytes(frame) for frame in encode(Header(0, 1), m.Hello("attacker", 1))]
 
 
@@ -61,7 +67,9 @@ def fort(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 
 def cache_of(fort: Fortress, name: str = "engine", **more: Any) -> kvkeep.Cache:
-    return kvkeep.connect(options=fort.options(name, **more), required=True, wait_ms=10_000, **CACHE)
+    return kvkeep.connect(
+        options=fort.options(name, **more), required=True, wait_ms=10_000, **CACHE
+    )
 
 
 def blocks(number: int) -> np.ndarray:
@@ -88,7 +96,9 @@ def test_the_oracle_gets_hits_over_tls(fort: Fortress, shared_memory: bool) -> N
     assert fort.status()["counters"]["hit_blocks"] - before >= 3 * 5
 
 
-def test_certificates_can_come_from_the_environment(fort: Fortress, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_can_come_from_the_environment(
+    fort: Fortress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("tls_cert", "tls_key", "tls_ca"):
         monkeypatch.setenv(f"KVKEEP_CLIENT_{name.upper()}", getattr(fort.options(), name))
     with kvkeep.connect(fort.address, required=True, wait_ms=10_000, **CACHE) as cache:
@@ -116,7 +126,10 @@ def assert_gets_nothing(fort: Fortress, make_knock: Callable[[], Knock], reason:
         assert knock.hear() is None
     assert eventually(lambda: fort.failures().get(reason, 0) > failures.get(reason, 0))
     after = fort.status()["counters"]
-    assert after["sessions_opened"] == before["sessions_opened"] and after["bad_frames"] == before["bad_frames"]
+    assert (
+        after["sessions_opened"] == before["sessions_opened"]
+        and after["bad_frames"] == before["bad_frames"]
+    )
     assert fort.failures().keys() - failures.keys() <= {reason}
 
 
@@ -130,12 +143,16 @@ def written(directory: Path, issued: Issued, ca: str) -> TlsFiles:
 
 def test_a_name_that_nobody_authorized(fort: Fortress, tmp_path: Path) -> None:
     stranger = written(tmp_path, issue(fort.authority(), "stranger", days=1), fort.authority().cert)
-    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, client_context(stranger)), "unknown_client")
+    assert_gets_nothing(
+        fort, lambda: Knock(fort.host_and_port, client_context(stranger)), "unknown_client"
+    )
 
 
 def test_an_authorized_name_of_another_ca(fort: Fortress, tmp_path: Path) -> None:
     posing = written(tmp_path, issue(new_authority(1), "engine", days=1), fort.authority().cert)
-    assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, client_context(posing)), "handshake")
+    assert_gets_nothing(
+        fort, lambda: Knock(fort.host_and_port, client_context(posing)), "handshake"
+    )
 
 
 def test_an_authorized_name_whose_time_is_over(fort: Fortress, tmp_path: Path) -> None:
@@ -196,7 +213,8 @@ def test_a_recorded_session_played_again_gets_nothing(fort: Fortress) -> None:
 
 
 def test_a_client_does_not_speak_to_a_server_of_another_ca(tmp_path: Path, fort: Fortress) -> None:
-    """Somebody who listens in the server's place, with a certificate of his own and an open door, gets no message."""
+    """Somebody who listens in the server's place, with a certificate of his own and an open door,
+    gets no message."""
     with fortress(tmp_path / "keys") as impostor:
         options = fort.options(address=impostor.address)
         with pytest.raises(Unavailable, match="not signed by a CA that we trust"):
@@ -205,7 +223,9 @@ def test_a_client_does_not_speak_to_a_server_of_another_ca(tmp_path: Path, fort:
         assert eventually(lambda: impostor.failures().get("handshake", 0) > 0)
 
 
-def test_a_client_does_not_speak_to_another_client_that_poses_as_the_server(tmp_path: Path, fort: Fortress) -> None:
+def test_a_client_does_not_speak_to_another_client_that_poses_as_the_server(
+    tmp_path: Path, fort: Fortress
+) -> None:
     """It has a certificate of the right CA, for that very host, but not one for servers."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(fort.files().cert, fort.files().key)
@@ -237,13 +257,18 @@ def resident_kib(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def test_a_crowd_without_certificates_costs_little_and_others_are_served_meanwhile(tmp_path: Path) -> None:
-    """Hundreds of connections, silent or in the middle of a handshake without end, and what they sent is forgotten."""
+def test_a_crowd_without_certificates_costs_little_and_others_are_served_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """Hundreds of connections, silent or in the middle of a handshake without end, and what they
+    sent is forgotten."""
     with fortress(tmp_path / "keys") as fort, cache_of(fort) as cache:
         cache.put(range(8), blocks(1))
         before = resident_kib(fort.server.pid)
         crowd = [socket.create_connection(fort.host_and_port) for _ in range(300)]
-        endless = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc" + bytes(8_192)  # half of a ClientHello of 16 KiB
+        endless = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc" + bytes(
+            8_192
+        )  # half of a ClientHello of 16 KiB
         for one in crowd[::2]:
             with contextlib.suppress(OSError):  # it made way for another already
                 one.sendall(endless)
@@ -260,8 +285,11 @@ def test_a_crowd_without_certificates_costs_little_and_others_are_served_meanwhi
 # -- who has a certificate, and means harm
 
 
-def test_a_hostile_client_with_a_certificate_of_its_own_reaches_no_other_tenant(fort: Fortress) -> None:
-    """It knows everything but the other's key: session token, tenant id, block keys, lease and write numbers."""
+def test_a_hostile_client_with_a_certificate_of_its_own_reaches_no_other_tenant(
+    fort: Fortress,
+) -> None:
+    """It knows everything but the other's key: session token, tenant id, block keys, lease and
+    write numbers."""
     victim_tenant, own = tenant_of("victim"), tenant_of("hostile")
     fort.add_client("hostile", own)
     fort.add_client("victim", victim_tenant)
@@ -294,7 +322,12 @@ def test_a_hostile_client_with_a_certificate_of_its_own_reaches_no_other_tenant(
         assert hostile.ask(m.Done, m.AbandonStore([write])).count == 0
         # The other's session, by its token.
         hostile.session, hostile.number = victim.session, 1000
-        for message in (m.Ping(), m.Goodbye(), m.Lookup(victim_tenant, layout, KEYS), m.Fetch(lease, 0, 0, 1)):
+        for message in (
+            m.Ping(),
+            m.Goodbye(),
+            m.Lookup(victim_tenant, layout, KEYS),
+            m.Fetch(lease, 0, 0, 1),
+        ):
             assert hostile.refusal(message) == "unknown_session"
         # And all that the victim has is as it was.
         victim.ask(m.Done, m.Fetch(lease, 0, 0, 2))
@@ -310,7 +343,9 @@ def test_a_hostile_client_that_floods_is_refused_and_slows_nobody_for_long(tmp_p
         with fort.knock() as flood, cache_of(fort, "calm") as cache:
             peer = flood.peer().attach()
             for number in range(2000):
-                flood.say([bytes(frame) for frame in encode(Header(peer.session, 100 + number), m.Ping())])
+                flood.say(
+                    [bytes(frame) for frame in encode(Header(peer.session, 100 + number), m.Ping())]
+                )
                 flood.hear(0)
                 if number % 500 == 0:
                     assert cache.put(range(8), blocks(1)) in (0, 2)
@@ -320,7 +355,9 @@ def test_a_hostile_client_that_floods_is_refused_and_slows_nobody_for_long(tmp_p
 
 
 def test_one_client_cannot_take_all_sessions(tmp_path: Path) -> None:
-    with fortress(tmp_path / "keys", "--max-sessions", "6", "--max-sessions-per-client", "4") as fort:
+    with fortress(
+        tmp_path / "keys", "--max-sessions", "6", "--max-sessions-per-client", "4"
+    ) as fort:
         fort.add_client("calm")
         assert eventually(lambda: "2 names" in fort.server.log())
         with fort.knock() as greedy:
@@ -331,7 +368,9 @@ def test_one_client_cannot_take_all_sessions(tmp_path: Path) -> None:
                 assert cache.put(range(8), blocks(1)) == 2
 
 
-def test_a_client_that_fetches_and_does_not_read_costs_little_by_however_many_connections(tmp_path: Path) -> None:
+def test_a_client_that_fetches_and_does_not_read_costs_little_by_however_many_connections(
+    tmp_path: Path,
+) -> None:
     """Asked for: 96 replies of 4 MiB under one token."""
     with fortress(tmp_path / "keys") as fort, contextlib.ExitStack() as connections:
         fort.add_client("calm")
@@ -339,7 +378,9 @@ def test_a_client_that_fetches_and_does_not_read_costs_little_by_however_many_co
         knocks = [connections.enter_context(fort.knock()) for _ in range(4)]
         greedy = knocks[0].peer().attach()
         layout = greedy.open_layout(1 << 20)
-        assert greedy.store(layout, chain("a", 4), [bytes([at]) * (1 << 20) for at in range(4)]) == 4
+        assert (
+            greedy.store(layout, chain("a", 4), [bytes([at]) * (1 << 20) for at in range(4)]) == 4
+        )
         greedy.ask(m.Found, m.Lookup("default", layout, chain("a", 4)))
         lease, before = greedy.number, resident_kib(fort.server.pid)
         for knock in knocks[1:]:
@@ -371,7 +412,8 @@ def test_a_session_goes_on_over_a_new_connection(fort: Fortress) -> None:
 
 
 def test_a_session_over_tls_cannot_be_had_by_the_unix_socket(fort: Fortress) -> None:
-    """Who gets there is the server's own user. Even so: the session is its certificate's, whoever knows its token."""
+    """Who gets there is the server's own user. Even so: the session is its certificate's, whoever
+    knows its token."""
     name = unix_name(fort.server.address)
     assert name is not None
     with fort.knock() as far, socket.socket(socket.AF_UNIX) as connecting:
@@ -398,7 +440,9 @@ def test_a_revoked_client_is_out_without_a_restart_and_back_when_it_is_authorize
         assert cache.put(range(8), blocks(1)) == 2
         line = fort.keys / "authorized" / "engine.client"
         line.rename(line.with_suffix(".away"))
-        assert eventually(lambda: not fort.status()["sessions"]), "the session ends within a check interval"
+        assert eventually(lambda: not fort.status()["sessions"]), (
+            "the session ends within a check interval"
+        )
         assert eventually(lambda: not cache.connected) and cache.contains(range(8)) == 0
         with pytest.raises(Unavailable):
             kvkeep.connect(options=fort.options(), required=True, wait_ms=300, **CACHE)
@@ -412,7 +456,9 @@ def test_a_client_that_is_authorized_late_connects_by_itself(tmp_path: Path) -> 
         line.rename(line.with_suffix(".away"))
         assert eventually(lambda: "1 revoked" in fort.server.log())
         with kvkeep.connect(options=fort.options(), wait_ms=300, **CACHE) as cache:
-            assert not cache.connected and eventually(lambda: fort.failures().get("unknown_client", 0) > 0)
+            assert not cache.connected and eventually(
+                lambda: fort.failures().get("unknown_client", 0) > 0
+            )
             line.with_suffix(".away").rename(line)
             assert eventually(lambda: cache.connected)
 
@@ -422,7 +468,9 @@ def test_tenants_that_are_taken_from_a_client_are_refused_at_once(tmp_path: Path
         peer = before.peer().attach()
         layout = peer.open_layout(64)
         assert peer.store(layout, KEYS, BLOCKS) == 2
-        (fort.keys / "authorized" / "engine.client").write_text(f"engine tenants={tenant_of('other')}\n")
+        (fort.keys / "authorized" / "engine.client").write_text(
+            f"engine tenants={tenant_of('other')}\n"
+        )
         looked_up = m.Lookup("default", layout, KEYS)
         assert eventually(lambda: isinstance(peer.say(looked_up), m.Refused))
         assert peer.refusal(looked_up) == "forbidden_tenant", "on a connection that was open before"
@@ -432,7 +480,9 @@ def test_tenants_that_are_taken_from_a_client_are_refused_at_once(tmp_path: Path
 # -- certificates that are renewed
 
 
-def test_a_renewed_certificate_is_shown_without_a_restart_and_nobody_loses_a_connection(tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_shown_without_a_restart_and_nobody_loses_a_connection(
+    tmp_path: Path,
+) -> None:
     with fortress(tmp_path / "keys") as fort, cache_of(fort) as cache:
         cache.put(range(8), blocks(1))
         port, opened = fort.host_and_port[1], fort.status()["counters"]["sessions_opened"]
@@ -446,7 +496,10 @@ def test_a_renewed_certificate_is_shown_without_a_restart_and_nobody_loses_a_con
         assert eventually(lambda: "were read again" in fort.server.log())
         with Knock(("127.0.0.3", port), client_context(fort.files())) as knock:
             knock.peer().attach().ask(m.Done, m.Goodbye())
-        assert cache.contains(range(8)) == 2 and fort.status()["counters"]["sessions_opened"] == opened + 1
+        assert (
+            cache.contains(range(8)) == 2
+            and fort.status()["counters"]["sessions_opened"] == opened + 1
+        )
 
 
 def test_a_ca_that_is_taken_out_takes_its_clients_with_it(tmp_path: Path) -> None:
@@ -457,13 +510,19 @@ def test_a_ca_that_is_taken_out_takes_its_clients_with_it(tmp_path: Path) -> Non
         (fort.keys / "ca.pem").write_text(both)
         assert eventually(lambda: "were read again" in fort.server.log())
         foreign = written(
-            tmp_path, Issued(*(Path(other["clients"][0][name]).read_text() for name in ("tls_cert", "tls_key"))), both
+            tmp_path,
+            Issued(
+                *(Path(other["clients"][0][name]).read_text() for name in ("tls_cert", "tls_key"))
+            ),
+            both,
         )
         with Knock(fort.host_and_port, client_context(foreign)) as knock:
             knock.peer().attach()
             (fort.keys / "ca.pem").write_text(own)
             assert knock.hear() is None and knock.stream.is_over
-        assert_gets_nothing(fort, lambda: Knock(fort.host_and_port, client_context(foreign)), "handshake")
+        assert_gets_nothing(
+            fort, lambda: Knock(fort.host_and_port, client_context(foreign)), "handshake"
+        )
         with cache_of(fort) as cache:
             assert cache.put(range(8), blocks(1)) == 2, "clients of the CA that stays are let in"
 
@@ -494,10 +553,21 @@ def http_status(
 def test_the_admin_api_is_closed_to_those_without_the_token(fort: Fortress) -> None:
     token = fort.token_file.read_text().strip()
     paths = ["/metrics", "/v1/status", "/v1/tenants", "/v1/settings", "/openapi.json", "/nothing"]
-    wrong = [None, "", "Bearer", "Bearer ", f"Bearer {token}x", f"Bearer {token[:-1]}", f"Basic {token}", token]
+    wrong = [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Bearer {token}x",
+        f"Bearer {token[:-1]}",
+        f"Basic {token}",
+        token,
+    ]
     wrong += [f"Bearer {'x' * len(token)}", f"Bearer {token} {token}"]
     for path in paths:
-        assert http_status(fort.server.http, path, f"Bearer {token}") == (404 if path == "/nothing" else 200)
+        assert http_status(fort.server.http, path, f"Bearer {token}") == (
+            404 if path == "/nothing" else 200
+        )
         for given in wrong:
             assert http_status(fort.server.http, path, given) == 401, (path, given)
     assert http_status(fort.server.http, "/v1/blocks?confirm=everything", None, "DELETE") == 401
@@ -530,37 +600,59 @@ def made_token(server: ServerProcess) -> Path:
     return server.state_dir / server.name / "admin.token"
 
 
-def test_nobody_stops_or_changes_a_server_of_default_settings_without_its_token(open_server: ServerProcess) -> None:
+def test_nobody_stops_or_changes_a_server_of_default_settings_without_its_token(
+    open_server: ServerProcess,
+) -> None:
     http, token = open_server.http, made_token(open_server).read_text().strip()
-    changes = [("POST", "/v1/drain"), ("DELETE", "/v1/blocks?confirm=everything"), ("PATCH", "/v1/settings")]
+    changes = [
+        ("POST", "/v1/drain"),
+        ("DELETE", "/v1/blocks?confirm=everything"),
+        ("PATCH", "/v1/settings"),
+    ]
     changes += [("PUT", f"/v1/tenants/default/{what}") for what in ("quota", "limit")]
     for method, path in [*changes, ("DELETE", "/v1/tenants/default/blocks")]:
         for given in (None, "Bearer ", f"Bearer {token}x", f"Basic {token}"):
             assert http_status(http, path, given, method) == 401, (method, path, given)
     status = ask(http, "/v1/status")
-    assert status["pid"] == open_server.pid and not status["stopping"] and status["auth_failures"]["admin_token"] == 24
+    assert (
+        status["pid"] == open_server.pid
+        and not status["stopping"]
+        and status["auth_failures"]["admin_token"] == 24
+    )
     log = open_server.log()
     assert log.count("was refused: ") == 1 and token not in log, "one line a minute"
     assert http_status(http, "/v1/drain", f"Bearer {token}", "POST") == 202
 
 
-def test_another_user_of_the_host_neither_drains_the_server_nor_reads_its_token(open_server: ServerProcess) -> None:
+def test_another_user_of_the_host_neither_drains_the_server_nor_reads_its_token(
+    open_server: ServerProcess,
+) -> None:
     post = "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1], method='POST'))"
     done = as_another_user(sys.executable, "-c", post, f"http://{open_server.http}/v1/drain")
     assert done.returncode and "HTTP Error 401" in done.stderr
     for read in ("open(sys.argv[1]).read()", "os.listdir(os.path.dirname(sys.argv[1]))"):
-        done = as_another_user(sys.executable, "-c", f"import os, sys; {read}", str(made_token(open_server)))
+        done = as_another_user(
+            sys.executable, "-c", f"import os, sys; {read}", str(made_token(open_server))
+        )
         assert done.returncode and "PermissionError" in done.stderr
-    done = as_another_user(sys.executable, "-m", "kvkeep.cli.main", "drain", "--http", open_server.http)
-    assert done.returncode == 1 and f"{made_token(open_server)} cannot be read: Permission denied" in done.stderr
+    done = as_another_user(
+        sys.executable, "-m", "kvkeep.cli.main", "drain", "--http", open_server.http
+    )
+    assert (
+        done.returncode == 1
+        and f"{made_token(open_server)} cannot be read: Permission denied" in done.stderr
+    )
     assert "Run this as the server's user" in done.stderr and "--token-file" in done.stderr
-    done = as_another_user(sys.executable, "-m", "kvkeep.cli.main", "status", "--http", open_server.http)
+    done = as_another_user(
+        sys.executable, "-m", "kvkeep.cli.main", "status", "--http", open_server.http
+    )
     assert done.returncode == 0, "reading stays open"
     assert ask(open_server.http, "/v1/status")["stopping"] is False
 
 
 def test_clients_that_never_read_do_not_keep_health_from_being_answered() -> None:
-    """More of them than there are connections, each with an answer that does not fit the kernel's buffers."""
+    """More of them than there are connections, each with an answer that does not fit the kernel's
+    buffers."""
     server = ServerProcess("--pool-size", "16MiB")
     keep_tenants(server, 5_000)
     with server, contextlib.ExitStack() as crowd:
@@ -570,8 +662,13 @@ def test_clients_that_never_read_do_not_keep_health_from_being_answered() -> Non
             path = "/metrics" if number % 2 else "/v1/tenants?limit=100000"
             crowd.enter_context(ask_and_never_read((host, int(port)), path))
         for _ in range(20):
-            assert [http_status(server.http, path, None) for path in ("/healthz", "/readyz")] == [200, 200]
-        assert eventually(lambda: http_status(server.http, "/metrics", None) == 200), "nor others from being served"
+            assert [http_status(server.http, path, None) for path in ("/healthz", "/readyz")] == [
+                200,
+                200,
+            ]
+        assert eventually(lambda: http_status(server.http, "/metrics", None) == 200), (
+            "nor others from being served"
+        )
         assert resident_kib(server.pid) - memory < 256 << 10
         lines = [line for line in server.log().splitlines() if "kvkeep.server.guard" in line]
         assert 1 <= len(lines) <= 4 and any("too many" in line for line in lines), lines
@@ -589,7 +686,9 @@ def test_beyond_loopback_it_listens_with_certificates_and_token_alone(tmp_path: 
         port, http = fort.server.address.rpartition(":")[2], fort.server.http.rpartition(":")[2]
         assert fort.server.http == f"https://0.0.0.0:{http}"
         assert port == str(fort.host_and_port[1])
-        with kvkeep.connect(options=fort.options(), required=True, wait_ms=10_000, **CACHE) as cache:
+        with kvkeep.connect(
+            options=fort.options(), required=True, wait_ms=10_000, **CACHE
+        ) as cache:
             assert cache.put(range(8), blocks(1)) == 2
         token = fort.token_file.read_text().strip()
         for host, given, expected in (
@@ -598,8 +697,13 @@ def test_beyond_loopback_it_listens_with_certificates_and_token_alone(tmp_path: 
             (f"127.0.0.1:{http}", f"Bearer {token}", 200),
         ):
             tls = ssl.create_default_context(cafile=tmp_path / "keys" / "ca.pem")
-            assert http_status(f"127.0.0.1:{http}", "/v1/status", given, host=host, tls=tls) == expected
-        assert http_status(f"127.0.0.1:{http}", "/v1/status", f"Bearer {token}") == 400, "not without TLS"
+            assert (
+                http_status(f"127.0.0.1:{http}", "/v1/status", given, host=host, tls=tls)
+                == expected
+            )
+        assert http_status(f"127.0.0.1:{http}", "/v1/status", f"Bearer {token}") == 400, (
+            "not without TLS"
+        )
 
 
 def test_on_loopback_another_hosts_name_is_refused_even_with_the_token(fort: Fortress) -> None:
@@ -609,23 +713,47 @@ def test_on_loopback_another_hosts_name_is_refused_even_with_the_token(fort: For
 
 
 def test_everything_it_makes_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
-    """A running server under umask 000, with an engine attached and quotas kept: every file that is there."""
+    """A running server under umask 000, with an engine attached and quotas kept: every file that is
+    there."""
     before = os.umask(0)
     try:
         address = f"ipc://{tmp_path}/socket"
-        with fortress(tmp_path / "keys", "--address", address) as fort, cache_of(fort, address=address) as cache:
+        with (
+            fortress(tmp_path / "keys", "--address", address) as fort,
+            cache_of(fort, address=address) as cache,
+        ):
             cache.put(range(8), blocks(1))
             assert cache.connection.segments is not None
             asked = {"quota_bytes": 1 << 20}
-            ask(fort.server.http, "/v1/tenants/default/quota", "PUT", asked, token_file=fort.token_file)
+            ask(
+                fort.server.http,
+                "/v1/tenants/default/quota",
+                "PUT",
+                asked,
+                token_file=fort.token_file,
+            )
             pool, state = Path(f"/dev/shm/kvkeep-{fort.server.name}"), fort.server.state_dir
             assert state is not None
             roots = [pool, state / fort.server.name, fort.keys]
-            seen = {path: path.lstat().st_mode for root in roots for path in (root, *root.rglob("*"))}
+            seen = {
+                path: path.lstat().st_mode for root in roots for path in (root, *root.rglob("*"))
+            }
             seen[tmp_path / "socket"] = (tmp_path / "socket").lstat().st_mode
             kinds = {path.name.partition("-")[0].partition(".")[0] for path in seen}
-            assert {"segment", "session", "daemon", "epoch", "quotas", "socket", "server", "admin"} <= kinds, kinds
+            assert {
+                "segment",
+                "session",
+                "daemon",
+                "epoch",
+                "quotas",
+                "socket",
+                "server",
+                "admin",
+            } <= kinds, kinds
             for path, mode in seen.items():
-                assert stat.S_IMODE(mode) == (0o700 if stat.S_ISDIR(mode) else 0o600), (path, oct(mode))
+                assert stat.S_IMODE(mode) == (0o700 if stat.S_ISDIR(mode) else 0o600), (
+                    path,
+                    oct(mode),
+                )
     finally:
         os.umask(before)

@@ -1,8 +1,9 @@
-"""Engines of several ranks against a real daemon: who stores which shard, who may see a block, and which bytes it has.
+"""Engines of several ranks against a real daemon: who stores which shard, who may see a block, and
+which bytes it has.
 
-A block's bytes are a function of its key and its shard, so a shard in the wrong place, or a block of another engine,
-fails the run. Ranks are threads of this process, each with a WorkerAdapter, a session and tensors of its own.
-"""
+A block's bytes are a function of its key and its shard, so a shard in the wrong place, or a block
+of another engine, fails the run. Ranks are threads of this process, each with a WorkerAdapter, a
+session and tensors of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from kvkeep.testing.process import ServerProcess
 
 torch: Any = pytest.importorskip("torch")
 
-BLOCKS, BLOCK_TOKENS, SIZE, LAYERS = 8, 4, 16, 4  # blocks a rank has, tokens a block, numbers a head, layers in all
+BLOCKS, BLOCK_TOKENS, SIZE, LAYERS = (
+    8,
+    4,
+    16,
+    4,
+)  # blocks a rank has, tokens a block, numbers a head, layers in all
 PROMPT = list(range(BLOCK_TOKENS * 5))
 _models = itertools.count()
 
@@ -52,7 +58,9 @@ def eventually(happens: Callable[[], bool]) -> bool:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--pool-size", "32MiB", "--slab-size", "1MiB", "--session-check-interval", "50ms") as running:
+    with ServerProcess(
+        "--pool-size", "32MiB", "--slab-size", "1MiB", "--session-check-interval", "50ms"
+    ) as running:
         yield running
 
 
@@ -60,7 +68,10 @@ def counted(server: ServerProcess) -> dict[str, float]:
     """Counters and histogram counts from /metrics, by name with labels."""
     with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")
+    }
 
 
 class Difference:
@@ -104,7 +115,9 @@ class Model:
 
     def tensors(self) -> list[Any]:
         shape = (BLOCKS, 2, self.block_tokens, self.heads_a_rank, SIZE)
-        return [torch.zeros(shape, dtype=getattr(torch, self.dtype)) for _ in range(self.layers_a_rank)]
+        return [
+            torch.zeros(shape, dtype=getattr(torch, self.dtype)) for _ in range(self.layers_a_rank)
+        ]
 
     @property
     def shape(self) -> BlockShape:
@@ -128,7 +141,9 @@ class Model:
 
 def oracle(key: bytes, shard: int, nbytes: int) -> bytes:
     """What a shard of a block must hold."""
-    return hashlib.shake_128(key + shard.to_bytes(4, "little") + nbytes.to_bytes(8, "little")).digest(nbytes)
+    return hashlib.shake_128(
+        key + shard.to_bytes(4, "little") + nbytes.to_bytes(8, "little")
+    ).digest(nbytes)
 
 
 class Rank:
@@ -138,18 +153,24 @@ class Rank:
         self.strategy = strategy
         self.tensors = model.tensors()
         self.worker = WorkerAdapter(model.shape, strategy, patient(address))
-        self.worker.register_kv_caches({f"layer{i}": tensor for i, tensor in enumerate(self.tensors)})
+        self.worker.register_kv_caches(
+            {f"layer{i}": tensor for i, tensor in enumerate(self.tensors)}
+        )
 
     def compute(self, block: int, key: bytes) -> None:
         """Fills a block with what this rank's shard of it must hold."""
         content = oracle(key, self.strategy.kv_rank, self._nbytes)
         for tensor, part in zip(
-            self.tensors, np.frombuffer(content, np.uint8).reshape(len(self.tensors), -1), strict=True
+            self.tensors,
+            np.frombuffer(content, np.uint8).reshape(len(self.tensors), -1),
+            strict=True,
         ):
             tensor[block].view(torch.uint8).flatten().copy_(torch.from_numpy(part.copy()))
 
     def is_right(self, block: int, key: bytes) -> bool:
-        held = b"".join(tensor[block].view(torch.uint8).numpy().tobytes() for tensor in self.tensors)
+        held = b"".join(
+            tensor[block].view(torch.uint8).numpy().tobytes() for tensor in self.tensors
+        )
         return held == oracle(key, self.strategy.kv_rank, self._nbytes)
 
     def forget(self) -> None:
@@ -179,7 +200,9 @@ class Engine:
         self.scheduler = SchedulerAdapter(model.shape, patient(address))
         self.ranks = [Rank(model, strategy, address) for strategy in model.strategies]
         connections = [self.scheduler.connection, *(rank.worker.connection for rank in self.ranks)]
-        assert eventually(lambda: all(connection.up for connection in connections)), connections[0].refusal
+        assert eventually(lambda: all(connection.up for connection in connections)), connections[
+            0
+        ].refusal
         self._requests = itertools.count()
 
     def store(self, keys: bytes, ranks: list[Rank] | None = None) -> list[int]:
@@ -210,17 +233,22 @@ class Engine:
         return answer.blocks
 
     def load(self, keys: bytes) -> int:
-        """Every rank forgets, loads what is there and checks every byte. Returns how many blocks came."""
+        """Every rank forgets, loads what is there and checks every byte. Returns how many blocks
+        came."""
         request, answer = self.lookup(keys)
         ids = np.arange(answer.blocks)[::-1].copy()
         for rank in self.ranks:
             rank.forget()
-            load = LoadRequest("default", keys, 0, ids, answer.epoch, answer.slots, answer.checksums)
+            load = LoadRequest(
+                "default", keys, 0, ids, answer.epoch, answer.slots, answer.checksums
+            )
             rank.worker.load("l", load)
         for rank in self.ranks:
             assert rank.finish() == Finished(rank.strategy.rank, loaded=["l"])
             for at, block in enumerate(ids.tolist()):
-                assert rank.is_right(block, keys[at * 16 : at * 16 + 16]), f"rank {rank.strategy.rank} block {at}"
+                assert rank.is_right(block, keys[at * 16 : at * 16 + 16]), (
+                    f"rank {rank.strategy.rank} block {at}"
+                )
         self.scheduler.release(request)
         return answer.blocks
 
@@ -283,16 +311,24 @@ def test_every_shard_is_stored_once_and_every_rank_loads_its_own(
     storing = [strategy.stores for strategy in model.strategies]
     shards = model.strategies[0].kv_world_size
     assert engine.store(keys) == [5 if stores else 0 for stores in storing]
-    assert grown('kvkeep_request_duration_seconds_count{kind="PrepareStore"}') == sum(storing) == shards
+    assert (
+        grown('kvkeep_request_duration_seconds_count{kind="PrepareStore"}')
+        == sum(storing)
+        == shards
+    )
     assert grown('kvkeep_request_duration_seconds_count{kind="CompleteStore"}') == shards
     assert grown("kvkeep_stored_blocks_total") == 5 * shards
     assert grown("kvkeep_stored_bytes_total") == 5 * sum(model.shape.shard_bytes)
     assert engine.load(keys) == 5
-    assert engine.load(model.keys([*PROMPT[:12], 999, *PROMPT[13:]])) == 3, "as far as the prompts agree"
+    assert engine.load(model.keys([*PROMPT[:12], 999, *PROMPT[13:]])) == 3, (
+        "as far as the prompts agree"
+    )
 
 
 @pytest.mark.parametrize("cut", [{"tp": 4, "pp": 2}, {"tp": 8, "pp": 1, "kv_heads": 4}], ids=named)
-def test_a_block_is_seen_when_its_last_shard_is_in_and_no_sooner(start: Start, cut: dict[str, Any]) -> None:
+def test_a_block_is_seen_when_its_last_shard_is_in_and_no_sooner(
+    start: Start, cut: dict[str, Any]
+) -> None:
     model = fresh(**cut)
     engine, keys = start(model), model.keys(PROMPT)
     storing = [rank for rank in engine.ranks if rank.strategy.stores]
@@ -313,7 +349,9 @@ def test_shards_that_arrive_unevenly_show_what_all_of_them_have(start: Start) ->
     assert engine.load(keys) == 5
 
 
-def test_mla_on_eight_ranks_makes_one_store_of_each_block(start: Start, server: ServerProcess) -> None:
+def test_mla_on_eight_ranks_makes_one_store_of_each_block(
+    start: Start, server: ServerProcess
+) -> None:
     model = fresh(tp=8, mla=True)
     engine, keys, grown = start(model), model.keys(PROMPT), Difference(server)
     assert engine.store(keys) == [5, 0, 0, 0, 0, 0, 0, 0]
@@ -322,7 +360,9 @@ def test_mla_on_eight_ranks_makes_one_store_of_each_block(start: Start, server: 
     assert engine.load(keys) == 5, "and all eight load that copy"
 
 
-def test_all_ranks_of_two_replicas_storing_at_once_write_each_shard_once(start: Start, server: ServerProcess) -> None:
+def test_all_ranks_of_two_replicas_storing_at_once_write_each_shard_once(
+    start: Start, server: ServerProcess
+) -> None:
     model = fresh(tp=2, pp=2)
     replicas, keys, grown = [start(model), start(model)], model.keys(PROMPT), Difference(server)
     with ThreadPoolExecutor(2) as pool:
@@ -339,11 +379,22 @@ def test_all_ranks_of_two_replicas_storing_at_once_write_each_shard_once(start: 
 
 def test_engines_cut_differently_never_read_each_others_blocks(start: Start) -> None:
     name = fresh().name
-    cuts: list[dict[str, Any]] = [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"mla": True}]
+    cuts: list[dict[str, Any]] = [
+        {"tp": 2},
+        {"tp": 4},
+        {"pp": 2},
+        {"pp": 4},
+        {"tp": 2, "pp": 2},
+        {"mla": True},
+    ]
     models = [Model(name=name, **cut) for cut in cuts]
     engines = [start(model) for model in models]
-    assert len({model.keys(PROMPT) for model in models if not model.mla}) == 1, "keys say what the numbers mean"
-    assert len({model.shape.fingerprint for model in models}) == len(models), "layouts how they are cut"
+    assert len({model.keys(PROMPT) for model in models if not model.mla}) == 1, (
+        "keys say what the numbers mean"
+    )
+    assert len({model.shape.fingerprint for model in models}) == len(models), (
+        "layouts how they are cut"
+    )
     for engine, model in zip(engines, models, strict=True):
         assert engine.hits(model.keys(PROMPT)) == 0, "though the server has blocks of the same keys"
         engine.store(model.keys(PROMPT))
@@ -383,15 +434,22 @@ def test_adapters_and_salts_have_keys_of_their_own(start: Start) -> None:
         assert engine.load(model.keys(PROMPT, **variant)) == 5
 
 
-def test_a_worker_that_lays_its_tensors_out_otherwise_is_refused_not_fed(server: ServerProcess) -> None:
-    """The model identity says nothing of it, the bytes of a block are as many, the checksums would match: only the
-    order of the dimensions in memory differs, and with it the meaning of every byte."""
-    identity = ModelIdentity(model="careless", revision="1", kv_dtype="float32", block_tokens=4, content="as ever")
+def test_a_worker_that_lays_its_tensors_out_otherwise_is_refused_not_fed(
+    server: ServerProcess,
+) -> None:
+    """The model identity says nothing of it, the bytes of a block are as many, the checksums would
+    match: only the order of the dimensions in memory differs, and with it the meaning of every
+    byte."""
+    identity = ModelIdentity(
+        model="careless", revision="1", kv_dtype="float32", block_tokens=4, content="as ever"
+    )
     shape = BlockShape(identity, (2 * 4 * 8 * 16 * 4,))
     tokens_major = torch.zeros((8, 2, 4, 8, 16))
     heads_major = torch.zeros((8, 2, 8, 4, 16)).transpose(2, 3)
     assert tokens_major.shape == heads_major.shape
-    first, second = (WorkerAdapter(shape, ParallelStrategy.of(), patient(server.address)) for _ in "ab")
+    first, second = (
+        WorkerAdapter(shape, ParallelStrategy.of(), patient(server.address)) for _ in "ab"
+    )
     first.register_kv_caches({"layer": tokens_major})
     assert first.connection.wait_until_up(10_000)
     second.register_kv_caches({"layer": heads_major})

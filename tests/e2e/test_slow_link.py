@@ -18,14 +18,21 @@ BLOCK = (1 << 20,)
 
 @pytest.mark.parametrize("looks", [False, True], ids=["alone", "with lookups beside"])
 def test_blocks_cross_a_slow_link_however_long_that_takes(looks: bool) -> None:
-    tokens, blocks = list(range(8)), np.random.default_rng(7).integers(0, 255, (8, *BLOCK), dtype=np.uint8)
+    tokens, blocks = (
+        list(range(8)),
+        np.random.default_rng(7).integers(0, 255, (8, *BLOCK), dtype=np.uint8),
+    )
     with (
         ServerProcess("--pool-size", "64MiB", "--slab-size", "2MiB") as server,
         Relay(server.address, BYTES_A_SECOND) as link,
     ):
         # Both are much shorter than the message of 8 MiB is on its way.
         options = ClientOptions(
-            link.address, shared_memory=False, lookup_deadline_ms=300, ping_interval_ms=300, store_deadline_ms=60_000
+            link.address,
+            shared_memory=False,
+            lookup_deadline_ms=300,
+            ping_interval_ms=300,
+            store_deadline_ms=60_000,
         )
         with kvkeep.connect(
             model="slow",

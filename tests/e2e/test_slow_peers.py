@@ -1,4 +1,5 @@
-"""Peers that do not read, and peers that never finish what they say: over TCP and over TLS, against a real server."""
+"""Peers that do not read, and peers that never finish what they say: over TCP and over TLS, against
+a real server."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ from kvkeep_lab.simulation.peer import Peer, chain
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import eventually, status
 
-CACHE: dict[str, Any] = {"model": "m", "revision": "1", "block_tokens": 4, "block_shape": (2, 8), "dtype": "float32"}
+CACHE: dict[str, Any] = {
+    "model": "m",
+    "revision": "1",
+    "block_tokens": 4,
+    "block_shape": (2, 8),
+    "dtype": "float32",
+}
 PATIENCE_S = 60  # ends a test that has failed
 BLOCKS = [bytes([at + 1]) * MIB for at in range(4)]
 KEYS = chain("a", len(BLOCKS))
@@ -84,7 +91,11 @@ class Host:
     def cache(self) -> kvkeep.Cache:
         """By the network plane, and so by TCP."""
         files = self.tls
-        named = {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_ca": str(files.ca)} if files else {}
+        named = (
+            {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_ca": str(files.ca)}
+            if files
+            else {}
+        )
         options = ClientOptions(
             address=self.server.address,
             shared_memory=False,
@@ -107,7 +118,11 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
     tls = None
     if request.param == "tls":
         made = make(tmp_path / "keys", ["engine"])
-        flags += [word for name, value in made["server"].items() for word in ("--" + name.replace("_", "-"), value)]
+        flags += [
+            word
+            for name, value in made["server"].items()
+            for word in ("--" + name.replace("_", "-"), value)
+        ]
         keys = tmp_path / "keys"
         tls = TlsFiles(keys / "engine.pem", keys / "engine.key", keys / "ca.pem")
     with ServerProcess(*flags) as server:
@@ -121,7 +136,8 @@ def check_served(host: Host) -> None:
 
 
 def test_those_who_do_not_read_cost_one_reply_each_and_the_others_nothing(host: Host) -> None:
-    """Asked for: 512 MiB of replies by 16 connections. Held: 64 MiB at most, beside what a server needs anyway."""
+    """Asked for: 512 MiB of replies by 16 connections. Held: 64 MiB at most, beside what a server
+    needs anyway."""
     deaf = [host.wire() for _ in range(16)]
     peers = [wire.peer().attach() for wire in deaf]
     [layout] = {peer.open_layout(MIB) for peer in peers}
@@ -131,13 +147,17 @@ def test_those_who_do_not_read_cost_one_reply_each_and_the_others_nothing(host: 
     before = host.resident_kib()
     for wire, peer in zip(deaf, peers, strict=True):
         for number in range(8):
-            wire.stream.send(encode(Header(peer.session, 100 + number), m.Fetch(peer.number, 0, 0, len(BLOCKS))))
+            wire.stream.send(
+                encode(Header(peer.session, 100 + number), m.Fetch(peer.number, 0, 0, len(BLOCKS)))
+            )
     check_served(host)
     assert eventually(lambda: status(host.server)["counters"]["network_bytes_out"] >= 16 * 4 * MIB)
     assert host.resident_kib() - before < 160 * KIB, "in KiB"
     check_served(host)
     replies = [deaf[3].hear() for _ in range(8)]
-    assert all(reply is not None and reply[2:] == BLOCKS for reply in replies), "who reads after all has them all"
+    assert all(reply is not None and reply[2:] == BLOCKS for reply in replies), (
+        "who reads after all has them all"
+    )
     for wire in deaf:
         wire.stream.close()
 
@@ -152,11 +172,15 @@ def test_those_who_never_finish_cost_what_they_sent_and_are_closed(host: Host) -
         crowd.append(connected)
         if host.tls is not None and number % 2:
             with contextlib.suppress(OSError):
-                connected.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[: 1 + number % 11])
+                connected.sendall(
+                    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[: 1 + number % 11]
+                )
             continue
         if host.tls is not None:
             with contextlib.suppress(OSError, ssl.SSLError):
-                connected = client_context(host.tls).wrap_socket(connected, server_hostname="127.0.0.1")
+                connected = client_context(host.tls).wrap_socket(
+                    connected, server_hostname="127.0.0.1"
+                )
                 crowd[-1] = connected
         said = (hello if number % 4 else put)[: 1 + number * 7]
         with contextlib.suppress(OSError):
@@ -166,7 +190,9 @@ def test_those_who_never_finish_cost_what_they_sent_and_are_closed(host: Host) -
     check_served(host)
     assert host.resident_kib() - resident < 64 * KIB, "in KiB"
     is_over = lambda: host.descriptors() <= before + 20  # noqa: E731  (of 120; HTTP has some, too)
-    assert any(eventually(is_over) for _ in range(4)), "those who said nothing whole in time are closed"
+    assert any(eventually(is_over) for _ in range(4)), (
+        "those who said nothing whole in time are closed"
+    )
     assert status(host.server)["counters"]["internal_errors"] == 0
     for one in crowd:
         one.close()

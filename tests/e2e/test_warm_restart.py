@@ -1,4 +1,5 @@
-"""A server that ends, in whatever way, and the next one of the same name: real processes, real signals, real memory."""
+"""A server that ends, in whatever way, and the next one of the same name: real processes, real
+signals, real memory."""
 
 from __future__ import annotations
 
@@ -69,14 +70,22 @@ def test_what_was_stored_is_found_by_the_next_server(end: signal.Signals) -> Non
         for _ in range(2):
             process = server.process
             said = server.stop(end)
-            assert process is not None and process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 0)
+            assert process is not None and process.returncode == (
+                -signal.SIGKILL if end == signal.SIGKILL else 0
+            )
             if end == signal.SIGTERM:
-                assert f"10 blocks stay in {pool_of(server)} for the next server; `rm -r" in said.splitlines()[-1]
+                assert (
+                    f"10 blocks stay in {pool_of(server)} for the next server; `rm -r"
+                    in said.splitlines()[-1]
+                )
             server.start()
             assert finds(server) == 10
             restart = restart_of(server)
             assert (restart["adopted_blocks"], restart["dropped_at_adoption"]) == (10, 0)
-            assert restart["adopted_bytes"] == 10 * clients.BLOCK_BYTES and restart["adoption_seconds"] > 0
+            assert (
+                restart["adopted_bytes"] == 10 * clients.BLOCK_BYTES
+                and restart["adoption_seconds"] > 0
+            )
             assert restart["warm"] and not restart["why_cold"]
     assert not pool_of(server).exists()
 
@@ -89,7 +98,10 @@ def test_a_client_that_stays_goes_on_hitting() -> None:
             server.stop(signal.SIGKILL)
             server.start()
             assert eventually(lambda epoch=epoch: cache.connection.epoch not in (0, epoch))  # type: ignore[misc]
-            assert clients.same(cache.get(TOKENS), clients.oracle(TOKENS)) and cache.contains(TOKENS) == 10
+            assert (
+                clients.same(cache.get(TOKENS), clients.oracle(TOKENS))
+                and cache.contains(TOKENS) == 10
+            )
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGHUP])
@@ -136,7 +148,9 @@ def test_a_server_that_cannot_start_leaves_what_it_found() -> None:
         fill(server)
         server.stop(signal.SIGTERM)
         address, server.address = server.address, other.address
-        process = engines.subprocess.run(server.command(), capture_output=True, text=True, timeout=60, check=False)
+        process = engines.subprocess.run(
+            server.command(), capture_output=True, text=True, timeout=60, check=False
+        )
         assert process.returncode == 2 and "cannot listen" in process.stderr
         server.address = address
         server.start()
@@ -150,7 +164,10 @@ def test_the_automatic_size_is_that_of_the_server_before() -> None:
         server.stop(signal.SIGTERM)
         server._flags = flags
         server.start()
-        assert finds(server) == 10 and ask_http(server.http, "/v1/status")["pool"]["pool_bytes"] == 3 << 20
+        assert (
+            finds(server) == 10
+            and ask_http(server.http, "/v1/status")["pool"]["pool_bytes"] == 3 << 20
+        )
 
 
 # -- pools that are not what they should be
@@ -221,7 +238,9 @@ NOT_ADOPTED = {
 
 
 @pytest.mark.parametrize("harm", NOT_ADOPTED, ids=lambda harm: harm.__name__)
-def test_what_is_no_index_is_not_adopted_and_the_log_says_why(harm: Callable[[ServerProcess, Path], None]) -> None:
+def test_what_is_no_index_is_not_adopted_and_the_log_says_why(
+    harm: Callable[[ServerProcess, Path], None],
+) -> None:
     with ServerProcess(*SMALL_POOL) as server:
         fill(server)
         server.stop(signal.SIGTERM)
@@ -230,7 +249,11 @@ def test_what_is_no_index_is_not_adopted_and_the_log_says_why(harm: Callable[[Se
         assert finds(server) == 0
         fill(server)
         assert finds(server) == 10
-        warnings = [line for line in server.log().splitlines() if "is not adopted, the server starts empty" in line]
+        warnings = [
+            line
+            for line in server.log().splitlines()
+            if "is not adopted, the server starts empty" in line
+        ]
         assert len(warnings) == 1 and NOT_ADOPTED[harm] in warnings[0]
         restart = restart_of(server)
         assert not restart["warm"] and NOT_ADOPTED[harm] in restart["why_cold"]
@@ -247,7 +270,11 @@ def test_random_bytes_everywhere_do_not_keep_a_server_from_serving(seed: int) ->
                 if path.name != "index-header" and rng.random() < 0.5:
                     size = path.stat().st_size
                     with open(path, "r+b") as file:
-                        file.write(rng.integers(0, 256 if rng.random() < 0.5 else 4, size, np.uint8).tobytes())
+                        file.write(
+                            rng.integers(
+                                0, 256 if rng.random() < 0.5 else 4, size, np.uint8
+                            ).tobytes()
+                        )
             server.start()
             fill(server, rng.integers(0, 1 << 30, 40).tolist())
         assert "Traceback" not in server.log()
@@ -273,18 +300,28 @@ def test_a_byte_that_changed_meanwhile_is_found_in_the_background() -> None:
         content[content.index(clients.oracle(TOKENS)[6].tobytes()) + 99] ^= 1
         segment.write_bytes(content)
         server.start()
-        assert eventually(lambda: ask_http(server.http, "/v1/status")["counters"]["scrubbed_blocks"] == 10)
-        assert eventually(lambda: ask_http(server.http, "/v1/status")["pool"]["blocks"]["ready"] == 6)
-        assert "an adopted block of tenant default does not match its checksum; it is dropped" in server.log()
+        assert eventually(
+            lambda: ask_http(server.http, "/v1/status")["counters"]["scrubbed_blocks"] == 10
+        )
+        assert eventually(
+            lambda: ask_http(server.http, "/v1/status")["pool"]["blocks"]["ready"] == 6
+        )
+        assert (
+            "an adopted block of tenant default does not match its checksum; it is dropped"
+            in server.log()
+        )
         assert finds(server) == 6
 
 
 def test_a_second_server_never_adopts_the_pool_of_one_that_lives() -> None:
-    """Somebody removes the lock file: the second one is refused, the first one stops and is red, the third begins."""
+    """Somebody removes the lock file: the second one is refused, the first one stops and is red,
+    the third begins."""
     with ServerProcess(*SMALL_POOL) as server, quick(server) as cache:
         assert cache.put(TOKENS, clients.oracle(TOKENS)) == 10
         (pool_of(server) / "daemon.lock").unlink()
-        process = engines.subprocess.run(server.command(), capture_output=True, text=True, timeout=60, check=False)
+        process = engines.subprocess.run(
+            server.command(), capture_output=True, text=True, timeout=60, check=False
+        )
         assert process.returncode == 2 and "in use by another kvkeep server" in process.stderr
         assert eventually(lambda: "restart it" in server.log())
         assert cache.contains(TOKENS) == 0
@@ -317,11 +354,16 @@ def test_an_old_writer_that_goes_on_writes_into_nobodys_block(end: signal.Signal
             writer.go_on()
             assert writer.hears() == {"written": half}
             blocks = cache.get(flood)
-            assert len(blocks) == SMALL_POOL_BLOCKS - half and clients.same(blocks, clients.oracle(flood))
+            assert len(blocks) == SMALL_POOL_BLOCKS - half and clients.same(
+                blocks, clients.oracle(flood)
+            )
             writer.kill()
             assert eventually(lambda: restart_of(server)["held_by_old_sessions"] == 0)
             assert cache.put(flood, clients.oracle(flood)) == half
-            assert clients.same(cache.get(flood), clients.oracle(flood)) and cache.contains(flood) == SMALL_POOL_BLOCKS
+            assert (
+                clients.same(cache.get(flood), clients.oracle(flood))
+                and cache.contains(flood) == SMALL_POOL_BLOCKS
+            )
 
 
 def test_an_old_reader_that_goes_on_reads_what_it_leased() -> None:
@@ -423,4 +465,6 @@ def test_a_client_of_a_server_of_another_release_misses_and_says_why() -> None:
         )
         with connection as cache:
             assert eventually(lambda: "speaks protocol version" in cache.connection.refusal)
-            assert cache.contains(TOKENS) == 0 and cache.put(TOKENS, np.zeros((10, 4), np.uint8)) == 0
+            assert (
+                cache.contains(TOKENS) == 0 and cache.put(TOKENS, np.zeros((10, 4), np.uint8)) == 0
+            )

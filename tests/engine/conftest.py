@@ -1,8 +1,9 @@
-"""A real engine on a scripted external cache: the test says what is answered, when, by which rank, and what fails.
+"""A real engine on a scripted external cache: the test says what is answered, when, by which rank,
+and what fails.
 
-After each step the engine's integrity is checked, and the bytes of every block that the prefix cache would give to
-somebody are compared with those that an engine without any cache computes. `done` checks tokens and what is left.
-"""
+After each step the engine's integrity is checked, and the bytes of every block that the prefix
+cache would give to somebody are compared with those that an engine without any cache computes.
+`done` checks tokens and what is left."""
 
 from __future__ import annotations
 
@@ -107,7 +108,9 @@ class ScriptedCache:
 
     # -- the scheduler's side
 
-    def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
+    def lookup(
+        self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0
+    ) -> Answer | None:
         assert self.ended[request] == 0, "a lookup after the session's end"
         lease = self.leases.get(request)
         if lease is None or lease.asked != (salt, keys, skip):
@@ -126,9 +129,13 @@ class ScriptedCache:
                 break
             blocks += 1
         described = max(0, blocks - skip)
-        first = lease.number * SLOTS_A_LEASE + skip  # so that a load shows which blocks it reads, and under which lease
+        first = (
+            lease.number * SLOTS_A_LEASE + skip
+        )  # so that a load shows which blocks it reads, and under which lease
         slots = np.arange(first, first + described, dtype=np.int64)
-        return Answer(blocks, skip, 1, slots, np.zeros((described, self.num_shards), dtype=np.uint64))
+        return Answer(
+            blocks, skip, 1, slots, np.zeros((described, self.num_shards), dtype=np.uint64)
+        )
 
     def wait(self, request: Hashable, milliseconds: int) -> None:
         """Time does not pass here."""
@@ -140,13 +147,17 @@ class ScriptedCache:
     def lacks(self, key: bytes) -> bool:
         return False
 
-    def end_session(self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False) -> None:
+    def end_session(
+        self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
+    ) -> None:
         self.release(request)
         self.ended[request] += 1
         self.last_keys[request] = last_key
 
     def is_leased(self, load: LoadRequest) -> bool:
-        return {slot // SLOTS_A_LEASE for slot in load.slots.tolist()} <= {each.number for each in self.leases.values()}
+        return {slot // SLOTS_A_LEASE for slot in load.slots.tolist()} <= {
+            each.number for each in self.leases.values()
+        }
 
     # -- the script
 
@@ -173,7 +184,8 @@ class ScriptedCache:
 
 @dataclass
 class ScriptedRank:
-    """One worker's side. A load tears its blocks when it begins, and makes them right or wrong when it ends."""
+    """One worker's side. A load tears its blocks when it begins, and makes them right or wrong when
+    it ends."""
 
     cache: ScriptedCache
     strategy: ParallelStrategy
@@ -253,25 +265,33 @@ class Truth:
     """What an engine without a cache answers, and what bytes each block of it must have."""
 
     def __init__(self, tp_size: int) -> None:
-        config = EngineConfig(block_tokens=BLOCK_TOKENS, num_blocks=512, tensor_parallel_size=tp_size)
+        config = EngineConfig(
+            block_tokens=BLOCK_TOKENS, num_blocks=512, tensor_parallel_size=tp_size
+        )
         self.engine = Engine(small_model(), config)
         self.contents: dict[bytes, list[bytes]] = {}  # by key: of each shard
         self._answers: dict[object, list[int]] = {}
 
-    def answer(self, tokens: Sequence[int], sampling: SamplingParams, salt: str | None) -> list[int]:
+    def answer(
+        self, tokens: Sequence[int], sampling: SamplingParams, salt: str | None
+    ) -> list[int]:
         known = tuple(tokens), sampling.max_tokens, sampling.stop_token_ids, salt
         if known not in self._answers:
             request = self.engine.add(tokens, sampling, salt=salt)
             while self.engine.busy:
                 self.engine.step()
             self._answers[known] = request.output_tokens
-            for block in self.engine.scheduler.pool.longest_prefix(request.chain, len(request.chain)):
+            for block in self.engine.scheduler.pool.longest_prefix(
+                request.chain, len(request.chain)
+            ):
                 self._learn(block)
         return self._answers[known]
 
     def _learn(self, block: int) -> None:
         key = self.engine.scheduler.pool._key_of[block]
-        shards = {rank.strategy.kv_rank: read_block(rank.kv, block) for rank in self.engine.workers.ranks}
+        shards = {
+            rank.strategy.kv_rank: read_block(rank.kv, block) for rank in self.engine.workers.ranks
+        }
         self.contents[key] = [shards[shard] for shard in sorted(shards)]
 
 
@@ -280,7 +300,8 @@ def small_model() -> OracleModel:
 
 
 class Rig:
-    """One engine with its script. `before_run` and `after_run` are called once, in the middle of the next step."""
+    """One engine with its script. `before_run` and `after_run` are called once, in the middle of
+    the next step."""
 
     def __init__(self, **options: Any) -> None:
         cached = options.pop("cache", True)
@@ -318,7 +339,9 @@ class Rig:
             for shard, content in enumerate(self.truth.contents[key]):
                 self.cache.blocks[tenant_of(salt), key, shard] = content
 
-    def add(self, tokens: Sequence[int], name: str | None = None, *, max_tokens: int = 3, **options: Any) -> Request:
+    def add(
+        self, tokens: Sequence[int], name: str | None = None, *, max_tokens: int = 3, **options: Any
+    ) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=options.pop("stop", ()))
         self.truth.answer(tokens, sampling, options.get("salt"))
         request = self.engine.add(tokens, sampling, request_id=name, **options)
@@ -326,7 +349,9 @@ class Rig:
         return request
 
     def answer(self, request: Request) -> list[int]:
-        return self.truth.answer(request.tokens[: request.prompt_tokens], request.sampling, request.salt)
+        return self.truth.answer(
+            request.tokens[: request.prompt_tokens], request.sampling, request.salt
+        )
 
     # -- steps
 
@@ -354,7 +379,9 @@ class Rig:
             self.step()
         for request in self.requests:
             if request.finish_reason in ("length", "stop"):
-                assert request.output_tokens == self.answer(request), f"{request.id} has other tokens"
+                assert request.output_tokens == self.answer(request), (
+                    f"{request.id} has other tokens"
+                )
             else:
                 assert request.finish_reason in ("abort", "error")
         connector = self.scheduler.connector
@@ -363,7 +390,9 @@ class Rig:
         if connector is not None:
             assert connector.idle and not connector._trackers and not connector._owners
             assert not self.cache.leases, "leases are lost"
-            assert self.cache.ended == Counter(range(1, len(self.requests) + 1)), "a session ends once"
+            assert self.cache.ended == Counter(range(1, len(self.requests) + 1)), (
+                "a session ends once"
+            )
         for (_, key, shard), content in self.cache.blocks.items():
             assert content == self.truth.contents[key][shard], "wrong bytes were stored"
 
@@ -380,7 +409,9 @@ class Rig:
 
     def _check_step(self, step: Step) -> None:
         self.steps.append(step)
-        assert sum(step.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens, "over budget"
+        assert sum(step.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens, (
+            "over budget"
+        )
         assert len(self.scheduler.running) <= self.config.max_num_seqs
         assert len(step.num_scheduled_tokens) == len(step.segments) == len(step.requests)
         assert all(count > 0 for count in step.num_scheduled_tokens.values())
@@ -390,8 +421,18 @@ class Rig:
         self.check_prefix_cache()
         for request in self.requests:
             metrics = request.metrics
-            assert min(metrics.local_cached_tokens, metrics.external_cached_tokens, metrics.failed_loads) >= 0
-            assert min(request.num_computed_tokens, request.remembered_blocks, metrics.preemptions) >= 0
+            assert (
+                min(
+                    metrics.local_cached_tokens,
+                    metrics.external_cached_tokens,
+                    metrics.failed_loads,
+                )
+                >= 0
+            )
+            assert (
+                min(request.num_computed_tokens, request.remembered_blocks, metrics.preemptions)
+                >= 0
+            )
         connector = self.scheduler.connector
         if connector is not None:
             trackers = [*connector._trackers.values(), *connector._owners.values()]
@@ -405,7 +446,9 @@ class Rig:
         for key, block in self.pool._block_of.items():
             for rank in self.ranks:
                 right = self.truth.contents[key][rank.strategy.kv_rank]
-                assert read_block(rank.kv, block) == right, f"block {block} would be found, and is wrong"
+                assert read_block(rank.kv, block) == right, (
+                    f"block {block} would be found, and is wrong"
+                )
 
     def found(self, tokens: Sequence[int]) -> int:
         """How many blocks of these tokens the prefix cache has."""

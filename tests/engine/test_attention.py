@@ -6,7 +6,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvkeep.engine.models.attention import Batch, Rotary, Span, attend, read_rows, rms_norm, write_rows
+from kvkeep.engine.models.attention import (
+    Batch,
+    Rotary,
+    Span,
+    attend,
+    read_rows,
+    rms_norm,
+    write_rows,
+)
 from kvkeep.engine.models.decoder import Decoder
 from kvkeep.engine.models.gqa import GQAModel
 from kvkeep.engine.models.mla import MLAModel
@@ -51,7 +59,10 @@ def model_of(kind: str, dtype: torch.dtype = torch.float64) -> Decoder:
 
 def ranks_of(model: Decoder, tp_size: int = 1) -> list[Rank]:
     strategies = [model.strategy(tp_size, 1, rank) for rank in range(tp_size)]
-    return [Rank(strategy, model.allocate_kv(strategy, NUM_BLOCKS, BLOCK_TOKENS)) for strategy in strategies]
+    return [
+        Rank(strategy, model.allocate_kv(strategy, NUM_BLOCKS, BLOCK_TOKENS))
+        for strategy in strategies
+    ]
 
 
 def request(name: str, length: int, block_ids: Sequence[int]) -> Segment:
@@ -72,7 +83,7 @@ def logits_of(model: Decoder, segment: Segment) -> torch.Tensor:
 FAMILIES = pytest.mark.parametrize("kind", ["gqa", "mla"])
 
 
-# --- batches ----------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 @FAMILIES
@@ -105,7 +116,9 @@ def test_requests_in_one_batch_do_not_touch_each_other(kind: str) -> None:
             start = done[whole.request_id]
             done[whole.request_id] = generator.randint(start + 1, min(whole.count, start + 6))
             segments.append(part(whole, start, done[whole.request_id]))
-        for row, segment in zip(model.forward(segments, ranks, BLOCK_TOKENS), segments, strict=True):
+        for row, segment in zip(
+            model.forward(segments, ranks, BLOCK_TOKENS), segments, strict=True
+        ):
             if segment.start + segment.count == len(segment.tokens):
                 torch.testing.assert_close(row, expected[segment.request_id], **CLOSE)
 
@@ -140,7 +153,8 @@ def test_every_block_of_the_context_matters(kind: str) -> None:
 
 @FAMILIES
 def test_full_blocks_in_another_order_go_unnoticed(kind: str) -> None:
-    """Keys carry their positions, so attention does not notice where they lie: only which of them it may see."""
+    """Keys carry their positions, so attention does not notice where they lie: only which of them
+    it may see."""
     model = model_of(kind)
     whole = request("a", 19, [40, 3, 17, 8, 25])
     ranks = ranks_of(model)
@@ -163,17 +177,25 @@ def test_a_step_writes_its_rows_and_no_others(kind: str) -> None:
     for kv in ranks[0].kv.values():
         rows = kv.transpose(1, 2) if kind == "gqa" else kv  # blocks, tokens, …
         written = rows.isfinite().flatten(2).all(2)
-        assert written[9].all() and written[2].all() and written[30].tolist() == [True, True, False, False]
+        assert (
+            written[9].all()
+            and written[2].all()
+            and written[30].tolist() == [True, True, False, False]
+        )
         assert int(rows.isfinite().flatten(2).any(2).sum()) == 10
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch's word where the CPU has no instructions for it
+@pytest.mark.filterwarnings(
+    "ignore:mkldnn_matmul failed"
+)  # torch's word where the CPU has no instructions for it
 @FAMILIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_smaller_dtypes_compute_nearly_the_same(kind: str, dtype: torch.dtype) -> None:
     model = model_of(kind, dtype)
     whole = request("a", 19, [40, 3, 17, 8, 25])
-    exact = Decoder.forward(_in_double(model), [whole], ranks_of(_in_double(model)), BLOCK_TOKENS)[0]
+    exact = Decoder.forward(_in_double(model), [whole], ranks_of(_in_double(model)), BLOCK_TOKENS)[
+        0
+    ]
     ranks = ranks_of(model)
     model.forward([part(whole, 0, 10)], ranks, BLOCK_TOKENS)
     logits = model.forward([part(whole, 10, 19)], ranks, BLOCK_TOKENS)[0]
@@ -208,9 +230,17 @@ def test_a_rank_too_few_is_our_bug() -> None:
 
 
 def test_batch_indices() -> None:
-    segments = [request("a", 3, [7]), part(request("b", 6, [1, 5]), 4, 6), part(request("c", 6, [3, 2]), 5, 6)]
+    segments = [
+        request("a", 3, [7]),
+        part(request("b", 6, [1, 5]), 4, 6),
+        part(request("c", 6, [3, 2]), 5, 6),
+    ]
     batch = Batch.of(segments, BLOCK_TOKENS, 2, ROTARY, torch.zeros(1))
-    assert batch.tokens.tolist() == [*segments[0].tokens, *segments[1].tokens[4:], segments[2].tokens[5]]
+    assert batch.tokens.tolist() == [
+        *segments[0].tokens,
+        *segments[1].tokens[4:],
+        segments[2].tokens[5],
+    ]
     assert batch.last.tolist() == [2, 4, 5]
     assert batch.write[0].tolist() == [56, 57, 58, 40, 41, 17]
     assert batch.write[1].tolist() == [60, 61, 62, 44, 45, 21]
@@ -221,7 +251,7 @@ def test_batch_indices() -> None:
     assert (b.mask == 0).tolist() == [[True] * 5 + [False], [True] * 6]
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 def test_rows_written_are_read_in_any_order() -> None:
@@ -229,9 +259,12 @@ def test_rows_written_are_read_in_any_order() -> None:
     values = torch.rand(3, 10)
     write_rows(kv, torch.tensor([17, 2, 9]), values)
     assert torch.equal(
-        read_rows(kv, torch.tensor([9, 17, 2, 0]), 10), torch.stack([*values[[2, 0, 1]], torch.zeros(10)])
+        read_rows(kv, torch.tensor([9, 17, 2, 0]), 10),
+        torch.stack([*values[[2, 0, 1]], torch.zeros(10)]),
     )
-    assert torch.equal(kv[2, 0, 1], values[0].view(2, 5)) and torch.equal(kv[1, 0, 1], values[2].view(2, 5))
+    assert torch.equal(kv[2, 0, 1], values[0].view(2, 5)) and torch.equal(
+        kv[1, 0, 1], values[2].view(2, 5)
+    )
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1), (1, 9), (5, 5), (5, 9)])
@@ -266,7 +299,9 @@ def test_rms_norm() -> None:
     expected = torch.nn.functional.rms_norm(hidden, (16,), weight, 1e-3)
     torch.testing.assert_close(rms_norm(hidden, weight, 1e-3), expected, **CLOSE)
     large = torch.full((1, 16), 300.0, dtype=torch.float16)  # its square does not fit
-    assert torch.equal(rms_norm(large, torch.ones(16, dtype=torch.float16), 1e-6), torch.ones_like(large))
+    assert torch.equal(
+        rms_norm(large, torch.ones(16, dtype=torch.float16), 1e-6), torch.ones_like(large)
+    )
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -284,7 +319,9 @@ def test_rotation_keeps_lengths_and_makes_products_depend_on_distance(interleave
 
 
 def test_rotation_pairs_neighbours_or_halves() -> None:
-    batch = Batch.of([Segment("a", None, [0, 0], 1, 1, [0])], BLOCK_TOKENS, 1, ROTARY, torch.zeros(1))
+    batch = Batch.of(
+        [Segment("a", None, [0, 0], 1, 1, [0])], BLOCK_TOKENS, 1, ROTARY, torch.zeros(1)
+    )
     unit = torch.zeros(1, 1, 8, dtype=torch.float64)
     unit[..., 0] = 1
     for interleaved, partner in ((True, 1), (False, 4)):

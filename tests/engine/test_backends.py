@@ -61,7 +61,10 @@ def answered(cache: Any) -> Answer:
 def test_no_connector_is_no_backend() -> None:
     assert backend_of(None) is None
     assert backend_of(KVTransferConfig()) is None
-    assert backend_of(KVTransferConfig(kv_connector_extra_config={"kvkeep.address": "tcp://h:1"})) is None
+    assert (
+        backend_of(KVTransferConfig(kv_connector_extra_config={"kvkeep.address": "tcp://h:1"}))
+        is None
+    )
 
 
 def test_the_connector_says_which_backend() -> None:
@@ -89,16 +92,22 @@ def test_the_server_is_where_the_config_says(monkeypatch: pytest.MonkeyPatch) ->
         address(**{"kvkeep.nonsense": 1})
 
 
-@pytest.mark.parametrize(("extra", "when"), [({}, "faster"), ({"kvkeep.load_when": "always"}, "always")])
+@pytest.mark.parametrize(
+    ("extra", "when"), [({}, "faster"), ({"kvkeep.load_when": "always"}, "always")]
+)
 def test_when_to_load_is_what_the_config_says(extra: dict[str, Any], when: str) -> None:
     server = backend_of(KVTransferConfig("KVKeepConnector", None, extra))
-    native = backend_of(KVTransferConfig("NativeConnector", None, {"cpu_bytes_to_use": 16 << 20, **extra}))
+    native = backend_of(
+        KVTransferConfig("NativeConnector", None, {"cpu_bytes_to_use": 16 << 20, **extra})
+    )
     assert server is not None and native is not None
     assert server.load_when == native.load_when == when
     native.close()
 
 
-def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     patience: list[int] = []
     really_wait = Connection.wait_until_up
 
@@ -112,7 +121,9 @@ def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(monkeypatch
     cache = backend.lookup_side(SHAPE)
     backend.connect()
     assert len(patience) == 9
-    assert sum(patience) <= CONNECT_PATIENCE_MS + len(patience), "not one patience for each; a millisecond is rounding"
+    assert sum(patience) <= CONNECT_PATIENCE_MS + len(patience), (
+        "not one patience for each; a millisecond is rounding"
+    )
     answer = cache.lookup("r", None, KEYS)
     assert isinstance(answer, Answer) and (answer.blocks, answer.failure) == (0, "not_connected")
     for side in (*sides, cache):
@@ -123,7 +134,9 @@ def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(monkeypatch
 def test_every_rank_and_the_scheduler_has_a_connection_of_its_own() -> None:
     backend = NativeBackend(2 << 20)
     shape = BlockShape(IDENTITY, (128, 128))
-    ranks = [backend.transfer_side(shape, ParallelStrategy.of(tp_size=2, rank=rank)) for rank in range(2)]
+    ranks = [
+        backend.transfer_side(shape, ParallelStrategy.of(tp_size=2, rank=rank)) for rank in range(2)
+    ]
     cache = backend.lookup_side(shape)
     for rank in ranks:
         rank.register_kv_caches([torch.zeros((4, 32))])
@@ -154,7 +167,12 @@ def test_native_moves_blocks_and_two_do_not_share() -> None:
     assert finished(worker).stored == {"s": 1}
     answer, nothing = answered(cache), answered(other)
     assert (answer.blocks, nothing.blocks, nothing.failure) == (1, 0, "")
-    worker.load("l", LoadRequest("default", KEYS, 0, np.array([3]), answer.epoch, answer.slots, answer.checksums))
+    worker.load(
+        "l",
+        LoadRequest(
+            "default", KEYS, 0, np.array([3]), answer.epoch, answer.slots, answer.checksums
+        ),
+    )
     assert finished(worker) == Finished(loaded=["l"])
     assert torch.equal(memory[3], memory[1])
     for side in (worker, cache, other):

@@ -141,7 +141,9 @@ def test_a_block_keeps_its_first_key() -> None:
     pool = BlockPool(4)
     (block,) = remembered(pool, chain_of(1))
     pool.remember(block, chain_of(2).key(0))
-    assert pool.longest_prefix(chain_of(1), 1) == [block] and pool.longest_prefix(chain_of(2), 1) == []
+    assert (
+        pool.longest_prefix(chain_of(1), 1) == [block] and pool.longest_prefix(chain_of(2), 1) == []
+    )
 
 
 def test_taking_a_block_evicts_what_it_held() -> None:

@@ -16,7 +16,11 @@ FLAGS = [option.name for option in fields(EngineConfig) if option.type == "bool"
 
 def test_defaults_are_fine_and_frozen() -> None:
     config = EngineConfig()
-    assert config.world_size == 1 and config.kv_load_failure_policy == "recompute" and not config.sync_loads
+    assert (
+        config.world_size == 1
+        and config.kv_load_failure_policy == "recompute"
+        and not config.sync_loads
+    )
     with pytest.raises(FrozenInstanceError):
         config.num_blocks = 3  # type: ignore[misc]
 
@@ -59,8 +63,24 @@ def test_world_size() -> None:
     [
         ({"num_blocks": 9, "block_tokens": 4}, 32),
         ({"num_blocks": 9, "block_tokens": 4, "max_num_batched_tokens": 10}, 32),
-        ({"num_blocks": 9, "block_tokens": 4, "max_num_batched_tokens": 10, "enable_chunked_prefill": False}, 10),
-        ({"num_blocks": 9, "block_tokens": 4, "max_num_batched_tokens": 99, "enable_chunked_prefill": False}, 32),
+        (
+            {
+                "num_blocks": 9,
+                "block_tokens": 4,
+                "max_num_batched_tokens": 10,
+                "enable_chunked_prefill": False,
+            },
+            10,
+        ),
+        (
+            {
+                "num_blocks": 9,
+                "block_tokens": 4,
+                "max_num_batched_tokens": 99,
+                "enable_chunked_prefill": False,
+            },
+            32,
+        ),
     ],
 )
 def test_how_long_a_request_can_get(options: dict[str, Any], most: int) -> None:

@@ -128,7 +128,11 @@ def test_an_aborted_request_is_reported_with_the_next_step() -> None:
     engine.abort(request.id)
     assert engine.busy, "until it was handed out"
     assert engine.step() == [request]
-    assert (request.finish_reason, request.metrics.ttft_ms, request.reply_params) == ("abort", None, None)
+    assert (request.finish_reason, request.metrics.ttft_ms, request.reply_params) == (
+        "abort",
+        None,
+        None,
+    )
     assert request.metrics.finished_s is not None
 
 
@@ -186,7 +190,9 @@ class Failing(OracleModel):
 
     fails = False
 
-    def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
         if self.fails:
             self.fails = False
             raise RuntimeError("out of memory")
@@ -196,14 +202,20 @@ class Failing(OracleModel):
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
 def test_requests_go_on_after_a_step_that_failed(at: int, sync: bool) -> None:
-    """What the step would have computed is not there: neither for the request nor for others that look for it."""
+    """What the step would have computed is not there: neither for the request nor for others that
+    look for it."""
     model = Failing()
-    engine = Engine(model, config(max_num_batched_tokens=9, sync_loads=sync), NativeBackend(4 << 20))
+    engine = Engine(
+        model, config(max_num_batched_tokens=9, sync_loads=sync), NativeBackend(4 << 20)
+    )
     engine.add([*TOKENS[:8], 200], SamplingParams(max_tokens=1))
     finish(engine)
     assert engine.flush()
     engine.scheduler.pool.forget_all()  # two blocks can be loaded
-    requests = [engine.add(tokens, SamplingParams(max_tokens=4)) for tokens in (TOKENS, [*TOKENS[:13], 99], [7])]
+    requests = [
+        engine.add(tokens, SamplingParams(max_tokens=4))
+        for tokens in (TOKENS, [*TOKENS[:13], 99], [7])
+    ]
     for _ in range(at):
         engine.step()
     while engine.busy:

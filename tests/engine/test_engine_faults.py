@@ -1,4 +1,5 @@
-"""What must not follow from a step that fails, a signal, a slow answer, or a request that is wrong in itself."""
+"""What must not follow from a step that fails, a signal, a slow answer, or a request that is wrong
+in itself."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ ONE = SamplingParams(max_tokens=1)
 class Failing(OracleModel):
     fails = False
 
-    def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
         if self.fails:
             self.fails = False
             raise MemoryError("no memory")
@@ -54,7 +57,9 @@ def run(engine: Engine, cache: SimulatedCache, steps: int = 60) -> None:
 
 @pytest.mark.parametrize("aborted", [True, False])
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
-def test_who_found_blocks_that_a_failed_step_was_to_fill_begins_again(sync: bool, aborted: bool) -> None:
+def test_who_found_blocks_that_a_failed_step_was_to_fill_begins_again(
+    sync: bool, aborted: bool
+) -> None:
     cache = SimulatedCache(1, CacheFaults(delay=(3, 3)), pool_bytes=1 << 21)
     model = Failing()
     options = {"num_blocks": 30, "max_num_batched_tokens": 64, "sync_loads": sync}
@@ -78,7 +83,8 @@ def test_who_found_blocks_that_a_failed_step_was_to_fill_begins_again(sync: bool
 
 
 def test_a_large_request_is_not_passed_by_for_ever() -> None:
-    """The answer to its lookup comes a step later than asked. It asks once, and then others wait behind it."""
+    """The answer to its lookup comes a step later than asked. It asks once, and then others wait
+    behind it."""
     cache = SimulatedCache(1, CacheFaults(network=Faults(delay_ms=(1, 3))))
     config = EngineConfig(block_tokens=4, num_blocks=24, enable_prefix_caching=False)
     engine = Engine(OracleModel(), config, cache)
@@ -97,11 +103,15 @@ def test_a_large_request_is_not_passed_by_for_ever() -> None:
 
 def test_an_answer_of_a_server_that_is_gone_is_asked_anew() -> None:
     cache = SimulatedCache(1)
-    config = EngineConfig(block_tokens=4, max_num_seqs=1, kv_load_failure_policy="fail", enable_prefix_caching=False)
+    config = EngineConfig(
+        block_tokens=4, max_num_seqs=1, kv_load_failure_policy="fail", enable_prefix_caching=False
+    )
     engine = Engine(OracleModel(), config, cache)
     engine.add([*PREFIX, 1], ONE)
     run(engine, cache, 10)
-    busy = engine.add([9] * 8, SamplingParams(max_tokens=150))  # long enough for the client to notice
+    busy = engine.add(
+        [9] * 8, SamplingParams(max_tokens=150)
+    )  # long enough for the client to notice
     waits = engine.add([*PREFIX, 2], ONE)  # its answer is there long before its turn
     run(engine, cache, 5)
     cache.restart_server()
@@ -149,7 +159,13 @@ def test_params_that_cannot_be_read_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 10**400}, {"max_tokens": 10**5000}, {"top_k": 10**30}, {"stop_token_ids": [10**5000]}]
+    "sampling",
+    [
+        {"temperature": 10**400},
+        {"max_tokens": 10**5000},
+        {"top_k": 10**30},
+        {"stop_token_ids": [10**5000]},
+    ],
 )
 def test_numbers_without_end_are_refused(sampling: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refusal:
@@ -174,12 +190,19 @@ def heeded_interrupts() -> Iterator[None]:
 @pytest.mark.usefixtures("heeded_interrupts")
 @pytest.mark.parametrize("sync", ["async", "sync"])
 def test_ctrl_c_comes_between_steps(sync: str) -> None:
-    """Real signals, at any moment. Afterwards nothing is held, and the same prompts get the same answers."""
+    """Real signals, at any moment. Afterwards nothing is held, and the same prompts get the same
+    answers."""
     extra = {"kv_connector_extra_config": {"kvkeep.load": sync}}
-    options = {"kv_offloading_backend": "native", "kv_offloading_size": 1 / 64, "kv_transfer_config": extra}
+    options = {
+        "kv_offloading_backend": "native",
+        "kv_offloading_size": 1 / 64,
+        "kv_transfer_config": extra,
+    }
     prompts = [[*PREFIX[: 40 + at], 99] for at in range(6)]
     expected = [alone(prompt, SamplingParams(max_tokens=20)) for prompt in prompts]
-    with LLM(OracleModel(), block_tokens=4, num_blocks=100, tensor_parallel_size=2, **options) as llm:
+    with LLM(
+        OracleModel(), block_tokens=4, num_blocks=100, tensor_parallel_size=2, **options
+    ) as llm:
         interrupted = 0
         for at in range(12):
             timer = threading.Timer(0.001 + 0.002 * at, os.kill, (os.getpid(), signal.SIGINT))

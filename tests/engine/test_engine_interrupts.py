@@ -1,4 +1,5 @@
-"""A step that breaks off anywhere: wrong KV, lost blocks and jobs without an end must not follow from it."""
+"""A step that breaks off anywhere: wrong KV, lost blocks and jobs without an end must not follow
+from it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
 
 FOUR = SamplingParams(max_tokens=4)
 PREFIX = list(range(1, 25))
-PROMPTS = [[*PREFIX, 60], [*PREFIX[:16], *range(70, 80)], [*PREFIX, *range(40, 50)], list(range(50, 75))]
+PROMPTS = [
+    [*PREFIX, 60],
+    [*PREFIX[:16], *range(70, 80)],
+    [*PREFIX, *range(40, 50)],
+    list(range(50, 75)),
+]
 TRACED = {module.__file__ for module in (blocks, recovery, scheduler, engine_module)}
 Fault = type[BaseException]
 modes = pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
@@ -48,13 +54,22 @@ def answers() -> list[list[int]]:
 
 
 class Driven:
-    """An engine that has so few blocks that they change hands, and whose steps may fail: then it goes on."""
+    """An engine that has so few blocks that they change hands, and whose steps may fail: then it
+    goes on."""
 
-    def __init__(self, *, sync: bool, tp_size: int = 1, real: bool = False, aborts: bool = False) -> None:
-        self.simulation = None if real else SimulatedCache(1, CacheFaults(delay=(0, 5)), pool_bytes=1 << 21)
+    def __init__(
+        self, *, sync: bool, tp_size: int = 1, real: bool = False, aborts: bool = False
+    ) -> None:
+        self.simulation = (
+            None if real else SimulatedCache(1, CacheFaults(delay=(0, 5)), pool_bytes=1 << 21)
+        )
         options = {"num_blocks": 14, "max_num_batched_tokens": 40, "tensor_parallel_size": tp_size}
         config = EngineConfig(block_tokens=4, sync_loads=sync, **options)  # type: ignore[arg-type]
-        backend = NativeBackend(4 << 20, load_when="always") if self.simulation is None else self.simulation
+        backend = (
+            NativeBackend(4 << 20, load_when="always")
+            if self.simulation is None
+            else self.simulation
+        )
         self.engine = Engine(model(), config, backend)
         self.step: Callable[[], object] = self.engine.step
         self.faults = 0
@@ -62,8 +77,8 @@ class Driven:
         self._answers = answers()
 
     def serve(self, limit: int = 5000) -> None:
-        """All prompts are answered as they should be. After a failed step the same engine goes on, or everybody comes
-        again."""
+        """All prompts are answered as they should be. After a failed step the same engine goes on,
+        or everybody comes again."""
         self.rest_of(self._add(), limit)
 
     def rest_of(self, requests: list[Request], limit: int = 5000) -> None:
@@ -117,7 +132,8 @@ class Driven:
 
 
 class LineCounter:
-    """Runs steps, and interrupts them at line number `at` of all that the engine's own code executes in them."""
+    """Runs steps, and interrupts them at line number `at` of all that the engine's own code
+    executes in them."""
 
     def __init__(self, engine: Engine, at: int) -> None:
         self._engine, self._left = engine, at
@@ -161,9 +177,16 @@ def test_an_interrupt_at_any_line(sync: bool, aborts: bool) -> None:
 
 
 def fails_at(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Fault, *, call: int = 1, after: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    fault: Fault,
+    *,
+    call: int = 1,
+    after: bool = False,
 ) -> None:
-    """The call number `call` from now on fails, before or after it did its work; those behind it do not."""
+    """The call number `call` from now on fails, before or after it did its work; those behind it do
+    not."""
     original, left = getattr(owner, name), [call]
 
     def replaced(*args: Any, **options: Any) -> Any:
@@ -246,7 +269,9 @@ def test_a_job_that_cannot_begin_ends_on_every_rank(
 
 @faults
 @modes
-def test_what_follows_from_a_fault_may_fail_too(monkeypatch: pytest.MonkeyPatch, sync: bool, fault: Fault) -> None:
+def test_what_follows_from_a_fault_may_fail_too(
+    monkeypatch: pytest.MonkeyPatch, sync: bool, fault: Fault
+) -> None:
     driven = Driven(sync=sync)
     engine, seen = driven.engine, []
     requests = [engine.add(prompt, FOUR) for prompt in PROMPTS]
@@ -280,10 +305,19 @@ def test_a_token_that_is_half_taken(
     driven = Driven(sync=False)
     requests = [driven.engine.add(prompt, FOUR) for prompt in PROMPTS]
     with monkeypatch.context() as patch:
-        fails_at(patch, owner, name, MemoryError, call=(call + 3) // 4 if name == "_finish" else call, after=after)
+        fails_at(
+            patch,
+            owner,
+            name,
+            MemoryError,
+            call=(call + 3) // 4 if name == "_finish" else call,
+            after=after,
+        )
         driven.rest_of(requests)
     assert driven.faults == 1
-    assert all(request.chain.num_tokens == request.num_tokens for request in requests), "keys of other tokens"
+    assert all(request.chain.num_tokens == request.num_tokens for request in requests), (
+        "keys of other tokens"
+    )
     driven.rest()
     driven.check()
 

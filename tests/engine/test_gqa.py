@@ -78,7 +78,9 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     for prefill in (1, 17, 30):
         actual = every_row(model, tokens, ranks_of(model), prefill)
         torch.testing.assert_close(actual, expected[prefill - 1 :], rtol=1e-10, atol=1e-10)
-    assert expected.std(0).min() > 0.1  # tokens and their contexts matter, so the comparison could fail
+    assert (
+        expected.std(0).min() > 0.1
+    )  # tokens and their contexts matter, so the comparison could fail
 
 
 def test_logits_in_float32_are_those_of_transformers_as_it_is(tmp_path: Path) -> None:
@@ -93,7 +95,9 @@ def test_logits_in_float32_are_those_of_transformers_as_it_is(tmp_path: Path) ->
 
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("family", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=["llama", "qwen2", "qwen3"]
+)
 def test_every_cut_computes_the_same(family: dict[str, bool], tp_size: int, pp_size: int) -> None:
     settings = replace(SETTINGS, **family)  # type: ignore[arg-type]
     model = GQAModel(settings, random_weights(settings, 5, torch.float64))
@@ -106,14 +110,20 @@ def test_every_cut_computes_the_same(family: dict[str, bool], tp_size: int, pp_s
 def test_ranks_hold_their_own_layers_and_heads() -> None:
     model = GQAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float64))
     whole, ranks = ranks_of(model), ranks_of(model, 2, 2)
-    assert [list(rank.kv) for rank in ranks] == [["layers.0"], ["layers.0"], *[["layers.1", "layers.2"]] * 2]
+    assert [list(rank.kv) for rank in ranks] == [
+        ["layers.0"],
+        ["layers.0"],
+        *[["layers.1", "layers.2"]] * 2,
+    ]
     every_row(model, some_tokens(20), whole, 20)
     every_row(model, some_tokens(20), ranks, 20)
     for rank in ranks:
         for name, kv in rank.kv.items():
             assert kv.shape == (NUM_BLOCKS, 2, BLOCK_TOKENS, 2, SETTINGS.head_dim)
             heads = slice(2 * rank.strategy.tp_rank, 2 * rank.strategy.tp_rank + 2)
-            torch.testing.assert_close(kv, whole[0].kv[name][:, :, :, heads], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                kv, whole[0].kv[name][:, :, :, heads], rtol=1e-10, atol=1e-10
+            )
     assert not torch.equal(ranks[0].kv["layers.0"], ranks[1].kv["layers.0"])
 
 
@@ -144,13 +154,19 @@ def test_shapes_differ_by_cut_weights_and_blocks_and_identities_by_weights_and_b
     model = GQAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float64), name="tiny")
     cuts = [(tp_size, pp_size) for tp_size in (1, 2, 4, 8) for pp_size in (1, 2)]
     shapes = [shape_of(model, ranks_of(model, *cut), NUM_BLOCKS, BLOCK_TOKENS) for cut in cuts]
-    assert len({shape.fingerprint for shape in shapes}) == 6, "four KV heads are four shards, on four ranks or on eight"
+    assert len({shape.fingerprint for shape in shapes}) == 6, (
+        "four KV heads are four shards, on four ranks or on eight"
+    )
     seen = {shape.identity for shape in shapes}
     assert len(seen) == 1
     others = [
         GQAModel(SETTINGS, random_weights(SETTINGS, 6, torch.float64), name="tiny"),
         GQAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float32), name="tiny"),
-        GQAModel(replace(SETTINGS, rope_theta=7.0), random_weights(replace(SETTINGS, rope_theta=7.0), 5), name="tiny"),
+        GQAModel(
+            replace(SETTINGS, rope_theta=7.0),
+            random_weights(replace(SETTINGS, rope_theta=7.0), 5),
+            name="tiny",
+        ),
     ]
     seen |= {other.identity(16) for other in others} | {model.identity(32)}
     assert len(seen) == 1 + 4

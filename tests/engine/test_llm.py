@@ -52,7 +52,9 @@ class Interrupted(OracleModel):
         self.after = -1
         self._late = late
 
-    def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
         self.after -= 1
         if self._late:
             logits = super().forward(segments, ranks, block_tokens)
@@ -66,7 +68,23 @@ class Interrupted(OracleModel):
 
 @pytest.mark.parametrize(
     "tokens",
-    [[], (), [-1], [257], [1, 2**40], [1.0], [True], ["1"], [None], [[1]], "text", None, 5, 1.5, {"tokens": 1}],
+    [
+        [],
+        (),
+        [-1],
+        [257],
+        [1, 2**40],
+        [1.0],
+        [True],
+        ["1"],
+        [None],
+        [[1]],
+        "text",
+        None,
+        5,
+        1.5,
+        {"tokens": 1},
+    ],
     ids=repr,
 )
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(tokens: Any) -> None:
@@ -87,14 +105,18 @@ def test_a_request_that_is_too_long_is_refused_with_the_remedy() -> None:
         with pytest.raises(RequestError, match="has 32 at most") as refusal:
             llm.generate([TOKENS], SamplingParams(max_tokens=11))
         assert "num_blocks" in refusal.value.hint
-    with LLM(OracleModel(), enable_chunked_prefill=False, max_num_batched_tokens=24, **SMALL) as whole:
+    with LLM(
+        OracleModel(), enable_chunked_prefill=False, max_num_batched_tokens=24, **SMALL
+    ) as whole:
         with pytest.raises(RequestError) as refusal:
             whole.generate([TOKENS], SamplingParams(max_tokens=3))
         assert "max_num_batched_tokens" in refusal.value.hint
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"max_tokens": 0}, {"temperature": -1}, {"seed": "x"}, {"top_k": 0}, {"stop_token_ids": "ab"}], ids=str
+    "sampling",
+    [{"max_tokens": 0}, {"temperature": -1}, {"seed": "x"}, {"top_k": 0}, {"stop_token_ids": "ab"}],
+    ids=str,
 )
 def test_bad_sampling_never_becomes_a_request(sampling: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refusal:
@@ -148,14 +170,18 @@ def test_the_load_failure_policy_in_force_is_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "kvkeep")
     with LLM(OracleModel(), kv_transfer_config=words, **NATIVE):
-        assert [line for line in caplog.messages if "policy" in line] == [f"kvkeep: kv_load_failure_policy is {said}"]
+        assert [line for line in caplog.messages if "policy" in line] == [
+            f"kvkeep: kv_load_failure_policy is {said}"
+        ]
 
 
 @pytest.mark.parametrize(
     ("field", "key", "policy"),
     [("recompute", "fail", "fail"), ("fail", "recompute", "recompute"), ("fail", None, "fail")],
 )
-def test_our_key_for_the_failure_policy_wins_over_the_field(field: str, key: str | None, policy: str) -> None:
+def test_our_key_for_the_failure_policy_wins_over_the_field(
+    field: str, key: str | None, policy: str
+) -> None:
     extra = {} if key is None else {"kvkeep.load_failure_policy": key}
     words = {"kv_load_failure_policy": field, "kv_connector_extra_config": extra}
     with LLM(OracleModel(), kv_transfer_config=words, **NATIVE) as llm:
@@ -164,10 +190,16 @@ def test_our_key_for_the_failure_policy_wins_over_the_field(field: str, key: str
 
 def test_keys_for_vllm_are_accepted_and_checked_all_the_same() -> None:
     extra: dict[str, Any] = {"kvkeep.revision": "2", "kvkeep.allow_untested_vllm": True}
-    with LLM(OracleModel(), kv_transfer_config={"kv_connector_extra_config": extra}, **NATIVE) as llm:
+    with LLM(
+        OracleModel(), kv_transfer_config={"kv_connector_extra_config": extra}, **NATIVE
+    ) as llm:
         assert llm.generate([TOKENS])[0].finish_reason == "length"
     with pytest.raises(SettingsError, match=r"kvkeep\.revision"):
-        LLM(OracleModel(), kv_transfer_config={"kv_connector_extra_config": {"kvkeep.revision": ""}}, **NATIVE)
+        LLM(
+            OracleModel(),
+            kv_transfer_config={"kv_connector_extra_config": {"kvkeep.revision": ""}},
+            **NATIVE,
+        )
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -224,7 +256,9 @@ def test_prompts_may_be_any_sequence_and_are_not_changed() -> None:
 def test_a_prompts_own_sampling_wins() -> None:
     own = SamplingParams(max_tokens=2)
     with LLM(OracleModel(), **SMALL) as llm:
-        short, long = llm.generate([Prompt(TOKENS, sampling=own), TOKENS], SamplingParams(max_tokens=5))
+        short, long = llm.generate(
+            [Prompt(TOKENS, sampling=own), TOKENS], SamplingParams(max_tokens=5)
+        )
     assert (len(short.token_ids), len(long.token_ids)) == (2, 5)
     assert short.token_ids == long.token_ids[:2]
 
@@ -234,7 +268,10 @@ def test_a_stop_token_ends_the_answer() -> None:
     stop = SamplingParams(max_tokens=8, stop_token_ids=[expected[3]])
     with LLM(OracleModel(), **SMALL) as llm:
         [answer] = llm.generate([TOKENS], stop)
-    assert (answer.finish_reason, answer.token_ids) == ("stop", expected[: expected.index(expected[3]) + 1])
+    assert (answer.finish_reason, answer.token_ids) == (
+        "stop",
+        expected[: expected.index(expected[3]) + 1],
+    )
 
 
 def test_lower_priorities_are_served_first() -> None:
@@ -252,7 +289,9 @@ def test_progress_counts_answers_up_to_all_of_them() -> None:
 
 
 def test_metrics_say_what_a_request_cost_and_was_given() -> None:
-    always = {"kv_connector_extra_config": {"kvkeep.load_when": "always"}}  # so few tokens would be computed
+    always = {
+        "kv_connector_extra_config": {"kvkeep.load_when": "always"}
+    }  # so few tokens would be computed
     with LLM(OracleModel(), **NATIVE, kv_transfer_config=always) as llm:
         [cold] = llm.generate([Prompt(TOKENS, kv_transfer_params={KEY: None})])
         [local] = llm.generate([TOKENS])
@@ -265,7 +304,10 @@ def test_metrics_say_what_a_request_cost_and_was_given() -> None:
         assert metrics.first_token_s is not None and metrics.finished_s is not None
         assert metrics.arrived_s < metrics.first_token_s <= metrics.finished_s
         assert (metrics.failed_loads, metrics.preemptions) == (0, 0)
-    given = [(each.metrics.local_cached_tokens, each.metrics.external_cached_tokens) for each in (cold, local, warm)]
+    given = [
+        (each.metrics.local_cached_tokens, each.metrics.external_cached_tokens)
+        for each in (cold, local, warm)
+    ]
     assert given == [(0, 0), (20, 0), (0, 20)]
     assert (cold.kv_transfer_params, warm.kv_transfer_params) == ({KEY: 0}, {KEY: 20})
 
@@ -302,7 +344,9 @@ def test_an_aborted_request_keeps_what_it_has_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_an_interruption_between_steps_leaves_a_usable_llm(kind: type[BaseException], at: int) -> None:
+def test_an_interruption_between_steps_leaves_a_usable_llm(
+    kind: type[BaseException], at: int
+) -> None:
     steps: list[int] = []
 
     def progress(done: int) -> None:
@@ -326,7 +370,8 @@ def test_an_interruption_between_steps_leaves_a_usable_llm(kind: type[BaseExcept
 def test_an_interruption_inside_a_step_leaves_no_block_that_was_not_computed(
     at: int, options: dict[str, Any], late: bool
 ) -> None:
-    """Ctrl-C comes when the machine is busy, and that is in the model. Blocks count as remembered from then on."""
+    """Ctrl-C comes when the machine is busy, and that is in the model. Blocks count as remembered
+    from then on."""
     model, prompts = Interrupted(late=late), [TOKENS, [*TOKENS[:12], 99], TOKENS[:9]]
     with LLM(model, max_num_batched_tokens=24, **options) as llm:
         model.after = at

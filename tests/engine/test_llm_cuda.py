@@ -12,7 +12,13 @@ from kvkeep.engine.models.settings import ModelSettings
 if not torch.cuda.is_available():
     pytest.skip("CUDA is not available", allow_module_level=True)
 
-SIZES = {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "num_heads": 8}
+SIZES = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 3,
+    "num_heads": 8,
+}
 MODELS = {
     "gqa": ModelSettings(kind="gqa", num_kv_heads=4, head_dim=16, **SIZES),
     "mla": ModelSettings(
@@ -34,7 +40,11 @@ def test_tokens_are_those_of_the_cpu(kind: str, cut: tuple[int, int]) -> None:
     """Also in pieces, and with blocks that run out."""
     answers = []
     for device in ("cpu", "cuda"):
-        options = {"tensor_parallel_size": cut[0], "pipeline_parallel_size": cut[1], "max_num_batched_tokens": 48}
+        options = {
+            "tensor_parallel_size": cut[0],
+            "pipeline_parallel_size": cut[1],
+            "max_num_batched_tokens": 48,
+        }
         with LLM(MODELS[kind], dtype=torch.float64, device=device, num_blocks=14, **options) as llm:
             done = llm.generate(PROMPTS, SamplingParams(max_tokens=24))
         answers.append([each.token_ids for each in done])
@@ -53,17 +63,29 @@ def test_other_dtypes_run(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("load", ["async", "sync"])
 @pytest.mark.parametrize("cut", [(1, 1), (2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_was_offloaded_gives_the_same_tokens(kind: str, cut: tuple[int, int], load: str) -> None:
+def test_what_was_offloaded_gives_the_same_tokens(
+    kind: str, cut: tuple[int, int], load: str
+) -> None:
     """Blocks run out, so that prompts are computed, stored, given up and loaded again and again."""
-    prompts = [Prompt([*range(10, 10 + length), last]) for length in (33, 70, 120) for last in (1, 2, 3)]
+    prompts = [
+        Prompt([*range(10, 10 + length), last]) for length in (33, 70, 120) for last in (1, 2, 3)
+    ]
     sampling = SamplingParams(max_tokens=24)
-    options = {"tensor_parallel_size": cut[0], "pipeline_parallel_size": cut[1], "max_num_batched_tokens": 48}
+    options = {
+        "tensor_parallel_size": cut[0],
+        "pipeline_parallel_size": cut[1],
+        "max_num_batched_tokens": 48,
+    }
     options |= {"dtype": torch.float64, "device": "cuda", "num_blocks": 14}
     extra = {"kvkeep.load": load, "kvkeep.load_when": "always"}
     with LLM(MODELS[kind], **options) as llm:
         expected = [each.token_ids for each in llm.generate(prompts, sampling)]
     config = {"kv_connector_extra_config": extra}
-    cache = {"kv_offloading_backend": "native", "kv_offloading_size": 1 / 16, "kv_transfer_config": config}
+    cache = {
+        "kv_offloading_backend": "native",
+        "kv_offloading_size": 1 / 16,
+        "kv_transfer_config": config,
+    }
     with LLM(MODELS[kind], **options, **cache) as llm:
         rounds = [llm.generate(prompts, sampling) for _ in range(3)]
     for done in rounds:

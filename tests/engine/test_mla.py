@@ -73,7 +73,9 @@ def test_logits_are_those_of_transformers(q_lora_rank: int | None, tmp_path: Pat
     for prefill in (1, 17, 30):
         actual = every_row(model, tokens, ranks_of(model), prefill)
         torch.testing.assert_close(actual, expected[prefill - 1 :], rtol=1e-10, atol=1e-10)
-    assert expected.std(0).min() > 0.1  # tokens and their contexts matter, so the comparison could fail
+    assert (
+        expected.std(0).min() > 0.1
+    )  # tokens and their contexts matter, so the comparison could fail
 
 
 def test_logits_in_float32_are_those_of_transformers_as_it_is(tmp_path: Path) -> None:
@@ -129,7 +131,9 @@ def test_shapes_differ_by_stages_alone_and_the_identity_does_not() -> None:
     model = MLAModel(SETTINGS, random_weights(SETTINGS, 5, torch.float64))
     cuts = [(tp_size, pp_size) for tp_size in (1, 2, 4) for pp_size in (1, 2)]
     shapes = [shape_of(model, ranks_of(model, *cut), NUM_BLOCKS, BLOCK_TOKENS) for cut in cuts]
-    assert len({shape.fingerprint for shape in shapes}) == 2, "one for each number of stages: TP ranks hold the same"
+    assert len({shape.fingerprint for shape in shapes}) == 2, (
+        "one for each number of stages: TP ranks hold the same"
+    )
     assert [shape.kv_world_size for shape in shapes] == [pp_size for _, pp_size in cuts]
     assert len({shape.identity for shape in shapes}) == 1
 

@@ -22,12 +22,16 @@ def refusal(does: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-# --- KVTransferConfig -------------------------------------------------------------------------------------------
+# --- KVTransferConfig -----------------------------------------------------------------------------
 
 
 def test_nothing_said_is_no_connector_and_recompute() -> None:
     config = KVTransferConfig()
-    assert (config.kv_connector, config.kv_role, config.kv_load_failure_policy) == (None, None, "recompute")
+    assert (config.kv_connector, config.kv_role, config.kv_load_failure_policy) == (
+        None,
+        None,
+        "recompute",
+    )
     assert config.kv_connector_extra_config == {}
 
 
@@ -38,18 +42,29 @@ def test_a_connector_without_a_role_has_the_only_one_there_is(connector: str) ->
 
 def test_an_unknown_connector_is_refused_with_the_known_ones() -> None:
     said = refusal(lambda: KVTransferConfig("NixlConnector", "kv_both"))
-    assert all(word in said for word in ("kv_connector", "'NixlConnector'", '"NativeConnector"', '"KVKeepConnector"'))
+    assert all(
+        word in said
+        for word in ("kv_connector", "'NixlConnector'", '"NativeConnector"', '"KVKeepConnector"')
+    )
 
 
 def test_vllms_name_of_the_in_process_connector_is_refused_with_ours() -> None:
-    assert "here it is NativeConnector" in refusal(lambda: KVTransferConfig("OffloadingConnector", "kv_both"))
+    assert "here it is NativeConnector" in refusal(
+        lambda: KVTransferConfig("OffloadingConnector", "kv_both")
+    )
 
 
 def test_m4_vllms_name_of_an_external_servers_connector_is_ours() -> None:
-    config = KVTransferConfig("LMCacheMPConnector", kv_connector_extra_config={"lmcache.mp.port": 7})
+    config = KVTransferConfig(
+        "LMCacheMPConnector", kv_connector_extra_config={"lmcache.mp.port": 7}
+    )
     assert config == KVTransferConfig("KVKeepConnector", "kv_both", {"lmcache.mp.port": 7})
-    assert KVTransferConfig.of({"kv_connector": "LMCacheMPConnector"}) == KVTransferConfig("KVKeepConnector")
-    assert resolve("kvkeep", 4, KVTransferConfig("LMCacheMPConnector")) == KVTransferConfig("KVKeepConnector")
+    assert KVTransferConfig.of({"kv_connector": "LMCacheMPConnector"}) == KVTransferConfig(
+        "KVKeepConnector"
+    )
+    assert resolve("kvkeep", 4, KVTransferConfig("LMCacheMPConnector")) == KVTransferConfig(
+        "KVKeepConnector"
+    )
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
@@ -72,7 +87,9 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(policy: Any) -> None:
 
 @pytest.mark.parametrize("extra", [None, [], "a=b", {1: 2}])
 def test_extra_config_that_is_no_object_is_refused(extra: Any) -> None:
-    assert "kv_connector_extra_config" in refusal(lambda: KVTransferConfig(kv_connector_extra_config=extra))
+    assert "kv_connector_extra_config" in refusal(
+        lambda: KVTransferConfig(kv_connector_extra_config=extra)
+    )
 
 
 def test_extra_config_is_a_copy_that_can_cross_processes() -> None:
@@ -84,7 +101,11 @@ def test_extra_config_is_a_copy_that_can_cross_processes() -> None:
 
 
 def test_of_takes_nothing_an_instance_an_object_and_json() -> None:
-    words = {"kv_connector": "KVKeepConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+    words = {
+        "kv_connector": "KVKeepConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+    }
     config = KVTransferConfig("KVKeepConnector", "kv_both", {}, "fail")
     assert KVTransferConfig.of(None) is None
     assert KVTransferConfig.of(config) is config
@@ -112,7 +133,7 @@ def test_a_key_that_is_no_name_is_refused() -> None:
     assert "unknown key 1" in refusal(lambda: KVTransferConfig.of({1: 2}))  # type: ignore[dict-item]
 
 
-# --- resolve ----------------------------------------------------------------------------------------------------
+# --- resolve --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["native", "kvkeep"])
@@ -125,7 +146,9 @@ def test_without_a_size_offloading_is_off_whatever_the_backend(backend: str) -> 
 
 def test_native_is_the_in_process_connector_with_the_size_in_bytes() -> None:
     config = resolve("native", 1.5)
-    assert config == KVTransferConfig("NativeConnector", "kv_both", {"cpu_bytes_to_use": 3 * GIB // 2})
+    assert config == KVTransferConfig(
+        "NativeConnector", "kv_both", {"cpu_bytes_to_use": 3 * GIB // 2}
+    )
     assert type(config.kv_connector_extra_config["cpu_bytes_to_use"]) is int
 
 
@@ -146,11 +169,16 @@ def test_what_the_user_gave_stays_as_it_is() -> None:
 def test_the_size_joins_the_users_other_keys_without_touching_them() -> None:
     given = KVTransferConfig("NativeConnector", kv_connector_extra_config={"other": 1})
     config = resolve("native", 1, given)
-    assert config is not None and config.kv_connector_extra_config == {"other": 1, "cpu_bytes_to_use": GIB}
+    assert config is not None and config.kv_connector_extra_config == {
+        "other": 1,
+        "cpu_bytes_to_use": GIB,
+    }
     assert given.kv_connector_extra_config == {"other": 1}
 
 
-@pytest.mark.parametrize(("backend", "other"), [("native", "KVKeepConnector"), ("kvkeep", "NativeConnector")])
+@pytest.mark.parametrize(
+    ("backend", "other"), [("native", "KVKeepConnector"), ("kvkeep", "NativeConnector")]
+)
 def test_a_size_and_another_connector_contradict_each_other(backend: str, other: str) -> None:
     said = refusal(lambda: resolve(backend, 4, KVTransferConfig(other)))
     assert "kv_offloading_size" in said and "kv_transfer_config" in said and "contradict" in said
@@ -164,14 +192,35 @@ def test_an_unknown_backend_is_always_refused(size: float | None) -> None:
 
 
 def test_m4_vllms_name_of_the_backend_is_our_server_and_is_not_told_the_size() -> None:
-    assert resolve("lmcache", 4) == resolve("kvkeep", 4) == KVTransferConfig("KVKeepConnector", "kv_both", {})
+    assert (
+        resolve("lmcache", 4)
+        == resolve("kvkeep", 4)
+        == KVTransferConfig("KVKeepConnector", "kv_both", {})
+    )
     assert resolve("lmcache", None) is None
-    assert "contradict" in refusal(lambda: resolve("lmcache", 4, KVTransferConfig("NativeConnector")))
+    assert "contradict" in refusal(
+        lambda: resolve("lmcache", 4, KVTransferConfig("NativeConnector"))
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "kvkeep"])
 @pytest.mark.parametrize(
-    "size", [0, 0.0, -1, float("nan"), float("inf"), -float("inf"), True, False, "4", [4], 1e-12, 1e308, 10**400]
+    "size",
+    [
+        0,
+        0.0,
+        -1,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        True,
+        False,
+        "4",
+        [4],
+        1e-12,
+        1e308,
+        10**400,
+    ],
 )
 def test_a_size_that_is_none_is_refused(backend: str, size: Any) -> None:
     assert "kv_offloading_size" in refusal(lambda: resolve(backend, size))

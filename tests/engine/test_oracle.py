@@ -1,4 +1,5 @@
-"""The oracle says yes to right bytes wherever they lie, and no to every wrong one: what all engine tests rest on."""
+"""The oracle says yes to right bytes wherever they lie, and no to every wrong one: what all engine
+tests rest on."""
 
 from __future__ import annotations
 
@@ -39,11 +40,18 @@ def model_of(heads: int | str = 4, **options: int) -> OracleModel:
 
 def ranks_of(model: OracleModel, tp_size: int = 1, pp_size: int = 1) -> list[Rank]:
     strategies = [model.strategy(tp_size, pp_size, rank) for rank in range(tp_size * pp_size)]
-    return [Rank(strategy, model.allocate_kv(strategy, NUM_BLOCKS, BLOCK_TOKENS)) for strategy in strategies]
+    return [
+        Rank(strategy, model.allocate_kv(strategy, NUM_BLOCKS, BLOCK_TOKENS))
+        for strategy in strategies
+    ]
 
 
 def segment(
-    tokens: Sequence[int], blocks: Sequence[int], start: int = 0, name: str = "a", salt: str | None = None
+    tokens: Sequence[int],
+    blocks: Sequence[int],
+    start: int = 0,
+    name: str = "a",
+    salt: str | None = None,
 ) -> Segment:
     """From `start` to the end of `tokens`."""
     return Segment(name, salt, tokens, start, len(tokens) - start, blocks)
@@ -66,19 +74,28 @@ def wrong(model: OracleModel, ranks: Sequence[Rank], *segments: Segment) -> str:
     return str(caught.value)
 
 
-# --- right bytes pass -------------------------------------------------------------------------------------------
+# --- right bytes pass -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("heads", "tp_size", "pp_size"), CUTS)
-def test_right_bytes_pass_in_pieces_over_scattered_blocks(heads: int | str, tp_size: int, pp_size: int) -> None:
+def test_right_bytes_pass_in_pieces_over_scattered_blocks(
+    heads: int | str, tp_size: int, pp_size: int
+) -> None:
     model = model_of(heads, num_layers=3)
     ranks = ranks_of(model, tp_size, pp_size)
     first, second, third = list(range(10)), [5, 5, 5], [7] * 9
     step(model, ranks, segment(first[:3], [17]), segment(second, [3], name="b", salt="other"))
-    step(model, ranks, segment(first[:9], [17, 2, 11], 3), segment([*second, 1], [3], 3, "b", "other"))
+    step(
+        model,
+        ranks,
+        segment(first[:9], [17, 2, 11], 3),
+        segment([*second, 1], [3], 3, "b", "other"),
+    )
     step(model, ranks, segment(third, [23, 0, 9], name="c"), segment(first, [17, 2, 11], 9))
     read = 3 + 3 + 9 + 4 + 9 + 10
-    held = sum(len(rank.kv) * kv.shape[2] for rank in ranks for kv in [next(iter(rank.kv.values()))])
+    held = sum(
+        len(rank.kv) * kv.shape[2] for rank in ranks for kv in [next(iter(rank.kv.values()))]
+    )
     assert model.checked_bytes == read * held * model.words * 8
     assert model.checked_segments == 6
 
@@ -87,7 +104,12 @@ def test_a_block_filled_by_one_segment_is_read_by_another_of_the_step() -> None:
     model = model_of()
     ranks = ranks_of(model, 2, 2)
     tokens = list(range(8))
-    step(model, ranks, segment([*tokens, 99], [4, 9, 1], 8, "reader"), segment(tokens, [4, 9], name="writer"))
+    step(
+        model,
+        ranks,
+        segment([*tokens, 99], [4, 9, 1], 8, "reader"),
+        segment(tokens, [4, 9], name="writer"),
+    )
     assert model.checked_segments == 2
 
 
@@ -108,11 +130,15 @@ def test_each_rank_holds_its_layers_and_heads() -> None:
     assert shapes == [{"layers.0": shape}] * 2 + [{"layers.1": shape, "layers.2": shape}] * 2
 
 
-# --- wrong bytes do not -----------------------------------------------------------------------------------------
+# --- wrong bytes do not ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("heads", "tp_size", "pp_size"), [(2, 1, 1), (2, 2, 2), (2, 4, 1), ("mla", 2, 1)])
-def test_each_single_flipped_bit_is_caught_and_its_place_named(heads: int | str, tp_size: int, pp_size: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "tp_size", "pp_size"), [(2, 1, 1), (2, 2, 2), (2, 4, 1), ("mla", 2, 1)]
+)
+def test_each_single_flipped_bit_is_caught_and_its_place_named(
+    heads: int | str, tp_size: int, pp_size: int
+) -> None:
     model = model_of(heads)
     ranks = ranks_of(model, tp_size, pp_size)
     tokens, blocks = [8, 6, 7, 5, 3, 0, 9], [13, 6]
@@ -126,15 +152,20 @@ def test_each_single_flipped_bit_is_caught_and_its_place_named(heads: int | str,
                         block, offset = blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
                         right = kv[block, offset, head, word].clone()
                         bit = bits.randrange(64)
-                        kv[block, offset, head, word] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+                        kv[block, offset, head, word] ^= torch.tensor(
+                            1 << bit if bit < 63 else -(1 << 63)
+                        )
                         message = wrong(model, ranks, segment(tokens, blocks, 6))
                         kv[block, offset, head, word] = right
                         place = (
-                            f"position {position}, block {block}, offset {offset}, {name}, rank {rank.strategy.rank} "
+                            f"position {position}, block {block}, offset {offset}, {name}, "
+                            f"rank {rank.strategy.rank} "
                         )
                         assert "request 'a' of tenant default" in message and place in message
                         assert message.endswith("1 flipped bits")
-                        expected, found = (words.split() for words in re.findall(r"\[([0-9a-f ]+)\]", message))
+                        expected, found = (
+                            words.split() for words in re.findall(r"\[([0-9a-f ]+)\]", message)
+                        )
                         assert int(expected[word], 16) ^ int(found[word], 16) == 1 << bit
                         assert int(expected[word], 16) == int(right) % 2**64
     step(model, ranks, segment(tokens, blocks, 6))
@@ -147,7 +178,10 @@ def test_swapped_shards_are_caught() -> None:
     step(model, ranks, segment(list(range(8)), [3, 5], 7, "same prefix"))
     left, right = ranks[1].kv["layers.1"], ranks[2].kv["layers.1"]
     left[5], right[5] = right[5].clone(), left[5].clone()
-    readers = segment(list(range(9)), [3, 5, 1], 8), segment(list(range(9)), [3, 5, 1], 8, "same prefix")
+    readers = (
+        segment(list(range(9)), [3, 5, 1], 8),
+        segment(list(range(9)), [3, 5, 1], 8, "same prefix"),
+    )
     message = wrong(model, ranks, *readers)
     assert "position 4, block 5, offset 0, layers.1, rank 1 (TP 1, PP 0), KV head 1:" in message
     assert message.endswith("swapped, bytes of the same request, position 4, layers.1, KV head 2")
@@ -165,7 +199,9 @@ def test_swapped_layers_and_blocks_are_caught() -> None:
         else:
             first[3], first[5] = first[5].clone(), first[3].clone()
         message = wrong(model, ranks, segment([*tokens, 1], [3, 5, 1], 8))
-        assert ("position 0, layers.1, KV head 0" if swap_layers else "position 4, layers.0, KV head 0") in message
+        assert (
+            "position 0, layers.1, KV head 0" if swap_layers else "position 4, layers.0, KV head 0"
+        ) in message
 
 
 def test_ranks_that_share_memory_are_caught() -> None:
@@ -177,8 +213,14 @@ def test_ranks_that_share_memory_are_caught() -> None:
 
 def test_two_requests_given_one_block_are_caught() -> None:
     model = model_of()
-    message = wrong(model, ranks_of(model), segment([1, 2], [3], name="a"), segment([1, 3], [3], name="b"))
-    assert "request 'a'" in message and "position 1" in message and "bytes of request 'b', position 1" in message
+    message = wrong(
+        model, ranks_of(model), segment([1, 2], [3], name="a"), segment([1, 3], [3], name="b")
+    )
+    assert (
+        "request 'a'" in message
+        and "position 1" in message
+        and "bytes of request 'b', position 1" in message
+    )
 
 
 def test_a_stale_block_is_caught() -> None:
@@ -188,7 +230,9 @@ def test_a_stale_block_is_caught() -> None:
     # The new request's first block was to be loaded into block 7, but never was.
     message = wrong(model, ranks, segment([4, 3, 2, 1, 0], [7, 8], 4, "new"))
     assert "request 'new'" in message and "position 0, block 7, offset 0" in message
-    assert message.endswith("stale or swapped, bytes of request 'old', position 0, layers.0, KV head 0")
+    assert message.endswith(
+        "stale or swapped, bytes of request 'old', position 0, layers.0, KV head 0"
+    )
 
 
 def test_a_block_whose_own_prefix_is_another_is_caught() -> None:
@@ -204,7 +248,9 @@ def test_a_block_whose_own_prefix_is_another_is_caught() -> None:
 @pytest.mark.parametrize(
     ("salt", "other"), [(None, "x"), ("x", ""), ("x", "y"), ("default", None), ("\udc80", "\udc81")]
 )
-def test_another_tenants_block_of_the_same_tokens_is_caught(salt: str | None, other: str | None) -> None:
+def test_another_tenants_block_of_the_same_tokens_is_caught(
+    salt: str | None, other: str | None
+) -> None:
     model = model_of()
     ranks = ranks_of(model)
     step(model, ranks, segment([1, 2, 3, 4], [7], name="theirs", salt=other))
@@ -228,13 +274,18 @@ def test_bytes_of_nobody_are_called_unknown() -> None:
     step(model, ranks, segment([1, 2, 3, 4], [7]))
     ranks[0].kv["layers.0"][7, 3] = 0x0123456789ABCDEF
     message = wrong(model, ranks, segment([1, 2, 3, 4, 5], [7, 8], 4))
-    assert "offset 3" in message and "found [0123456789abcdef 0123456789abcdef]: unknown bytes" in message
+    assert (
+        "offset 3" in message
+        and "found [0123456789abcdef 0123456789abcdef]: unknown bytes" in message
+    )
 
 
 def test_the_second_segment_of_a_step_is_named() -> None:
     model = model_of()
     ranks = ranks_of(model)
-    message = wrong(model, ranks, segment([1, 2, 3], [1], name="a"), segment([1, 2, 3], [2], 1, "b"))
+    message = wrong(
+        model, ranks, segment([1, 2, 3], [1], name="a"), segment([1, 2, 3], [2], 1, "b")
+    )
     assert "request 'b'" in message and "position 0, block 2" in message
 
 
@@ -246,7 +297,7 @@ def test_another_models_bytes_are_caught(options: dict[str, int]) -> None:
     assert "unknown bytes" in wrong(model_of(**options), ranks, segment([1, 2, 3, 4, 5], [7, 8], 4))
 
 
-# --- what the bytes depend on -----------------------------------------------------------------------------------
+# --- what the bytes depend on ---------------------------------------------------------------------
 
 
 def test_kv_does_not_depend_on_later_tokens_pieces_or_request() -> None:
@@ -283,7 +334,12 @@ def test_bytes_are_those_of_a_plain_implementation() -> None:
         total = (total + mix(series(token_key, position) ^ token)) % 2**64
         state = mix(total ^ state_key)
         # Layer 1 of 2, all of 4 heads, 2 words: the lanes 8 to 15.
-        expected.append([mix(state ^ series(int.from_bytes(secret[:8], "little"), lane)) for lane in range(8, 16)])
+        expected.append(
+            [
+                mix(state ^ series(int.from_bytes(secret[:8], "little"), lane))
+                for lane in range(8, 16)
+            ]
+        )
     model = model_of(seed=7)
     (rank,) = ranks = ranks_of(model)
     step(model, ranks, segment(tokens[:4], [9, 4], salt="salt"))
@@ -295,7 +351,11 @@ def test_bytes_are_those_of_a_plain_implementation() -> None:
 def test_no_two_words_are_alike() -> None:
     model = model_of(num_layers=3, words=3)
     (rank,) = ranks = ranks_of(model)
-    step(model, ranks, *(segment([1] * 12, [i, i + 1, i + 2], name=f"{i}", salt=f"{i}") for i in range(0, 24, 3)))
+    step(
+        model,
+        ranks,
+        *(segment([1] * 12, [i, i + 1, i + 2], name=f"{i}", salt=f"{i}") for i in range(0, 24, 3)),
+    )
     words = torch.stack(list(rank.kv.values())).flatten()
     assert len(set(words.tolist())) == words.numel() == 3 * NUM_BLOCKS * BLOCK_TOKENS * 4 * 3
 
@@ -315,7 +375,9 @@ def test_replicas_are_identical_and_shards_are_the_whole_cut_up() -> None:
     latent = ranks_of(model_of("mla"), 8)
     step(model_of("mla"), latent, segment(tokens, blocks))
     assert latent[0].kv["layers.0"].shape[2] == 1 and latent[0].kv["layers.0"].any()
-    assert all(torch.equal(latent[0].kv[name], rank.kv[name]) for rank in latent for name in rank.kv)
+    assert all(
+        torch.equal(latent[0].kv[name], rank.kv[name]) for rank in latent for name in rank.kv
+    )
 
 
 def test_no_salt_and_an_empty_one_are_one_tenant() -> None:
@@ -343,7 +405,11 @@ def test_another_process_gives_the_same_bytes() -> None:
     for seed in ("0", "1"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", IN_ANOTHER_PROCESS]
-        outputs.add(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        outputs.add(
+            subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
     assert len(outputs) == 1
     model = OracleModel(3)
     (rank,) = ranks = ranks_of(model)
@@ -352,7 +418,7 @@ def test_another_process_gives_the_same_bytes() -> None:
     assert outputs == {f"{here}\n"}
 
 
-# --- logits -----------------------------------------------------------------------------------------------------
+# --- logits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", [4, "mla"])
@@ -373,7 +439,10 @@ def test_logits_depend_on_the_prefix_alone(heads: int | str) -> None:
 def test_greedy_tokens_are_spread_over_the_vocabulary() -> None:
     model = model_of(vocab_size=8)
     ranks = ranks_of(model)
-    drawn = [int(step(model, ranks, segment([token], [0], name=f"{token}")).argmax()) for token in range(400)]
+    drawn = [
+        int(step(model, ranks, segment([token], [0], name=f"{token}")).argmax())
+        for token in range(400)
+    ]
     assert all(drawn.count(token) > 20 for token in range(8))
 
 
@@ -396,7 +465,7 @@ def test_logits_come_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(step(model, ranks, reader), right)
 
 
-# --- what it remembers ------------------------------------------------------------------------------------------
+# --- what it remembers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("salt", [None, "x"])
@@ -442,11 +511,13 @@ def test_memory_is_bounded_and_forgetting_changes_nothing(monkeypatch: pytest.Mo
         step(model, ranks, segment([i] * 5, [i, 20 + i], 4, name=f"{i}"))
         assert model._known_words == sum(known.words.size for known in model._known.values()) <= 600
     ranks[0].kv["layers.0"][0] = 5
-    message = wrong(model, ranks, *(segment([i] * 5, [i, 20 + i], 4, name=f"{i}") for i in range(4)))
+    message = wrong(
+        model, ranks, *(segment([i] * 5, [i, 20 + i], 4, name=f"{i}") for i in range(4))
+    )
     assert "request '0'" in message and "unknown bytes" in message
 
 
-# --- nonsense ---------------------------------------------------------------------------------------------------
+# --- nonsense -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -479,8 +550,12 @@ def test_ranks_that_make_no_sense_are_refused() -> None:
         model.forward([good], ranks, BLOCK_TOKENS * 2)
 
 
-@pytest.mark.parametrize(("heads", "tp_size", "pp_size"), [(4, 3, 1), (4, 6, 1), (6, 4, 1), (4, 1, 3), ("mla", 2, 3)])
-def test_cuts_that_do_not_work_out_are_refused(heads: int | str, tp_size: int, pp_size: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "tp_size", "pp_size"), [(4, 3, 1), (4, 6, 1), (6, 4, 1), (4, 1, 3), ("mla", 2, 3)]
+)
+def test_cuts_that_do_not_work_out_are_refused(
+    heads: int | str, tp_size: int, pp_size: int
+) -> None:
     with pytest.raises(SettingsError):
         model_of(heads).strategy(tp_size, pp_size, 0)
 
@@ -492,9 +567,17 @@ def test_a_model_of_nothing_is_refused(field: str) -> None:
 
 
 def test_identity_tells_models_apart_and_the_cut_is_not_in_it() -> None:
-    models = [model_of(4), model_of(2), model_of(4, seed=1), model_of(4, num_layers=3), model_of(4, words=3)]
+    models = [
+        model_of(4),
+        model_of(2),
+        model_of(4, seed=1),
+        model_of(4, num_layers=3),
+        model_of(4, words=3),
+    ]
     assert len({model.identity(16) for model in models}) == len(models)
     model = model_of(2)
     assert model.strategy(4, 2, 0).kv_world_size == 4
     cuts = [model.strategy(*sizes, 0).cut for sizes in ((1, 1), (2, 1), (1, 2), (4, 1))]
-    assert len(set(cuts)) == 3 and cuts[1] == cuts[3], "two heads are two shards, however many ranks hold them"
+    assert len(set(cuts)) == 3 and cuts[1] == cuts[3], (
+        "two heads are two shards, however many ranks hold them"
+    )

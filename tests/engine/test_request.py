@@ -13,14 +13,20 @@ from kvkeep.kv.keys import KEY_BYTES, KeyChain
 ROOT = b"r" * 16
 
 
-def request_of(tokens: Sequence[int], max_tokens: int = 3, stop: Sequence[int] = (), **options: int) -> Request:
+def request_of(
+    tokens: Sequence[int], max_tokens: int = 3, stop: Sequence[int] = (), **options: int
+) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, seed=0)
     return Request("a", list(tokens), sampling, KeyChain(ROOT, 4), **options)
 
 
 def test_a_new_request_waits_with_nothing() -> None:
     request = request_of([1, 2, 3, 4, 5])
-    assert request.status is Status.WAITING and request.block_ids == [] and request.num_computed_tokens == 0
+    assert (
+        request.status is Status.WAITING
+        and request.block_ids == []
+        and request.num_computed_tokens == 0
+    )
     assert request.prompt_tokens == request.num_tokens == 5 and request.output_tokens == []
     assert len(request.chain) == 1 and request.finish_reason == request.error == ""
 
@@ -28,7 +34,11 @@ def test_a_new_request_waits_with_nothing() -> None:
 def test_generated_tokens_extend_tokens_and_keys() -> None:
     request = request_of([1, 2, 3, 4, 5])
     keys = [request.append(token) for token in (6, 7, 8, 9)]
-    assert request.output_tokens == [6, 7, 8, 9] and request.prompt_tokens == 5 and request.num_tokens == 9
+    assert (
+        request.output_tokens == [6, 7, 8, 9]
+        and request.prompt_tokens == 5
+        and request.num_tokens == 9
+    )
     assert [len(key) for key in keys] == [0, 0, KEY_BYTES, 0]
     assert keys[2] == request_of([1, 2, 3, 4, 5, 6, 7, 8]).chain.key(1) == request.chain.key(1)
 
@@ -41,7 +51,9 @@ def test_it_ends_at_its_length() -> None:
     assert request.stop_reason() == "length"
 
 
-@pytest.mark.parametrize(("tokens", "reason"), [([8], ""), ([8, 9], "stop"), ([9], "stop"), ([8, 8, 9], "stop")])
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [([8], ""), ([8, 9], "stop"), ([9], "stop"), ([8, 8, 9], "stop")]
+)
 def test_it_ends_at_a_stop_token(tokens: list[int], reason: str) -> None:
     request = request_of([9, 9], max_tokens=3, stop=[9])
     for token in tokens:
@@ -50,7 +62,11 @@ def test_it_ends_at_a_stop_token(tokens: list[int], reason: str) -> None:
 
 
 def test_order_is_priority_then_arrival() -> None:
-    requests = [request_of([1], priority=1, number=0), request_of([1], number=2), request_of([1], number=1)]
+    requests = [
+        request_of([1], priority=1, number=0),
+        request_of([1], number=2),
+        request_of([1], number=1),
+    ]
     assert [each.number for each in sorted(requests, key=lambda each: each.order)] == [1, 2, 0]
 
 

@@ -23,7 +23,7 @@ def scheduled(r: Any) -> dict[str, int]:
     return dict(r.steps[-1].num_scheduled_tokens)
 
 
-# -- batches and budgets -----------------------------------------------------------------------------------------
+# -- batches and budgets ---------------------------------------------------------------------------
 
 
 def test_one_request_runs_to_its_end(rig: Rigs) -> None:
@@ -95,14 +95,22 @@ def test_a_stop_token_ends_a_request(rig: Rigs) -> None:
     stop = tokens[3]
     request = r.add(r.prompt(2), max_tokens=8, stop=[stop])
     r.run()
-    assert request.finish_reason == "stop" and request.output_tokens == tokens[: tokens.index(stop) + 1]
+    assert (
+        request.finish_reason == "stop"
+        and request.output_tokens == tokens[: tokens.index(stop) + 1]
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "prompt", "max_tokens", "hint"),
     [
         ({"num_blocks": 5}, 14, 3, "raise num_blocks"),
-        ({"max_num_batched_tokens": 20, "enable_chunked_prefill": False}, 18, 3, "raise max_num_batched_tokens"),
+        (
+            {"max_num_batched_tokens": 20, "enable_chunked_prefill": False},
+            18,
+            3,
+            "raise max_num_batched_tokens",
+        ),
     ],
 )
 def test_what_can_never_fit_is_refused(
@@ -112,12 +120,14 @@ def test_what_can_never_fit_is_refused(
     with pytest.raises(RequestError) as refusal:
         r.engine.add(r.words(prompt), r.add(r.words(prompt - 1), max_tokens=max_tokens).sampling)
     assert refusal.value.code == "too_long" and hint in refusal.value.hint
-    assert len(r.scheduler.unfinished) == 1 and len(r.cache.leases) == 1, "what is refused leaves nothing behind"
+    assert len(r.scheduler.unfinished) == 1 and len(r.cache.leases) == 1, (
+        "what is refused leaves nothing behind"
+    )
     r.run()
     assert r.requests[0].finish_reason == "length", "what just fits is served"
 
 
-# -- order and preemption ----------------------------------------------------------------------------------------
+# -- order and preemption --------------------------------------------------------------------------
 
 
 def test_lower_priorities_are_served_first(rig: Rigs) -> None:
@@ -125,7 +135,12 @@ def test_lower_priorities_are_served_first(rig: Rigs) -> None:
     for name, priority in [("a", 1), ("b", 0), ("c", -5), ("d", 0)]:
         r.add(r.prompt(1, which=name), name, priority=priority, max_tokens=1)
     r.run()
-    assert [request for step in r.steps for request in step.num_scheduled_tokens] == ["c", "b", "d", "a"]
+    assert [request for step in r.steps for request in step.num_scheduled_tokens] == [
+        "c",
+        "b",
+        "d",
+        "a",
+    ]
 
 
 def test_who_came_last_and_matters_least_is_preempted_first(rig: Rigs) -> None:
@@ -147,7 +162,9 @@ def test_a_preempted_request_finds_its_own_blocks(rig: Rigs) -> None:
     r.step(4)
     r.scheduler.preempt(request)
     r.step()
-    assert request.local_blocks == 5 and scheduled(r) == {request.id: 2}, "generated tokens included"
+    assert request.local_blocks == 5 and scheduled(r) == {request.id: 2}, (
+        "generated tokens included"
+    )
     assert request.metrics.preemptions == 1 and request.metrics.local_cached_tokens == 0
     r.run()
     assert request.finish_reason == "length"
@@ -162,7 +179,7 @@ def test_many_in_a_tiny_pool(rig: Rigs) -> None:
     assert sum(each.metrics.preemptions for each in r.requests) > 0
 
 
-# -- the prefix cache --------------------------------------------------------------------------------------------
+# -- the prefix cache ------------------------------------------------------------------------------
 
 
 def test_a_second_request_finds_the_first_ones_blocks(rig: Rigs) -> None:
@@ -207,13 +224,15 @@ def test_local_hits_are_those_of_the_admission_not_of_a_try_before(rig: Rigs) ->
     r.add(r.prompt(7, which="other"))
     request = r.add(r.prompt(6, end="late"))
     r.step()
-    assert request.status is Status.WAITING and request.block_ids == [], "two blocks were found, but it did not fit"
+    assert request.status is Status.WAITING and request.block_ids == [], (
+        "two blocks were found, but it did not fit"
+    )
     r.add(r.prompt(6), priority=-1)
     r.run()
     assert request.metrics.local_cached_tokens == 6 * BLOCK_TOKENS
 
 
-# -- the external cache ------------------------------------------------------------------------------------------
+# -- the external cache ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync_loads", [False, True])
@@ -237,7 +256,9 @@ def test_the_whole_prompt_is_in_the_cache(rig: Rigs, sync_loads: bool) -> None:
     r.seed(prompt)
     request = r.add(prompt)
     r.run()
-    assert request.metrics.external_cached_tokens == 5 * BLOCK_TOKENS, "one block is left to compute its last token"
+    assert request.metrics.external_cached_tokens == 5 * BLOCK_TOKENS, (
+        "one block is left to compute its last token"
+    )
     assert [segment.count for step in r.steps for segment in step.segments] == [BLOCK_TOKENS, 1, 1]
     assert r.cache.stores == []
 
@@ -289,7 +310,10 @@ def test_one_load_for_two_requests_async(rig: Rigs) -> None:
     r.cache.release_loads()
     r.step(2)
     assert len(r.cache.loads) == 1 and first.block_ids[:6] == second.block_ids[:6]
-    assert second.metrics.local_cached_tokens == 6 * BLOCK_TOKENS and second.metrics.external_cached_tokens == 0
+    assert (
+        second.metrics.local_cached_tokens == 6 * BLOCK_TOKENS
+        and second.metrics.external_cached_tokens == 0
+    )
 
 
 def test_one_load_for_two_requests_sync(rig: Rigs) -> None:
@@ -297,7 +321,11 @@ def test_one_load_for_two_requests_sync(rig: Rigs) -> None:
     r.seed(r.prompt(6))
     first, second = r.add(r.prompt(6, end=1)), r.add(r.prompt(6, end=2))
     r.step()
-    assert len(scheduled(r)) == 2 and len(r.cache.loads) == 1 and first.block_ids[:6] == second.block_ids[:6]
+    assert (
+        len(scheduled(r)) == 2
+        and len(r.cache.loads) == 1
+        and first.block_ids[:6] == second.block_ids[:6]
+    )
 
 
 def test_two_requests_with_one_prefix_and_no_prefix_cache(rig: Rigs) -> None:
@@ -318,7 +346,11 @@ def test_the_local_prefix_grows_between_lookup_and_admission(rig: Rigs) -> None:
     r.run()
     assert [(skip, number) for number, _, skip in r.cache.lookups] == [(0, 1), (0, 2)]
     assert [(load.skip, len(load.block_ids)) for load in r.cache.loads][-1] == (3, 3)
-    assert request.metrics.local_cached_tokens == request.metrics.external_cached_tokens == 3 * BLOCK_TOKENS
+    assert (
+        request.metrics.local_cached_tokens
+        == request.metrics.external_cached_tokens
+        == 3 * BLOCK_TOKENS
+    )
 
 
 def test_the_local_prefix_grows_over_all_that_was_found(rig: Rigs) -> None:
@@ -340,8 +372,12 @@ def test_the_local_prefix_shrinks_between_lookup_and_admission(rig: Rigs) -> Non
     request = r.add(r.prompt(6))
     r.pool.forget_all()
     r.run()
-    assert [skip for number, _, skip in r.cache.lookups if number == 3] == [4, 0], "asked anew, from further back"
-    assert r.cache.loads[-1].skip == 0 and request.metrics.external_cached_tokens == 6 * BLOCK_TOKENS
+    assert [skip for number, _, skip in r.cache.lookups if number == 3] == [4, 0], (
+        "asked anew, from further back"
+    )
+    assert (
+        r.cache.loads[-1].skip == 0 and request.metrics.external_cached_tokens == 6 * BLOCK_TOKENS
+    )
 
 
 def test_generated_tokens_are_stored_and_hit_by_the_next_turn(rig: Rigs) -> None:
@@ -362,15 +398,19 @@ def test_what_is_known_to_be_stored_is_not_stored_again(rig: Rigs) -> None:
     r.run()
     r.step(2)
     assert [len(store.block_ids) for store in r.cache.stores] == [4, 1]
-    assert len({key for store in r.cache.stores for key in (store.keys[:16], store.keys[-16:])}) == 3
+    assert (
+        len({key for store in r.cache.stores for key in (store.keys[:16], store.keys[-16:])}) == 3
+    )
 
 
-# -- little room -------------------------------------------------------------------------------------------------
+# -- little room -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync_loads", [False, True])
 @pytest.mark.parametrize("num_blocks", [9, 10, 13, 17])
-def test_loaded_requests_do_not_keep_each_other_from_running(rig: Rigs, sync_loads: bool, num_blocks: int) -> None:
+def test_loaded_requests_do_not_keep_each_other_from_running(
+    rig: Rigs, sync_loads: bool, num_blocks: int
+) -> None:
     r = rig(sync_loads=sync_loads, num_blocks=num_blocks, max_num_batched_tokens=8)
     for which in range(4):
         r.seed(r.prompt(5, which=which))
@@ -430,10 +470,13 @@ def test_a_load_that_finds_no_room_waits_without_blocks(rig: Rigs) -> None:
     r.step()
     assert request.status is Status.WAITING and request.block_ids == [] and r.cache.loads == []
     r.run()
-    assert running.metrics.preemptions == 0 and request.metrics.external_cached_tokens == 5 * BLOCK_TOKENS
+    assert (
+        running.metrics.preemptions == 0
+        and request.metrics.external_cached_tokens == 5 * BLOCK_TOKENS
+    )
 
 
-# -- all of it at random -----------------------------------------------------------------------------------------
+# -- all of it at random ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -442,7 +485,9 @@ def test_random_schedules(rig: Rigs, seed: int) -> None:
     tp_size = draw.choice([1, 1, 2])
     r = rig(
         num_blocks=draw.choice([14, 20, 40]),
-        max_num_batched_tokens=draw.choice([40, 60, 200]) if seed % 4 == 0 else draw.choice([5, 9, 30]),
+        max_num_batched_tokens=draw.choice([40, 60, 200])
+        if seed % 4 == 0
+        else draw.choice([5, 9, 30]),
         max_num_seqs=draw.choice([2, 4, 8]),
         enable_chunked_prefill=seed % 4 != 0,
         enable_prefix_caching=draw.random() < 0.8,
@@ -455,7 +500,9 @@ def test_random_schedules(rig: Rigs, seed: int) -> None:
     ends = itertools.count()
     for _ in range(60):
         if draw.random() < 0.35:
-            prompt = r.prompt(draw.randrange(7), draw.randrange(1, 6), draw.randrange(3), next(ends) % 5)
+            prompt = r.prompt(
+                draw.randrange(7), draw.randrange(1, 6), draw.randrange(3), next(ends) % 5
+            )
             r.add(prompt, max_tokens=draw.randrange(1, 7), priority=draw.randrange(2))
         if draw.random() < 0.3 and r.scheduler.unfinished:
             victim = draw.choice(r.scheduler.unfinished)

@@ -1,4 +1,5 @@
-"""Requests leave at any moment, by abort or preemption: no block, job, lease or session is lost or used too early."""
+"""Requests leave at any moment, by abort or preemption: no block, job, lease or session is lost or
+used too early."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ BLOCK_TOKENS = 4
 ALL_FREE = 63
 
 
-# -- abort -------------------------------------------------------------------------------------------------------
+# -- abort -----------------------------------------------------------------------------------------
 
 
 def test_abort_before_it_was_ever_scheduled(rig: Rigs) -> None:
@@ -90,7 +91,9 @@ def test_abort_during_a_load_that_then_fails(rig: Rigs, place: int) -> None:
 @pytest.mark.parametrize("sync_loads", [False, True])
 @pytest.mark.parametrize("hook", ["before_run", "after_run"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_abort_between_schedule_and_update(rig: Rigs, steps: int, hook: str, sync_loads: bool) -> None:
+def test_abort_between_schedule_and_update(
+    rig: Rigs, steps: int, hook: str, sync_loads: bool
+) -> None:
     r = rig(sync_loads=sync_loads)
     r.seed(r.prompt(3))
     request, other = r.add(r.prompt(5), max_tokens=4), r.add(r.prompt(5, end="other"), max_tokens=4)
@@ -164,7 +167,7 @@ def test_abort_of_all_in_every_state(rig: Rigs) -> None:
     assert {request.finish_reason for request in r.requests} == {"abort"} and not r.engine.busy
 
 
-# -- an id used again --------------------------------------------------------------------------------------------
+# -- an id used again ------------------------------------------------------------------------------
 
 
 def test_an_id_is_used_again_while_the_old_load_runs(rig: Rigs) -> None:
@@ -179,7 +182,9 @@ def test_an_id_is_used_again_while_the_old_load_runs(rig: Rigs) -> None:
     new = r.add(r.prompt(6, end="new"), "same")
     r.cache.release_loads(0)
     r.step(2)
-    assert new.status is Status.WAITING, "the load under way is not its own, but it may have what it needs"
+    assert new.status is Status.WAITING, (
+        "the load under way is not its own, but it may have what it needs"
+    )
     r.cache.release_loads(1)
     r.step()
     assert new.metrics.failed_loads == 0 and old.metrics.failed_loads == 0
@@ -206,12 +211,16 @@ def test_an_id_is_used_again_in_the_middle_of_a_step(rig: Rigs) -> None:
     r.before_run = swap
     r.step()
     new = r.requests[1]
-    assert new.num_computed_tokens == 0 and new.tokens == r.prompt(6, end="new") and old.finish_reason == "abort"
+    assert (
+        new.num_computed_tokens == 0
+        and new.tokens == r.prompt(6, end="new")
+        and old.finish_reason == "abort"
+    )
     r.run()
     assert new.finish_reason == "length"
 
 
-# -- preemption --------------------------------------------------------------------------------------------------
+# -- preemption ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [None, 0, 3])
@@ -225,7 +234,11 @@ def test_preemption_during_load(rig: Rigs, place: int | None) -> None:
     request = r.add(r.prompt(6))
     r.step(2)
     r.scheduler.preempt(request)
-    assert request.status is Status.WAITING and request.block_ids == [] and r.pool.num_free == ALL_FREE - 6
+    assert (
+        request.status is Status.WAITING
+        and request.block_ids == []
+        and r.pool.num_free == ALL_FREE - 6
+    )
     r.cache.release_loads(0)
     r.step(2)
     assert request.status is Status.WAITING and len(r.cache.leases) == 1
@@ -239,7 +252,8 @@ def test_preemption_during_load(rig: Rigs, place: int | None) -> None:
 
 
 def test_preemption_during_a_load_that_has_failed_on_one_rank(rig: Rigs) -> None:
-    """No hit is offered any more, so it begins at once; the other rank still reads under the lease."""
+    """No hit is offered any more, so it begins at once; the other rank still reads under the
+    lease."""
     r = rig(tensor_parallel_size=2)
     r.seed(r.prompt(6))
     r.cache.hold_loads = None
@@ -257,7 +271,8 @@ def test_preemption_during_a_load_that_has_failed_on_one_rank(rig: Rigs) -> None
 
 
 def test_preemption_during_a_load_that_nobody_needs_any_more(rig: Rigs) -> None:
-    """Another request generates the same text meanwhile: the lease is still held until the load is over."""
+    """Another request generates the same text meanwhile: the lease is still held until the load is
+    over."""
     r = rig(tensor_parallel_size=2)
     other = r.add(r.prompt(2, tail=0), max_tokens=20)
     text = [*other.tokens, *r.answer(other)]
@@ -277,7 +292,8 @@ def test_preemption_during_a_load_that_nobody_needs_any_more(rig: Rigs) -> None:
 
 
 def test_preemption_during_load_and_the_local_prefix_is_lost(rig: Rigs) -> None:
-    """It would have to ask anew, from further back. Not before the load is over that reads under the first answer."""
+    """It would have to ask anew, from further back. Not before the load is over that reads under
+    the first answer."""
     r = rig()
     r.add(r.prompt(3), max_tokens=1)
     r.run()
@@ -293,7 +309,11 @@ def test_preemption_during_load_and_the_local_prefix_is_lost(rig: Rigs) -> None:
     r.cache.let_go()
     r.run()
     assert r.cache.loads[-1].skip == 0, "it loads all six"
-    assert request.metrics.local_cached_tokens == request.metrics.external_cached_tokens == 3 * BLOCK_TOKENS
+    assert (
+        request.metrics.local_cached_tokens
+        == request.metrics.external_cached_tokens
+        == 3 * BLOCK_TOKENS
+    )
 
 
 def test_preemption_right_after_a_load(rig: Rigs) -> None:
@@ -304,9 +324,14 @@ def test_preemption_right_after_a_load(rig: Rigs) -> None:
     assert request.status is Status.WAITING and len(request.block_ids) == 6
     r.scheduler.preempt(request)
     r.step()
-    assert request.status is Status.RUNNING and request.local_blocks == 6 and len(r.cache.loads) == 1
+    assert (
+        request.status is Status.RUNNING and request.local_blocks == 6 and len(r.cache.loads) == 1
+    )
     r.run()
-    assert request.metrics.local_cached_tokens == 0 and request.metrics.external_cached_tokens == 6 * BLOCK_TOKENS
+    assert (
+        request.metrics.local_cached_tokens == 0
+        and request.metrics.external_cached_tokens == 6 * BLOCK_TOKENS
+    )
 
 
 def test_preemption_and_a_second_load_count_each_block_once(rig: Rigs) -> None:
@@ -323,7 +348,8 @@ def test_preemption_and_a_second_load_count_each_block_once(rig: Rigs) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_preemption_during_store(rig: Rigs, tp_size: int) -> None:
-    """The store copies as late as it can; others want the blocks, and get them at once: what they held is set aside."""
+    """The store copies as late as it can; others want the blocks, and get them at once: what they
+    held is set aside."""
     r = rig(tensor_parallel_size=tp_size, num_blocks=12)
     r.cache.hold_stores = None
     request = r.add(r.prompt(5), max_tokens=4)
@@ -339,7 +365,9 @@ def test_preemption_during_store(rig: Rigs, tp_size: int) -> None:
         r.step()
         r.cache.release_stores(rank)
     r.step()
-    keys = [("default", request.chain.key(at), shard) for at in range(5) for shard in range(tp_size)]
+    keys = [
+        ("default", request.chain.key(at), shard) for at in range(5) for shard in range(tp_size)
+    ]
     assert all(r.cache.blocks[key] == r.truth.contents[key[1]][key[2]] for key in keys)
     r.cache.let_go()
     r.run()
@@ -362,7 +390,7 @@ def test_finish_during_store(rig: Rigs) -> None:
     r.run()
 
 
-# -- reports -----------------------------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def test_unknown_and_late_reports_are_harmless(rig: Rigs) -> None:
@@ -395,7 +423,9 @@ def test_a_rank_that_reports_a_load_twice_does_not_stand_for_another(rig: Rigs) 
     r.step()
     r.after_run = lambda output: output.reports[0].loaded.append(1)  # and in the next
     r.step()
-    assert request.status is Status.LOADING and [job.number for job in r.scheduler.connector.jobs] == [1]
+    assert request.status is Status.LOADING and [
+        job.number for job in r.scheduler.connector.jobs
+    ] == [1]
     r.cache.let_go()
     r.run()
     assert request.finish_reason == "length"
@@ -404,11 +434,16 @@ def test_a_rank_that_reports_a_load_twice_does_not_stand_for_another(rig: Rigs) 
 def test_a_rank_that_reports_a_store_twice_does_not_stand_for_another(rig: Rigs) -> None:
     r = rig(tensor_parallel_size=2, num_blocks=12)
     r.cache.hold_stores = {1}
-    request, other = r.add(r.prompt(5), max_tokens=1), r.add(r.prompt(6, which="other"), max_tokens=1)
+    request, other = (
+        r.add(r.prompt(5), max_tokens=1),
+        r.add(r.prompt(6, which="other"), max_tokens=1),
+    )
     r.step(2)
     r.after_run = lambda output: output.reports[0].stored.update({1: 5})
     r.step()
-    assert 1 in [job.number for job in r.scheduler.connector.jobs], "rank 1 still reads these blocks"
+    assert 1 in [job.number for job in r.scheduler.connector.jobs], (
+        "rank 1 still reads these blocks"
+    )
     r.cache.let_go()
     r.run()
     assert request.finish_reason == other.finish_reason == "length"

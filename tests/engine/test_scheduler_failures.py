@@ -1,4 +1,5 @@
-"""Loads fail, in every place, at every moment: answers stay right and nobody meets a bad block (M5)."""
+"""Loads fail, in every place, at every moment: answers stay right and nobody meets a bad block
+(M5)."""
 
 from __future__ import annotations
 
@@ -12,14 +13,21 @@ from kvkeep.engine.request import Request, Status
 Rigs = Callable[..., Any]
 
 BLOCK_TOKENS = 4
-PLACES = {"first": [0], "second": [1], "middle": [4], "last": [7], "several": [6, 2, 3], "all": list(range(8))}
+PLACES = {
+    "first": [0],
+    "second": [1],
+    "middle": [4],
+    "last": [7],
+    "several": [6, 2, 3],
+    "all": list(range(8)),
+}
 
 
 def loaded_tokens(request: Request) -> int:
     return request.metrics.external_cached_tokens
 
 
-# -- at each place -----------------------------------------------------------------------------------------------
+# -- at each place ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
@@ -90,9 +98,13 @@ def test_what_was_computed_before_this_step_is_one_rule(rig: Rigs, sync_loads: b
     r.step()
     scheduled = [r.steps[-1].num_scheduled_tokens.get(each.id, 0) for each in requests]
     assert scheduled == ([3, 7] if sync_loads else [0, 0])
-    assert before == ([6 * BLOCK_TOKENS + 3, 6 * BLOCK_TOKENS + 7] if sync_loads else [6 * BLOCK_TOKENS, 0])
+    assert before == (
+        [6 * BLOCK_TOKENS + 3, 6 * BLOCK_TOKENS + 7] if sync_loads else [6 * BLOCK_TOKENS, 0]
+    )
     assert requests[0].num_computed_tokens == 5 * BLOCK_TOKENS, "to just before the bad block"
-    assert requests[1].num_computed_tokens == before[1] - scheduled[1], "its own count, less what this step computed"
+    assert requests[1].num_computed_tokens == before[1] - scheduled[1], (
+        "its own count, less what this step computed"
+    )
 
 
 @pytest.mark.parametrize("sync_loads", [False, True])
@@ -105,12 +117,16 @@ def test_others_in_the_step_are_not_disturbed(rig: Rigs, sync_loads: bool) -> No
     r.step(2)
     request = r.add(bad)
     r.step()
-    assert len(other.output_tokens) == 3 and request.metrics.failed_loads == 1 and other.metrics.failed_loads == 0
+    assert (
+        len(other.output_tokens) == 3
+        and request.metrics.failed_loads == 1
+        and other.metrics.failed_loads == 0
+    )
     r.run()
     assert {request.finish_reason, other.finish_reason} == {"length"}
 
 
-# -- over several steps ------------------------------------------------------------------------------------------
+# -- over several steps ----------------------------------------------------------------------------
 
 
 def test_progressive_failures_keep_the_smallest(rig: Rigs) -> None:
@@ -159,7 +175,11 @@ def test_all_ranks_fail_the_first_block_one_after_the_other(rig: Rigs) -> None:
     r.step()
     r.cache.release_loads(0)
     r.step(3)
-    assert request.status is Status.LOADING and request.num_computed_tokens == 0 and len(request.block_ids) == 5
+    assert (
+        request.status is Status.LOADING
+        and request.num_computed_tokens == 0
+        and len(request.block_ids) == 5
+    )
     r.cache.release_loads(1)
     r.step()
     assert request.status is Status.WAITING and request.block_ids == []
@@ -204,7 +224,7 @@ def test_what_failed_is_stored_again_and_not_counted_as_loaded(rig: Rigs) -> Non
     assert r.cache.stores[0].parent == request.chain.key(3)
 
 
-# -- policy fail -------------------------------------------------------------------------------------------------
+# -- policy fail -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync_loads", [False, True])
@@ -266,7 +286,9 @@ def test_policy_fail_when_one_rank_still_loads(rig: Rigs) -> None:
     request = r.add(prompt)
     assert r.step() == [request]
     assert request.finish_reason == "error"
-    assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1, "rank 1 still writes there, and reads under it"
+    assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1, (
+        "rank 1 still writes there, and reads under it"
+    )
     r.step(3)
     assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1 and not r.cache.ended
     r.cache.release_loads(1)
@@ -274,7 +296,7 @@ def test_policy_fail_when_one_rank_still_loads(rig: Rigs) -> None:
     assert r.pool.num_free == 63 and r.cache.ended == {1: 1}
 
 
-# -- no pollution ------------------------------------------------------------------------------------------------
+# -- no pollution ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -300,7 +322,9 @@ def test_nobody_finds_a_bad_block(rig: Rigs, sync_loads: bool, policy: str, plac
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("hook", ["before_run", "after_run"])
-def test_nobody_finds_a_bad_block_of_a_request_aborted_in_the_step(rig: Rigs, policy: str, hook: str) -> None:
+def test_nobody_finds_a_bad_block_of_a_request_aborted_in_the_step(
+    rig: Rigs, policy: str, hook: str
+) -> None:
     """Also not the blocks that were computed on top of it."""
     r = rig(sync_loads=True, kv_load_failure_policy=policy)
     r.seed(r.prompt(5))
@@ -354,10 +378,12 @@ def test_a_bad_block_is_never_stored(rig: Rigs) -> None:
     assert r.cache.stores == [] and not r.scheduler.connector.jobs
     r.run()
     first = request.chain.key(0)
-    assert r.cache.stores[0].parent == first  # from the bad block on; the bytes are checked at the end
+    assert (
+        r.cache.stores[0].parent == first
+    )  # from the bad block on; the bytes are checked at the end
 
 
-# -- no livelock -------------------------------------------------------------------------------------------------
+# -- no livelock -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync_loads", [False, True])
@@ -396,12 +422,20 @@ def test_the_one_that_waited_for_a_failed_load(rig: Rigs) -> None:
     r.cache.hold_loads = None
     first, second = r.add(r.prompt(6, end=1)), r.add(r.prompt(6, end=2))
     r.step(3)
-    assert first.status is Status.LOADING and second.status is Status.WAITING and second.block_ids == []
+    assert (
+        first.status is Status.LOADING
+        and second.status is Status.WAITING
+        and second.block_ids == []
+    )
     r.cache.release_loads()
     r.step()
     r.step()
-    assert {first.status, second.status} == {Status.RUNNING}, "the first recomputes, the second finds it"
-    assert second.metrics.local_cached_tokens == 6 * BLOCK_TOKENS and second.metrics.failed_loads == 0
+    assert {first.status, second.status} == {Status.RUNNING}, (
+        "the first recomputes, the second finds it"
+    )
+    assert (
+        second.metrics.local_cached_tokens == 6 * BLOCK_TOKENS and second.metrics.failed_loads == 0
+    )
     r.run()
     assert len(r.cache.loads) == 1
 

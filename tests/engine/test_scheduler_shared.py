@@ -1,4 +1,5 @@
-"""Bad blocks that several requests share: the first recomputes, the others keep their count and wait (M5).
+"""Bad blocks that several requests share: the first recomputes, the others keep their count and
+wait (M5).
 
 Only requests of one step can share a block that turns out bad: its load is part of that step.
 """
@@ -41,7 +42,9 @@ def test_the_first_recomputes_the_others_keep_their_count(rig: Rigs) -> None:
     assert len({tuple(each.block_ids[:8]) for each in r.requests}) == 1
     assert not r.scheduler.connector.jobs, "nobody stores what counts as computed and is bad"
     r.step()
-    assert r.steps[-1].num_scheduled_tokens == {"r0": 6 * BLOCK_TOKENS + 2}, "the others wait until it is good"
+    assert r.steps[-1].num_scheduled_tokens == {"r0": 6 * BLOCK_TOKENS + 2}, (
+        "the others wait until it is good"
+    )
     r.step()
     assert r.steps[-1].num_scheduled_tokens == {"r0": 1, "r1": 2, "r2": 2}
     r.run()
@@ -54,7 +57,9 @@ def test_the_others_wait_while_the_first_needs_several_steps(rig: Rigs) -> None:
     r.step()
     assert r.steps[-1].num_scheduled_tokens == {"r0": 6} and blocks_computed(first) == [7.5]
     r.step()
-    assert r.steps[-1].num_scheduled_tokens == {"r0": 4, "r1": 2}, "block 6 is good again, whoever shares goes on"
+    assert r.steps[-1].num_scheduled_tokens == {"r0": 4, "r1": 2}, (
+        "block 6 is good again, whoever shares goes on"
+    )
     r.run()
 
 
@@ -80,9 +85,9 @@ def test_several_bad_blocks_are_good_one_by_one(rig: Rigs) -> None:
     assert blocks_computed(first, second, short) == [1, 8, 5]
     r.step()
     assert r.steps[-1].num_scheduled_tokens == {"first": 12} and blocks_computed(first) == [4]
-    assert r.scheduler._rebuilding.blocks(second, BLOCK_TOKENS) and not r.scheduler._rebuilding.blocks(
-        short, BLOCK_TOKENS
-    )
+    assert r.scheduler._rebuilding.blocks(
+        second, BLOCK_TOKENS
+    ) and not r.scheduler._rebuilding.blocks(short, BLOCK_TOKENS)
     r.run()
 
 
@@ -96,7 +101,9 @@ def test_another_takes_over(rig: Rigs, how: str, steps: int, bad: int) -> None:
     r.step(steps)
     getattr(r.scheduler, how)(first)
     if steps == 0:
-        assert blocks_computed(second, third) == [bad, 8], "the next one recomputes, the last keeps its count"
+        assert blocks_computed(second, third) == [bad, 8], (
+            "the next one recomputes, the last keeps its count"
+        )
     r.run()
     assert second.finish_reason == third.finish_reason == "length"
     assert first.finish_reason == ("abort" if how == "abort" else "length")
@@ -140,7 +147,11 @@ def test_another_shares_less_than_what_failed(rig: Rigs) -> None:
     r.cache.fail(5)
     first, short = r.add(r.prompt(8)), r.add(r.prompt(4))
     r.step()
-    assert blocks_computed(first) == [5] and short.metrics.failed_loads == 0 and len(short.output_tokens) == 1
+    assert (
+        blocks_computed(first) == [5]
+        and short.metrics.failed_loads == 0
+        and len(short.output_tokens) == 1
+    )
     r.run()
 
 
@@ -159,14 +170,14 @@ def test_one_recomputes_what_it_shares_and_one_what_is_its_own(rig: Rigs) -> Non
     assert first.finish_reason == second.finish_reason == "length"
 
 
-# -- blocks that the failed step was to compute are shared as well -----------------------------------------------
+# -- blocks that the failed step was to compute are shared as well ---------------------------------
 
 
 @pytest.mark.parametrize("steps", range(5))
 @pytest.mark.parametrize("how", ["abort", "preempt"])
 def test_blocks_of_a_void_step_are_not_taken_for_computed(rig: Rigs, how: str, steps: int) -> None:
-    """The second shares blocks 8 and 9, which the first was to compute in the step that failed. The first leaves
-    when the bad block is good again, and those are not."""
+    """The second shares blocks 8 and 9, which the first was to compute in the step that failed. The
+    first leaves when the bad block is good again, and those are not."""
     r = rig(sync_loads=True, max_num_batched_tokens=16)
     r.seed(r.prompt(8))
     r.cache.fail(3)
@@ -182,14 +193,20 @@ def test_blocks_of_a_void_step_are_not_taken_for_computed(rig: Rigs, how: str, s
 @pytest.mark.parametrize("steps", range(4))
 @pytest.mark.parametrize("how", ["abort", "preempt"])
 def test_void_blocks_of_one_who_has_nothing_to_recompute(rig: Rigs, how: str, steps: int) -> None:
-    """First loads 0 to 7, second shares them and was to compute 8 and 9, third shares all ten; second leaves."""
+    """First loads 0 to 7, second shares them and was to compute 8 and 9, third shares all ten;
+    second leaves."""
     r = rig(sync_loads=True)
     r.seed(r.prompt(8))
     r.cache.fail(3)
     first = r.add(r.prompt(8, tail=3, end=0), max_tokens=5)
-    second, third = r.add(r.prompt(10, end=1), max_tokens=5), r.add(r.prompt(10, end=2), max_tokens=5)
+    second, third = (
+        r.add(r.prompt(10, end=1), max_tokens=5),
+        r.add(r.prompt(10, end=2), max_tokens=5),
+    )
     r.step()
-    assert third.block_ids[:10] == second.block_ids[:10] and third.block_ids[:8] == first.block_ids[:8]
+    assert (
+        third.block_ids[:10] == second.block_ids[:10] and third.block_ids[:8] == first.block_ids[:8]
+    )
     r.step(steps)
     getattr(r.scheduler, how)(second)
     r.run()
@@ -199,7 +216,8 @@ def test_void_blocks_of_one_who_has_nothing_to_recompute(rig: Rigs, how: str, st
 @pytest.mark.parametrize("bad", [0, 3])
 @pytest.mark.parametrize("how", ["abort", "preempt", "stays"])
 def test_one_without_room_shares_a_bad_block(rig: Rigs, how: str, bad: int) -> None:
-    """The second has found the first's blocks and loaded more, but does not fit into the step. It waits with them."""
+    """The second has found the first's blocks and loaded more, but does not fit into the step. It
+    waits with them."""
     r = rig(sync_loads=True, enable_chunked_prefill=False, max_num_batched_tokens=60)
     r.seed(r.prompt(8))
     r.cache.fail(bad)

@@ -1,4 +1,5 @@
-"""Loads that take longer than computing, in time that the test lets pass: they are left out, and answers are right."""
+"""Loads that take longer than computing, in time that the test lets pass: they are left out, and
+answers are right."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TOKEN_S = 0.001
 
 
 class Slow:
-    """An engine with a cache behind a bus: a token takes a millisecond, a block of four as long as `block_s` says."""
+    """An engine with a cache behind a bus: a token takes a millisecond, a block of four as long as
+    `block_s` says."""
 
     def __init__(self, rig: Any) -> None:
         self.rig = rig
@@ -70,7 +72,10 @@ def test_slow_loads_are_left_out_and_the_answers_are_the_same(slow: Slow) -> Non
     assert len(slow.rig.cache.loads) == loads
     assert len(slow.rig.cache.stores) == stores, "the cache has these blocks"
     assert not slow.rig.cache.leases
-    assert (slow.connector.skipped_loads, slow.connector.skipped_tokens) == (5, 5 * BLOCKS * BLOCK_TOKENS)
+    assert (slow.connector.skipped_loads, slow.connector.skipped_tokens) == (
+        5,
+        5 * BLOCKS * BLOCK_TOKENS,
+    )
 
 
 def test_fast_loads_are_done(slow: Slow) -> None:
@@ -108,7 +113,9 @@ def test_a_step_that_fails_is_no_measure(slow: Slow, monkeypatch: pytest.MonkeyP
     assert slow.connector.worth.figures() == before
 
 
-def test_whatever_is_decided_the_answers_are_those_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_is_decided_the_answers_are_those_without_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decisions: list[bool] = []
     chance = random.Random(7)
 

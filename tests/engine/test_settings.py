@@ -106,14 +106,21 @@ def test_mistral_and_qwen() -> None:
     assert settings_of(MISTRAL) == settings_of(LLAMA)
     assert settings_of(QWEN2) == ModelSettings(**GQA, qkv_bias=True)
     assert settings_of(QWEN3) == ModelSettings(**{**GQA, "head_dim": 128, "qk_norm": True})
-    assert settings_of({**QWEN2, "use_sliding_window": False, "sliding_window": 4096}) == settings_of(QWEN2)
+    assert settings_of(
+        {**QWEN2, "use_sliding_window": False, "sliding_window": 4096}
+    ) == settings_of(QWEN2)
     assert settings_of({**QWEN3, "layer_types": ["full_attention"] * 2}) == settings_of(QWEN3)
 
 
 def test_deepseek() -> None:
     assert settings_of(DEEPSEEK) == ModelSettings(**MLA, rope_interleaved=True)
     assert settings_of({**DEEPSEEK, "q_lora_rank": 24}).q_lora_rank == 24
-    no_experts = {**DEEPSEEK, "first_k_dense_replace": 0, "n_routed_experts": None, "num_key_value_heads": None}
+    no_experts = {
+        **DEEPSEEK,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": None,
+        "num_key_value_heads": None,
+    }
     assert settings_of(no_experts) == settings_of(DEEPSEEK)
 
 
@@ -169,7 +176,9 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
 
 
 @pytest.mark.parametrize(("config", "field", "value"), REFUSED)
-def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], field: str, value: object) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    config: dict[str, Any], field: str, value: object
+) -> None:
     settings_of(config)
     with pytest.raises(SettingsError, match=f"model settings: {field} ") as caught:
         settings_of({**config, field: value})

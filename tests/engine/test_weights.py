@@ -33,12 +33,15 @@ def tensors_of(settings: ModelSettings = SETTINGS) -> dict[str, torch.Tensor]:
     return dict(random_weights(settings, 1).tensors)
 
 
-def load(directory: Path, settings: ModelSettings = SETTINGS, dtype: torch.dtype = torch.float32) -> Weights:
+def load(
+    directory: Path, settings: ModelSettings = SETTINGS, dtype: torch.dtype = torch.float32
+) -> Weights:
     return load_weights(directory, settings, dtype)
 
 
 def test_random_weights_are_the_same_numbers_on_every_machine() -> None:
-    # Written down once. Another machine that computes others would break the promise of the fingerprint.
+    # Written down once. Another machine that computes others would break the promise of the
+    # fingerprint.
     weights = random_weights(SETTINGS, 1)
     assert weights[EMBEDDINGS][0, :3].tolist() == EMBEDDINGS_BEGIN
     assert weights[QUERIES][0, :3].tolist() == QUERIES_BEGIN
@@ -51,7 +54,11 @@ FINGERPRINT = "random-b8344cdf317dc6a8afe29c26d6844ee5"
 
 
 def test_random_weights_are_a_function_of_settings_and_seed() -> None:
-    first, again, other = random_weights(SETTINGS, 1), random_weights(SETTINGS, 1), random_weights(SETTINGS, 2)
+    first, again, other = (
+        random_weights(SETTINGS, 1),
+        random_weights(SETTINGS, 1),
+        random_weights(SETTINGS, 2),
+    )
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert list(first.tensors) == list(parameter_shapes(SETTINGS))
     for name, shape in parameter_shapes(SETTINGS).items():
@@ -93,7 +100,9 @@ def split(directory: Path, tensors: dict[str, torch.Tensor], index: bool) -> Non
         save_file({name: tensors[name] for name in part}, directory / file)
     if index:
         weight_map = {name: file for file, part in parts.items() for name in part}
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": weight_map})
+        )
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -132,7 +141,10 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    save_file({**tensors_of(), "model.layers.0.mlp.gate.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors_of(), "model.layers.0.mlp.gate.weight": torch.zeros(1)},
+        tmp_path / "model.safetensors",
+    )
     refused(tmp_path, "mlp.gate.weight is not a tensor of a model with 2 layers")
     save_file(tensors_of(), tmp_path / "model.safetensors")
     refused(tmp_path, "layers.1.* is not a tensor", replace(SETTINGS, num_layers=1))
@@ -141,9 +153,15 @@ def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
 def test_tensors_of_another_shape_or_kind_are_named(tmp_path: Path) -> None:
     save_file({**tensors_of(), QUERIES: torch.zeros(16, 17)}, tmp_path / "model.safetensors")
     refused(tmp_path, rf"{QUERIES} .*\(16, 17\), the config asks for \(16, 16\)")
-    save_file({**tensors_of(), QUERIES: torch.zeros(16, 16, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors_of(), QUERIES: torch.zeros(16, 16, dtype=torch.int8)},
+        tmp_path / "model.safetensors",
+    )
     refused(tmp_path, f"{QUERIES} .*int8.*quantized")
-    save_file({**tensors_of(), QUERIES: torch.zeros(16, 16).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors_of(), QUERIES: torch.zeros(16, 16).to(torch.float8_e4m3fn)},
+        tmp_path / "model.safetensors",
+    )
     refused(tmp_path, f"{QUERIES} .*float8.*quantized")
 
 
@@ -176,7 +194,14 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "no.safetensors"}}', '{"weight_map": {"a": "../x"}}'],
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": "no.safetensors"}}',
+        '{"weight_map": {"a": "../x"}}',
+    ],
 )
 def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -190,7 +215,9 @@ def test_other_dtypes_are_refused(tmp_path: Path) -> None:
         load(tmp_path, dtype=torch.float8_e4m3fn)
 
 
-def test_without_safetensors_the_hint_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_safetensors_the_hint_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file(tensors_of(), tmp_path / "model.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(SettingsError, match="pip install safetensors"):

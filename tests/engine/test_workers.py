@@ -28,7 +28,8 @@ STORE = StoreRequest("default", b"", b"", NONE)
 
 
 class FakeCache:
-    """One worker's side of a cache. `polls` are its reports, one a poll; then it has nothing to say."""
+    """One worker's side of a cache. `polls` are its reports, one a poll; then it has nothing to
+    say."""
 
     def __init__(self, strategy: ParallelStrategy) -> None:
         self.strategy = strategy
@@ -97,7 +98,9 @@ def step_of(workers: Workers, *blocks: list[int], metadata: StepMetadata | None 
 def test_each_rank_has_its_layers_and_heads_and_its_own_side_of_the_cache() -> None:
     model = OracleModel(num_layers=4, num_kv_heads=4, words=2)
     workers, caches = make(model, tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert [list(rank.kv) for rank in workers.ranks] == [["layers.0", "layers.1"]] * 2 + [["layers.2", "layers.3"]] * 2
+    assert [list(rank.kv) for rank in workers.ranks] == [["layers.0", "layers.1"]] * 2 + [
+        ["layers.2", "layers.3"]
+    ] * 2
     assert [cache.layers for cache in caches] == [list(rank.kv) for rank in workers.ranks]
     assert [cache.strategy for cache in caches] == [rank.strategy for rank in workers.ranks]
     assert [cache.strategy.rank for cache in caches] == [0, 1, 2, 3]
@@ -108,7 +111,8 @@ def test_each_rank_has_its_layers_and_heads_and_its_own_side_of_the_cache() -> N
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tp", "shards"), [({"use_mla": True}, 4, 1), ({"num_kv_heads": 2}, 4, 2), ({"num_kv_heads": 4}, 4, 4)]
+    ("sizes", "tp", "shards"),
+    [({"use_mla": True}, 4, 1), ({"num_kv_heads": 2}, 4, 2), ({"num_kv_heads": 4}, 4, 4)],
 )
 def test_replicas_are_one_shard_of_the_shape(sizes: dict[str, Any], tp: int, shards: int) -> None:
     workers, caches = make(OracleModel(**sizes), tensor_parallel_size=tp)
@@ -128,7 +132,10 @@ def test_jobs_begin_on_every_rank_and_every_rank_reports_for_itself() -> None:
     caches[1].polls = [Finished(loaded=[1], failed={1: [3]}, seconds={1: 0.5})]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD}, {2: STORE})))
     assert [cache.begun for cache in caches] == [[("store", 2), ("load", 1)]] * 2
-    assert list(output.reports) == [Finished(0, stored={2: 1}), Finished(1, loaded=[1], failed={1: [3]})]
+    assert list(output.reports) == [
+        Finished(0, stored={2: 1}),
+        Finished(1, loaded=[1], failed={1: [3]}),
+    ]
     assert output.reports[1].seconds == {1: 0.5}, "which makes no report another one"
     assert output.tokens == []
 
@@ -157,7 +164,12 @@ def test_an_asynchronous_load_is_not_waited_for() -> None:
 def test_a_synchronous_load_is_waited_for_on_every_rank() -> None:
     workers, caches = make(tensor_parallel_size=2, sync_loads=True)
     caches[0].polls = [Finished(loaded=[1]), Finished(), Finished(), Finished(stored={9: 1})]
-    caches[1].polls = [Finished(), Finished(stored={8: 2}), Finished(loaded=[1]), Finished(loaded=[7])]
+    caches[1].polls = [
+        Finished(),
+        Finished(stored={8: 2}),
+        Finished(loaded=[1]),
+        Finished(loaded=[7]),
+    ]
     output = workers.run(step_of(workers, metadata=StepMetadata({1: LOAD})))
     assert list(output.reports) == [
         Finished(0, loaded=[1], stored={9: 1}),
@@ -182,7 +194,9 @@ def test_whoever_stands_on_blocks_that_failed_just_now_is_not_computed() -> None
 class Failing(OracleModel):
     fails = True
 
-    def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("out of memory")
         return super().forward(segments, ranks, block_tokens)
@@ -201,14 +215,20 @@ def test_a_report_outlives_a_step_that_failed(sync: bool) -> None:
     output = workers.run(step_of(workers))
     expected = [Finished(rank, loaded=[1], failed={1: [9]}, stored={5: 1}) for rank in range(2)]
     assert list(output.reports) == expected
-    assert list(workers.run(step_of(workers)).reports) == expected, "nobody has said that they were taken in"
+    assert list(workers.run(step_of(workers)).reports) == expected, (
+        "nobody has said that they were taken in"
+    )
     workers.forget_reports()
     assert list(workers.run(step_of(workers)).reports) == [Finished(0), Finished(1)]
 
 
 def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
     workers, caches = make(tensor_parallel_size=2)
-    jobs = [Job(1, "r", 0, [3, 4], True), Job(2, "r", 0, [5], False), Job(3, "r", 0, [6], True, reports={0})]
+    jobs = [
+        Job(1, "r", 0, [3, 4], True),
+        Job(2, "r", 0, [5], False),
+        Job(3, "r", 0, [6], True, reports={0}),
+    ]
     caches[0].polls = [Finished(loaded=[3])]
     workers.run(step_of(workers, metadata=StepMetadata({3: LOAD})))
     workers.forget_reports()
@@ -222,7 +242,9 @@ def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
     for _ in range(2):  # the second time there is no more to give up
         workers.give_up(jobs)
     lost = Finished(1, loaded=[1], failed={1: [3, 4]})
-    assert list(workers.run(step_of(workers)).reports) == [Finished(0), lost], "rank 1 is at jobs 2 and 3"
+    assert list(workers.run(step_of(workers)).reports) == [Finished(0), lost], (
+        "rank 1 is at jobs 2 and 3"
+    )
     workers.give_up([Job(9, "r", 0, [7], False)])  # a step was lost before any rank had it
     assert [each.incomplete for each in workers.run(step_of(workers)).reports] == [[9], [9]]
 

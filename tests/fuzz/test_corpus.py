@@ -1,4 +1,5 @@
-"""Inputs that once reached something, or found something: each target takes all of its own in silence."""
+"""Inputs that once reached something, or found something: each target takes all of its own in
+silence."""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ def peer_of(server: SimulatedServer) -> Peer:
     return Peer(lambda frames: server.service.handle(frames, 0))
 
 
-@pytest.mark.parametrize("text", ["~nobody-of-this-name/server.pem", "a\0b", "\ud800", "~\0", "~\ud800/server.pem"])
+@pytest.mark.parametrize(
+    "text", ["~nobody-of-this-name/server.pem", "a\0b", "\ud800", "~\0", "~\ud800/server.pem"]
+)
 def test_a_file_that_can_be_no_path_is_a_setting_that_is_wrong(text: str) -> None:
     given = SimpleNamespace(tls_cert=text, tls_key=text, tls_ca=text)
     with pytest.raises(SettingsError) as refused:
@@ -51,28 +53,42 @@ def test_a_shard_beyond_all_measure_is_refused_by_name(plane: str, nbytes: int) 
     assert server.service.counters.internal_errors == 0
 
 
-def test_a_client_cannot_write_lines_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_cannot_write_lines_of_its_own_into_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = make_server()
     peer = peer_of(server)
     with caplog.at_level(logging.INFO):
-        peer.session = peer.ask(m.Welcome, m.Hello("good\n2026-01-01 ERROR not ours\x1b[2J", 1)).session
+        peer.session = peer.ask(
+            m.Welcome, m.Hello("good\n2026-01-01 ERROR not ours\x1b[2J", 1)
+        ).session
         peer.ask(m.Done, m.Attach(m.NETWORK))
-    assert caplog.messages and not [text for text in caplog.messages if "\n" in text or "\x1b" in text]
+    assert caplog.messages and not [
+        text for text in caplog.messages if "\n" in text or "\x1b" in text
+    ]
     assert "good?2026-01-01 ERROR not ours?[2J" in caplog.text
 
 
-def stored(store: Store, session: int, write: int, name: str, shards: tuple[int, ...], checks: list[int]) -> None:
-    """A chain of one block for each checksum, all its shards but those that are ABSENT with that checksum."""
+def stored(
+    store: Store, session: int, write: int, name: str, shards: tuple[int, ...], checks: list[int]
+) -> None:
+    """A chain of one block for each checksum, all its shards but those that are ABSENT with that
+    checksum."""
     layout = store.open_layout(session, b"f" * 16, shards).number
     for shard in range(len(shards)):
-        store.prepare_store(session, write + shard, "default", layout, shard, b"", chain(name, len(checks)), 1)
-        sums = np.array([check if shard == 0 or check == ABSENT else check + shard for check in checks], np.uint64)
+        store.prepare_store(
+            session, write + shard, "default", layout, shard, b"", chain(name, len(checks)), 1
+        )
+        sums = np.array(
+            [check if shard == 0 or check == ABSENT else check + shard for check in checks],
+            np.uint64,
+        )
         store.complete_store(session, write + shard, sums, 1)
 
 
 def test_checksums_that_an_earlier_server_left_do_not_spoil_the_seals_of_new_blocks() -> None:
-    """A row of checksums was taken for new although a block of the last server had been there: the next restart could
-    not prove what was stored in it."""
+    """A row of checksums was taken for new although a block of the last server had been there: the
+    next restart could not prove what was stored in it."""
     columns = PlainColumns()
     store = Store(POOL, SLAB, columns=columns)
     store.add_slabs(0, 4)

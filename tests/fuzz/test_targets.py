@@ -1,4 +1,5 @@
-"""Hundreds to thousands of inputs for each target, guided by coverage, from the corpus on: a short `kvkeep fuzz`."""
+"""Hundreds to thousands of inputs for each target, guided by coverage, from the corpus on: a short
+`kvkeep fuzz`."""
 
 from __future__ import annotations
 
@@ -22,12 +23,26 @@ def test_some_inputs_find_nothing(target: str) -> None:
     flags = ["--target", target, "--inputs", str(INPUTS[target]), "--seconds", "3000", "--json"]
     flags += ["--corpus", str(CORPUS)]
     ended = subprocess.run(
-        [sys.executable, "-m", "kvkeep.cli.main", "fuzz", *flags], capture_output=True, text=True, timeout=3600
+        [sys.executable, "-m", "kvkeep.cli.main", "fuzz", *flags],
+        capture_output=True,
+        text=True,
+        timeout=3600,
     )
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
-    numbers = ["inputs", "messages", "malformed_frames", "crashes", "hangs", "leaks", "edges", "seconds"]
+    numbers = [
+        "inputs",
+        "messages",
+        "malformed_frames",
+        "crashes",
+        "hangs",
+        "leaks",
+        "edges",
+        "seconds",
+    ]
     assert list(said) == ["target", *numbers]
-    assert (said["malformed_frames"] > 100) == (target in FLOODS) and said["malformed_frames"] < said["messages"], said
+    assert (said["malformed_frames"] > 100) == (target in FLOODS) and said[
+        "malformed_frames"
+    ] < said["messages"], said
     assert said["inputs"] >= INPUTS[target] and said["edges"] > 100, said
     assert (said["target"], said["crashes"], said["hangs"], said["leaks"]) == (target, 0, 0, 0)

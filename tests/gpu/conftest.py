@@ -1,4 +1,5 @@
-"""On a GPU if there is one. Otherwise kernels run in Triton's interpreter, which reads this when they are imported."""
+"""On a GPU if there is one. Otherwise kernels run in Triton's interpreter, which reads this when
+they are imported."""
 
 from __future__ import annotations
 

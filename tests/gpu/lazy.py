@@ -1,13 +1,13 @@
 """A device that puts off what it is given, and does it in any order that CUDA permits.
 
     permitted      an operation runs long after the call that gave it to a stream has returned; operations of different
-                   streams run in any order, and in turns, a block at a time; host memory is read and written when an
-                   operation runs, not when it is given
+                   streams run in any order, and in turns, a block at a time; host memory is read
+                   and written when an operation runs, not when it is given
     not permitted  overtaking within a stream; beginning before a point that the stream was told to wait for
 
-A seed decides on the order, so what was seen once is seen again. There is one thread: where another one could run while
-ours waits or copies, `elsewhere` is called instead. `forgets` is for tests of tests: dependencies that are left out.
-"""
+A seed decides on the order, so what was seen once is seen again. There is one thread: where another
+one could run while ours waits or copies, `elsewhere` is called instead. `forgets` is for tests of
+tests: dependencies that are left out."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Point:
 
 
 class Event:
-    """Who waits for one that was never recorded does not wait. A handle is used again by the next event, and tells of
-    the last point that was recorded with it, whoever did that."""
+    """Who waits for one that was never recorded does not wait. A handle is used again by the next
+    event, and tells of the last point that was recorded with it, whoever did that."""
 
     def __init__(self, stream: Stream, unused: list[list[Point]]) -> None:
         self.stream = stream
@@ -96,13 +96,18 @@ class Stream:
 
 
 class Memory(torch.Tensor):
-    """Of a device, or of the host: what fills or copies it is work for the device's current stream."""
+    """Of a device, or of the host: what fills or copies it is work for the device's current
+    stream."""
 
     owner: ClassVar[Lazy]
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.zero_:
             cls.owner.give(partial(bytes_at(args[0]).fill, 0))
@@ -164,7 +169,9 @@ class Lazy:
         self.halted = 0  # batches
         self._random = random.Random(seed)
         self._as_late_as_possible = self._random.random() < 0.5
-        self._most_at_once = self._random.choice([0, 0, 1, 4])  # operations that run when one is given
+        self._most_at_once = self._random.choice(
+            [0, 0, 1, 4]
+        )  # operations that run when one is given
         self._memory = type("MemoryOfOne", (Memory,), {"owner": self})
         self._reachable: list[tuple[int, int]] = []
         self._keep: list[torch.Tensor] = []
@@ -178,7 +185,8 @@ class Lazy:
 
     @contextlib.contextmanager
     def thread(self) -> Iterator[None]:
-        """As in a thread that is not the engine's: what is given to no stream in particular is ordered with nothing."""
+        """As in a thread that is not the engine's: what is given to no stream in particular is
+        ordered with nothing."""
         with self.on(self._nobody):
             yield
 
@@ -275,13 +283,27 @@ class Lazy:
     # -- copies
 
     def to_host(
-        self, stream: Stream, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int
+        self,
+        stream: Stream,
+        host: int,
+        host_pitch: int,
+        device: int,
+        pitch: int,
+        nbytes: int,
+        count: int,
     ) -> None:
         self._reach(host, (count - 1) * host_pitch + nbytes)
         self._copy(stream, (host, host_pitch), (device, pitch), nbytes, count)
 
     def to_device(
-        self, stream: Stream, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, count: int
+        self,
+        stream: Stream,
+        device: int,
+        pitch: int,
+        host: int,
+        host_pitch: int,
+        nbytes: int,
+        count: int,
     ) -> None:
         self._reach(host, (count - 1) * host_pitch + nbytes)
         self._copy(stream, (device, pitch), (host, host_pitch), nbytes, count)
@@ -291,13 +313,20 @@ class Lazy:
 
     def _reach(self, host: int, nbytes: int) -> None:
         areas = self._reachable
-        assert any(low <= host and host + nbytes <= high for low, high in areas), "a copy beyond what is registered"
+        assert any(low <= host and host + nbytes <= high for low, high in areas), (
+            "a copy beyond what is registered"
+        )
 
-    def _copy(self, stream: Stream, to: tuple[int, int], start: tuple[int, int], nbytes: int, count: int) -> None:
+    def _copy(
+        self, stream: Stream, to: tuple[int, int], start: tuple[int, int], nbytes: int, count: int
+    ) -> None:
         """Addresses and pitches."""
         self.elsewhere()
         for at in range(count):
-            self.give(partial(ctypes.memmove, to[0] + at * to[1], start[0] + at * start[1], nbytes), stream)
+            self.give(
+                partial(ctypes.memmove, to[0] + at * to[1], start[0] + at * start[1], nbytes),
+                stream,
+            )
 
 
 class Units:
@@ -321,19 +350,25 @@ class Units:
     def checksums(self, sums: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return sums
 
-    def _launch(self, kernel: Any, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
+    def _launch(
+        self, kernel: Any, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None
+    ) -> None:
         assert isinstance(staging, Memory)
         for at in range(len(ids)):
             place = np.array([staging.data_ptr() + at * self.pitch], dtype=np.uint64)
             total = None if sums is None else bytes_at(sums)[at : at + 1].view(np.uint64)
             staging.owner.give(partial(kernel, bytes_at(ids)[at : at + 1], place, total))
 
-    def _gather(self, ids: NDArray[np.int64], place: NDArray[np.uint64], total: NDArray[np.uint64] | None) -> None:
+    def _gather(
+        self, ids: NDArray[np.int64], place: NDArray[np.uint64], total: NDArray[np.uint64] | None
+    ) -> None:
         made = gather(self._runs, ids, place, verify=True)
         if total is not None and made is not None:
             total += made
 
-    def _scatter(self, ids: NDArray[np.int64], place: NDArray[np.uint64], total: NDArray[np.uint64] | None) -> None:
+    def _scatter(
+        self, ids: NDArray[np.int64], place: NDArray[np.uint64], total: NDArray[np.uint64] | None
+    ) -> None:
         scatter(self._runs, ids, place, None)
         if total is not None:
             total += checksum_at(place, self.nbytes)

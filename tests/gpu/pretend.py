@@ -1,5 +1,6 @@
-"""A device for machines without a GPU: kernels run in Triton's interpreter, copies are made at once, and what must not
-happen on a real one is an error here: a copy to host memory that was never registered, or to memory of nobody."""
+"""A device for machines without a GPU: kernels run in Triton's interpreter, copies are made at
+once, and what must not happen on a real one is an error here: a copy to host memory that was never
+registered, or to memory of nobody."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from kvkeep.gpu.batch import Gate
 
 
 class Stream:
-    """Work given to it is done at once, so all that is left to check is that it was ordered by somebody."""
+    """Work given to it is done at once, so all that is left to check is that it was ordered by
+    somebody."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,11 +60,15 @@ class Immediate:
         with self._device.on(stream):
             words.zero_()
 
-    def gather(self, stream: Any, units: Any, ids: torch.Tensor, staging: torch.Tensor, sums: Any) -> None:
+    def gather(
+        self, stream: Any, units: Any, ids: torch.Tensor, staging: torch.Tensor, sums: Any
+    ) -> None:
         with self._device.on(stream):
             units.gather(ids, staging, sums)
 
-    def scatter(self, stream: Any, units: Any, ids: torch.Tensor, staging: torch.Tensor, sums: Any) -> None:
+    def scatter(
+        self, stream: Any, units: Any, ids: torch.Tensor, staging: torch.Tensor, sums: Any
+    ) -> None:
         with self._device.on(stream):
             units.scatter(ids, staging, sums)
 
@@ -136,12 +142,26 @@ class Pretend:
         self.drained.append(stream)
 
     def to_host(
-        self, stream: Any, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int
+        self,
+        stream: Any,
+        host: int,
+        host_pitch: int,
+        device: int,
+        pitch: int,
+        nbytes: int,
+        count: int,
     ) -> None:
         self._copy("to host", host, host_pitch, device, pitch, nbytes, count, host_at=host)
 
     def to_device(
-        self, stream: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, count: int
+        self,
+        stream: Any,
+        device: int,
+        pitch: int,
+        host: int,
+        host_pitch: int,
+        nbytes: int,
+        count: int,
     ) -> None:
         self._copy("to device", device, pitch, host, host_pitch, nbytes, count, host_at=host)
 
@@ -149,13 +169,23 @@ class Pretend:
         ctypes.memmove(to, start, 8 * words)
 
     def _copy(
-        self, way: str, to: int, to_pitch: int, start: int, pitch: int, nbytes: int, count: int, host_at: int
+        self,
+        way: str,
+        to: int,
+        to_pitch: int,
+        start: int,
+        pitch: int,
+        nbytes: int,
+        count: int,
+        host_at: int,
     ) -> None:
         host_pitch = to_pitch if way == "to host" else pitch
         last = host_at + (count - 1) * host_pitch + nbytes
         areas = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in self.own]
         areas += list(self.registered.items())
-        assert any(low <= host_at and last <= high for low, high in areas), "a copy beyond what is registered"
+        assert any(low <= host_at and last <= high for low, high in areas), (
+            "a copy beyond what is registered"
+        )
         for at in range(count):
             ctypes.memmove(to + at * to_pitch, start + at * pitch, nbytes)
         self.copies.append((way, nbytes, count))

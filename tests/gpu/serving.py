@@ -1,10 +1,10 @@
-"""A program for test_copier_models.py: one family of models in vLLM on a GPU, without a cache and with kvkeep.
+"""A program for test_copier_models.py: one family of models in vLLM on a GPU, without a cache and
+with kvkeep.
 
     python serving.py CHECKPOINT ADDRESS POOL_DIRECTORY [OPTIONS_AS_JSON]
 
-Prints one line of JSON: what both engines answered, what came from the server, and what happened when blocks in
-the pool were damaged.
-"""
+Prints one line of JSON: what both engines answered, what came from the server, and what happened
+when blocks in the pool were damaged."""
 
 from __future__ import annotations
 
@@ -41,9 +41,14 @@ def answers(llm: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
     params.extra_args = {"kv_transfer_params": {COUNT: None}}
-    outputs = [llm.generate([{"prompt_token_ids": each}], params, use_tqdm=False)[0] for each in prompts]
+    outputs = [
+        llm.generate([{"prompt_token_ids": each}], params, use_tqdm=False)[0] for each in prompts
+    ]
     return [
-        {"tokens": list(each.outputs[0].token_ids), "extra": (each.kv_transfer_params or {}).get(COUNT, 0)}
+        {
+            "tokens": list(each.outputs[0].token_ids),
+            "extra": (each.kv_transfer_params or {}).get(COUNT, 0),
+        }
         for each in outputs
     ]
 

@@ -1,5 +1,5 @@
-"""A batch tells the driver exactly what it was told, in order: here the driver is a set of functions that write down
-what they are called with."""
+"""A batch tells the driver exactly what it was told, in order: here the driver is a set of
+functions that write down what they are called with."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ class Driver:
                 given = (*words, given[1])
             elif name == "cuLaunchKernel":
                 places = (_pointer * 8).from_address(given[9])
-                given = (*given[:9], [_u64.from_address(place).value for place in places], given[10])
+                given = (
+                    *given[:9],
+                    [_u64.from_address(place).value for place in places],
+                    given[10],
+                )
             self.calls.append((name, *given))
             self.then(name)
             return self.answers.get(name, 0)
@@ -65,7 +69,9 @@ class Device:
     def __init__(self, driver: Driver) -> None:
         self.entries = entries(driver)  # type: ignore[arg-type]
         self.made = 0
-        self.mover = SimpleNamespace(function=1 << 44, threads=128, shared_bytes=7, programs=Mover.programs)
+        self.mover = SimpleNamespace(
+            function=1 << 44, threads=128, shared_bytes=7, programs=Mover.programs
+        )
 
     def event(self, *, urgent: bool = False) -> Any:
         self.made += 1
@@ -80,7 +86,10 @@ class World:
         self.driver = Driver()
         self.device: Any = Device(self.driver)
         self.batch = Batch(self.device)
-        self.stream, self.other = SimpleNamespace(cuda_stream=(1 << 40) + 7), SimpleNamespace(cuda_stream=8)
+        self.stream, self.other = (
+            SimpleNamespace(cuda_stream=(1 << 40) + 7),
+            SimpleNamespace(cuda_stream=8),
+        )
 
     def ran(self) -> list[tuple[Any, ...]]:
         assert not self.driver.calls, "nothing happens before"
@@ -121,7 +130,11 @@ def test_who_stays_awake_asks_until_it_is_over(world: World) -> None:
             world.driver.answers[name] = 0
 
     world.driver.then = count_down
-    assert [name for name, *_ in world.ran()] == ["cuEventRecord", *["cuEventQuery"] * 3, "cuEventRecord"]
+    assert [name for name, *_ in world.ran()] == [
+        "cuEventRecord",
+        *["cuEventQuery"] * 3,
+        "cuEventRecord",
+    ]
 
 
 def test_copies_of_what_lies_together_are_one(world: World) -> None:
@@ -142,7 +155,8 @@ def test_copies_of_rows_say_where_they_begin_and_how_far_apart_they_are(world: W
     world.batch.to_host(world.stream, 100, 8192, 200, 4096, 4000, 5)
     world.batch.to_device(world.stream, 300, 4096, 400, 8192, 4000, 6)
     (_, *first, stream), (_, *second, _) = world.ran()
-    # CUDA_MEMCPY2D: x, y, type, host, device, array, pitch of the source, then of the destination; width and height.
+    # CUDA_MEMCPY2D: x, y, type, host, device, array, pitch of the source, then of the destination;
+    # width and height.
     assert first == [0, 0, DEVICE, 0, 200, 0, 4096, 0, 0, HOST, 100, 0, 0, 8192, 4000, 5]
     assert second == [0, 0, HOST, 400, 0, 0, 8192, 0, 0, DEVICE, 0, 300, 0, 4096, 4000, 6]
     assert stream == world.stream.cuda_stream
@@ -158,12 +172,27 @@ def test_a_kernel_is_launched_with_its_arguments(world: World, name: str, verify
         asked.append((name, verify))
         return Made(1 << 45, 256, 96, 17, 111, 222, 333)
 
-    getattr(world.batch, name)(world.stream, SimpleNamespace(made=made), ids[1:], staging, sums[2:] if verify else None)
+    getattr(world.batch, name)(
+        world.stream, SimpleNamespace(made=made), ids[1:], staging, sums[2:] if verify else None
+    )
     last = sums[2:].data_ptr() if verify else ids[1:].data_ptr()
     assert asked == [(name, verify)]
     arguments = [ids[1:].data_ptr(), 111, 222, staging.data_ptr(), 333, last, 0, 0]
     assert world.ran() == [
-        ("cuLaunchKernel", 1 << 45, 17, 3, 1, 256, 1, 1, 96, world.stream.cuda_stream, arguments, None)
+        (
+            "cuLaunchKernel",
+            1 << 45,
+            17,
+            3,
+            1,
+            256,
+            1,
+            1,
+            96,
+            world.stream.cuda_stream,
+            arguments,
+            None,
+        )
     ]
 
 
@@ -172,14 +201,29 @@ def test_words_are_moved_by_a_kernel(world: World) -> None:
     world.batch.move(world.stream, 1 << 50, 3 << 40, 2500)
     arguments = [1 << 50, 3 << 40, 2500, 0, 0, 0, 0, 0]
     assert world.ran() == [
-        ("cuLaunchKernel", 1 << 44, 3, 1, 1, 128, 1, 1, 7, world.stream.cuda_stream, arguments, None)
+        (
+            "cuLaunchKernel",
+            1 << 44,
+            3,
+            1,
+            1,
+            128,
+            1,
+            1,
+            7,
+            world.stream.cuda_stream,
+            arguments,
+            None,
+        )
     ]
 
 
 def test_memory_is_zeroed(world: World) -> None:
     words = torch.ones(5, dtype=torch.int64)
     world.batch.zero(world.stream, words[1:4])
-    assert world.ran() == [("cuMemsetD8Async", words[1:].data_ptr(), 0, 24, world.stream.cuda_stream)]
+    assert world.ran() == [
+        ("cuMemsetD8Async", words[1:].data_ptr(), 0, 24, world.stream.cuda_stream)
+    ]
 
 
 def test_the_first_that_fails_is_named_and_ends_it(world: World) -> None:
@@ -204,14 +248,17 @@ def test_an_event_that_nobody_else_keeps_lives_until_it_is_recorded(world: World
 
 def test_a_command_never_has_more_words_than_there_is_room_for() -> None:
     assert len(module._PADDING) == module.WORDS + 1
-    assert all(length + len(padding) == module.WORDS for length, padding in enumerate(module._PADDING))
+    assert all(
+        length + len(padding) == module.WORDS for length, padding in enumerate(module._PADDING)
+    )
 
 
 # -- gates
 
 
 def reads(world: World, gate: Gate, bays: int) -> None:
-    """A batch that reads so many bays: for each it waits, passes the gate, reads, says so, and copies."""
+    """A batch that reads so many bays: for each it waits, passes the gate, reads, says so, and
+    copies."""
     for bay in range(1, bays + 1):
         world.batch._add(module.WAIT, bay)
         world.batch.enter(gate, bay)
@@ -236,7 +283,9 @@ def test_whoever_closes_a_gate_knows_what_is_read_and_no_more_is(world: World, a
     gate, said = Gate(), list[int]()
 
     def halt(name: str) -> None:
-        if len(world.driver.calls) == at + 1 and name != "cuEventRecord":  # there it would wait for the end of that
+        if (
+            len(world.driver.calls) == at + 1 and name != "cuEventRecord"
+        ):  # there it would wait for the end of that
             said.append(gate.halt())
 
     world.driver.then = halt
@@ -244,7 +293,12 @@ def test_whoever_closes_a_gate_knows_what_is_read_and_no_more_is(world: World, a
     done = world.batch.run()
     names = [name for name, *_ in world.driver.calls]
     if said:
-        assert names.count("cuEventRecord") == said[0] == gate.halt() == names.count("cuMemcpyDtoHAsync_v2")
+        assert (
+            names.count("cuEventRecord")
+            == said[0]
+            == gate.halt()
+            == names.count("cuMemcpyDtoHAsync_v2")
+        )
         assert done == (said[0] == 3) and names[: 3 * said[0]] == WHOLE * said[0]
     else:
         assert done and names == WHOLE * 3

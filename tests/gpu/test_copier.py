@@ -1,4 +1,5 @@
-"""Blocks go from a GPU into slots and back, bit for bit, whatever the pool is like; and in order with the engine."""
+"""Blocks go from a GPU into slots and back, bit for bit, whatever the pool is like; and in order
+with the engine."""
 
 from __future__ import annotations
 
@@ -31,10 +32,19 @@ LAYER_BYTES = 3 * 1024
 class Engine:
     """Layers of random bytes, a pool of slots, and a copier between them."""
 
-    def __init__(self, staging: int = 4 << 20, *, pinned: str = "all", slot_bytes: int = 0, registrable: bool = True):
+    def __init__(
+        self,
+        staging: int = 4 << 20,
+        *,
+        pinned: str = "all",
+        slot_bytes: int = 0,
+        registrable: bool = True,
+    ):
         random = torch.Generator().manual_seed(1)
         self.layers = [
-            torch.randint(0, 256, (BLOCKS, LAYER_BYTES), dtype=torch.uint8, generator=random).to(DEVICE)
+            torch.randint(0, 256, (BLOCKS, LAYER_BYTES), dtype=torch.uint8, generator=random).to(
+                DEVICE
+            )
             for _ in range(LAYERS)
         ]
         self.runs = BlockRuns.of(self.layers)
@@ -45,9 +55,12 @@ class Engine:
         slots = -(-BLOCKS * self.slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.pool = np.frombuffer(mmap.mmap(-1, slots), dtype=np.uint8)
         self.base, half = self.pool.ctypes.data, slots // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-        self.pinned = {"all": [(0, slots)], "none": [], "half": [(0, half)], "halves": [(0, half), (half, slots)]}[
-            pinned
-        ]
+        self.pinned = {
+            "all": [(0, slots)],
+            "none": [],
+            "half": [(0, half)],
+            "halves": [(0, half), (half, slots)],
+        }[pinned]
         self.took = [self.copier.pin(self.base + low, high - low) for low, high in self.pinned]
 
     def close(self) -> None:
@@ -102,7 +115,9 @@ def test_there_and_back(engine: Engine, order: str) -> None:
     for slot, data in zip(slots, expected, strict=True):
         assert np.array_equal(engine.slot(slot), data)
     back = blocks[::-1]
-    good = engine.copier.scattering(0, np.array(back), engine.addresses(slots), sums, [engine.copier.mark()]).good()
+    good = engine.copier.scattering(
+        0, np.array(back), engine.addresses(slots), sums, [engine.copier.mark()]
+    ).good()
     assert good.all()
     for block, data in zip(back, expected, strict=True):
         assert np.array_equal(engine.bytes_of(block), data)
@@ -110,7 +125,8 @@ def test_there_and_back(engine: Engine, order: str) -> None:
 
 @pytest.mark.skipif(not native.available, reason="only the C kernel survives it")
 def test_slots_that_somebody_cuts_off_fail_the_copy_and_nothing_else() -> None:
-    """Those that the bus does not reach: a processor copies them. What is registered stays there for the bus."""
+    """Those that the bus does not reach: a processor copies them. What is registered stays there
+    for the bus."""
     engine = Engine(pinned="none")
     file, nbytes = os.memfd_create("pool"), engine.pool.nbytes
     os.ftruncate(file, nbytes)
@@ -127,8 +143,12 @@ def test_slots_that_somebody_cuts_off_fail_the_copy_and_nothing_else() -> None:
         os.ftruncate(file, nbytes // 2)
         with pytest.raises(PoolError, match="was cut off"):
             engine.copier.scattering(0, np.array([9, 10, 11]), engine.addresses(slots), sums)
-        loaded = engine.copier.scattering(0, np.array([9, 10]), engine.addresses(slots[:2]), sums[:2]).good()
-        assert loaded.all() and all(np.array_equal(engine.bytes_of(9 + at), expected[at]) for at in range(2))
+        loaded = engine.copier.scattering(
+            0, np.array([9, 10]), engine.addresses(slots[:2]), sums[:2]
+        ).good()
+        assert loaded.all() and all(
+            np.array_equal(engine.bytes_of(9 + at), expected[at]) for at in range(2)
+        )
     engine.close()
     os.close(file)
 
@@ -143,14 +163,18 @@ def test_an_engine_whose_memory_is_elsewhere_is_copied_from_and_to_there(engine:
     engine.runs = BlockRuns.of(engine.layers)
     engine.copier.relocate([engine.runs])
     assert not any(layer.any() for layer in engine.layers), "trying the kernels changes nothing"
-    scattering = engine.copier.scattering(0, np.array([7]), engine.addresses([1]), sums, [engine.copier.mark()])
+    scattering = engine.copier.scattering(
+        0, np.array([7]), engine.addresses([1]), sums, [engine.copier.mark()]
+    )
     assert scattering.good().all() and np.array_equal(engine.bytes_of(7), data)
     engine.store([7], [2])
     assert np.array_equal(engine.slot(2), data), "and read from there"
     assert all(torch.equal(layer, was) for layer, was in zip(before, old, strict=True))
 
 
-def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(engine: Engine) -> None:
+def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(
+    engine: Engine,
+) -> None:
     lines = engine.copier._in, engine.copier._out
     assert all(line.copies.gives_way for line in lines)
     usual_s, quick = sys.getswitchinterval(), []
@@ -167,13 +191,18 @@ def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_noth
 @pytest.mark.skipif(CUDA, reason="a pretended device")
 @pytest.mark.parametrize("way", ["store", "store bay by bay", "load"])
 @pytest.mark.parametrize("gives_way", [True, False])
-def test_copies_take_turns_on_two_streams_each_after_the_one_before(way: str, gives_way: bool) -> None:
+def test_copies_take_turns_on_two_streams_each_after_the_one_before(
+    way: str, gives_way: bool
+) -> None:
     engine = Engine()
     line = engine.copier._in if way == "load" else engine.copier._out
     line.bay_bytes, line.copies._bytes_a_turn = 2 * engine.runs.nbytes, {True: 1, False: 1 << 40}
     blocks, device, waits = np.arange(8), engine.device, list[tuple[Any, Any, int]]()
     after = device.after  # type: ignore[union-attr]
-    device.after = lambda stream, mark: (waits.append((stream, mark, len(device.copies))), after(stream, mark))  # type: ignore[union-attr, method-assign]
+    device.after = lambda stream, mark: (
+        waits.append((stream, mark, len(device.copies))),
+        after(stream, mark),
+    )  # type: ignore[union-attr, method-assign]
     engine.copier.give_way(gives_way)
     if way == "load":
         engine.copier.scattering(0, blocks, engine.addresses([*range(0, 16, 2)]), None).good()
@@ -185,9 +214,13 @@ def test_copies_take_turns_on_two_streams_each_after_the_one_before(way: str, gi
     else:
         engine.store(blocks.tolist(), [*range(0, 16, 2)], verify=False)
     first, second = line.copies.streams
-    turns = [(who, mark[0], copies) for who, mark, copies in waits if {who, mark[0]} == {first, second}]
+    turns = [
+        (who, mark[0], copies) for who, mark, copies in waits if {who, mark[0]} == {first, second}
+    ]
     to_and_fro = [(second, first), (first, second)] * 4
-    assert turns == ([(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)] if gives_way else [])
+    assert turns == (
+        [(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)] if gives_way else []
+    )
     assert len(device.copies) == (8 if gives_way else 4)  # type: ignore[union-attr]
     engine.close()
 
@@ -204,20 +237,28 @@ def test_slots_further_apart_than_blocks() -> None:
     expected = engine.bytes_of(4), engine.bytes_of(9)
     engine.pool[:] = 0xEE
     sums = engine.store([4, 9], [2, 3])
-    assert np.array_equal(engine.slot(2), expected[0]) and np.array_equal(engine.slot(3), expected[1])
+    assert np.array_equal(engine.slot(2), expected[0]) and np.array_equal(
+        engine.slot(3), expected[1]
+    )
     between = engine.pool[2 * engine.slot_bytes + engine.runs.nbytes : 3 * engine.slot_bytes]
     assert (between == 0xEE).all(), "nothing beside a block is written"
-    assert engine.copier.scattering(0, np.array([0, 1]), engine.addresses([2, 3]), sums).good().all()
+    assert (
+        engine.copier.scattering(0, np.array([0, 1]), engine.addresses([2, 3]), sums).good().all()
+    )
     engine.close()
 
 
 @pytest.mark.skipif(CUDA, reason="the kernels are made there")
-def test_kernels_that_cannot_be_made_are_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_be_made_are_said_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_compiler(*_: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(Units, "gather", no_compiler)
-    with pytest.raises(DeviceError, match="the kernels that move blocks cannot be made: Failed to find C") as caught:
+    with pytest.raises(
+        DeviceError, match="the kernels that move blocks cannot be made: Failed to find C"
+    ) as caught:
         Engine()
     assert "such as gcc" in caught.value.hint and isinstance(caught.value.__cause__, RuntimeError)
 
@@ -231,14 +272,19 @@ def test_more_than_the_staging_memory_holds() -> None:
     assert sums.tolist() == [checksum(data) for data in expected]
     back = [(block + 5) % 24 for block in blocks]
     assert engine.copier.scattering(0, np.array(back), engine.addresses(slots), sums).good().all()
-    assert all(np.array_equal(engine.bytes_of(block), data) for block, data in zip(back, expected, strict=True))
+    assert all(
+        np.array_equal(engine.bytes_of(block), data)
+        for block, data in zip(back, expected, strict=True)
+    )
     engine.close()
 
 
 def test_a_damaged_slot_is_seen_and_the_others_are_good(engine: Engine) -> None:
     sums = engine.store([1, 2, 3], [4, 5, 6])
     engine.slot(5)[1234] ^= 1
-    good = engine.copier.scattering(0, np.array([7, 8, 9]), engine.addresses([4, 5, 6]), sums).good()
+    good = engine.copier.scattering(
+        0, np.array([7, 8, 9]), engine.addresses([4, 5, 6]), sums
+    ).good()
     assert good.tolist() == [True, False, True]
     assert np.array_equal(engine.bytes_of(9), engine.bytes_of(3))
 
@@ -246,12 +292,16 @@ def test_a_damaged_slot_is_seen_and_the_others_are_good(engine: Engine) -> None:
 def test_without_verification_nothing_is_checked(engine: Engine) -> None:
     assert engine.store([1, 2], [4, 5], verify=False).tolist() == [0, 0]
     engine.slot(5)[0] ^= 1
-    assert engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), None).good().all()
+    assert (
+        engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), None).good().all()
+    )
     assert np.array_equal(engine.bytes_of(7), engine.bytes_of(1))
 
 
 @pytest.mark.parametrize("wrong", [-1, BLOCKS])
-def test_blocks_that_do_not_exist_are_refused_before_anything_moves(engine: Engine, wrong: int) -> None:
+def test_blocks_that_do_not_exist_are_refused_before_anything_moves(
+    engine: Engine, wrong: int
+) -> None:
     before = engine.pool.copy()
     with pytest.raises(RequestError, match="does not exist"):
         engine.store([1, wrong], [4, 5])
@@ -264,7 +314,12 @@ def test_blocks_that_do_not_exist_are_refused_before_anything_moves(engine: Engi
 
 def test_nothing_to_move(engine: Engine) -> None:
     assert engine.store([], []).tolist() == []
-    assert engine.copier.scattering(0, np.zeros(0, dtype=np.int64), engine.addresses([]), None).good().tolist() == []
+    assert (
+        engine.copier.scattering(0, np.zeros(0, dtype=np.int64), engine.addresses([]), None)
+        .good()
+        .tolist()
+        == []
+    )
     assert engine.copier.set_aside(0, np.zeros(0, dtype=np.int64)) == []
 
 
@@ -301,7 +356,9 @@ def test_memory_taken_back_is_reached_through_a_bounce_buffer_again() -> None:
     engine = Engine(pinned="halves")
     engine.copier.unpin(engine.base)
     sums = engine.store([1, 2], [0, 23])
-    assert engine.copier.scattering(0, np.array([3, 4]), engine.addresses([0, 23]), sums).good().all()
+    assert (
+        engine.copier.scattering(0, np.array([3, 4]), engine.addresses([0, 23]), sums).good().all()
+    )
     assert np.array_equal(engine.slot(0), engine.bytes_of(1))
     engine.copier.unpin(engine.base)  # once more is no error
     engine.pinned = engine.pinned[1:]
@@ -358,10 +415,15 @@ class TestOrder:
         assert device.drained == [engine.copier._in.kernels, *engine.copier._in.copies.streams]
 
     @pytest.mark.parametrize("marks_left", range(5))
-    def test_what_was_set_aside_is_free_again_when_the_device_fails_while_it_is_stored(self, marks_left: int) -> None:
+    def test_what_was_set_aside_is_free_again_when_the_device_fails_while_it_is_stored(
+        self, marks_left: int
+    ) -> None:
         engine = Engine()
         saved = engine.copier.set_aside(0, np.array([6, 7]))
-        reading, device = engine.copier.reading(0, verify=True, ready=engine.copier.mark()), engine.device
+        reading, device = (
+            engine.copier.reading(0, verify=True, ready=engine.copier.mark()),
+            engine.device,
+        )
         assert device is not None
         device.marks_left = marks_left
         put: list[Any] = []
@@ -382,7 +444,11 @@ class TestOrder:
         engine = Engine(registrable=False)
         assert engine.took == [False]
         sums = engine.store([1, 2], [4, 5])
-        assert engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), sums).good().all()
+        assert (
+            engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), sums)
+            .good()
+            .all()
+        )
         assert np.array_equal(engine.bytes_of(8), engine.bytes_of(2))
 
     def test_neighbouring_slots_are_one_copy(self) -> None:

@@ -1,5 +1,6 @@
-"""Whichever command the GPU's driver refuses, nobody writes any more into what is given back: slots of a store that
-failed, and blocks of a load that did. Lives as in test_copier_orders, with faults at any command."""
+"""Whichever command the GPU's driver refuses, nobody writes any more into what is given back: slots
+of a store that failed, and blocks of a load that did. Lives as in test_copier_orders, with faults
+at any command."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Faulty(World):
         if any((pool[self.free] != NOBODYS).any() for pool in self.pool):
             raise Wrong("a free slot was written into")
         for slot, content in self.full.items():
-            if any((pool[slot] != part).any() for pool, part in zip(self.pool, content, strict=True)):
+            if any(
+                (pool[slot] != part).any() for pool, part in zip(self.pool, content, strict=True)
+            ):
                 raise Wrong("a full slot was written into")
 
     def begin_store(self) -> None:
@@ -67,7 +70,9 @@ class Faulty(World):
             with self.device.on(self.device.engine):  # which computes them instead
                 for piece, memory in enumerate(self.memory):
                     for block in load.blocks:
-                        new = self.computed[piece][block] = self.bytes.integers(0, 256, SIZES[piece], dtype=np.uint8)
+                        new = self.computed[piece][block] = self.bytes.integers(
+                            0, 256, SIZES[piece], dtype=np.uint8
+                        )
                         self.device.give(lambda row=memory[block], new=new: np.copyto(row, new))
             self.targets.difference_update(load.blocks)
 
@@ -118,7 +123,9 @@ def test_a_reading_that_fails_leaves_the_reads_before_it_covered(bays: int) -> N
         before, reading = (world.copier.reading(0, verify=True, ready=None) for _ in range(2))
         assert before.read(np.arange(3), slots[:3]) == 3
         before.end()
-        world.device.fails = lambda reading=reading: reading._gate._words[0] > bays  # the launch after that gate
+        world.device.fails = lambda reading=reading: (
+            reading._gate._words[0] > bays
+        )  # the launch after that gate
         with pytest.raises(DeviceError):
             reading.read(np.arange(9, 15), slots[9:15])
         world.device.fails = lambda: False

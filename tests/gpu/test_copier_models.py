@@ -1,5 +1,5 @@
-"""Families of models in real vLLM on a GPU: full attention, sliding windows, MLA, experts. Hits answer as computing
-does, and what is damaged in the pool is computed."""
+"""Families of models in real vLLM on a GPU: full attention, sliding windows, MLA, experts. Hits
+answer as computing does, and what is damaged in the pool is computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if importlib.util.find_spec("vllm") is None:
 
 HERE = Path(__file__).parent
 WITHIN_S = 400  # only ends a test that has failed
-# What a hit of 1,000 tokens gives at least: hybrids need whole windows, in blocks of their own size.
+# What a hit of 1,000 tokens gives at least: hybrids need whole windows, in blocks of their own
+# size.
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({}, 960),
     "gemma3": ({}, 900),
@@ -68,7 +69,8 @@ def test_hits_answer_as_computing_does_and_damage_is_computed(family: str, tmp_p
     for kind in ("cold", "hits", "damaged"):
         tokens = [answer["tokens"] for answer in found[kind]]
         assert all(
-            got in (computed["tokens"], local["tokens"]) for got, (computed, local) in zip(tokens, right, strict=True)
+            got in (computed["tokens"], local["tokens"])
+            for got, (computed, local) in zip(tokens, right, strict=True)
         ), f"{kind}: {tokens}\nright: {right}"
     assert [answer["extra"] for answer in found["cold"]] == [0] * len(found["cold"])
     assert min(answer["extra"] for answer in found["hits"]) >= least

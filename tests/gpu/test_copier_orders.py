@@ -1,9 +1,10 @@
-"""Whatever the order in which a GPU does what it was given, every block arrives whole, and its checksum is right.
+"""Whatever the order in which a GPU does what it was given, every block arrives whole, and its
+checksum is right.
 
-An engine computes, stores and loads at random on a device that is as late as it may be (`lazy`), and everything that
-arrives is compared with what was computed. That the comparison sees what it should is tested as well: for each
-dependency that the copier makes there is an order in which leaving it out goes wrong.
-"""
+An engine computes, stores and loads at random on a device that is as late as it may be (`lazy`),
+and everything that arrives is compared with what was computed. That the comparison sees what it
+should is tested as well: for each dependency that the copier makes there is an order in which
+leaving it out goes wrong."""
 
 from __future__ import annotations
 
@@ -38,12 +39,14 @@ Bytes = list[NDArray[np.uint8]]  # of each piece
 
 
 class Wrong(BaseException):
-    """Other bytes than there should be, or another checksum. No guard takes it for a fault of the device."""
+    """Other bytes than there should be, or another checksum. No guard takes it for a fault of the
+    device."""
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little staging memory, so that all of it is used again and again; and no Triton, which would take minutes."""
+    """Little staging memory, so that all of it is used again and again; and no Triton, which would
+    take minutes."""
     monkeypatch.setattr(module, "Units", Units)
     monkeypatch.setattr(module, "_SMALLEST_STAGING", 0)
     monkeypatch.setattr(module, "_TOKENS_S", 0)
@@ -72,7 +75,8 @@ class Load:
 
 
 class World:
-    """An engine's memory, a pool of slots, and three threads' work, which one thread does in turns."""
+    """An engine's memory, a pool of slots, and three threads' work, which one thread does in
+    turns."""
 
     def __init__(self, seed: int, forgets: Dependency | None = None) -> None:
         self.random = random.Random(seed)
@@ -80,7 +84,9 @@ class World:
         self.device = Lazy(seed, forgets)
         self.memory: Bytes = [np.zeros((BLOCKS, nbytes), dtype=np.uint8) for nbytes in SIZES]
         self.pool: Bytes = [np.zeros((SLOTS, nbytes), dtype=np.uint8) for nbytes in SIZES]
-        self.computed: Bytes = [memory.copy() for memory in self.memory]  # by what the engine was given so far
+        self.computed: Bytes = [
+            memory.copy() for memory in self.memory
+        ]  # by what the engine was given so far
         self.pieces = [Piece(BlockRuns.of([memory])) for memory in self.memory]
         runs, device = [piece.runs for piece in self.pieces], self.device
         self.copier = GpuCopier(runs, 8 * BAY_BYTES, device)  # type: ignore[arg-type]
@@ -89,7 +95,9 @@ class World:
             line.copies.gives_way = seed % 4 > 0
         assert self.copier._in.bay_bytes == BAY_BYTES
         for pool in self.pool:  # a part of it, which may be none or all
-            self.copier.pin(pool.ctypes.data, pool[: self.random.choice([0, SLOTS // 2, SLOTS])].nbytes)
+            self.copier.pin(
+                pool.ctypes.data, pool[: self.random.choice([0, SLOTS // 2, SLOTS])].nbytes
+            )
         self.free, self.full = list(range(SLOTS)), dict[int, Bytes]()
         self.targets: set[int] = set()  # of loads that were asked for
         self.stores, self.stored = list[Store](), list[Store]()  # asked for, and on their way
@@ -118,7 +126,9 @@ class World:
             "stores": [self.begin_store, self.end_store],
             "loads": [self.begin_load, self.end_load],
         }
-        name = self.random.choice([name for name in threads if name not in self.at_work and threads[name]] or [""])
+        name = self.random.choice(
+            [name for name in threads if name not in self.at_work and threads[name]] or [""]
+        )
         if not name:
             return
         self.at_work.add(name)
@@ -136,7 +146,9 @@ class World:
         self.take_back(blocks)
         for piece, memory in enumerate(self.memory):
             for block in blocks:
-                new = self.computed[piece][block] = self.bytes.integers(0, 256, SIZES[piece], dtype=np.uint8)
+                new = self.computed[piece][block] = self.bytes.integers(
+                    0, 256, SIZES[piece], dtype=np.uint8
+                )
                 self.device.give(lambda row=memory[block], new=new: np.copyto(row, new))
 
     def take_back(self, blocks: list[int]) -> None:
@@ -146,7 +158,9 @@ class World:
         self.copier.shield()
 
     def ask_store(self) -> None:
-        blocks = self.some([block for block in range(BLOCKS) if block not in self.targets], 2 * MOST_BLOCKS)
+        blocks = self.some(
+            [block for block in range(BLOCKS) if block not in self.targets], 2 * MOST_BLOCKS
+        )
         slots = self.some(self.free, len(blocks))
         if not slots or len(self.stores) == MOST_WAITING:
             return
@@ -157,7 +171,10 @@ class World:
 
     def ask_load(self) -> None:
         blocks = self.some([block for block in range(BLOCKS) if block not in self.targets], BLOCKS)
-        slots = self.some([slot for slot in self.full if not any(slot in load.slots for load in self.asked())], SLOTS)
+        slots = self.some(
+            [slot for slot in self.full if not any(slot in load.slots for load in self.asked())],
+            SLOTS,
+        )
         blocks, slots = blocks[: len(slots)], slots[: len(blocks)]
         if not slots or len(self.loads) == MOST_WAITING:
             return
@@ -178,10 +195,15 @@ class World:
             return
         store = self.stores[0]
         for piece, pool in enumerate(self.pool):
-            addresses, parts = row_addresses(pool)[store.slots], range(0, len(store.slots), MOST_BLOCKS)
+            addresses, parts = (
+                row_addresses(pool)[store.slots],
+                range(0, len(store.slots), MOST_BLOCKS),
+            )
             for start in parts:
                 positions = np.arange(start, min(start + MOST_BLOCKS, len(store.slots)))
-                store.copies.append(store.sources.copy(piece, positions, addresses[positions], verify=True))
+                store.copies.append(
+                    store.sources.copy(piece, positions, addresses[positions], verify=True)
+                )
         self.stores.remove(store)
         self.stored.append(store)
 
@@ -199,7 +221,11 @@ class World:
         for piece, (pool, content) in enumerate(zip(self.pool, store.content, strict=True)):
             check([pool[store.slots]], [content], "in slots")
             found = [each for each in sums[piece * parts : (piece + 1) * parts] if each is not None]
-            check(found, np.split(sums_of(content), range(MOST_BLOCKS, len(content), MOST_BLOCKS))[:parts], "checksums")
+            check(
+                found,
+                np.split(sums_of(content), range(MOST_BLOCKS, len(content), MOST_BLOCKS))[:parts],
+                "checksums",
+            )
         for at, slot in enumerate(store.slots):
             self.full[slot] = [content[at].copy() for content in store.content]
 
@@ -210,9 +236,13 @@ class World:
             return
         load = self.loads[0]
         for piece, pool in enumerate(self.pool):
-            expected = sums_of(np.array([self.full[slot][piece] for slot in load.slots]).reshape(-1, SIZES[piece]))
+            expected = sums_of(
+                np.array([self.full[slot][piece] for slot in load.slots]).reshape(-1, SIZES[piece])
+            )
             addresses, ids = row_addresses(pool)[load.slots], np.array(load.blocks, dtype=np.int64)
-            load.moving.append(self.copier.scattering(piece, ids, addresses, expected, [load.ready]))
+            load.moving.append(
+                self.copier.scattering(piece, ids, addresses, expected, [load.ready])
+            )
         self.loads.remove(load)
         self.loaded.append(load)
 
@@ -225,7 +255,9 @@ class World:
                 raise Wrong("a checksum of a load")
             for slot, block in zip(load.slots, load.blocks, strict=True):
                 self.computed[piece][block] = self.full[slot][piece]
-            check([self.memory[piece][load.blocks]], [self.computed[piece][load.blocks]], "in blocks")
+            check(
+                [self.memory[piece][load.blocks]], [self.computed[piece][load.blocks]], "in blocks"
+            )
         self.loaded.remove(load)
         self.targets.difference_update(load.blocks)
         for slot in self.some(load.slots, SLOTS):  # somebody else gets them
@@ -236,7 +268,8 @@ class World:
 
 
 def filled_world(seed: int) -> tuple[World, NDArray[np.uint64]]:
-    """With something in each block, and slots for the first piece that the bus can reach; nothing happens meanwhile."""
+    """With something in each block, and slots for the first piece that the bus can reach; nothing
+    happens meanwhile."""
     world = World(seed)
     for pool in world.pool:
         world.copier.pin(pool.ctypes.data, pool.nbytes)
@@ -277,7 +310,8 @@ def test_every_block_arrives_as_it_was_in_whatever_order_the_device_works(first:
 
 @pytest.mark.parametrize("at", range(8))
 def test_a_halted_reading_goes_on_bay_by_bay(at: int) -> None:
-    """Wherever it was halted: what it has read is whole, and no bay is filled while it is still copied from."""
+    """Wherever it was halted: what it has read is whole, and no bay is filled while it is still
+    copied from."""
     for seed in range(30):
         world, slots = filled_world(seed)
         blocks, looks = np.arange(9, 9 + 11), iter(range(at))
@@ -336,7 +370,9 @@ def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
         was, halted = world.memory[0].copy(), list[int]()
         reading, runs = world.copier.reading(0, verify=True, ready=None), world.copier._pinned.runs
 
-        def halt_after_one(*given: Any, reading: Reading = reading, runs: Any = runs, halted: Any = halted) -> Any:
+        def halt_after_one(
+            *given: Any, reading: Reading = reading, runs: Any = runs, halted: Any = halted
+        ) -> Any:
             for number, some in enumerate(runs(*given)):
                 if number == 1:
                     halted.append(reading.halt())
@@ -347,14 +383,24 @@ def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
         copies, turns = world.copier._out.copies, list[Any]()
         mark, copies._bytes_a_turn = copies.mark, {True: 1, False: 1}
 
-        def note(batch: Any, copies: Any = copies, mark: Any = mark, turns: list[Any] = turns) -> Any:
+        def note(
+            batch: Any, copies: Any = copies, mark: Any = mark, turns: list[Any] = turns
+        ) -> Any:
             turns.append(copies.turn)
             return mark(batch)
 
         copies.mark = note  # type: ignore[method-assign]
         assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
-        assert len(turns) > 1 and copies.turn == turns[0], "that of the first bay: no other was given to the device"
-        assert sum(bay.busy is not before for bay, before in zip(world.copier._out._bays, busy, strict=True)) == 1
+        assert len(turns) > 1 and copies.turn == turns[0], (
+            "that of the first bay: no other was given to the device"
+        )
+        assert (
+            sum(
+                bay.busy is not before
+                for bay, before in zip(world.copier._out._bays, busy, strict=True)
+            )
+            == 1
+        )
         world.copier.shield()
         world.device.give(lambda memory=world.memory[0]: memory.fill(7))
         reading.end()
@@ -363,7 +409,9 @@ def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
 
 
 @pytest.mark.parametrize("marks", range(8))
-def test_a_load_that_fails_writes_nothing_any_more(monkeypatch: pytest.MonkeyPatch, marks: int) -> None:
+def test_a_load_that_fails_writes_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch, marks: int
+) -> None:
     """Though then no event can be had to wait for. The engine has its blocks back."""
     world = World(marks)
     event, left = world.device.event, iter(range(marks))
@@ -385,10 +433,14 @@ DEPENDENCIES = {
     "a store begins after what the engine did": Dependency("out kernels", "engine"),
     "the engine writes after a store has read": Dependency("engine", "out kernels"),
     "a copy to the host begins after its kernel": Dependency("out copies", "out kernels"),
-    "copies to the host begin after those of the turn before": Dependency("out copies", "out copies"),
+    "copies to the host begin after those of the turn before": Dependency(
+        "out copies", "out copies"
+    ),
     "copies of a load begin after those of the turn before": Dependency("in copies", "in copies"),
     "a store has ended when its checksums are here": Dependency("host", "out kernels"),
-    "a store has ended, and a bay is free, after the copies to the host": Dependency("host", "out copies"),
+    "a store has ended, and a bay is free, after the copies to the host": Dependency(
+        "host", "out copies"
+    ),
     "a load begins after what the engine did": Dependency("in kernels", "engine"),
     "a kernel of a load begins after its copy": Dependency("in kernels", "in copies"),
     "a bay of loads is filled again after its kernel": Dependency("in copies", "in kernels"),
@@ -444,9 +496,17 @@ CARELESS: dict[str, tuple[type, str, Any]] = {
     "room aside is free before what was there is read": (Reading, "put", freed_at_once),
     "a ledger is everybody's": (Line, "take_ledger", one_for_all),
     "blocks are set aside while the engine writes": (Aside, "take", aside_in_no_order),
-    "a reading goes on though the engine takes blocks back": (Sources, "_halt", lambda sources: None),
+    "a reading goes on though the engine takes blocks back": (
+        Sources,
+        "_halt",
+        lambda sources: None,
+    ),
     "what a halted reading left is nobody's": (Sources, "_halt", halt_and_forget),
-    "the engine writes before a halted reading has read": (Reading, "_note_reads", lambda reading, bays: None),
+    "the engine writes before a halted reading has read": (
+        Reading,
+        "_note_reads",
+        lambda reading, bays: None,
+    ),
 }
 
 

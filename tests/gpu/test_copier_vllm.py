@@ -1,5 +1,6 @@
-"""Real vLLM on a GPU: what comes back from the server is what went there, byte for byte, and faults are computed; with
-CUDA graphs, with several engines on the GPU, and when one of them is killed in the middle of its copies."""
+"""Real vLLM on a GPU: what comes back from the server is what went there, byte for byte, and faults
+are computed; with CUDA graphs, with several engines on the GPU, and when one of them is killed in
+the middle of its copies."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ import torch
 
 from kvkeep.bench.vllm_lanes import Lane
 from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess
-from kvkeep.bench.vllm_setup import Stored, arguments, environment, given_model, kvkeep_arguments, own_model
+from kvkeep.bench.vllm_setup import (
+    Stored,
+    arguments,
+    environment,
+    given_model,
+    kvkeep_arguments,
+    own_model,
+)
 from kvkeep.cli.remote import ask
 from kvkeep.errors import KVKeepError
 from kvkeep.testing.process import ServerProcess
@@ -36,7 +44,9 @@ COUNT = "num_kvkeep_extra_cached_tokens"
 
 
 class World:
-    def __init__(self, server: ServerProcess, engine: EngineProcess, watched: Path, seed: int = 3) -> None:
+    def __init__(
+        self, server: ServerProcess, engine: EngineProcess, watched: Path, seed: int = 3
+    ) -> None:
         self.server, self.engine, self.watched = server, engine, watched
         self.stored = Stored(server.http)
         self._prompts = np.random.default_rng(seed)
@@ -58,7 +68,9 @@ class World:
 
     @property
     def found(self) -> dict[str, int]:
-        found: dict[str, int] = json.loads(self.watched.read_text()) if self.watched.exists() else {}
+        found: dict[str, int] = (
+            json.loads(self.watched.read_text()) if self.watched.exists() else {}
+        )
         return found
 
     def status(self) -> dict[str, Any]:
@@ -70,15 +82,18 @@ class World:
 
 
 class Maker:
-    """Makes engines that speak to the server and watch what they load. Their processes import vLLM together, since that
-    takes the better part of a minute. `stops_at`: KVKEEP_STOPS_AT of each, by its name."""
+    """Makes engines that speak to the server and watch what they load. Their processes import vLLM
+    together, since that takes the better part of a minute. `stops_at`: KVKEEP_STOPS_AT of each, by
+    its name."""
 
     def __init__(self, folder: Path, server: ServerProcess, stops_at: dict[str, str]) -> None:
         own_model(folder, "cpu")  # the small one, with real weights
         self._model = given_model(str(folder), "cuda")
         self._folder = folder
         self.server = server
-        self.spares = {name: ImportingProcess(self._environment(name, at)) for name, at in stops_at.items()}
+        self.spares = {
+            name: ImportingProcess(self._environment(name, at)) for name, at in stops_at.items()
+        }
 
     def watched(self, name: str) -> Path:
         return self._folder / f"{name}.json"
@@ -86,21 +101,27 @@ class Maker:
     def _environment(self, name: str, stops_at: str) -> dict[str, str]:
         ours = {"KVKEEP_WATCHED": str(self.watched(name)), "KVKEEP_STOPS_AT": stops_at}
         around = environment(self._model, TOKENS) | ours
-        around["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [around.get("PYTHONPATH")])])
+        around["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(__file__).parent), *filter(None, [around.get("PYTHONPATH")])]
+        )
         return around
 
     def engine(self, name: str, **more: Any) -> EngineProcess:
         config = kvkeep_arguments(self.server.address)
         config["kv_transfer_config"]["kv_connector_module_path"] = "watching"
         config["kv_transfer_config"]["kv_connector_extra_config"]["kvkeep.load_when"] = "always"
-        return EngineProcess("kvkeep", arguments(self._model, TOKENS, 4, config) | more, {}, COUNT, self.spares[name])
+        return EngineProcess(
+            "kvkeep", arguments(self._model, TOKENS, 4, config) | more, {}, COUNT, self.spares[name]
+        )
 
 
 @pytest.fixture(scope="module")
 def maker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Maker]:
     with ServerProcess("--pool-size", "1GiB") as server:
         made = Maker(
-            tmp_path_factory.mktemp("model"), server, {"first": "", "store": "store", "load": "load", "graphs": ""}
+            tmp_path_factory.mktemp("model"),
+            server,
+            {"first": "", "store": "store", "load": "load", "graphs": ""},
         )
         try:
             yield made
@@ -129,7 +150,9 @@ def test_every_byte_that_comes_back_is_what_went_there(world: World) -> None:
     for prompt in prompts:
         assert world.again(prompt).cached_tokens == HIT
     assert world.found["compared"] >= 4 * TOKENS // 16 and world.found["wrong"] == 0
-    assert world.found["at_once"], "they were alone, and a GPU's only worker is in its scheduler's process"
+    assert world.found["at_once"], (
+        "they were alone, and a GPU's only worker is in its scheduler's process"
+    )
 
 
 def test_what_is_damaged_in_the_pool_is_computed(world: World) -> None:
@@ -163,14 +186,19 @@ def test_a_server_that_is_killed_and_comes_back(world: World) -> None:
 
 
 @pytest.mark.parametrize(("at", "held"), [("store", "writes"), ("load", "leases")])
-def test_an_engine_that_is_killed_in_the_middle_of_its_copies(world: World, maker: Maker, at: str, held: str) -> None:
-    """What it was storing is either whole or not there, and what it held is free for the other engine."""
+def test_an_engine_that_is_killed_in_the_middle_of_its_copies(
+    world: World, maker: Maker, at: str, held: str
+) -> None:
+    """What it was storing is either whole or not there, and what it held is free for the other
+    engine."""
     known, new = world.prompt(), world.prompt()
     world.cold(known)
     victim = maker.engine(at).__enter__()
     try:
         prompts = [new, known] if at == "store" else [known, new]
-        more = [world.prompt() for _ in range(8)]  # if the first store was dropped: an engine at its start is slow
+        more = [
+            world.prompt() for _ in range(8)
+        ]  # if the first store was dropped: an engine at its start is slow
         lane = Lane([*prompts, *more], [1] * 10, at_a_time=1)
         asked = threading.Thread(target=_ask_in_vain, args=(victim, lane))
         asked.start()
@@ -180,14 +208,17 @@ def test_an_engine_that_is_killed_in_the_middle_of_its_copies(world: World, make
         asked.join()
     finally:
         victim._process.end()
-    assert eventually(lambda: not (world.status()["writes"] or world.status()["leases"])), "nothing stays held"
+    assert eventually(lambda: not (world.status()["writes"] or world.status()["leases"])), (
+        "nothing stays held"
+    )
     found = []
     for prompt in prompts:
         found.append(world.again(prompt))
         world.engine.drop_local_cache()  # so it has stored what it computed
     assert [answer.cached_tokens for answer in found if answer.cached_tokens not in (0, HIT)] == []
     ask(world.server.http, "/v1/blocks?confirm=everything", "DELETE")
-    # Other kernels compute a prompt than the last token behind a loaded one: each is compared with its like.
+    # Other kernels compute a prompt than the last token behind a loaded one: each is compared with
+    # its like.
     for prompt, answer in zip(prompts, found, strict=True):
         assert eventually(lambda: not world.status()["writes"])
         world.stored = Stored(world.server.http, world.stored.count())
@@ -210,19 +241,26 @@ def _ask_in_vain(engine: EngineProcess, lane: Lane) -> None:
         engine.load([lane], 60.0)
 
 
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
 
 
 def test_with_cuda_graphs_while_another_engine_stores_and_loads(world: World, maker: Maker) -> None:
-    """Graphs are captured while our threads work, and replayed over blocks that were loaded, whoever stored them."""
+    """Graphs are captured while our threads work, and replayed over blocks that were loaded,
+    whoever stored them."""
     prompts = [world.prompt() for _ in range(4)]
     for prompt in prompts:
         world.cold(prompt)
     with maker.engine("graphs", **GRAPHS) as engine:
         other = World(world.server, engine, maker.watched("graphs"))
         found = [engine.ask(prompt, 8) for prompt in prompts]
-        assert [answer.cached_tokens for answer in found] == [HIT] * 4, "stored by the engine without graphs"
-        # Graphs take other kernels, so its tokens are its own: here it loads what it has computed itself.
+        assert [answer.cached_tokens for answer in found] == [HIT] * 4, (
+            "stored by the engine without graphs"
+        )
+        # Graphs take other kernels, so its tokens are its own: here it loads what it has computed
+        # itself.
         ask(world.server.http, "/v1/blocks?confirm=everything", "DELETE")
         other.stored = Stored(world.server.http, other.stored.count())
         for prompt, answer in zip(prompts, found, strict=True):

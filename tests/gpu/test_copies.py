@@ -1,4 +1,5 @@
-"""Copies take turns on two streams, of so many bytes, and each turn begins when the one before is over."""
+"""Copies take turns on two streams, of so many bytes, and each turn begins when the one before is
+over."""
 
 from __future__ import annotations
 
@@ -42,11 +43,17 @@ def copies(noted: Noted) -> Copies:
 
 def rows_of(noted: Noted, copies: Copies) -> list[tuple[int, int]]:
     """Which stream each copy goes to, and how many rows it has."""
-    return [(copies.streams.index(asked[1]), asked[-1]) for asked in noted.asked if asked[0].startswith("to_")]
+    return [
+        (copies.streams.index(asked[1]), asked[-1])
+        for asked in noted.asked
+        if asked[0].startswith("to_")
+    ]
 
 
 @pytest.mark.parametrize(("gives_way", "rows"), [(True, [8, 8, 8, 8, 8, 8, 2]), (False, [48, 2])])
-def test_an_engine_that_computes_waits_for_less(noted: Noted, copies: Copies, gives_way: bool, rows: list[int]) -> None:
+def test_an_engine_that_computes_waits_for_less(
+    noted: Noted, copies: Copies, gives_way: bool, rows: list[int]
+) -> None:
     copies.gives_way = gives_way
     copies.to_host(noted, 0, 2 * MIB, 0, 2 * MIB, 2 * MIB, 50)
     assert rows_of(noted, copies) == [(at % 2, count) for at, count in enumerate(rows)]
@@ -65,7 +72,9 @@ def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: Copies) ->
 
 
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
-def test_parts_begin_where_the_one_before_ends(noted: Noted, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_begin_where_the_one_before_ends(
+    noted: Noted, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_SMALL_TURN_BYTES", 200)
     copies = Copies(noted)  # type: ignore[arg-type]
     getattr(copies, way)(noted, 1000, 110, 9000, 130, 100, 5)
@@ -89,8 +98,11 @@ def test_each_turn_begins_when_the_one_before_is_over(noted: Noted, copies: Copi
     assert what[7:] == [("mark", first)], "it covers those before, which had to be over"
 
 
-def test_what_the_present_stream_waits_for_later_turns_wait_for_too(noted: Noted, copies: Copies) -> None:
-    """A full turn is left when the next copy is asked for, by a mark behind whatever the stream was told meanwhile."""
+def test_what_the_present_stream_waits_for_later_turns_wait_for_too(
+    noted: Noted, copies: Copies
+) -> None:
+    """A full turn is left when the next copy is asked for, by a mark behind whatever the stream was
+    told meanwhile."""
     copies.to_host(noted, 0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 1)
     noted.after(copies.stream, "a bay is free")
     copies.to_host(noted, 0, MIB, 0, MIB, MIB, 1)

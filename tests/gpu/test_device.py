@@ -44,9 +44,12 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_cuda
 @pytest.mark.parametrize(
-    ("pitch", "host_pitch", "count"), [(4096, 4096, 5), (4096, 8192, 7), (8192, 4096, 3), (4096, 0, 1)]
+    ("pitch", "host_pitch", "count"),
+    [(4096, 4096, 5), (4096, 8192, 7), (8192, 4096, 3), (4096, 0, 1)],
 )
-def test_copies_go_where_they_should(device: Cuda, host: Any, pitch: int, host_pitch: int, count: int) -> None:
+def test_copies_go_where_they_should(
+    device: Cuda, host: Any, pitch: int, host_pitch: int, count: int
+) -> None:
     there, stream, before = device.memory(1 << 14), device.stream(), host.copy()
     batch = device.batch()
     batch.to_device(stream, there.data_ptr(), pitch, host.ctypes.data, host_pitch, 4096, count)
@@ -67,7 +70,9 @@ def test_copies_go_where_they_should(device: Cuda, host: Any, pitch: int, host_p
 
 
 @needs_cuda
-def test_an_event_is_over_when_its_point_has_come_and_its_handle_is_used_again(device: Cuda) -> None:
+def test_an_event_is_over_when_its_point_has_come_and_its_handle_is_used_again(
+    device: Cuda,
+) -> None:
     stream = device.stream()
     with device.on(stream):
         torch.cuda._sleep(1 << 30)  # some half a second
@@ -78,7 +83,9 @@ def test_an_event_is_over_when_its_point_has_come_and_its_handle_is_used_again(d
     handle = event.handle
     del event
     assert device.event(urgent=True).handle != handle, "that one would sleep"
-    handles = [device.event().handle for _ in range(2)]  # in an assertion pytest would keep the first event
+    handles = [
+        device.event().handle for _ in range(2)
+    ]  # in an assertion pytest would keep the first event
     assert handles == [handle, handle]
 
 
@@ -105,7 +112,9 @@ def test_what_cannot_be_registered_is_an_error_with_the_drivers_word(device: Cud
 
 
 @needs_cuda
-def test_a_copy_across_two_registrations_is_refused_which_is_why_we_never_make_one(device: Cuda) -> None:
+def test_a_copy_across_two_registrations_is_refused_which_is_why_we_never_make_one(
+    device: Cuda,
+) -> None:
     memory = np.frombuffer(mmap.mmap(-1, 4 << 20), dtype=np.uint8)
     base, half = memory.ctypes.data, len(memory) // 2
     device.register(base, half)

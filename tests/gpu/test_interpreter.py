@@ -1,4 +1,5 @@
-"""The interpreter changes hands quickly while blocks are moved beside an engine that computes, and only then."""
+"""The interpreter changes hands quickly while blocks are moved beside an engine that computes, and
+only then."""
 
 from __future__ import annotations
 
@@ -77,7 +78,14 @@ def test_it_comes_back_to_the_microsecond_however_often() -> None:
 def test_an_engine_that_computes_nothing_is_in_nobodys_way(usual: float) -> None:
     switches = QuickSwitches()
     seen = []
-    for moves, computes in ((True, True), (True, False), (True, True), (False, True), (False, False), (True, False)):
+    for moves, computes in (
+        (True, True),
+        (True, False),
+        (True, True),
+        (False, True),
+        (False, False),
+        (True, False),
+    ):
         switches.moves(moves)
         switches.computes(computes)
         seen.append(interval() == QUICK_S)

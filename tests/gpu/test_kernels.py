@@ -17,18 +17,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = 7
 
 
-def engine(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.uint8, seed: int = 0) -> list[torch.Tensor]:
+def engine(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.uint8, seed: int = 0
+) -> list[torch.Tensor]:
     """Layers [blocks, *shape] of random bytes."""
     random = torch.Generator().manual_seed(seed)
     wide = torch.empty(0, dtype=dtype).element_size()
     layers = []
     for shape in shapes:
-        data = torch.randint(0, 256, (BLOCKS, *shape[:-1], shape[-1] * wide), dtype=torch.uint8, generator=random)
+        data = torch.randint(
+            0, 256, (BLOCKS, *shape[:-1], shape[-1] * wide), dtype=torch.uint8, generator=random
+        )
         layers.append(data.view(dtype).to(DEVICE))
     return layers
 
 
-def bytes_of(runs: BlockRuns, layers: list[torch.Tensor], block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def bytes_of(
+    runs: BlockRuns, layers: list[torch.Tensor], block: int
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A block's bytes in the order of a slot, found without any kernel."""
     parts = []
     for layer in layers:
@@ -40,7 +46,9 @@ def bytes_of(runs: BlockRuns, layers: list[torch.Tensor], block: int) -> np.ndar
     return data
 
 
-def check(layers: list[torch.Tensor], *, by_words: bool, blocks: tuple[int, ...] = (5, 0, 6)) -> None:
+def check(
+    layers: list[torch.Tensor], *, by_words: bool, blocks: tuple[int, ...] = (5, 0, 6)
+) -> None:
     runs = BlockRuns.of(layers)
     units = Units.of(runs, torch.device(DEVICE))
     assert units.by_words == by_words
@@ -51,21 +59,30 @@ def check(layers: list[torch.Tensor], *, by_words: bool, blocks: tuple[int, ...]
 
     units.gather(torch.tensor(blocks, device=DEVICE), staging, sums[:count])
     gathered = staging.cpu().numpy().view(np.uint8)
-    assert all(np.array_equal(row[: runs.nbytes], one) for row, one in zip(gathered, expected, strict=False))
-    assert units.checksums(sums[:count].cpu().numpy().view(np.uint64)).tolist() == [checksum(one) for one in expected]
+    assert all(
+        np.array_equal(row[: runs.nbytes], one)
+        for row, one in zip(gathered, expected, strict=False)
+    )
+    assert units.checksums(sums[:count].cpu().numpy().view(np.uint64)).tolist() == [
+        checksum(one) for one in expected
+    ]
     assert (gathered[count:] == 255).all() and sums[-1] == 0, "wrote beyond its place"
 
     spoiled = staging.cpu().numpy().view(np.uint8)
     spoiled[:, runs.nbytes :] = 0x5A  # what fills up the last word is no part of the block
     staging = torch.from_numpy(spoiled.view(np.int64)).to(DEVICE)
     others = [1, 2, 3][:count]
-    untouched = {block: bytes_of(runs, layers, block) for block in range(BLOCKS) if block not in others}
+    untouched = {
+        block: bytes_of(runs, layers, block) for block in range(BLOCKS) if block not in others
+    }
     again = torch.zeros(count, dtype=torch.int64, device=DEVICE)
     units.scatter(torch.tensor(others, device=DEVICE), staging, again)
     assert torch.equal(again, sums[:count])
     for block, one in zip(others, expected, strict=True):
         assert np.array_equal(bytes_of(runs, layers, block), one)
-    assert all(np.array_equal(bytes_of(runs, layers, block), data) for block, data in untouched.items())
+    assert all(
+        np.array_equal(bytes_of(runs, layers, block), data) for block, data in untouched.items()
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 33])
@@ -83,14 +100,16 @@ def test_rows_of_the_checksum_that_cross_layers_as_those_of_mla_do() -> None:
 
 def test_keys_and_values_apart() -> None:
     layers = [
-        tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in engine([(2, 16, 8, 16)] * 2, torch.float16)
+        tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        for tensor in engine([(2, 16, 8, 16)] * 2, torch.float16)
     ]
     assert len(BlockRuns.of(layers).length) == 4
     check(layers, by_words=True)
 
 
 def test_heads_first_in_name_and_last_in_memory() -> None:
-    """As vLLM has it on an H200: (blocks, heads, tokens, 2 * head size), tokens outside of heads in memory."""
+    """As vLLM has it on an H200: (blocks, heads, tokens, 2 * head size), tokens outside of heads in
+    memory."""
     layers = [tensor.transpose(1, 2) for tensor in engine([(16, 8, 32)] * 3, torch.bfloat16)]
     check(layers, by_words=True)
 
@@ -137,8 +156,13 @@ def test_blocks_cut_too_small_are_refused() -> None:
 
 @pytest.mark.parametrize("count", [1, 1023, 1024, 3000])
 def test_words_are_moved_and_no_more(count: int) -> None:
-    here = torch.randint(-(2**63), 2**63 - 1, (count + 2,), dtype=torch.int64, pin_memory=DEVICE == "cuda")
-    there, back = torch.full((count + 2,), -1, dtype=torch.int64, device=DEVICE), torch.full_like(here, -1)
+    here = torch.randint(
+        -(2**63), 2**63 - 1, (count + 2,), dtype=torch.int64, pin_memory=DEVICE == "cuda"
+    )
+    there, back = (
+        torch.full((count + 2,), -1, dtype=torch.int64, device=DEVICE),
+        torch.full_like(here, -1),
+    )
     back = back.pin_memory() if DEVICE == "cuda" else back
     move(there[1:], here[1:-1])
     move(back[1:], there[1:-1])

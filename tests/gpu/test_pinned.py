@@ -46,7 +46,11 @@ def test_so_many_at_a_time(pinned: Pinned) -> None:
 
 @pytest.mark.parametrize("place", [990, 995, 2991, 5000])
 def test_what_is_not_registered_is_none_and_the_others_are_not(pinned: Pinned, place: int) -> None:
-    assert runs(pinned, [1000, place, 2000], 1) == [[(1000, NBYTES, 0, 1)], None, [(2000, NBYTES, 0, 1)]]
+    assert runs(pinned, [1000, place, 2000], 1) == [
+        [(1000, NBYTES, 0, 1)],
+        None,
+        [(2000, NBYTES, 0, 1)],
+    ]
 
 
 def test_what_lies_across_the_end_of_a_range_is_not_registered(pinned: Pinned) -> None:
@@ -62,12 +66,18 @@ def test_a_range_that_was_taken_back_is_not_registered(pinned: Pinned) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_area_is_in_its_run_and_in_one_only(pinned: Pinned, seed: int) -> None:
     dice = random.Random(seed)
-    places = [dice.choice([1000, 1010, 1020, 1040, 1980, 1990, 2000, 2010, 2030]) for _ in range(40)]
+    places = [
+        dice.choice([1000, 1010, 1020, 1040, 1980, 1990, 2000, 2010, 2030]) for _ in range(40)
+    ]
     found, at_a_time = [], dice.choice([1, 3, 7, 40])
-    for number, some in enumerate(pinned.runs(np.array(places, dtype=np.uint64), NBYTES, at_a_time)):
+    for number, some in enumerate(
+        pinned.runs(np.array(places, dtype=np.uint64), NBYTES, at_a_time)
+    ):
         assert some is not None
         for address, step, at, count in some:
             assert step >= NBYTES and at == len(found) - number * at_a_time
-            assert (address < 2000) == (address + (count - 1) * step + NBYTES <= 2000), "within one range"
+            assert (address < 2000) == (address + (count - 1) * step + NBYTES <= 2000), (
+                "within one range"
+            )
             found += [address + each * step for each in range(count)]
     assert found == places

@@ -1,4 +1,5 @@
-"""Loads never queue more for the bus than a step's inputs can wait for, and tell until when they waited."""
+"""Loads never queue more for the bus than a step's inputs can wait for, and tell until when they
+waited."""
 
 from __future__ import annotations
 
@@ -53,13 +54,17 @@ def loaded(
         device.unfinished.append(mark)
     fetched = copier.fetch_ahead(0, addresses.astype(np.uint64)) if ahead else None
     device.said.clear()
-    made = copier.scattering(0, np.arange(BLOCKS), addresses.astype(np.uint64), None, [mark], fetched)
+    made = copier.scattering(
+        0, np.arange(BLOCKS), addresses.astype(np.uint64), None, [mark], fetched
+    )
     device.pool = pool  # type: ignore[attr-defined]  # for as long as that
     return device, mark, made
 
 
 @without_gpu
-def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, mark, made = loaded(5 * (3 << 20), monkeypatch, step_under_way=False)
     assert device.said.count("copy") == BAYS
     waits = [at for at, said in enumerate(device.said) if said != "copy"]
@@ -72,7 +77,9 @@ def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(monkeypatch: pyt
 
 @without_gpu
 @pytest.mark.parametrize("most_queued", [0, 1 << 20])
-def test_all_bays_can_be_under_way_however_large_they_are(monkeypatch: pytest.MonkeyPatch, most_queued: int) -> None:
+def test_all_bays_can_be_under_way_however_large_they_are(
+    monkeypatch: pytest.MonkeyPatch, most_queued: int
+) -> None:
     device, _, _ = loaded(most_queued, monkeypatch, step_under_way=False)
     assert device.said[:3] == ["copy"] * 3 and device.said[3] != "copy"
 
@@ -81,7 +88,9 @@ def test_all_bays_can_be_under_way_however_large_they_are(monkeypatch: pytest.Mo
 def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.MonkeyPatch) -> None:
     before_s = time.perf_counter()
     device, mark, made = loaded(0, monkeypatch, step_under_way=True)
-    assert device.said[:5] == ["copy"] * 3 + [mark, device.said[4]], "what there is room for goes first"
+    assert device.said[:5] == ["copy"] * 3 + [mark, device.said[4]], (
+        "what there is room for goes first"
+    )
     assert device.said.count(mark) == 1
     assert before_s < made.ready_s < time.perf_counter()
 
@@ -109,7 +118,9 @@ def test_an_engines_own_thread_does_not_sleep_until_its_load_is_over(
     assert stayed_awake and set(stayed_awake) == {ahead}
     device.said.clear()
     assert made.good().all()
-    assert len(set(device.said)) == (1 if ahead else 2), "who may sleep does so until nearly all is there"
+    assert len(set(device.said)) == (1 if ahead else 2), (
+        "who may sleep does so until nearly all is there"
+    )
 
 
 def test_marks_are_waited_for_once() -> None:

@@ -1,5 +1,5 @@
-"""Bytes that cross the bus before anybody knows their blocks: they are the load's own, whatever the order in which a
-device works, and nobody else's, also where no checksum would tell."""
+"""Bytes that cross the bus before anybody knows their blocks: they are the load's own, whatever the
+order in which a device works, and nobody else's, also where no checksum would tell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ import pytest
 from numpy.typing import NDArray
 from test_copier import Engine
 from test_copier_faults import Faulty
-from test_copier_orders import BLOCKS, MOST_BLOCKS, SIZES, SLOTS, Load, World, Wrong, check, filled_world, sums_of
+from test_copier_orders import (
+    BLOCKS,
+    MOST_BLOCKS,
+    SIZES,
+    SLOTS,
+    Load,
+    World,
+    Wrong,
+    check,
+    filled_world,
+    sums_of,
+)
 from test_copier_orders import small as small  # a fixture
 from test_scattering import Watched, without_gpu
 from tests.client.conftest import Simulation
@@ -33,7 +44,8 @@ COUNTS = [0, 1, 2, 3, 4, 8, 9, 10, 14, 15, 20]  # around a bay, all bays, and wh
 
 
 class Rig:
-    """Slots full of random bytes, a device that works in any order, and every copy that it makes."""
+    """Slots full of random bytes, a device that works in any order, and every copy that it
+    makes."""
 
     def __init__(self, seed: int, piece: int = 0) -> None:
         self.world, _ = filled_world(seed)
@@ -44,7 +56,9 @@ class Rig:
         self.copied: list[int] = []  # addresses of slots
         to_device = self.world.device.to_device
 
-        def note(stream: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, rows: int) -> None:
+        def note(
+            stream: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, rows: int
+        ) -> None:
             self.copied += [host + at * host_pitch for at in range(rows)]
             to_device(stream, device, pitch, host, host_pitch, nbytes, rows)
 
@@ -57,11 +71,15 @@ class Rig:
     def fetch(self, slots: list[int]) -> Any:
         return self.copier.fetch_ahead(self.piece, self.slots[slots])
 
-    def load(self, slots: list[int], ahead: Any = None, *, verify: bool = True) -> NDArray[np.bool_]:
+    def load(
+        self, slots: list[int], ahead: Any = None, *, verify: bool = True
+    ) -> NDArray[np.bool_]:
         """Into the engine's last blocks; what is there then is what is in the slots now."""
         ids, content = np.arange(BLOCKS - len(slots), BLOCKS), self.pool[slots].copy()
         expected = sums_of(content.reshape(-1, SIZES[self.piece])) if verify else None
-        moving = self.copier.scattering(self.piece, ids, self.slots[slots], expected, [self.copier.mark()], ahead)
+        moving = self.copier.scattering(
+            self.piece, ids, self.slots[slots], expected, [self.copier.mark()], ahead
+        )
         good: NDArray[np.bool_] = moving.good()
         check([self.memory[ids]], [content], "in blocks")
         return good
@@ -80,7 +98,9 @@ class Rig:
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("piece", "most"), [(0, BAYS * BAY), (1, MOST_BLOCKS)])
-def test_blocks_arrive_whole_and_cross_the_bus_once(piece: int, most: int, count: int, verify: bool) -> None:
+def test_blocks_arrive_whole_and_cross_the_bus_once(
+    piece: int, most: int, count: int, verify: bool
+) -> None:
     for seed in range(25):
         rig = Rig(seed, piece)
         slots = rig.world.random.sample(range(SLOTS), count)
@@ -111,7 +131,12 @@ def test_of_what_was_fetched_the_first_may_be_enough(count: int) -> None:
 
 def other_slots(slots: list[int]) -> dict[str, list[int]]:
     one_less = slots[:4] + slots[5:]
-    return {"more": [*slots, slots[0]], "in another order": slots[::-1], "not all": one_less, "later": slots[1:]}
+    return {
+        "more": [*slots, slots[0]],
+        "in another order": slots[::-1],
+        "not all": one_less,
+        "later": slots[1:],
+    }
 
 
 @pytest.mark.parametrize("which", other_slots([*range(10)]))
@@ -179,7 +204,9 @@ def test_closed_it_reads_no_slot_any_more() -> None:
     for seed in range(20):
         rig = Rig(seed)
         for ahead in (rig.fetch([*range(count)]) for count in (9, 0)):
-            assert all(bay.busy is arrived for bay, arrived in ahead._bays), "free when that is over"
+            assert all(bay.busy is arrived for bay, arrived in ahead._bays), (
+                "free when that is over"
+            )
             assert bool(ahead) == bool(ahead._bays)
             ahead.close()
             ahead.close()
@@ -187,7 +214,9 @@ def test_closed_it_reads_no_slot_any_more() -> None:
 
 
 @pytest.mark.parametrize("fails", ["one event", "all events", "waiting for kernels, too"])
-def test_closed_it_reads_none_also_if_the_device_fails(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_closed_it_reads_none_also_if_the_device_fails(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     for seed in range(20):
         rig = Rig(seed)
         ahead, waits, device, line = rig.fetch([*range(9)]), [0], rig.world.device, rig.copier._in
@@ -231,7 +260,9 @@ def test_what_is_wrong_in_a_slot_is_found_out() -> None:
         slots, content = [*range(12)], rig.pool[:12].copy()
         rig.pool[[1, 10]] ^= 1
         ahead = rig.fetch(slots)
-        moving = rig.copier.scattering(0, np.arange(12), rig.slots[slots], sums_of(content), [], ahead)
+        moving = rig.copier.scattering(
+            0, np.arange(12), rig.slots[slots], sums_of(content), [], ahead
+        )
         assert np.flatnonzero(~moving.good()).tolist() == [1, 10]
 
 
@@ -261,7 +292,8 @@ def test_whichever_command_is_refused_nothing_is_under_way_after_it(what: str) -
 
 
 class Fetching(World):
-    """Loads that wait may be fetched ahead, one or both of them, and are begun with what was fetched, good or not."""
+    """Loads that wait may be fetched ahead, one or both of them, and are begun with what was
+    fetched, good or not."""
 
     def __init__(self, seed: int, *given: Any) -> None:
         self.aheads: dict[Load, Any] = {}
@@ -347,7 +379,11 @@ def without_arrival(way: Any, *given: Any) -> Fetched:
 
 
 def whoever_came_between(fetched: Any, units: Any, addresses: Any) -> Any:
-    return fetched._bays if units is fetched._units and len(addresses) == len(fetched._addresses) else []
+    return (
+        fetched._bays
+        if units is fetched._units and len(addresses) == len(fetched._addresses)
+        else []
+    )
 
 
 def without_room(way: Any, *given: Any) -> Fetched:
@@ -379,17 +415,30 @@ def test_a_load_at_once_takes_what_was_fetched_for_it(tmp_path: Path, verify: bo
     for seed in range(10):
         rig = Rig(seed)
         sim = Simulation(tmp_path, shared_memory=True, slots=64, limits=None)
-        connection, keys = sim.connected(SIZES[0], verify=verify), b"".join(bytes([at]) * 16 for at in range(12))
+        connection, keys = (
+            sim.connected(SIZES[0], verify=verify),
+            b"".join(bytes([at]) * 16 for at in range(12)),
+        )
         piece, failures = Piece(BlockRuns.of([rig.memory])), list[str]()
         rig.memory[:12] = rig.pool[:12]
-        assert Transfer(connection, [piece], 0).store(StoreRequest("default", b"", keys, np.arange(12))) == 12
+        assert (
+            Transfer(connection, [piece], 0).store(
+                StoreRequest("default", b"", keys, np.arange(12))
+            )
+            == 12
+        )
         call = connection.call(m.Lookup("default", connection.layout.layout, keys), 200)  # type: ignore[union-attr]
         found = connection.wait(call)
         assert isinstance(found, m.Found)
-        slots, sums = np.frombuffer(found.slots, "<i8"), np.frombuffer(found.checksums, "<u8").reshape(-1, 1)
+        slots, sums = (
+            np.frombuffer(found.slots, "<i8"),
+            np.frombuffer(found.checksums, "<u8").reshape(-1, 1),
+        )
         transfer = Transfer(connection, [piece], 0, rig.copier)
         with transfer.memory.addresses(0, slots, call.epoch) as addresses:
-            assert addresses is not None and all(rig.copier.pin(int(each), SIZES[0]) for each in addresses)
+            assert addresses is not None and all(
+                rig.copier.pin(int(each), SIZES[0]) for each in addresses
+            )
         at_once = AtOnce(transfer, 0, failures.append)
         at_once.fetch("a", call.epoch, slots)
         assert rig.copied == addresses[: BAYS * BAY].tolist()
@@ -416,14 +465,25 @@ def test_with_the_kernels_that_move_blocks(pinned: str, as_large_as_ever: None) 
     content = [engine.bytes_of(block) for block in blocks]
     sums, back = engine.store(blocks, slots), np.array(blocks[::-1])
     ahead = engine.copier.fetch_ahead(0, engine.addresses(slots))
-    assert engine.copier.scattering(0, back, engine.addresses(slots), sums, [engine.copier.mark()], ahead).good().all()
+    assert (
+        engine.copier.scattering(
+            0, back, engine.addresses(slots), sums, [engine.copier.mark()], ahead
+        )
+        .good()
+        .all()
+    )
     ahead.close()
-    assert all(np.array_equal(engine.bytes_of(block), data) for block, data in zip(back.tolist(), content, strict=True))
+    assert all(
+        np.array_equal(engine.bytes_of(block), data)
+        for block, data in zip(back.tolist(), content, strict=True)
+    )
     engine.close()
 
 
 @without_gpu
-def test_no_more_is_queued_for_the_bus_than_else(monkeypatch: pytest.MonkeyPatch, as_large_as_ever: None) -> None:
+def test_no_more_is_queued_for_the_bus_than_else(
+    monkeypatch: pytest.MonkeyPatch, as_large_as_ever: None
+) -> None:
     monkeypatch.setattr(staging, "_MOST_QUEUED", 0)  # all bays once
     engine = Engine()
     device = Watched()
@@ -436,7 +496,9 @@ def test_no_more_is_queued_for_the_bus_than_else(monkeypatch: pytest.MonkeyPatch
     ahead = engine.copier.fetch_ahead(0, addresses)
     assert device.said == ["copy"] * 3
     made = engine.copier.scattering(0, np.arange(20), addresses, None, [], ahead)
-    assert [said == "copy" for said in device.said[3:]] == [False, True] * 7, "for each one that is over another one"
+    assert [said == "copy" for said in device.said[3:]] == [False, True] * 7, (
+        "for each one that is over another one"
+    )
     of_kernels = [mark for mark in device.marks if mark[0] is engine.copier._in.kernels]
     assert device.said[9::2] == of_kernels[3:7], "the one before the last three"
     assert made.good().all()

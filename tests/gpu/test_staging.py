@@ -56,7 +56,9 @@ def test_a_new_ledger_is_made_for_the_stream_that_uses_it(monkeypatch: pytest.Mo
 
     memory = device.memory
     monkeypatch.setattr(device, "on", on)
-    monkeypatch.setattr(device, "memory", lambda words: (made_on.append(list(inside)), memory(words))[1])
+    monkeypatch.setattr(
+        device, "memory", lambda words: (made_on.append(list(inside)), memory(words))[1]
+    )
     while not made_on:
         line.take_ledger()
     assert {tuple(streams) for streams in made_on} == {(line.kernels,)}
@@ -91,13 +93,17 @@ def test_a_line_is_drained_though_no_event_can_be_had(line: Line, marks_left: in
     assert device.drained == streams_of(line)[marks_left:]
 
 
-def test_a_line_is_drained_though_an_event_cannot_be_waited_for(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_drained_though_an_event_cannot_be_waited_for(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(line._device, "wait", failing)
     line.drain()
     assert line._device.drained == streams_of(line)  # type: ignore[attr-defined]
 
 
-def test_a_line_is_drained_though_one_of_its_streams_fails(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_drained_though_one_of_its_streams_fails(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device: Any = line._device
     for broken in streams_of(line):
         drained = list[Any]()

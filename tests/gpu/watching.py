@@ -1,9 +1,10 @@
-"""A connector for tests: kvkeep's own, which also remembers the bytes of every block that it stores, and compares those
-that it loads with them. What it found is in the file that KVKEEP_WATCHED names: blocks compared, wrong ones, and loads
-that the engine has waited for.
+"""A connector for tests: kvkeep's own, which also remembers the bytes of every block that it
+stores, and compares those that it loads with them. What it found is in the file that KVKEEP_WATCHED
+names: blocks compared, wrong ones, and loads that the engine has waited for.
 
-With KVKEEP_STOPS_AT=store or load, a thread of it stays for ever where the first such copies have begun and nobody has
-waited for them, and the file KVKEEP_WATCHED says so: the moment to be killed."""
+With KVKEEP_STOPS_AT=store or load, a thread of it stays for ever where the first such copies have
+begun and nobody has waited for them, and the file KVKEEP_WATCHED says so: the moment to be
+killed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ _known: dict[bytes, list[torch.Tensor]] = {}
 _found = {"compared": 0, "wrong": 0, "at_once": 0}
 _begun_copies: list[Any] = []
 _telling = threading.Lock()
-_store_all, _end_store, _end_loads = WorkerAdapter.store_all, WorkerAdapter._end_store, WorkerAdapter._end_loads
+_store_all, _end_store, _end_loads = (
+    WorkerAdapter.store_all,
+    WorkerAdapter._end_store,
+    WorkerAdapter._end_loads,
+)
 _load_now = WorkerAdapter.load_now
 
 
@@ -62,7 +67,9 @@ def end_loads(worker: WorkerAdapter, loads: Any, loaded: Any) -> None:
     _end_loads(worker, loads, loaded)
 
 
-def load_now(worker: WorkerAdapter, job: Hashable, request: LoadRequest, owner: Hashable = None) -> Finished:
+def load_now(
+    worker: WorkerAdapter, job: Hashable, request: LoadRequest, owner: Hashable = None
+) -> Finished:
     finished = _load_now(worker, job, request, owner)
     _found["at_once"] += 1
     _compare(worker, request, ~np.isin(request.block_ids, finished.failed.get(job, [])))

@@ -1,4 +1,5 @@
-"""The checksum: pinned values, the C kernel against the readable definition, and what damage it sees."""
+"""The checksum: pinned values, the C kernel against the readable definition, and what damage it
+sees."""
 
 from __future__ import annotations
 
@@ -22,7 +23,29 @@ KNOWN = [
     (bytes(range(256)) * 17, 0xECDF964FAB4C6D18),
     (bytes(4096), 0x694C501109D654C6),
 ]
-SIZES = [1, 2, 7, 8, 9, 31, 63, 64, 65, 128, 2048, 4032, 4095, 4096, 4097, 4160, 8191, 8192, 16384, 20480, 100_003]
+SIZES = [
+    1,
+    2,
+    7,
+    8,
+    9,
+    31,
+    63,
+    64,
+    65,
+    128,
+    2048,
+    4032,
+    4095,
+    4096,
+    4097,
+    4160,
+    8191,
+    8192,
+    16384,
+    20480,
+    100_003,
+]
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -168,7 +191,9 @@ def test_length_is_part_of_it() -> None:
     assert len(set(sums)) == len(sums)
 
 
-def test_what_stands_for_an_absent_shard_is_told_from_all_that_is_there_and_survives_every_form() -> None:
+def test_what_stands_for_an_absent_shard_is_told_from_all_that_is_there_and_survives_every_form() -> (
+    None
+):
     """Blocks in other processes carry it: a change here is a change of format."""
     assert ABSENT == MASK
     assert ABSENT != 0, "0 stands for a shard that was stored without a checksum"
@@ -176,4 +201,6 @@ def test_what_stands_for_an_absent_shard_is_told_from_all_that_is_there_and_surv
     assert np.frombuffer(as_sent, dtype="<u8").tolist() == [ABSENT] * 3
     assert as_sent == b"\xff" * 24
     shards = [bytes(nbytes) for nbytes in SIZES] + [b"\xff" * nbytes for nbytes in SIZES]
-    assert ABSENT not in {checksum(shard) for shard in shards}, "memory that is all zeros or all ones is there"
+    assert ABSENT not in {checksum(shard) for shard in shards}, (
+        "memory that is all zeros or all ones is there"
+    )

@@ -1,4 +1,5 @@
-"""gather and scatter: the right bytes in the right place, on both roads, and damage found on the way back."""
+"""gather and scatter: the right bytes in the right place, on both roads, and damage found on the
+way back."""
 
 from __future__ import annotations
 
@@ -93,12 +94,21 @@ def block_bytes(layers: list[Any], block: int, block_dim: int) -> bytes:
 
 LAYOUTS: dict[str, tuple[Any, int]] = {
     "one layer": (lambda: [torch.zeros(7, 16, 4, 32)], 0),
-    "many layers of 2 KiB": (lambda: [torch.zeros(7, 16, 64, dtype=torch.bfloat16) for _ in range(9)], 0),
-    "keys and values apart": (lambda: [torch.zeros(2, 7, 16, 96, dtype=torch.bfloat16) for _ in range(3)], 1),
+    "many layers of 2 KiB": (
+        lambda: [torch.zeros(7, 16, 64, dtype=torch.bfloat16) for _ in range(9)],
+        0,
+    ),
+    "keys and values apart": (
+        lambda: [torch.zeros(2, 7, 16, 96, dtype=torch.bfloat16) for _ in range(3)],
+        1,
+    ),
     "heads first": (lambda: [torch.zeros(7, 4, 16, 32).permute(0, 2, 1, 3) for _ in range(3)], 0),
     "fp8": (lambda: [torch.zeros(7, 16, 656, dtype=torch.float8_e4m3fn) for _ in range(3)], 0),
     "odd lengths": (lambda: [np.zeros((7, n), np.uint8) for n in (1, 3, 4095, 8, 4097, 61)], 0),
-    "lines but not rows": (lambda: [torch.zeros(7, n, dtype=torch.uint8) for n in (64, 4032, 192, 9216)], 0),
+    "lines but not rows": (
+        lambda: [torch.zeros(7, n, dtype=torch.uint8) for n in (64, 4032, 192, 9216)],
+        0,
+    ),
     "gaps": (lambda: [np.zeros((7, 6, 50), np.uint16)[:, ::2, 3:40] for _ in range(2)], 0),
     "blocks last": (lambda: [torch.zeros(12, 7, dtype=torch.int16)], 1),
     "big": (lambda: [torch.zeros(7, 70_000, dtype=torch.uint8) for _ in range(2)], 0),
@@ -155,7 +165,15 @@ def test_damage_is_found_where_it_is(road: str, layout: str) -> None:
     sums = gather(runs, ids, slots.addresses, verify=True)
     for at in (0, runs.nbytes // 2, runs.nbytes - 1):
         slots.bytes_of(3)[at] ^= 0x10
-        assert scatter(runs, ids, slots.addresses, sums).tolist() == [True, True, True, False, True, True, True]
+        assert scatter(runs, ids, slots.addresses, sums).tolist() == [
+            True,
+            True,
+            True,
+            False,
+            True,
+            True,
+            True,
+        ]
         slots.bytes_of(3)[at] ^= 0x10
     assert scatter(runs, ids, slots.addresses, sums).all()
 
@@ -187,7 +205,9 @@ def test_more_strips_than_one_window(road: str) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 64, 1000, 4096, 10_000])
 @pytest.mark.parametrize("to_slots", [True, False])
-def test_rows_of_plain_memory_go_into_slots_and_back(road: str, nbytes: int, to_slots: bool) -> None:
+def test_rows_of_plain_memory_go_into_slots_and_back(
+    road: str, nbytes: int, to_slots: bool
+) -> None:
     slots, pitch = Slots(5, nbytes, shift=3), nbytes + 24
     rows = np.random.default_rng(1).integers(0, 256, (5, pitch), dtype=np.uint8)
     if not to_slots:
@@ -221,7 +241,9 @@ def test_nothing_to_copy(road: str) -> None:
         ([[0], [1]], "block_ids must be a list of integers"),
     ],
 )
-def test_bad_blocks_are_refused_and_nothing_is_copied(road: str, ids: list[Any], message: str) -> None:
+def test_bad_blocks_are_refused_and_nothing_is_copied(
+    road: str, ids: list[Any], message: str
+) -> None:
     layer = np.ones((3, 64), np.uint8)
     runs, slots = BlockRuns.of([layer]), Slots(2, 64)
     with pytest.raises(RequestError, match=message):
@@ -245,7 +267,9 @@ def test_bad_slots_and_checksums_are_refused() -> None:
 def test_the_environment_turns_the_kernel_off() -> None:
     program = "from kvkeep.kv import checksum, native; print(native.available, checksum.checksum(b'kvkeep'))"
     environment = {**os.environ, "KVKEEP_NATIVE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", str(0x2D015B9CD6A825E8)]
 
 

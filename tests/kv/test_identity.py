@@ -1,4 +1,5 @@
-"""Model identity and tenant ids: what is accepted, what is refused, and that no two salts share an id."""
+"""Model identity and tenant ids: what is accepted, what is refused, and that no two salts share an
+id."""
 
 from __future__ import annotations
 
@@ -129,8 +130,20 @@ def test_tenants_are_equal_only_for_equal_salts(one: str, other: str) -> None:
 
 
 def test_salts_that_look_alike_stay_apart() -> None:
-    # Composed and decomposed, a character and its two surrogates, a trailing NUL, a tenant's own id.
-    salts = ["é", "e\u0301", "\U00010000", "\ud800\udc00", "a", "a\0", " a", "A", "default", tenant_of("a")]
+    # Composed and decomposed, a character and its two surrogates, a trailing NUL, a tenant's own
+    # id.
+    salts = [
+        "é",
+        "e\u0301",
+        "\U00010000",
+        "\ud800\udc00",
+        "a",
+        "a\0",
+        " a",
+        "A",
+        "default",
+        tenant_of("a"),
+    ]
     assert len({tenant_of(salt) for salt in salts}) == len(salts)
 
 

@@ -1,4 +1,5 @@
-"""Keys: pinned literals, what they bind, that no two inputs share an encoding, and pieces equal the whole."""
+"""Keys: pinned literals, what they bind, that no two inputs share an encoding, and pieces equal the
+whole."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ import kvkeep.kv.keys
 from kvkeep.errors import RequestError
 from kvkeep.kv import native
 from kvkeep.kv.identity import ModelIdentity
-from kvkeep.kv.keys import KEY_BYTES, NATIVE_FROM_BLOCKS, KeyChain, keys_from_engine_hashes, root_key
+from kvkeep.kv.keys import (
+    KEY_BYTES,
+    NATIVE_FROM_BLOCKS,
+    KeyChain,
+    keys_from_engine_hashes,
+    root_key,
+)
 
 IDENTITY = ModelIdentity(
     model="org/model-8b",
@@ -37,7 +44,9 @@ tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 extras_maps = st.dictionaries(st.integers(0, 20), st.binary(max_size=20), max_size=6)
 
 
-def chain_of(tokens: Any, extras: dict[int, bytes] | None = None, *, root: bytes = ROOT, block: int = 4) -> KeyChain:
+def chain_of(
+    tokens: Any, extras: dict[int, bytes] | None = None, *, root: bytes = ROOT, block: int = 4
+) -> KeyChain:
     chain = KeyChain(root, block)
     chain.extend(tokens, extras)
     return chain
@@ -47,9 +56,14 @@ def reference_keys(tokens: list[int], extras: dict[int, bytes], block: int) -> b
     """The definition of a key, word by word and slowly."""
     key, keys = ROOT, b""
     for index in range(len(tokens) // block):
-        words = b"".join(t.to_bytes(4, "little") for t in tokens[index * block : (index + 1) * block])
+        words = b"".join(
+            t.to_bytes(4, "little") for t in tokens[index * block : (index + 1) * block]
+        )
         if index in extras:
-            data, person = key + block.to_bytes(4, "little") + words + extras[index], b"kvkeep.block+"
+            data, person = (
+                key + block.to_bytes(4, "little") + words + extras[index],
+                b"kvkeep.block+",
+            )
         else:
             data, person = key + words, b"kvkeep.block"
         key = blake2b(data, digest_size=16, person=person).digest()
@@ -59,11 +73,17 @@ def reference_keys(tokens: list[int], extras: dict[int, bytes], block: int) -> b
 
 def test_known_answers() -> None:
     assert ROOT.hex() == "d5022a1d561d57c441acc5b6d44b3c2b"
-    assert root_key(IDENTITY, None, lora="adapter", extra=b"x").hex() == "f72f9d34a8871db7f674699bb69ca783"
+    assert (
+        root_key(IDENTITY, None, lora="adapter", extra=b"x").hex()
+        == "f72f9d34a8871db7f674699bb69ca783"
+    )
     chain = chain_of([1, 2, 3, 4, 5, 6, 7, 2**32 - 1, 9], {1: b"image"})
     assert chain.key(0).hex() == "f911df80ee41817b52467f0f751d92ae"
     assert chain.key(1).hex() == "b305ae6b971e537fd1e9a38abf908aed"
-    assert keys_from_engine_hashes(ROOT, [bytes(range(32))]).hex() == "8b9645e4406b140236dba307c71459f4"
+    assert (
+        keys_from_engine_hashes(ROOT, [bytes(range(32))]).hex()
+        == "8b9645e4406b140236dba307c71459f4"
+    )
 
 
 def test_keys_are_stable_across_processes_and_hash_seeds() -> None:
@@ -95,10 +115,17 @@ def test_every_input_of_the_root_changes_it() -> None:
         "model": "org/model-8B", "revision": "a1b2c4", "kv_dtype": "float16", "block_tokens": 8,
         "content": "LBNHC/32x8x128", "details": (("attention", "x"),), "layout_version": 1,
     }  # fmt: skip
-    assert set(changed) == set(IDENTITY.__struct_fields__), "a new field of the identity belongs here"
+    assert set(changed) == set(IDENTITY.__struct_fields__), (
+        "a new field of the identity belongs here"
+    )
     roots = [ROOT]
-    roots += [root_key(msgspec.structs.replace(IDENTITY, **{k: v}), "alice") for k, v in changed.items()]
-    roots += [root_key(IDENTITY, salt) for salt in (None, "Alice", "alice ", "alice\0", "default", "\ud800")]
+    roots += [
+        root_key(msgspec.structs.replace(IDENTITY, **{k: v}), "alice") for k, v in changed.items()
+    ]
+    roots += [
+        root_key(IDENTITY, salt)
+        for salt in (None, "Alice", "alice ", "alice\0", "default", "\ud800")
+    ]
     roots += [root_key(IDENTITY, "alice", lora=lora) for lora in ("a", "b", "\udcff")]
     roots += [root_key(IDENTITY, "alice", extra=extra) for extra in (b"a", b"b", b"\0", b"\0\0")]
     assert len(set(roots)) == len(roots)
@@ -111,7 +138,13 @@ def test_no_salt_and_the_empty_salt_are_one() -> None:
 
 @pytest.mark.parametrize(
     "parts",
-    [("ab", "cd", b"ef"), ("abcd", "", b"ef"), ("", "abcd", b"ef"), ("ab", "cdef", b""), ("", "", b"abcdef")],
+    [
+        ("ab", "cd", b"ef"),
+        ("abcd", "", b"ef"),
+        ("", "abcd", b"ef"),
+        ("ab", "cdef", b""),
+        ("", "", b"abcdef"),
+    ],
 )
 def test_moving_bytes_between_fields_changes_the_root(parts: tuple[str, str, bytes]) -> None:
     salt, lora, extra = parts
@@ -124,7 +157,8 @@ def test_moving_bytes_between_fields_changes_the_root(parts: tuple[str, str, byt
 def test_moving_bytes_between_identity_fields_changes_the_root() -> None:
     texts = [("ab", "cd"), ("abc", "d"), ("a", "bcd"), ("cd", "ab")]
     roots = {
-        root_key(msgspec.structs.replace(IDENTITY, model=model, revision=revision), None) for model, revision in texts
+        root_key(msgspec.structs.replace(IDENTITY, model=model, revision=revision), None)
+        for model, revision in texts
     }
     assert len(roots) == len(texts)
 
@@ -141,13 +175,16 @@ def test_a_salt_cannot_imitate_the_encoding_of_the_fields_after_it() -> None:
 
 @given(st.tuples(*[st.text(st.characters(), max_size=6)] * 2, st.binary(max_size=6)),
        st.tuples(*[st.text(st.characters(), max_size=6)] * 2, st.binary(max_size=6)))  # fmt: skip
-def test_only_equal_inputs_make_equal_roots(one: tuple[str, str, bytes], other: tuple[str, str, bytes]) -> None:
+def test_only_equal_inputs_make_equal_roots(
+    one: tuple[str, str, bytes], other: tuple[str, str, bytes]
+) -> None:
     roots = [root_key(IDENTITY, salt, lora=lora, extra=extra) for salt, lora, extra in (one, other)]
     assert (roots[0] == roots[1]) == (one == other)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("salt", 5), ("salt", 0), ("salt", b"alice"), ("lora", None), ("extra", 5), ("extra", "x")]
+    ("field", "value"),
+    [("salt", 5), ("salt", 0), ("salt", b"alice"), ("lora", None), ("extra", 5), ("extra", "x")],
 )
 def test_bad_inputs_of_the_root_are_refused_by_name(field: str, value: Any) -> None:
     arguments: dict[str, Any] = {"salt": "alice", "lora": "", "extra": b"", field: value}
@@ -160,7 +197,9 @@ def test_bad_inputs_of_the_root_are_refused_by_name(field: str, value: Any) -> N
 @pytest.mark.parametrize(
     "block", [1, 2, 16, 27, 28, 29, 32, 60, 61, 256, 1024]
 )  # 28 tokens fill what is hashed at once
-def test_both_roads_follow_the_definition(monkeypatch: pytest.MonkeyPatch, block: int, is_native: bool) -> None:
+def test_both_roads_follow_the_definition(
+    monkeypatch: pytest.MonkeyPatch, block: int, is_native: bool
+) -> None:
     if is_native and not native.available:
         pytest.skip("the C kernel was not built")
     monkeypatch.setattr(native, "available", is_native)
@@ -173,7 +212,9 @@ def test_both_roads_follow_the_definition(monkeypatch: pytest.MonkeyPatch, block
 
 
 @given(tokens_lists, extras_maps, st.integers(1, 9))
-def test_keys_follow_their_definition(tokens: list[int], extras: dict[int, bytes], block: int) -> None:
+def test_keys_follow_their_definition(
+    tokens: list[int], extras: dict[int, bytes], block: int
+) -> None:
     chain = chain_of(tokens, extras, block=block)
     assert chain.keys() == reference_keys(tokens, extras, block)
     assert len(chain) == len(tokens) // block
@@ -210,7 +251,9 @@ def test_a_token_changes_its_block_and_all_after_it(tokens: list[int], data: st.
 def test_a_prefix_has_a_prefix_of_the_keys_and_position_counts() -> None:
     chain = chain_of([7] * 40)
     assert chain_of([7] * 24).keys() == chain.keys(0, 6)
-    assert len({chain.key(index) for index in range(10)}) == 10, "equal blocks at other positions differ"
+    assert len({chain.key(index) for index in range(10)}) == 10, (
+        "equal blocks at other positions differ"
+    )
 
 
 def test_order_of_tokens_and_root_count() -> None:
@@ -261,7 +304,15 @@ def test_content_changes_its_block_and_all_after_it() -> None:
 def test_content_that_comes_too_late_or_changes_is_refused_and_nothing_changes() -> None:
     chain = chain_of(range(6), {1: b"image"})
     before = chain.keys()
-    for extras in ({0: b"late"}, {1: b"other"}, {-1: b""}, {True: b""}, {"1": b""}, {2: "text"}, {2: None}):
+    for extras in (
+        {0: b"late"},
+        {1: b"other"},
+        {-1: b""},
+        {True: b""},
+        {"1": b""},
+        {2: "text"},
+        {2: None},
+    ):
         with pytest.raises(RequestError, match="extras") as caught:
             chain.extend([6, 7], extras)  # type: ignore[arg-type]
         assert caught.value.field == "extras"
@@ -333,7 +384,8 @@ def test_a_tensor_that_cannot_be_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("root", "block"), [(b"short", 4), ("x" * 16, 4), (ROOT, 0), (ROOT, True), (ROOT, 4.0), (ROOT, 2**20)]
+    ("root", "block"),
+    [(b"short", 4), ("x" * 16, 4), (ROOT, 0), (ROOT, True), (ROOT, 4.0), (ROOT, 2**20)],
 )
 def test_a_chain_needs_a_root_and_a_block_size(root: Any, block: Any) -> None:
     with pytest.raises(RequestError, match=r"root|block_tokens"):
@@ -352,7 +404,9 @@ def test_engine_hashes_are_bound_to_the_root_one_by_one() -> None:
     assert len(parts) == 10
     assert keys_from_engine_hashes(ROOT, []) == b""
     longer = [hashes[0], hashes[1] + b"more", *hashes[2:]]
-    assert keys_from_engine_hashes(ROOT, longer) == keys, "of each the first bytes count, however long it is"
+    assert keys_from_engine_hashes(ROOT, longer) == keys, (
+        "of each the first bytes count, however long it is"
+    )
 
 
 def test_engine_hashes_that_are_too_short_or_no_bytes_are_refused() -> None:
@@ -367,7 +421,9 @@ def test_the_bench_measures_every_candidate() -> None:
     from kvkeep_lab.bench.keys import run
 
     report = run(blocks=8, repeats=1)
-    assert {"blake2b-128", "sha256, cut to 128", "KeyChain, from a list"} <= set(report["us_per_block"])
+    assert {"blake2b-128", "sha256, cut to 128", "KeyChain, from a list"} <= set(
+        report["us_per_block"]
+    )
     assert {"blake3-128", "xxh3-128"} <= {*report["us_per_block"], *report["left_out"]}
     assert all(cost > 0 for cost in report["us_per_block"].values())
 
@@ -377,8 +433,12 @@ def test_what_equals_another_identity_has_its_root_whoever_asks_first() -> None:
         BF16 = "bfloat16"
 
     for number, order in enumerate([(Kind.BF16, "bfloat16"), ("bfloat16", Kind.BF16)]):
-        identities = [msgspec.structs.replace(IDENTITY, model=f"m{number}", kv_dtype=each) for each in order]
+        identities = [
+            msgspec.structs.replace(IDENTITY, model=f"m{number}", kv_dtype=each) for each in order
+        ]
         assert identities[0] == identities[1]
         assert len({root_key(each, None) for each in identities}) == 1
-        plain = msgspec.structs.replace(IDENTITY, model=f"m{number}", kv_dtype="bfloat16", revision="other")
+        plain = msgspec.structs.replace(
+            IDENTITY, model=f"m{number}", kv_dtype="bfloat16", revision="other"
+        )
         assert root_key(plain, None) != root_key(identities[0], None)

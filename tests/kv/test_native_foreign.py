@@ -1,8 +1,9 @@
-"""The C kernel as it is built for another processor, run by an emulator: the same checksums as here, the same bytes.
+"""The C kernel as it is built for another processor, run by an emulator: the same checksums as
+here, the same bytes.
 
-On x86_64 this runs NEON, on 64-bit ARM AVX2, wherever a cross compiler and QEMU are installed (Debian:
-gcc-aarch64-linux-gnu or gcc-x86-64-linux-gnu, and qemu-user). The same harness also runs as built for this processor.
-"""
+On x86_64 this runs NEON, on 64-bit ARM AVX2, wherever a cross compiler and QEMU are installed
+(Debian: gcc-aarch64-linux-gnu or gcc-x86-64-linux-gnu, and qemu-user). The same harness also runs
+as built for this processor."""
 
 from __future__ import annotations
 
@@ -34,8 +35,16 @@ class Target:
     instruction_sets: frozenset[str]
 
 
-AARCH64 = Target(("aarch64-linux-gnu-gcc",), ("qemu-aarch64", "qemu-aarch64-static"), frozenset({"portable", "neon"}))
-X86_64 = Target(("x86_64-linux-gnu-gcc",), ("qemu-x86_64", "qemu-x86_64-static"), frozenset({"portable", "avx2"}))
+AARCH64 = Target(
+    ("aarch64-linux-gnu-gcc",),
+    ("qemu-aarch64", "qemu-aarch64-static"),
+    frozenset({"portable", "neon"}),
+)
+X86_64 = Target(
+    ("x86_64-linux-gnu-gcc",),
+    ("qemu-x86_64", "qemu-x86_64-static"),
+    frozenset({"portable", "avx2"}),
+)
 FOREIGN = {"x86_64": AARCH64, "aarch64": X86_64}
 
 
@@ -49,7 +58,9 @@ def installed(programs: tuple[str, ...]) -> str:
 def built(compiler: str, folder: Path, *options: str) -> Path:
     program = folder / "harness"
     flags = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Werror", f"-I{KERNEL.parent}", *options]
-    done = subprocess.run([compiler, *flags, str(HARNESS), "-o", str(program)], capture_output=True, text=True)
+    done = subprocess.run(
+        [compiler, *flags, str(HARNESS), "-o", str(program)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return program
 
@@ -70,7 +81,8 @@ def source() -> NDArray[np.uint8]:
 
 
 def expected(case: str) -> int:
-    """By the definition in numpy, or by what runs on this processor, which other tests hold to it."""
+    """By the definition in numpy, or by what runs on this processor, which other tests hold to
+    it."""
     name, *numbers = case.replace("bytes", "bytes.").replace("layout", "layout.").split(".")
     values = [int(number) for number in numbers]
     if name == "bytes":
@@ -88,7 +100,9 @@ def check(sums: dict[str, dict[str, int]]) -> None:
         assert not wrong, f"{instruction_set} has other checksums"
 
 
-def test_the_kernel_built_for_another_processor_gives_the_same_bytes_and_checksums(tmp_path: Path) -> None:
+def test_the_kernel_built_for_another_processor_gives_the_same_bytes_and_checksums(
+    tmp_path: Path,
+) -> None:
     target = FOREIGN.get(platform.machine())
     if target is None:
         pytest.skip(f"no other processor is known to test on {platform.machine()}")
@@ -101,7 +115,9 @@ def test_the_kernel_built_for_another_processor_gives_the_same_bytes_and_checksu
     assert not missing
 
 
-def test_the_kernel_built_for_this_processor_gives_the_same_bytes_and_checksums(tmp_path: Path) -> None:
+def test_the_kernel_built_for_this_processor_gives_the_same_bytes_and_checksums(
+    tmp_path: Path,
+) -> None:
     sums = sums_of([str(built(installed((os.environ.get("CC", "cc"), "gcc")), tmp_path))])
     check(sums)
     assert platform.machine() != "aarch64" or "neon" in sums

@@ -1,4 +1,5 @@
-"""Memory of the pool that goes away under a copy: the copy fails, and every other fault is whoever's it was."""
+"""Memory of the pool that goes away under a copy: the copy fails, and every other fault is
+whoever's it was."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from kvkeep.kv import native
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the C kernel is not built")
 
-# A child process, because it is to die at the end, of a fault that is not in a copy. Its arguments say what happens in
-# which order. "copies" goes through all that touches slots, with a part of their memory gone, in several threads.
+# A child process, because it is to die at the end, of a fault that is not in a copy. Its arguments
+# say what happens in which order. "copies" goes through all that touches slots, with a part of
+# their memory gone, in several threads.
 CHILD = """
 import faulthandler, mmap, os, signal, sys, threading
 import numpy as np
@@ -90,7 +92,15 @@ print("the end", flush=True)
 
 
 def child(words: str) -> subprocess.CompletedProcess[str]:
-    command = ["sh", "-c", 'ulimit -c 0; exec "$0" "$@"', sys.executable, "-c", CHILD, *words.split()]
+    command = [
+        "sh",
+        "-c",
+        'ulimit -c 0; exec "$0" "$@"',
+        sys.executable,
+        "-c",
+        CHILD,
+        *words.split(),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
 
 
@@ -125,7 +135,9 @@ def test_a_copy_of_memory_that_is_gone_fails_and_ends_nobody(words: str) -> None
         ("enable copies default copies", False),
     ],
 )
-def test_every_other_fault_is_told_once_and_ends_the_process(words: str, tells: bool, last: str) -> None:
+def test_every_other_fault_is_told_once_and_ends_the_process(
+    words: str, tells: bool, last: str
+) -> None:
     """As if we were not there: by faulthandler, if that is on, and then by the kernel."""
     if words.endswith("disable") and last == "signal":
         pytest.skip("nobody can see that faulthandler is off, and it ignores the signal")
@@ -138,5 +150,10 @@ def test_every_other_fault_is_told_once_and_ends_the_process(words: str, tells: 
 def test_a_signal_that_a_process_sends_goes_to_the_handler_that_was_there() -> None:
     done = child("python copies signal signal")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["True True True True", "of the user", "of the user", "the end"]
+    assert done.stdout.splitlines() == [
+        "True True True True",
+        "of the user",
+        "of the user",
+        "the end",
+    ]
     assert child("ignore copies signal").returncode == 0

@@ -1,4 +1,5 @@
-"""ParallelStrategy against a naive enumeration that hands out layers and heads to ranks, one by one."""
+"""ParallelStrategy against a naive enumeration that hands out layers and heads to ranks, one by
+one."""
 
 from __future__ import annotations
 
@@ -22,26 +23,36 @@ FACTORIZATIONS = [
 
 
 def contents(tp_size: int, pp_size: int, heads: int | None) -> list[tuple[int, frozenset[int]]]:
-    """What each rank holds: its pipeline stage and its KV heads (None for MLA: one latent, held by all).
+    """What each rank holds: its pipeline stage and its KV heads (None for MLA: one latent, held by
+    all).
 
-    Written from the rules of tensor parallelism alone: stages one after the other, and within a stage the
-    heads dealt out in order, each rank taking its share or, with too few heads, each head going to its run
-    of ranks.
-    """
+    Written from the rules of tensor parallelism alone: stages one after the other, and within a
+    stage the heads dealt out in order, each rank taking its share or, with too few heads, each head
+    going to its run of ranks."""
     held = []
     for stage in range(pp_size):
         for place in range(tp_size):
             if heads is None:
                 mine = {0}
             else:
-                cards = max(heads, tp_size)  # one per head, or one per rank where ranks outnumber heads
-                mine = {card * heads // cards for card in range(cards) if card * tp_size // cards == place}
+                cards = max(
+                    heads, tp_size
+                )  # one per head, or one per rank where ranks outnumber heads
+                mine = {
+                    card * heads // cards
+                    for card in range(cards)
+                    if card * tp_size // cards == place
+                }
             held.append((stage, frozenset(mine)))
     return held
 
 
-def check_against(held: list[tuple[int, frozenset[int]]], strategies: list[ParallelStrategy]) -> None:
-    distinct = list(dict.fromkeys(held))  # in order of first appearance, which is the order of shards
+def check_against(
+    held: list[tuple[int, frozenset[int]]], strategies: list[ParallelStrategy]
+) -> None:
+    distinct = list(
+        dict.fromkeys(held)
+    )  # in order of first appearance, which is the order of shards
     stored: dict[int, tuple[int, frozenset[int]]] = {}
     for rank, strategy in enumerate(strategies):
         assert strategy.rank == rank
@@ -55,13 +66,17 @@ def check_against(held: list[tuple[int, frozenset[int]]], strategies: list[Paral
             stored[strategy.kv_rank] = held[rank]
     assert sorted(stored) == list(range(len(distinct)))
     for rank, strategy in enumerate(strategies):
-        assert stored[strategy.kv_rank] == held[rank], "every rank loads what it would have computed"
+        assert stored[strategy.kv_rank] == held[rank], (
+            "every rank loads what it would have computed"
+        )
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), FACTORIZATIONS)
 def test_mla_has_one_shard_per_stage(tp_size: int, pp_size: int) -> None:
     strategies = [
-        ParallelStrategy.of(tp_size=tp_size, pp_size=pp_size, rank=rank, use_mla=True, num_kv_heads=tp_size)
+        ParallelStrategy.of(
+            tp_size=tp_size, pp_size=pp_size, rank=rank, use_mla=True, num_kv_heads=tp_size
+        )
         for rank in range(tp_size * pp_size)
     ]
     check_against(contents(tp_size, pp_size, None), strategies)
@@ -102,7 +117,9 @@ def test_what_the_engine_says_of_replicas_wins(tp_size: int, pp_size: int) -> No
 
 
 def test_tensor_parallel_ranks_are_contiguous() -> None:
-    ranks = [ParallelStrategy.of(tp_size=4, pp_size=2, rank=rank, use_mla=True) for rank in range(8)]
+    ranks = [
+        ParallelStrategy.of(tp_size=4, pp_size=2, rank=rank, use_mla=True) for rank in range(8)
+    ]
     assert [s.pp_rank for s in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [s.tp_rank for s in ranks] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert [s.kv_rank for s in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -110,18 +127,25 @@ def test_tensor_parallel_ranks_are_contiguous() -> None:
 
 
 def test_the_picture_in_the_module() -> None:
-    ranks = [ParallelStrategy.of(tp_size=4, pp_size=2, rank=rank, num_kv_heads=2) for rank in range(8)]
+    ranks = [
+        ParallelStrategy.of(tp_size=4, pp_size=2, rank=rank, num_kv_heads=2) for rank in range(8)
+    ]
     assert [s.kv_rank for s in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [s.stores for s in ranks] == [True, False] * 4
 
 
 def test_eight_ranks_of_mla_make_one_store() -> None:
-    assert sum(ParallelStrategy.of(tp_size=8, rank=rank, use_mla=True).stores for rank in range(8)) == 1
+    assert (
+        sum(ParallelStrategy.of(tp_size=8, rank=rank, use_mla=True).stores for rank in range(8))
+        == 1
+    )
 
 
 def test_a_strategy_survives_the_wire() -> None:
     strategy = ParallelStrategy.of(tp_size=4, pp_size=2, rank=5, num_kv_heads=2)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(strategy), type=ParallelStrategy) == strategy
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(strategy), type=ParallelStrategy) == strategy
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The shape of a model's blocks: shards that fit the world, and a fingerprint that tells all shapes apart."""
+"""The shape of a model's blocks: shards that fit the world, and a fingerprint that tells all shapes
+apart."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from kvkeep.kv.shape import BlockShape
 
 
 def identity(**changes: Any) -> ModelIdentity:
-    fields = {"model": "m", "revision": "1", "kv_dtype": "bfloat16", "block_tokens": 16, "content": "l"}
+    fields = {
+        "model": "m",
+        "revision": "1",
+        "kv_dtype": "bfloat16",
+        "block_tokens": 16,
+        "content": "l",
+    }
     return ModelIdentity(**(fields | changes))
 
 
@@ -79,7 +86,9 @@ def test_every_rank_has_a_size_for_each_of_its_pieces(ranks: int, pieces: int) -
     shape = BlockShape(identity(), sizes, pieces)
     assert (shape.shard_bytes, shape.pieces, shape.kv_world_size) == (sizes, pieces, ranks)
     for wrong in (sizes[1:], (*sizes, 64)) if pieces > 1 else ():
-        with pytest.raises(RequestError, match=f"{len(wrong)} shards do not divide into {pieces} pieces") as caught:
+        with pytest.raises(
+            RequestError, match=f"{len(wrong)} shards do not divide into {pieces} pieces"
+        ) as caught:
             BlockShape(identity(), wrong, pieces)
         assert caught.value.field == "shard_bytes"
 
@@ -114,7 +123,9 @@ def test_pieces_and_ranks_of_the_same_sizes_have_different_fingerprints() -> Non
 def test_the_cut_is_in_the_address_and_not_in_the_key() -> None:
     whole = BlockShape(identity(), (64,), cut="tp=1 pp=1 replicas=1")
     halves = BlockShape(identity(), (32, 32), cut="tp=2 pp=1 replicas=1")
-    assert root_key(whole.identity, "alice") == root_key(halves.identity, "alice"), "keys say what numbers mean"
+    assert root_key(whole.identity, "alice") == root_key(halves.identity, "alice"), (
+        "keys say what numbers mean"
+    )
     assert whole.fingerprint != halves.fingerprint, "and blocks of two cuts have two addresses"
     key = bytes(range(16))
     assert addresses(key, whole.fingerprint) != addresses(key, halves.fingerprint)

@@ -25,7 +25,8 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def make_plan(quiet: None) -> MakePlan:
-    """A plan with these faults only, the requests of a drawn one, and two engines, unless told otherwise."""
+    """A plan with these faults only, the requests of a drawn one, and two engines, unless told
+    otherwise."""
 
     def make(
         *faults: Item,
@@ -36,10 +37,14 @@ def make_plan(quiet: None) -> MakePlan:
     ) -> Plan:
         drawn = draw(seed)
         arrivals = [item for item in drawn.items if isinstance(item, Arrival)]
-        engines = engines or [EngineItem(0, shared_memory=True, kept=False, longest_step_us=3_000)] * 2
+        engines = (
+            engines or [EngineItem(0, shared_memory=True, kept=False, longest_step_us=3_000)] * 2
+        )
         assert all(isinstance(item, Rate | Moment) for item in faults)
         items = (*engines, *arrivals, *faults)
-        config = EngineConfig(block_tokens=4, num_blocks=60, max_num_batched_tokens=64, enable_prefix_caching=False)
+        config = EngineConfig(
+            block_tokens=4, num_blocks=60, max_num_batched_tokens=64, enable_prefix_caching=False
+        )
         changed.setdefault("cuts", (Cut(config, drawn.cuts[0].use_mla),))
         return dataclasses.replace(drawn, items=items, pool_blocks=pool_blocks, **changed)  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """The store beside a naive model, in a pool so small that everything is always being evicted.
 
-Every seed is the same in each run. KVKEEP_TEST_EXAMPLES=2000 tries that many runs, with fresh seeds.
-"""
+Every seed is the same in each run. KVKEEP_TEST_EXAMPLES=2000 tries that many runs, with fresh
+seeds."""
 
 from __future__ import annotations
 
@@ -45,16 +45,29 @@ LIMITS = Limits(
     tenants=3,
 )
 
-Chain = tuple[str, int, list[int]]  # tenant, layout, and a walk down a binary tree: each step is one more block
+Chain = tuple[
+    str, int, list[int]
+]  # tenant, layout, and a walk down a binary tree: each step is one more block
 
 TENANTS = ["ann", "ann", "ann", "bob", "bob", "cy", "dee"]
 LAYOUTS = [1, 1, 1, 2, 2, 3]
 
 QUOTAS = [None, *(slots * SLOT for slots in range(9))]
-LIMIT_BYTES = [None, 0, 1, SLOT, 2 * SLOT, 3 * SLOT + 1, 4 * SLOT, 6 * SLOT - 1, 8 * SLOT, 1000 * SLOT]
+LIMIT_BYTES = [
+    None,
+    0,
+    1,
+    SLOT,
+    2 * SLOT,
+    3 * SLOT + 1,
+    4 * SLOT,
+    6 * SLOT - 1,
+    8 * SLOT,
+    1000 * SLOT,
+]
 
-# Hypothesis chooses seeds, and shortens a failing run to the steps that matter. What each step does is chosen evenly
-# from its seed, because most choices depend on what is in the store at the time.
+# Hypothesis chooses seeds, and shortens a failing run to the steps that matter. What each step does
+# is chosen evenly from its seed, because most choices depend on what is in the store at the time.
 picks = st.integers(0, 2**32 - 1).map(Random)
 
 
@@ -91,14 +104,20 @@ def held_slots(store: Store) -> dict[tuple[str, int, int], list[int]]:
         for lease, row in session.leases.items():
             held["lease", number, lease] = slots_down_to(store, row)
         for write, work in session.writes.items():
-            held["write", number, write] = [slot for row in work.rows for slot in slots_down_to(store, row)]
+            held["write", number, write] = [
+                slot for row in work.rows for slot in slots_down_to(store, row)
+            ]
     return held
 
 
 def snapshot(store: Store) -> dict[str, Any]:
     """Everything that a refused request must leave alone."""
     table, slabs = store.blocks.table, store.slabs
-    columns = [name for name in table.__slots__ if name not in ("_columns", "_free", "_next", "keys", "many")]
+    columns = [
+        name
+        for name in table.__slots__
+        if name not in ("_columns", "_free", "_next", "keys", "many")
+    ]
     return {
         "rows": {
             row: (table.keys[row], *(getattr(table, name)[row] for name in columns))
@@ -110,12 +129,21 @@ def snapshot(store: Store) -> dict[str, Any]:
         },
         "usage": operators.usage(store),
         "sessions": {
-            number: (dict(s.leases), {w: (work.shard, list(work.rows)) for w, work in s.writes.items()})
+            number: (
+                dict(s.leases),
+                {w: (work.shard, list(work.rows)) for w, work in s.writes.items()},
+            )
             for number, s in store.sessions.items()
         },
-        "layouts": {layout.number: (layout.blocks, set(layout.sessions)) for layout in store.layouts},
+        "layouts": {
+            layout.number: (layout.blocks, set(layout.sessions)) for layout in store.layouts
+        },
         "writing": (dict(store.blocks.shards_in), dict(store.writers)),
-        "slabs": (slabs.sizes(), slabs.unused_slabs, {size: slabs.available(size) for size in slabs.sizes()}),
+        "slabs": (
+            slabs.sizes(),
+            slabs.unused_slabs,
+            {size: slabs.available(size) for size in slabs.sizes()},
+        ),
         "uses": store.blocks.sequence,
     }
 
@@ -144,7 +172,9 @@ class PromisesMachine(RuleBasedStateMachine):
         return max([0, *state.leases, *state.writes]) + 1
 
     def any_held(self, pick: Random, kind: str) -> tuple[int, int] | None:
-        held = sorted((session, number) for holding, session, number in self.held if holding == kind)
+        held = sorted(
+            (session, number) for holding, session, number in self.held if holding == kind
+        )
         return pick.choice(held) if held else None
 
     def any_live(self, pick: Random) -> tuple[str, bytes] | None:
@@ -173,46 +203,68 @@ class PromisesMachine(RuleBasedStateMachine):
         """Runs a prepare_store and checks what it may do to others."""
         before = {usage.tenant: usage for usage in operators.usage(self.store)}
         held = {slot for slots in held_slots(self.store).values() for slot in slots}
-        in_use = set(self.store.blocks.table.many.slot[self.store.blocks.table.live_rows()].tolist())
+        in_use = set(
+            self.store.blocks.table.many.slot[self.store.blocks.table.live_rows()].tolist()
+        )
         plan = prepare()
         self.check_limits({name: usage.usage_bytes for name, usage in before.items()})
         after = {usage.tenant: usage.usage_bytes for usage in operators.usage(self.store)}
-        # Who has a quota of its own, or is one tenant too many, takes also from those that have only the default quota.
+        # Who has a quota of its own, or is one tenant too many, takes also from those that have
+        # only the default quota.
         takes_more = before[tenant].own_quota if tenant in before else len(before) >= LIMITS.tenants
         for name, usage in before.items():
-            if name != tenant and usage.quota_bytes is not None and (usage.own_quota or not takes_more):
+            if (
+                name != tenant
+                and usage.quota_bytes is not None
+                and (usage.own_quota or not takes_more)
+            ):
                 floor = min(usage.usage_bytes, usage.quota_bytes)
                 assert after.get(name, 0) >= floor, f"{tenant} pushed {name} below its quota"
         assert len(set(plan.slots.tolist())) == len(plan.slots)
         fresh = {slot for slot in plan.slots.tolist() if slot not in in_use}
         assert not fresh & held
         for slot in set(plan.slots.tolist()) & held:
-            # Only another shard of a block that is being written, or was stored without it, may share a slot.
+            # Only another shard of a block that is being written, or was stored without it, may
+            # share a slot.
             table = self.store.blocks.table
             (row,) = [r for r in table.live_rows().tolist() if table.slot[r] == slot]
-            lacks = ABSENT in self.store.layouts.get(table.layout[row]).checks[table.check[row]].tolist()
-            assert row in self.store.blocks.shards_in or lacks, "a slot was handed out that somebody still holds"
+            lacks = (
+                ABSENT
+                in self.store.layouts.get(table.layout[row]).checks[table.check[row]].tolist()
+            )
+            assert row in self.store.blocks.shards_in or lacks, (
+                "a slot was handed out that somebody still holds"
+            )
         return plan
 
     def check_limits(self, before: dict[str, int] | None = None) -> None:
-        """Nobody uses more than its limit. The one exception: after a limit was lowered, blocks that somebody reads or
-        writes are on their way out; then nothing is added."""
+        """Nobody uses more than its limit. The one exception: after a limit was lowered, blocks
+        that somebody reads or writes are on their way out; then nothing is added."""
         for tenant in self.store.tenants:
             if tenant.limit_bytes is None:
                 continue
             if before is not None and tenant.is_over_limit:
-                assert tenant.usage_bytes <= before[tenant.name], f"{tenant.name} stored while over its limit"
-            sizes = [self.store.layouts.get(self.store.blocks.table.layout[row]) for row in tenant.index.values()]
+                assert tenant.usage_bytes <= before[tenant.name], (
+                    f"{tenant.name} stored while over its limit"
+                )
+            sizes = [
+                self.store.layouts.get(self.store.blocks.table.layout[row])
+                for row in tenant.index.values()
+            ]
             indexed = sum(layout.slot_bytes for layout in sizes)
             assert tenant.usage_bytes <= tenant.limit_bytes or indexed <= tenant.limit_bytes
 
     def check_quotas(self) -> None:
-        """No lookup and no store lets tenants hold so much beyond their own quotas that another own quota could not be
-        had. (A quota that is set or raised while others hold more waits until they let go.)"""
+        """No lookup and no store lets tenants hold so much beyond their own quotas that another own
+        quota could not be had. (A quota that is set or raised while others hold more waits until
+        they let go.)"""
         nbytes, owner = self.slot_sizes(), self.slot_owners()
         held = {slot for slots in held_slots(self.store).values() for slot in slots}
         for session in self.store.closing:  # whose blocks are let go of piece by piece
-            rows = [*session.leases.values(), *(row for write in session.writes.values() for row in write.rows)]
+            rows = [
+                *session.leases.values(),
+                *(row for write in session.writes.values() for row in write.rows),
+            ]
             held |= {slot for row in rows for slot in slots_down_to(self.store, row)}
         needed = 0
         for tenant in self.store.tenants:
@@ -225,7 +277,10 @@ class PromisesMachine(RuleBasedStateMachine):
 
     def slot_sizes(self) -> dict[int, int]:
         table, layouts = self.store.blocks.table, self.store.layouts
-        return {table.slot[row]: layouts[table.layout[row]].slot_bytes for row in table.live_rows().tolist()}
+        return {
+            table.slot[row]: layouts[table.layout[row]].slot_bytes
+            for row in table.live_rows().tolist()
+        }
 
     def slot_owners(self) -> dict[int, int]:
         table = self.store.blocks.table
@@ -287,7 +342,9 @@ class StoreMachine(PromisesMachine):
         self.model.restore(quotas, limits, *defaults)
         operators.restore(self.store, quotas, limits, *defaults, self.now_ms)
 
-    def both(self, in_model: Callable[[], Any], in_store: Callable[[], Any]) -> tuple[Any, Any] | None:
+    def both(
+        self, in_model: Callable[[], Any], in_store: Callable[[], Any]
+    ) -> tuple[Any, Any] | None:
         """Runs a request in both. None if both refuse it, and the store then has not changed."""
         try:
             expected = in_model()
@@ -302,7 +359,12 @@ class StoreMachine(PromisesMachine):
 
     @rule(pick=picks)
     def step(self, pick: Random) -> None:
-        engine = {self.store_whole_chain: 9, self.store_one_shard: 6, self.complete_store: 4, self.abandon_store: 1}
+        engine = {
+            self.store_whole_chain: 9,
+            self.store_one_shard: 6,
+            self.complete_store: 4,
+            self.abandon_store: 1,
+        }
         engine |= {self.lookup: 6, self.release: 4, self.finish: 2, self.wait: 2}
         engine |= {self.open_session: 1, self.close_session: 1, self.claim_quota: 3}
         operator = {self.drop_block: 2, self.set_quota: 2, self.set_default_quota: 1, self.clear: 1}
@@ -311,22 +373,27 @@ class StoreMachine(PromisesMachine):
         nonsense |= {self.lookup_out_of_bounds: 1}
         self.one_of(pick, engine | operator | nonsense)
 
-    # -- sessions and time -----------------------------------------------------------------------------------------
+    # -- sessions and time -------------------------------------------------------------------------
 
     def open_session(self, pick: Random) -> None:
         session = pick.randint(1, 4)
-        self.same(lambda: self.model.open_session(session), lambda: self.store.open_session(session))
+        self.same(
+            lambda: self.model.open_session(session), lambda: self.store.open_session(session)
+        )
 
     def close_session(self, pick: Random) -> None:
         if len(self.store.sessions) == 1:
             return
         session = self.any_session(pick)
-        self.same(lambda: self.model.close_session(session), lambda: self.store.close_session(session, self.now_ms))
+        self.same(
+            lambda: self.model.close_session(session),
+            lambda: self.store.close_session(session, self.now_ms),
+        )
 
     def wait(self, pick: Random) -> None:
         self.now_ms += pick.randint(1, 30)
 
-    # -- stores ----------------------------------------------------------------------------------------------------
+    # -- stores ------------------------------------------------------------------------------------
 
     def store_whole_chain(self, pick: Random) -> None:
         """All shards at once, as one engine would: what makes blocks visible."""
@@ -334,7 +401,9 @@ class StoreMachine(PromisesMachine):
         session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         for shard in range(self.model.layouts[layout]):
             write = self.fresh_number(session)
-            self.prepare(session, write, tenant, layout, shard, b"", keys_of(path, layout), priority, ttl_ms)
+            self.prepare(
+                session, write, tenant, layout, shard, b"", keys_of(path, layout), priority, ttl_ms
+            )
             if write in self.store.sessions[session].writes:
                 self.complete(session, write)
 
@@ -356,15 +425,23 @@ class StoreMachine(PromisesMachine):
             return
         tenant, session = pick.choice(named), self.any_session(pick)
         may_write = LIMITS.writing_blocks_per_session - self.store.sessions[session].writing_blocks
-        blocks = min((tenant.quota_bytes - tenant.usage_bytes) // SLOT, LIMITS.blocks_per_request, may_write)
+        blocks = min(
+            (tenant.quota_bytes - tenant.usage_bytes) // SLOT, LIMITS.blocks_per_request, may_write
+        )
         keys = keys_of([pick.randint(2, 9) for _ in range(blocks)], 1)
-        # Quotas that are no whole number of slots are kept rounded up, and may together be more than the pool.
-        kept = sum(max(-(-other.share_bytes // SLOT) * SLOT, other.held_bytes) for other in self.store.tenants)
+        # Quotas that are no whole number of slots are kept rounded up, and may together be more
+        # than the pool.
+        kept = sum(
+            max(-(-other.share_bytes // SLOT) * SLOT, other.held_bytes)
+            for other in self.store.tenants
+        )
         if blocks <= 0 or keys[0] in tenant.index or kept > self.store.pool_bytes:
             return
         write = self.fresh_number(session)
         self.prepare(session, write, tenant.name, 1, 0, b"", keys, 50, 0)
-        assert len(self.store.sessions[session].writes[write].rows) == blocks, f"{tenant.name} is refused its quota"
+        assert len(self.store.sessions[session].writes[write].rows) == blocks, (
+            f"{tenant.name} is refused its quota"
+        )
 
     def store_garbage(self, pick: Random) -> None:
         session, keys, live = self.any_session(pick), self.garbage(pick), self.any_live(pick)
@@ -374,8 +451,13 @@ class StoreMachine(PromisesMachine):
         self.prepare(session, self.fresh_number(session), live[0], layout, 0, live[1], keys, 50, 0)
 
     def store_out_of_bounds(self, pick: Random) -> None:
-        """Sessions, numbers, shards and hints that may not exist, may exist already, or are out of range."""
-        session, number, shard = pick.randint(1, 4), pick.randint(1, 4), pick.choice([0, 0, 0, 1, 2, 3])
+        """Sessions, numbers, shards and hints that may not exist, may exist already, or are out of
+        range."""
+        session, number, shard = (
+            pick.randint(1, 4),
+            pick.randint(1, 4),
+            pick.choice([0, 0, 0, 1, 2, 3]),
+        )
         tenant, layout, path = self.any_chain(pick)
         keys = keys_of(path + walk(pick, 0, 2), layout)
         priority, ttl_ms = pick.choice([50, 50, 50, -1, 101]), pick.choice([0, 0, 0, -1])
@@ -397,7 +479,9 @@ class StoreMachine(PromisesMachine):
         hints = (self.now_ms, priority, ttl_ms)
         answers = self.both(
             lambda: self.model.prepare_store(*ask, keys, *hints),
-            lambda: self.storing(tenant, lambda: self.store.prepare_store(*ask, b"".join(keys), *hints)),
+            lambda: self.storing(
+                tenant, lambda: self.store.prepare_store(*ask, b"".join(keys), *hints)
+            ),
         )
         if answers is not None:
             expected, plan = answers
@@ -418,7 +502,11 @@ class StoreMachine(PromisesMachine):
         checksums = [ABSENT if at % 5 == first // 1000 % 7 else first + at for at in range(count)]
         self.same(
             lambda: self.model.complete_store(session, write, checksums),
-            lambda: self.store.complete_store(session, write, np.array(checksums, np.uint64), self.now_ms).blocks,
+            lambda: (
+                self.store.complete_store(
+                    session, write, np.array(checksums, np.uint64), self.now_ms
+                ).blocks
+            ),
         )
 
     def abandon_store(self, pick: Random) -> None:
@@ -429,7 +517,7 @@ class StoreMachine(PromisesMachine):
                 lambda: self.store.abandon_store(session, write, self.now_ms),
             )
 
-    # -- lookups ---------------------------------------------------------------------------------------------------
+    # -- lookups -----------------------------------------------------------------------------------
 
     def lookup(self, pick: Random) -> None:
         session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
@@ -446,18 +534,25 @@ class StoreMachine(PromisesMachine):
         tenant, layout, skip = pick.choice(TENANTS), pick.choice(LAYOUTS), pick.randint(0, 2)
         self.look(session, self.fresh_number(session), tenant, layout, keys, skip)
 
-    def look(self, session: int, lease: int, tenant: str, layout: int, keys: list[bytes], skip: int) -> None:
+    def look(
+        self, session: int, lease: int, tenant: str, layout: int, keys: list[bytes], skip: int
+    ) -> None:
         def in_store() -> Hit:
-            return self.store.lookup(session, lease, tenant, layout, b"".join(keys), skip, self.now_ms)
+            return self.store.lookup(
+                session, lease, tenant, layout, b"".join(keys), skip, self.now_ms
+            )
 
         if self.is_chain(tenant, layout, keys):
-            answers = self.both(lambda: self.model.lookup(session, lease, tenant, keys, skip), in_store)
+            answers = self.both(
+                lambda: self.model.lookup(session, lease, tenant, keys, skip), in_store
+            )
             if answers is not None:
                 found, hit = answers
                 assert hit.blocks == len(found)
                 self.check_described(hit, found[skip:])
             return
-        # Keys that form no chain may give any count, but nothing is leased or described that is not one.
+        # Keys that form no chain may give any count, but nothing is leased or described that is not
+        # one.
         answers = self.both(lambda: self.model.check_lookup(session, lease, keys, skip), in_store)
         if answers is not None and len(answers[1].slots):
             hit = answers[1]
@@ -470,7 +565,8 @@ class StoreMachine(PromisesMachine):
             self.model.lease(session, lease, deepest)
 
     def is_chain(self, tenant: str, layout: int, keys: list[bytes]) -> bool:
-        """Whether those of the keys that are known hang on one another. What was stored as garbage does not."""
+        """Whether those of the keys that are known hang on one another. What was stored as garbage
+        does not."""
         blocks = [self.model.find(tenant, key) for key in keys]
         known = [block for block in blocks if block is not None]
         return blocks[: len(known)] == known and all(
@@ -481,7 +577,9 @@ class StoreMachine(PromisesMachine):
     def check_described(self, hit: Hit, found: list[ModelBlock]) -> None:
         assert len(hit.slots) == len(found)
         table = self.store.blocks.table
-        for slot, checksums, block in zip(hit.slots.tolist(), hit.checksums.tolist(), found, strict=True):
+        for slot, checksums, block in zip(
+            hit.slots.tolist(), hit.checksums.tolist(), found, strict=True
+        ):
             owner = self.store.tenants.get(block.tenant)
             assert owner and table.slot[owner.index[block.key]] == slot
             assert checksums == [block.checksums[shard] for shard in range(block.shards)]
@@ -490,7 +588,8 @@ class StoreMachine(PromisesMachine):
         session, lease = self.any_held(pick, "lease") or (1, 1)
         for _ in range(pick.choice([1, 1, 2])):
             self.same(
-                lambda: self.model.release(session, lease), lambda: self.store.release(session, lease, self.now_ms)
+                lambda: self.model.release(session, lease),
+                lambda: self.store.release(session, lease, self.now_ms),
             )
 
     def finish(self, pick: Random) -> None:
@@ -501,12 +600,15 @@ class StoreMachine(PromisesMachine):
             lambda: self.store.finish(session, tenant, key, self.now_ms),
         )
 
-    # -- operators -------------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------
 
     def drop_block(self, pick: Random) -> None:
         tenant, layout, path = self.any_chain(pick)
         key = key_of(path, layout)
-        self.same(lambda: self.model.drop_block(tenant, key), lambda: operators.drop_block(self.store, tenant, key))
+        self.same(
+            lambda: self.model.drop_block(tenant, key),
+            lambda: operators.drop_block(self.store, tenant, key),
+        )
 
     def clear(self, pick: Random) -> None:
         tenant = pick.choice([*TENANTS, None])
@@ -543,7 +645,7 @@ class StoreMachine(PromisesMachine):
             lambda: operators.set_default_limit(self.store, limit, self.now_ms),
         )
 
-    # -- what holds after every rule -------------------------------------------------------------------------------
+    # -- what holds after every rule ---------------------------------------------------------------
 
     @invariant()
     def equals_the_model(self) -> None:
@@ -567,17 +669,24 @@ class StoreMachine(PromisesMachine):
         rows = table.live_rows().tolist()
         names = {tenant.number: tenant.name for tenant in self.store.tenants}
         assert sorted(
-            (names[table.tenant[row]], table.keys[row], STATE_NAMES[table.state[row]], table.priority[row])
+            (
+                names[table.tenant[row]],
+                table.keys[row],
+                STATE_NAMES[table.state[row]],
+                table.priority[row],
+            )
             for row in rows
-        ) == sorted((block.tenant, block.key, block.state, block.priority) for block in model.blocks)
+        ) == sorted(
+            (block.tenant, block.key, block.state, block.priority) for block in model.blocks
+        )
         for number, session in self.store.sessions.items():
             held = model.sessions[number]
             assert {n: table.keys[row] for n, row in session.leases.items()} == {
                 n: block.key for n, block in held.leases.items()
             }
-            assert {n: (w.shard, [table.keys[row] for row in w.rows]) for n, w in session.writes.items()} == {
-                n: (w.shard, [block.key for block in w.blocks]) for n, w in held.writes.items()
-            }
+            assert {
+                n: (w.shard, [table.keys[row] for row in w.rows]) for n, w in session.writes.items()
+            } == {n: (w.shard, [block.key for block in w.blocks]) for n, w in held.writes.items()}
         for block in model.blocks:
             if block.state == "ready":
                 assert len(block.checksums) == block.shards
@@ -585,14 +694,17 @@ class StoreMachine(PromisesMachine):
 
 
 class SlabMachine(PromisesMachine):
-    """Slots of three sizes in one pool: which slab moves is policy; the promises hold all the same."""
+    """Slots of three sizes in one pool: which slab moves is policy; the promises hold all the
+    same."""
 
     SHARD_BYTES = ((4000,), (4096, 4000), (12000,))
 
     @initialize(slabs=st.sampled_from([2, 3, 4, 1]), default_quota=st.sampled_from(QUOTAS))
     def start(self, slabs: int, default_quota: int | None) -> None:
         slab_bytes = 6 * SLOT
-        self.store = Store(slabs * slab_bytes, slab_bytes, LIMITS, default_quota and min(default_quota, slab_bytes))
+        self.store = Store(
+            slabs * slab_bytes, slab_bytes, LIMITS, default_quota and min(default_quota, slab_bytes)
+        )
         self.store.add_slabs(0, slabs)
         for session in (1, 2):
             self.store.open_session(session)
@@ -602,8 +714,20 @@ class SlabMachine(PromisesMachine):
 
     @rule(pick=picks)
     def step(self, pick: Random) -> None:
-        engine = {self.store_chain: 9, self.complete_store: 3, self.abandon_store: 1, self.lookup: 5, self.release: 4}
-        rare = {self.restart_session: 1, self.drop_block: 2, self.set_quota: 2, self.set_limit: 2, self.wait: 1}
+        engine = {
+            self.store_chain: 9,
+            self.complete_store: 3,
+            self.abandon_store: 1,
+            self.lookup: 5,
+            self.release: 4,
+        }
+        rare = {
+            self.restart_session: 1,
+            self.drop_block: 2,
+            self.set_quota: 2,
+            self.set_limit: 2,
+            self.wait: 1,
+        }
         self.one_of(pick, engine | rare)
 
     def quietly(self, request: Callable[[], Any]) -> Any:
@@ -621,8 +745,21 @@ class SlabMachine(PromisesMachine):
         session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         keys = b"".join(keys_of(path, layout))
         for shard in range(len(self.SHARD_BYTES[layout - 1])):
-            ask = (session, self.fresh_number(session), tenant, layout, shard, b"", keys, self.now_ms, 50, ttl_ms)
-            self.quietly(lambda ask=ask: self.storing(tenant, lambda: self.store.prepare_store(*ask)))
+            ask = (
+                session,
+                self.fresh_number(session),
+                tenant,
+                layout,
+                shard,
+                b"",
+                keys,
+                self.now_ms,
+                50,
+                ttl_ms,
+            )
+            self.quietly(
+                lambda ask=ask: self.storing(tenant, lambda: self.store.prepare_store(*ask))
+            )
             if complete and ask[1] in self.store.sessions[session].writes:
                 self.complete(session, ask[1])
 
@@ -647,7 +784,9 @@ class SlabMachine(PromisesMachine):
         hit = self.quietly(lambda: self.store.lookup(*ask))
         if hit is not None:
             blocks = ready.index(False) if False in ready else len(ready)
-            assert hit.blocks == blocks or (hit.blocks < blocks and self.store.tenants.reserved_bytes)
+            assert hit.blocks == blocks or (
+                hit.blocks < blocks and self.store.tenants.reserved_bytes
+            )
             assert hit.slots.tolist() == [table.slot[row] for row in rows[: hit.blocks]]
 
     def release(self, pick: Random) -> None:
@@ -682,17 +821,23 @@ class SlabMachine(PromisesMachine):
 
 
 class PiecesMachine(SlabMachine):
-    """The same where a turn has room for hardly any block: most of what is taken out of use, given back or moved is
-    on its way when the next request comes."""
+    """The same where a turn has room for hardly any block: most of what is taken out of use, given
+    back or moved is on its way when the next request comes."""
 
-    @initialize(slabs=st.sampled_from([2, 3, 4, 1]), default_quota=st.sampled_from(QUOTAS), a_turn=st.integers(1, 3))
+    @initialize(
+        slabs=st.sampled_from([2, 3, 4, 1]),
+        default_quota=st.sampled_from(QUOTAS),
+        a_turn=st.integers(1, 3),
+    )
     def start(self, slabs: int, default_quota: int | None, a_turn: int) -> None:  # type: ignore[override]
         super().start(slabs, default_quota)
         self.store.blocks.a_turn = a_turn
 
     @rule(pick=picks)
     def begin(self, pick: Random) -> None:
-        self.one_of(pick, {self.clear: 2, self.tidy: 4, self.open_layout: 1, self.set_default_limit: 1})
+        self.one_of(
+            pick, {self.clear: 2, self.tidy: 4, self.open_layout: 1, self.set_default_limit: 1}
+        )
 
     def clear(self, pick: Random) -> None:
         indexed = {tenant.name: len(tenant.index) for tenant in self.store.tenants}
@@ -703,9 +848,17 @@ class PiecesMachine(SlabMachine):
         assert not any(owner.index for owner in cleared if owner), "it can be found no more"
 
     def tidy(self, pick: Random) -> None:
-        freed, evicted, a_turn = self.store.blocks.freed, self.store.room.evictions, self.store.blocks.a_turn
+        freed, evicted, a_turn = (
+            self.store.blocks.freed,
+            self.store.room.evictions,
+            self.store.blocks.a_turn,
+        )
         self.store.tidy(self.now_ms)
-        assert self.store.blocks.freed - freed <= a_turn + self.store.room.evictions - evicted <= 2 * a_turn
+        assert (
+            self.store.blocks.freed - freed
+            <= a_turn + self.store.room.evictions - evicted
+            <= 2 * a_turn
+        )
 
     def open_layout(self, pick: Random) -> None:
         """There are three, and a fourth one is one too many when a fifth comes."""
@@ -738,7 +891,10 @@ class PiecesMachine(SlabMachine):
             operators.clear(self.store)
             while self.store.tidy(self.now_ms):
                 pass
-            assert not len(self.store.blocks.table) and self.store.slabs.unused_slabs == self.store.slabs.slabs
+            assert (
+                not len(self.store.blocks.table)
+                and self.store.slabs.unused_slabs == self.store.slabs.slabs
+            )
 
 
 TestStoreMachine = StoreMachine.TestCase

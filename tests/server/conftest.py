@@ -24,7 +24,8 @@ BLOCK_BYTES = 4096
 
 @dataclass
 class Running:
-    """One daemon with its loop in a thread. `ask` speaks HTTP; `store` puts blocks in without a client."""
+    """One daemon with its loop in a thread. `ask` speaks HTTP; `store` puts blocks in without a
+    client."""
 
     daemon: Daemon
     http: HttpServer
@@ -39,7 +40,8 @@ class Running:
         headers: dict[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> tuple[int, Any]:
-        """Status and body, decoded where it is JSON. `body` may be bytes that are no JSON. Sends the server's token."""
+        """Status and body, decoded where it is JSON. `body` may be bytes that are no JSON. Sends
+        the server's token."""
         connection = http.client.HTTPConnection(*self.place, timeout=60)
         if tls is not None:
             connection = http.client.HTTPSConnection(*self.place, timeout=60, context=tls)
@@ -89,7 +91,8 @@ Start = Callable[..., Running]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(*flags, **http_options)` gives a Running; all are stopped at the end. Each has its own pool and state."""
+    """`start(*flags, **http_options)` gives a Running; all are stopped at the end. Each has its own
+    pool and state."""
     running: list[Running] = []
 
     def begin(*flags: str, loop: bool = True, **http_options: float) -> Running:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvkeep.errors import RequestError
-from kvkeep.server import admin as module
+from kvkeep.server import snapshot as module
 from kvkeep.server.admin import Admin
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.operators import set_quota
@@ -32,7 +32,9 @@ def refusal(change: Callable[[], Any]) -> RequestError:
     return caught.value
 
 
-def test_a_quota_is_saved_before_it_is_in_force(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_is_saved_before_it_is_in_force(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = start()
     admin: Admin = running.http.admin
     admin.set_quota(TENANT, 8 * MIB)
@@ -41,7 +43,10 @@ def test_a_quota_is_saved_before_it_is_in_force(start: Start, monkeypatch: pytes
     error = refusal(lambda: admin.set_quota(TENANT, 4 * MIB))
     assert error.code == "not_saved" and "No space left" in error.message
     assert admin.tenant(TENANT).quota_bytes == 8 * MIB
-    assert refusal(lambda: admin.change_settings({"default_quota": "1MiB", "verify": "false"})).code == "not_saved"
+    assert (
+        refusal(lambda: admin.change_settings({"default_quota": "1MiB", "verify": "false"})).code
+        == "not_saved"
+    )
     assert running.daemon.settings.default_quota is None and running.daemon.service.verify is True
 
 
@@ -62,7 +67,9 @@ def test_own_quotas_together_fit_the_pool(start: Start) -> None:
     admin.set_quota(OTHER, 20 * MIB)
 
 
-def test_quotas_and_the_default_survive_a_restart(start: Start, stop: Callable[[Any], None]) -> None:
+def test_quotas_and_the_default_survive_a_restart(
+    start: Start, stop: Callable[[Any], None]
+) -> None:
     first = start()
     first.http.admin.set_quota(TENANT, 8 * MIB)
     first.http.admin.change_settings({"default_quota": "0"})
@@ -116,7 +123,9 @@ def test_a_limit_is_reached_even_if_nobody_waits_for_it(start: Start) -> None:
             break
     assert running.in_loop(lambda: store.tenants.get(TENANT).usage_bytes) == 8192
     running.store(TENANT, 2, first=100)
-    assert running.in_loop(lambda: store.tenants.get(TENANT).usage_bytes) == 8192, "and it can store again"
+    assert running.in_loop(lambda: store.tenants.get(TENANT).usage_bytes) == 8192, (
+        "and it can store again"
+    )
 
 
 def test_clearing_blocks_that_are_held_waits_for_their_holders(start: Start) -> None:
@@ -131,7 +140,10 @@ def test_clearing_blocks_that_are_held_waits_for_their_holders(start: Start) -> 
 def test_what_the_loop_has_begun_has_an_unknown_outcome(start: Start) -> None:
     running = start(loop_wait_s=0.05)
     release = threading.Event()
-    assert refusal(lambda: running.http.admin.in_loop(lambda: release.wait(60))).code == "outcome_unknown"
+    assert (
+        refusal(lambda: running.http.admin.in_loop(lambda: release.wait(60))).code
+        == "outcome_unknown"
+    )
     release.set()
 
 
@@ -156,7 +168,9 @@ def test_what_is_no_tenant_id_is_refused_and_not_repeated(start: Start, name: st
         assert "a-salt" not in str(error)
 
 
-def test_the_log_shows_settings_as_they_would_be_written(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_shows_settings_as_they_would_be_written(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     admin: Admin = start().http.admin
     with caplog.at_level("INFO", "kvkeep"):
         admin.change_settings({"default_quota": "1MiB", "verify": "off", "log_level": "info"})
@@ -167,7 +181,9 @@ def test_the_log_shows_settings_as_they_would_be_written(start: Start, caplog: p
     assert f"quota of tenant {TENANT}: 8MiB" in said
 
 
-def test_many_tenants_are_shown_a_few_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tenants_are_shown_a_few_at_a_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Anybody on the host may ask for all of them, and engines are served in between."""
     running = start()
     admin: Admin = running.http.admin
@@ -190,13 +206,18 @@ def test_many_tenants_are_shown_a_few_at_a_time(start: Start, monkeypatch: pytes
     monkeypatch.setattr(module, "tenant_shown", counted)
     monkeypatch.setattr(admin, "in_loop", in_a_new_turn)
     listed = admin.tenants(100_000)
-    assert [row.tenant for row in listed.tenants[:2]] == [names[7], names[3]] and listed.total == 1000
+    assert [row.tenant for row in listed.tenants[:2]] == [
+        names[7],
+        names[3],
+    ] and listed.total == 1000
     assert {row.tenant for row in listed.tenants} == set(names)
     assert sum(turns) == 1000 and max(turns) <= 128
     assert len(admin.tenants(5).tenants) == 5
 
 
-def test_what_is_asked_while_the_loop_carries_out_requests_waits_for_its_next_turn(start: Start) -> None:
+def test_what_is_asked_while_the_loop_carries_out_requests_waits_for_its_next_turn(
+    start: Start,
+) -> None:
     """Or clients that ask again at once would keep engines waiting."""
     daemon = start(loop=False).daemon
     done: list[int] = []

@@ -1,4 +1,5 @@
-"""Tests for who may connect: the list of clients, tenants bound to them, files that change, revoked clients."""
+"""Tests for who may connect: the list of clients, tenants bound to them, files that change, revoked
+clients."""
 
 from __future__ import annotations
 
@@ -47,9 +48,15 @@ def no_complaint(problem: str) -> None:
 def test_a_line_is_a_name_and_perhaps_tenants_and_a_right() -> None:
     for name in ("engine-1", "cache.example", "spiffe://example/engine", "#1", OTHER):
         assert read_line(name) == Caller(name, name, None)
-    assert read_line(f"e   tenants=default,{T1},t-0*,*") == Caller("e", "e", ("default", T1, "t-0*", "*"))
+    assert read_line(f"e   tenants=default,{T1},t-0*,*") == Caller(
+        "e", "e", ("default", T1, "t-0*", "*")
+    )
     assert read_line("e admin") == read_line("e  admin ") == Caller("e", "e", None, admin=True)
-    assert read_line("e admin tenants=*") == read_line("e tenants=* admin") == Caller("e", "e", ("*",), admin=True)
+    assert (
+        read_line("e admin tenants=*")
+        == read_line("e tenants=* admin")
+        == Caller("e", "e", ("*",), admin=True)
+    )
     assert read_line("admin") == Caller("admin", "admin"), "a certificate may be called so"
     assert read_line("e tenants=salt:one,salt:t%2Cw%20o").tenants == (T1, tenant_of("t,w o"))
 
@@ -100,8 +107,12 @@ def test_the_list_is_a_file_or_a_directory_of_files(tmp_path: Path) -> None:
     assert read_authorized(clients, no_complaint) == callers
 
 
-def test_what_is_wrong_is_complained_of_counts_for_nothing_and_is_not_quoted(tmp_path: Path) -> None:
-    (tmp_path / "a.client").write_text(f"{KEY}\nnonsense tenants=salt:,secret\n{KEY} tenants=default\n")
+def test_what_is_wrong_is_complained_of_counts_for_nothing_and_is_not_quoted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.client").write_text(
+        f"{KEY}\nnonsense tenants=salt:,secret\n{KEY} tenants=default\n"
+    )
     (tmp_path / "b.client").write_text(f"{OTHER}\n")
     (tmp_path / "b.client").chmod(0o666)
     complaints: list[str] = []
@@ -163,7 +174,9 @@ def test_every_request_that_names_a_tenant_is_held_against_the_key(world: World)
         assert peer.refusal(make(T2)) == peer.refusal(make("default")) == "forbidden_tenant"
         assert peer.refusal(make("no tenant")) == "bad_tenant"
         assert not isinstance(peer.say(make(T1)), m.Refused)
-    assert [tenant.name for tenant in world.server.store.tenants] == [T1], "those that were refused left no trace"
+    assert [tenant.name for tenant in world.server.store.tenants] == [T1], (
+        "those that were refused left no trace"
+    )
 
 
 def test_a_session_is_its_keys_alone(world: World) -> None:
@@ -177,7 +190,8 @@ def test_a_session_is_its_keys_alone(world: World) -> None:
 
 
 def steps_of(world: World, peer: Peer, message: m.Lookup) -> list[tuple[str, int]]:
-    """Every line of ours that the server runs for a lookup; the interpreter may collect garbage at any of them."""
+    """Every line of ours that the server runs for a lookup; the interpreter may collect garbage at
+    any of them."""
     steps: list[tuple[str, int]] = []
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -197,15 +211,20 @@ def steps_of(world: World, peer: Peer, message: m.Lookup) -> list[tuple[str, int
     return steps
 
 
-def test_what_only_another_tenant_has_is_looked_up_in_the_very_steps_of_what_nobody_has(world: World) -> None:
+def test_what_only_another_tenant_has_is_looked_up_in_the_very_steps_of_what_nobody_has(
+    world: World,
+) -> None:
     """So time tells nothing either; `kvkeep bench security` measures it."""
     peer = world.peer().attach()
     layout = peer.open_layout(64)
     for tenant, name in ((T1, "mine"), (T2, "theirs")):
         assert peer.store(layout, chain(name, 3), [bytes(64)] * 3, tenant=tenant) == 3
-    steps_of(world, peer, m.Lookup(T1, layout, chain("first", 3)))  # the first one of a tenant begins its counts
+    steps_of(
+        world, peer, m.Lookup(T1, layout, chain("first", 3))
+    )  # the first one of a tenant begins its counts
     absent, theirs, mine = (
-        steps_of(world, peer, m.Lookup(T1, layout, chain(name, 3))) for name in ("nobody's", "theirs", "mine")
+        steps_of(world, peer, m.Lookup(T1, layout, chain(name, 3)))
+        for name in ("nobody's", "theirs", "mine")
     )
     assert absent == theirs and len(absent) > 20
     assert absent != mine, "a hit is seen"
@@ -215,7 +234,9 @@ def test_what_only_another_tenant_has_is_looked_up_in_the_very_steps_of_what_nob
 
 
 @pytest.mark.parametrize("shared_memory", [False, True])
-def test_a_key_that_loses_a_tenant_loses_its_leases_and_writes(world: World, shared_memory: bool) -> None:
+def test_a_key_that_loses_a_tenant_loses_its_leases_and_writes(
+    world: World, shared_memory: bool
+) -> None:
     key = [Caller(KEY, "a", (T1, T2))]
     peer = Peer(lambda frames: world.service.handle(frames, 0, key[0]))
     welcome = peer.hello()
@@ -247,7 +268,9 @@ def test_a_key_that_loses_a_tenant_loses_its_leases_and_writes(world: World, sha
 
 
 def test_sessions_of_a_revoked_key_end_and_those_of_others_stay(world: World) -> None:
-    gone, stays, anyone = (world.peer(caller).attach() for caller in (Caller(KEY), Caller(OTHER), ANYONE))
+    gone, stays, anyone = (
+        world.peer(caller).attach() for caller in (Caller(KEY), Caller(OTHER), ANYONE)
+    )
     gone.open_layout(64)
     gone.ask(m.Prepared, m.PrepareStore("default", 1, 0, b"", chain("a", 2)))
     world.service.bar({OTHER}, 0)
@@ -270,13 +293,17 @@ def test_a_revoked_process_that_has_the_pool_mapped_keeps_its_slots_until_it_is_
     with caplog.at_level(logging.WARNING, "kvkeep"):
         world.service.bar(set(), 0)
         world.service.bar(set(), 0)
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert f"its certificate {KEY} is not authorized now" in line
     assert peer.refusal(m.CompleteStore(peer.number, bytes(16))) == "unknown_session"
     world.service.end_dead_sessions(10**9)
     other = world.peer(Caller(OTHER)).attach()
     other.open_layout(64)
-    assert len(world.server.store.blocks.table) == 2, "nobody gets slots that it may still be writing"
+    assert len(world.server.store.blocks.table) == 2, (
+        "nobody gets slots that it may still be writing"
+    )
     fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
     assert world.service.end_dead_sessions(10**9 + 1) >= 1
@@ -334,7 +361,9 @@ PRINT = "sha256:" + "0" * 64
 
 def test_without_tls_everybody_is_anyone() -> None:
     authority = Authority(None, None)
-    assert authority.context is None and authority.caller_of(()) is ANYONE and not authority.reload()
+    assert (
+        authority.context is None and authority.caller_of(()) is ANYONE and not authority.reload()
+    )
 
 
 def test_without_a_list_every_certificate_of_the_ca_is_let_in(files: TlsFiles) -> None:
@@ -369,7 +398,11 @@ def test_the_list_is_read_again_when_it_changes(
     with caplog.at_level(logging.INFO, "kvkeep"):
         assert authority.reload() and names_in(authority) == {OTHER}
     assert authority.caller_of((PRINT, KEY)) is None and authority.context is context
-    assert "1 new, 1 revoked" in caplog.text and "authorized, client 2" in caplog.text and "ignored" in caplog.text
+    assert (
+        "1 new, 1 revoked" in caplog.text
+        and "authorized, client 2" in caplog.text
+        and "ignored" in caplog.text
+    )
     assert not authority.reload()
     listed.write_text("")
     assert authority.reload() and not authority.callers and authority.caller_of((OTHER,)) is None
@@ -381,18 +414,30 @@ def test_tenants_that_change_are_in_force_at_once(files: TlsFiles, listed: Path)
     assert authority.reload() and authority.caller_of((PRINT, KEY)) == Caller(KEY, KEY, (T1,))
 
 
-def test_who_administers_is_read_again_and_holds_as_long_as_its_ca_does(files: TlsFiles, listed: Path) -> None:
+def test_who_administers_is_read_again_and_holds_as_long_as_its_ca_does(
+    files: TlsFiles, listed: Path
+) -> None:
     put(files, SERVER, CA.cert + OTHER_CA.cert)
     listed.write_text("ops admin\nengine\n")
     authority = Authority(files, listed)
     ops, engine = (PRINT, "ops"), (PRINT, "engine")
-    assert authority.is_admin(ops, 0) and not authority.is_admin(engine, 0) and not authority.is_admin((), 0)
+    assert (
+        authority.is_admin(ops, 0)
+        and not authority.is_admin(engine, 0)
+        and not authority.is_admin((), 0)
+    )
     listed.write_text(f"ops admin\n{PRINT}\n")
-    assert authority.reload() and not authority.is_admin(ops, 0), "the line of its fingerprint counts first"
+    assert authority.reload() and not authority.is_admin(ops, 0), (
+        "the line of its fingerprint counts first"
+    )
     listed.write_text("ops admin\n")
     assert authority.reload() and authority.is_admin(ops, 0)
     put(files, SERVER)
-    assert authority.reload() and not authority.is_admin(ops, 0) and authority.is_admin(ops, authority.trust)
+    assert (
+        authority.reload()
+        and not authority.is_admin(ops, 0)
+        and authority.is_admin(ops, authority.trust)
+    )
     assert not Authority(files, None).is_admin(ops, 0), "without a list nobody does"
     assert not Authority(None, None).is_admin((), 0)
 
@@ -407,7 +452,9 @@ def test_over_https_a_certificate_is_asked_for_and_not_required(files: TlsFiles)
     assert authority.reload() and authority.http_context is not before
 
 
-def test_a_list_that_cannot_be_read_changes_nothing_until_it_can(files: TlsFiles, listed: Path) -> None:
+def test_a_list_that_cannot_be_read_changes_nothing_until_it_can(
+    files: TlsFiles, listed: Path
+) -> None:
     authority = Authority(files, listed)
     listed.unlink()
     assert not authority.reload() and names_in(authority) == {KEY}
@@ -433,7 +480,9 @@ def test_a_link_to_nothing_keeps_nobody_from_being_revoked(
     authority = Authority(files, directory)
     (directory / link).symlink_to("nobody@nowhere.1")
     assert not authority.reload() and names_in(authority) == {KEY, OTHER}
-    assert ("cannot be read" in caplog.text) == (link == "c.client"), "what begins with a dot is not looked at"
+    assert ("cannot be read" in caplog.text) == (link == "c.client"), (
+        "what begins with a dot is not looked at"
+    )
     (directory / "b.client").unlink()
     assert authority.reload() and names_in(authority) == {KEY}
 
@@ -491,7 +540,10 @@ def test_a_directory_that_others_can_write_to_stops_the_start_and_later_changes_
     directory.chmod(mode)
     (directory / "evil.client").write_text("evil\n")
     assert not authority.reload() and names_in(authority) == {KEY, OTHER}
-    assert "others can write to the directory" in caplog.text and "nobody can be revoked" in caplog.text
+    assert (
+        "others can write to the directory" in caplog.text
+        and "nobody can be revoked" in caplog.text
+    )
     with pytest.raises(SettingsError, match="others can write") as caught:
         Authority(files, directory)
     assert "chmod 700" in caught.value.hint
@@ -518,14 +570,19 @@ def test_a_directory_that_cannot_be_looked_into_throws_nobody_out(
             if was_root:
                 os.seteuid(0)
             moved.chmod(0o700)
-        assert names_in(authority) == {KEY, OTHER} and "cannot be read: Permission denied" in caplog.text
+        assert (
+            names_in(authority) == {KEY, OTHER}
+            and "cannot be read: Permission denied" in caplog.text
+        )
         (moved / "a.client").unlink()
         assert authority.reload() and names_in(authority) == {OTHER}
 
 
 def test_a_list_with_a_mistake_stops_the_start(files: TlsFiles, listed: Path) -> None:
     listed.write_text("non sense\n")
-    with pytest.raises(SettingsError, match=r"authorized_clients: .*authorized, client 1") as caught:
+    with pytest.raises(
+        SettingsError, match=r"authorized_clients: .*authorized, client 1"
+    ) as caught:
         Authority(files, listed)
     assert "tenants=a,b and admin" in caught.value.hint
 
@@ -550,12 +607,18 @@ def test_a_renewed_certificate_is_used_without_a_restart(
     put(files, issue(CA, "kvkeep server", ("localhost",), days=5))
     with caplog.at_level(logging.INFO, "kvkeep"):
         assert authority.reload()
-    assert authority.context is not before and "were read again" in caplog.text and authority.trust == 0
+    assert (
+        authority.context is not before
+        and "were read again" in caplog.text
+        and authority.trust == 0
+    )
     assert not authority.reload(), "once is enough"
 
 
 def expired() -> Issued:
-    return issue(CA, "kvkeep server", ("localhost",), days=1, now=datetime.now(UTC) - timedelta(days=5))
+    return issue(
+        CA, "kvkeep server", ("localhost",), days=1, now=datetime.now(UTC) - timedelta(days=5)
+    )
 
 
 @pytest.mark.parametrize("broken", ["half", "expired", "key", "ca"])
@@ -572,14 +635,19 @@ def test_broken_files_leave_those_before_in_force_until_they_are_mended(
         getattr(files, broken).chmod(0o666)
     listed.write_text(f"{OTHER}\n")
     assert authority.reload() and names_in(authority) == {OTHER}, "the list changes all the same"
-    assert authority.context is before and f"tls: tls_{'key' if broken == 'half' else ''}" in caplog.text
+    assert (
+        authority.context is before
+        and f"tls: tls_{'key' if broken == 'half' else ''}" in caplog.text
+    )
     assert "stay in force" in caplog.text
     assert not authority.reload()
     put(files, new)
     assert authority.reload() and authority.context is not before
 
 
-def test_a_broken_list_does_not_keep_a_certificate_from_being_renewed(files: TlsFiles, listed: Path) -> None:
+def test_a_broken_list_does_not_keep_a_certificate_from_being_renewed(
+    files: TlsFiles, listed: Path
+) -> None:
     authority = Authority(files, listed)
     before = authority.context
     listed.unlink()

@@ -1,4 +1,5 @@
-"""Connections of engines: who is let in, what each may cost, and that nobody keeps the others from being served."""
+"""Connections of engines: who is let in, what each may cost, and that nobody keeps the others from
+being served."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def files_of(keys: Path, name: str) -> TlsFiles:
 class Door:
     """Connections whose answers are echoes, and those who knock at them."""
 
-    def __init__(self, most: int = 8, authority: Authority | None = None, trusted_users: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, most: int = 8, authority: Authority | None = None, trusted_users: tuple[int, ...] = ()
+    ) -> None:
         self.listeners = Listeners("tcp://127.0.0.1:0")
         self.counters = Counters()
         self.later_s = 0.0  # how far the server's wall clock is ahead
@@ -96,7 +99,9 @@ class Door:
             )
         stream = Stream(connected, 1 << 30)
         self._knocked.append(stream)
-        self.until(lambda: self.connections._accepted > before and (stream.shake_hands() or stream.is_over))
+        self.until(
+            lambda: self.connections._accepted > before and (stream.shake_hands() or stream.is_over)
+        )
         if kind == "tls":
             self.serve()  # the client's side is done first
         return stream
@@ -154,7 +159,9 @@ class Door:
 
 @pytest.fixture
 def open_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
-    monkeypatch.setattr(streams, "_BUFFER_BYTES", 64 * KIB)  # or on some hosts all that is sent here goes into it
+    monkeypatch.setattr(
+        streams, "_BUFFER_BYTES", 64 * KIB
+    )  # or on some hosts all that is sent here goes into it
     with contextlib.ExitStack() as opened:
 
         def begin(*args: Any, **more: Any) -> Door:
@@ -190,7 +197,10 @@ def own_door(request: pytest.FixtureRequest, kind: str) -> Door:
 
 
 def message(session: int = 7, number: int = 1, nbytes: int = 10) -> list[bytes]:
-    return [bytes(frame) for frame in encode(Header(session, number), m.Lookup("default", 1, os.urandom(nbytes)))]
+    return [
+        bytes(frame)
+        for frame in encode(Header(session, number), m.Lookup("default", 1, os.urandom(nbytes)))
+    ]
 
 
 def head(body_bytes: int, payload_frames: int = 0, payload_frame_bytes: int = 0) -> bytes:
@@ -212,7 +222,9 @@ def is_closed(connected: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_is_answered_on_its_own_connection(own_door: Door, knock: Callable[[], Stream]) -> None:
+def test_each_is_answered_on_its_own_connection(
+    own_door: Door, knock: Callable[[], Stream]
+) -> None:
     one, two = knock(), knock()
     first, second = message(1), message(2, nbytes=1_000_000)
     one.send(first)
@@ -254,7 +266,9 @@ def test_a_message_may_come_byte_by_byte(own_door: Door, knock: Callable[[], Str
         slow.socket.send(bytes([byte]))
         own_door.turn()
     other.send(message(8))
-    assert len(own_door.answers(other, 1)) == 1 and len(own_door.asked) == 1, "others do not wait for it"
+    assert len(own_door.answers(other, 1)) == 1 and len(own_door.asked) == 1, (
+        "others do not wait for it"
+    )
     slow.socket.send(b"".join(sent)[-1:])
     assert own_door.answers(slow, 1) == [sent]
 
@@ -265,7 +279,10 @@ def test_a_message_may_come_byte_by_byte(own_door: Door, knock: Callable[[], Str
 STRANGERS = {
     "an HTTP client": b"POST /KVKP HTTP/1.1\r\nHost: localhost:5555\r\nContent-Length: 40\r\n\r\n"
     + b"".join(message()),
-    "a ZMQ client: LMCache, or a kvkeep of an earlier release": b"\xff" + bytes(7) + b"\x01\x7f" + bytes(54),
+    "a ZMQ client: LMCache, or a kvkeep of an earlier release": b"\xff"
+    + bytes(7)
+    + b"\x01\x7f"
+    + bytes(54),
     "a TLS client": b"\x16\x03\x01\x02\x00\x01\x00",
     "a Redis client": b"*1\r\n$4\r\nPING\r\n",
     "something unknown": b"KVKX" + b"".join(message()),
@@ -318,7 +335,9 @@ def test_a_header_that_says_too_much_ends_the_connection_before_anything_is_held
     assert len(own_door.answers(other, 1)) == 1
 
 
-def test_a_second_message_that_is_none_ends_the_connection_after_the_first_was_answered(door: Door) -> None:
+def test_a_second_message_that_is_none_ends_the_connection_after_the_first_was_answered(
+    door: Door,
+) -> None:
     one, sent = door.knock("tcp"), message()
     one.socket.send(b"".join(sent) + b"GET / HTTP/1.1\r\n\r\n")
     assert door.answers(one, 2) in ([sent], []) and one.is_over and len(door.asked) == 1
@@ -331,7 +350,8 @@ def test_a_second_message_that_is_none_ends_the_connection_after_the_first_was_a
 def test_of_one_that_does_not_read_its_replies_nothing_more_is_read(
     own_door: Door, knock: Callable[[], Stream]
 ) -> None:
-    """It costs the server one reply at most. Others are served, and when it reads, it has them all."""
+    """It costs the server one reply at most. Others are served, and when it reads, it has them
+    all."""
     deaf, other = knock(), knock()
     sent = [message(number=number, nbytes=MIB) for number in range(20)]
     for each in sent:
@@ -361,7 +381,9 @@ def test_small_requests_with_large_replies_are_answered_one_at_a_time(
     assert len(own_door.answers(deaf, 20)) == 20
 
 
-def test_half_messages_of_all_take_no_more_than_so_much_memory(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_messages_of_all_take_no_more_than_so_much_memory(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many, and however short. The connection that holds most is closed."""
     monkeypatch.setattr(module, "MOST_BYTES_HELD", MIB)
     knocks = [door.knock("unix") for _ in range(4)]
@@ -402,7 +424,9 @@ def test_replies_that_nobody_takes_count_as_well(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_half_senders_and_one_who_is_served(open_door: Callable[..., Door], keys: Path, kind: str) -> None:
+def test_a_hundred_half_senders_and_one_who_is_served(
+    open_door: Callable[..., Door], keys: Path, kind: str
+) -> None:
     authority = Authority(files_of(keys, "server"), keys / "authorized") if kind == "tls" else None
     door = open_door(300, authority)
     slow = [door.knock(kind, files_of(keys, "engine")) for _ in range(100)]
@@ -430,7 +454,9 @@ def test_many_small_messages_of_one_do_not_keep_the_others(door: Door) -> None:
     assert len(door.answers(busy, 500)) == 500 and len(door.asked) == 501
 
 
-def test_a_turn_ends_and_who_had_none_comes_first(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_ends_and_who_had_none_comes_first(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many wait, and however much each of them has sent."""
     knocks = [door.knock("unix") for _ in range(8)]
     for number, stream in enumerate(knocks):
@@ -443,11 +469,15 @@ def test_a_turn_ends_and_who_had_none_comes_first(door: Door, monkeypatch: pytes
         before = len(door.asked)
         door.turn()
         turns.append([peer for peer, _ in door.asked[before:]])
-    assert all(len(turn) == 2 and len(set(turn)) == 1 for turn in turns), "two messages, and its time is over"
+    assert all(len(turn) == 2 and len(set(turn)) == 1 for turn in turns), (
+        "two messages, and its time is over"
+    )
     assert len({turn[0] for turn in turns[:8]}) == 8 and turns[8:] == turns[:8]
 
 
-def test_one_that_makes_the_server_stumble_is_closed_and_no_other(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_makes_the_server_stumble_is_closed_and_no_other(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
     bad, good, poison = door.knock("unix"), door.knock("tcp"), message(1)
 
     def stumble(frames: list[bytes]) -> list[bytes]:
@@ -484,7 +514,9 @@ def no_descriptors() -> Iterator[None]:
     taken = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard)
+        )
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.open("/dev/null", os.O_RDONLY))
@@ -541,7 +573,9 @@ def test_who_cannot_be_watched_is_turned_away(door: Door) -> None:
 # -- those who say nothing
 
 
-def test_those_who_say_nothing_and_those_whose_session_is_over_go(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_say_nothing_and_those_whose_session_is_over_go(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     silent, half, known, over = (door.knock("unix") for _ in range(4))
     half.socket.send(b"".join(message(3))[:20])
     known.send(message(session=1))
@@ -560,7 +594,9 @@ def test_those_who_say_nothing_and_those_whose_session_is_over_go(door: Door, mo
     assert len(door.answers(known, 1)) == 1 and len(door.connections) == 1
 
 
-def test_who_does_not_finish_the_handshake_in_time_goes(secure: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_finish_the_handshake_in_time_goes(
+    secure: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with secure.connect("tcp") as silent, secure.connect("tcp") as half:
         half.send(b"\x16\x03\x01\x02\x00\x01\x00")
         secure.until(lambda: len(secure.connections) == 2)
@@ -569,7 +605,9 @@ def test_who_does_not_finish_the_handshake_in_time_goes(secure: Door, monkeypatc
         later_s = time.monotonic() + module._PROVE_WITHIN_S + 1
         monkeypatch.setattr(secure.connections, "_clock", lambda: later_s)
         secure.connections.tend(lambda token, name: False)
-        assert len(secure.connections) == 0 and secure.counters.auth_failures == {"handshake_timeout": 2}
+        assert len(secure.connections) == 0 and secure.counters.auth_failures == {
+            "handshake_timeout": 2
+        }
         assert is_closed(silent) and is_closed(half)
 
 
@@ -581,7 +619,9 @@ def as_user(monkeypatch: pytest.MonkeyPatch, uid: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-@pytest.mark.parametrize(("uid", "words"), [(4711, "another user (uid 4711)"), (None, "does not say which user")])
+@pytest.mark.parametrize(
+    ("uid", "words"), [(4711, "another user (uid 4711)"), (None, "does not say which user")]
+)
 def test_another_user_is_closed_before_anything_is_read(
     door: Door,
     monkeypatch: pytest.MonkeyPatch,
@@ -615,7 +655,9 @@ def test_a_user_that_was_named_and_root_are_let_in(
 # -- which certificates
 
 
-def test_a_certificate_says_who_asks_and_the_unix_socket_needs_none(secure: Door, keys: Path) -> None:
+def test_a_certificate_says_who_asks_and_the_unix_socket_needs_none(
+    secure: Door, keys: Path
+) -> None:
     for name in ("engine", "other"):
         one = secure.knock("tls", files_of(keys, name))
         one.send(message())
@@ -653,7 +695,11 @@ def test_who_is_not_in_the_list_gets_no_answer(
     door = open_door(authority=Authority(files_of(keys, "server"), listed))
     stranger = door.knock("tls", files_of(keys, "engine"))
     stranger.send(message())
-    assert door.ends(stranger) and door.asked == [] and door.counters.auth_failures == {"unknown_client": 1}
+    assert (
+        door.ends(stranger)
+        and door.asked == []
+        and door.counters.auth_failures == {"unknown_client": 1}
+    )
     der = ssl.PEM_cert_to_DER_cert((keys / "engine.pem").read_text())
     shown = f"its certificate engine (sha256:{hashlib.sha256(der).hexdigest()[:16]}…) is not in authorized_clients"
     assert shown in caplog.text
@@ -672,7 +718,9 @@ def test_a_flood_of_connections_that_prove_nothing_makes_room_for_those_that_do(
     another = door.knock("tls", files_of(keys, "other"))
     for stream in (known, another):
         stream.send(message())
-        assert len(door.answers(stream, 1)) == 1, "who has proved it stays, and who can prove it comes in"
+        assert len(door.answers(stream, 1)) == 1, (
+            "who has proved it stays, and who can prove it comes in"
+        )
     for each in crowd:
         each.close()
 
@@ -711,7 +759,9 @@ def test_a_revoked_client_gets_nothing_more_and_the_others_lose_nothing(
         stream.send(message())
     assert len(door.answers(good, 1)) == len(door.answers(near, 1)) == 1
     if not door.ends(bad):
-        assert any(caller.revoked for caller in door.callers), "or the service is told that it was revoked"
+        assert any(caller.revoked for caller in door.callers), (
+            "or the service is told that it was revoked"
+        )
     again = door.knock("tls", files_of(keys, "engine"))
     again.send(message())
     assert door.ends(again)
@@ -730,7 +780,11 @@ def test_where_a_ca_was_removed_all_certificates_are_verified_again(
     authority = Authority(server, listed)
     door = open_door(authority=authority)
     of_foreign = TlsFiles(foreign / "engine.pem", foreign / "engine.key", keys / "ca.pem")
-    bad, good, near = door.knock("tls", of_foreign), door.knock("tls", files_of(keys, "other")), door.knock("unix")
+    bad, good, near = (
+        door.knock("tls", of_foreign),
+        door.knock("tls", files_of(keys, "other")),
+        door.knock("unix"),
+    )
     with door.connect("tcp") as in_the_middle:
         door.until(lambda: len(door.connections) == 4)
         both.write_text((keys / "ca.pem").read_text())
@@ -748,13 +802,16 @@ def test_where_a_ca_was_removed_all_certificates_are_verified_again(
     assert len(door.answers(again, 1)) == 1
 
 
-def test_a_connection_ends_when_its_certificate_expires(open_door: Callable[..., Door], tmp_path: Path) -> None:
+def test_a_connection_ends_when_its_certificate_expires(
+    open_door: Callable[..., Door], tmp_path: Path
+) -> None:
     keys, day_s = tmp_path / "keys", 86_400
     make(keys, ["engine"], days=1)
     make(keys, ["other"], days=30)
     door = open_door(authority=Authority(files_of(keys, "server"), keys / "authorized"))
     short, long, near = (
-        door.knock(*each) for each in (("tls", files_of(keys, "engine")), ("tls", files_of(keys, "other")), ("unix",))
+        door.knock(*each)
+        for each in (("tls", files_of(keys, "engine")), ("tls", files_of(keys, "other")), ("unix",))
     )
     for later_s, left in ((day_s - 600, 3), (day_s + 600, 2)):
         door.later_s = later_s

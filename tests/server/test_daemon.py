@@ -1,4 +1,5 @@
-"""Tests for the daemon with real sockets and real memory: what it does at its doors, and to those who push them."""
+"""Tests for the daemon with real sockets and real memory: what it does at its doors, and to those
+who push them."""
 
 from __future__ import annotations
 
@@ -170,7 +171,9 @@ def settled(happens: Callable[[], bool]) -> bool:
 # -- doors
 
 
-def test_a_client_is_served_over_tcp(run: Callable[..., Running], connect: Callable[[str], Peer]) -> None:
+def test_a_client_is_served_over_tcp(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
     running = run()
     store_and_load(connect(running.address).attach())
 
@@ -192,7 +195,9 @@ def test_a_client_is_served_over_a_unix_socket_without_a_file(
     store_and_load(connect(run(address=f"ipc://@kvkeep-test-{tmp_path.name}").address).attach())
 
 
-def test_localhost_is_taken_for_127_0_0_1(run: Callable[..., Running], connect: Callable[[str], Peer]) -> None:
+def test_localhost_is_taken_for_127_0_0_1(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
     running = run(address="tcp://localhost:0")
     assert running.address.startswith("tcp://127.0.0.1:")
     store_and_load(connect(running.address.replace("127.0.0.1", "localhost")).attach())
@@ -206,21 +211,32 @@ def refusal(make: Callable[..., Daemon], kind: type[KVKeepError], **changes: str
 
 
 def test_a_port_in_use_is_a_clear_error_and_costs_the_first_nothing(
-    run: Callable[..., Running], make: Callable[..., Daemon], connect: Callable[[str], Peer], tmp_path: Path
+    run: Callable[..., Running],
+    make: Callable[..., Daemon],
+    connect: Callable[[str], Peer],
+    tmp_path: Path,
 ) -> None:
     running = run()
     error = refusal(make, SettingsError, address=running.address, name="second")
-    assert running.address in error.message and "in use" in error.message and "--address" in error.hint
+    assert (
+        running.address in error.message and "in use" in error.message and "--address" in error.hint
+    )
     assert [path.name for path in (tmp_path / "shm").iterdir()] == ["kvkeep-test"]
     store_and_load(connect(running.address).attach())
 
 
 def test_a_second_daemon_on_a_unix_socket_is_refused_and_takes_nothing_over(
-    run: Callable[..., Running], make: Callable[..., Daemon], connect: Callable[[str], Peer], tmp_path: Path
+    run: Callable[..., Running],
+    make: Callable[..., Daemon],
+    connect: Callable[[str], Peer],
+    tmp_path: Path,
 ) -> None:
     address = f"ipc://{tmp_path / 'kvkeep.sock'}"
     running = run(address=address)
-    assert "another server listens" in refusal(make, SettingsError, address=address, name="second").message
+    assert (
+        "another server listens"
+        in refusal(make, SettingsError, address=address, name="second").message
+    )
     store_and_load(connect(running.address).attach())
 
 
@@ -233,7 +249,9 @@ def test_a_unix_socket_that_a_killed_daemon_left_is_taken_over(
     store_and_load(connect(run(address=f"ipc://{path}").address).attach())
 
 
-def test_a_file_that_is_no_socket_is_left_alone(make: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_a_file_that_is_no_socket_is_left_alone(
+    make: Callable[..., Daemon], tmp_path: Path
+) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep me")
     assert "no socket" in refusal(make, SettingsError, address=f"ipc://{precious}").message
@@ -247,14 +265,19 @@ def test_a_unix_socket_in_a_directory_that_is_not_there_is_a_clear_error(
     assert "No such file" in error.message and f"{tmp_path}/nowhere does not exist" in error.hint
 
 
-def test_a_state_directory_that_cannot_be_written_stops_the_start(make: Callable[..., Daemon]) -> None:
+def test_a_state_directory_that_cannot_be_written_stops_the_start(
+    make: Callable[..., Daemon],
+) -> None:
     error = refusal(make, SettingsError, state_dir="/proc/nowhere")
     assert "/proc/nowhere" in error.message and "--state-dir" in error.hint
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", ""])
 def test_a_pool_that_is_not_in_memory_is_warned_of(
-    make: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+    make: Callable[..., Daemon],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
     monkeypatch.setattr("kvkeep.server.host_memory.file_system_of", lambda directory: kind)
     make()
@@ -295,7 +318,9 @@ def test_a_local_client_writes_and_reads_the_pool_itself(
     layout = local.open_layout(512)
     plan = local.ask(m.Prepared, m.PrepareStore("default", layout, 0, b"", chain("a", 4)))
     write = local.number
-    segments = Segments(PoolFiles(Path(place.directory)), place.segment_bytes, place.pool_bytes, welcome.epoch)
+    segments = Segments(
+        PoolFiles(Path(place.directory)), place.segment_bytes, place.pool_bytes, welcome.epoch
+    )
     for slot, block in zip(np.frombuffer(plan.slots, "<i8").tolist(), BLOCKS, strict=True):
         segments.view(slot, 512)[:] = np.frombuffer(block, np.uint8)
     sums = np.array([checksum(block) for block in BLOCKS], dtype="<u8")
@@ -338,12 +363,17 @@ def test_garbage_in_good_frames_costs_others_nothing(
     good = connect(running.address).attach()
     bad, own = wire(running.address), connect(running.address).attach()
     for number in range(2_000):
-        kind = rng.randrange(4)  # what is whole and names a session takes it along to this connection
+        kind = rng.randrange(
+            4
+        )  # what is whole and names a session takes it along to this connection
         session = rng.choice([0, own.session if kind == 3 else good.session])
         frames = [bytes(frame) for frame in encode(Header(session, number + 10**6), m.Ping())]
         match kind:
             case 0:
-                frames = [bytes(frame) for frame in seal(Header(session, number), rng.randbytes(rng.randrange(1, 99)))]
+                frames = [
+                    bytes(frame)
+                    for frame in seal(Header(session, number), rng.randbytes(rng.randrange(1, 99)))
+                ]
             case 1:
                 frames[1] = rng.randbytes(len(frames[1]))
             case 2:
@@ -351,7 +381,9 @@ def test_garbage_in_good_frames_costs_others_nothing(
         bad.send(frames)
         if number % 500 == 0:
             store_and_load(good, name=f"during {number}")
-        while number % 100 == 0 and bad.stream.unsent_bytes:  # the server reads nothing while its replies are unread
+        while (
+            number % 100 == 0 and bad.stream.unsent_bytes
+        ):  # the server reads nothing while its replies are unread
             assert bad.hear() is not None
         bad.stream.read()
         while bad.stream.next() is not None:
@@ -369,7 +401,10 @@ def test_garbage_over_plain_tcp_costs_others_nothing(
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     ours = b"".join(encode(Header(0, 1), m.Hello("peer", 1)))
     for number in range(2_000):
-        with socket.create_connection((host, int(port))) as raw, contextlib.suppress(ConnectionError):
+        with (
+            socket.create_connection((host, int(port))) as raw,
+            contextlib.suppress(ConnectionError),
+        ):
             match rng.randrange(4):
                 case 0:
                     raw.sendall(rng.randbytes(rng.randrange(200)))
@@ -378,7 +413,9 @@ def test_garbage_over_plain_tcp_costs_others_nothing(
                 case 2:
                     raw.sendall(greeting[: rng.randrange(len(greeting))])
                 case _:
-                    raw.sendall(ours[: rng.randrange(len(ours))] + rng.randbytes(rng.randrange(200)))
+                    raw.sendall(
+                        ours[: rng.randrange(len(ours))] + rng.randbytes(rng.randrange(200))
+                    )
         if number % 500 == 0:
             store_and_load(good, name=f"during {number}")
     check_healthy(running, good)
@@ -395,7 +432,9 @@ def test_a_frame_a_little_too_large_is_answered_with_a_clear_error(
     check_healthy(running, good)
 
 
-@pytest.mark.parametrize("sizes", [(2 * FRAME_BYTES + SLACK_BYTES + 1, 0, 0), (100, 1 << 16, 1 << 16)])
+@pytest.mark.parametrize(
+    "sizes", [(2 * FRAME_BYTES + SLACK_BYTES + 1, 0, 0), (100, 1 << 16, 1 << 16)]
+)
 def test_a_huge_message_costs_its_sender_the_connection_and_nobody_else_anything(
     run: Callable[..., Running],
     connect: Callable[[str], Peer],
@@ -426,7 +465,9 @@ def test_a_client_that_never_reads_costs_others_nothing(
     check_healthy(running, good)
 
 
-def test_a_burst_of_small_requests_is_answered_whole(run: Callable[..., Running], wire: Callable[[str], Wire]) -> None:
+def test_a_burst_of_small_requests_is_answered_whole(
+    run: Callable[..., Running], wire: Callable[[str], Wire]
+) -> None:
     one = wire(run().address)
     for number in range(1_000):
         one.send(encode(Header(0, number), m.Ping()))
@@ -531,7 +572,9 @@ def test_a_pool_that_cannot_be_filled_is_served_as_far_as_it_goes(
     assert daemon.ready.wait(PATIENCE_MS / 1000)
     assert "could not be had" in daemon.degraded
     peer = connect(running.address).attach()
-    plan = peer.ask(m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 20)))
+    plan = peer.ask(
+        m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 20))
+    )
     assert plan.refused == 4, "one slab of sixteen slots is there"
     peer.ask(m.Done, m.AbandonStore([peer.number]))
     running.stop()
@@ -548,7 +591,9 @@ def no_space(descriptor: int, offset: int, nbytes: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_duty_that_fails_fails_for_whoever_asked(run: Callable[..., Running], connect: Callable[[str], Peer]) -> None:
+def test_a_duty_that_fails_fails_for_whoever_asked(
+    run: Callable[..., Running], connect: Callable[[str], Peer]
+) -> None:
     running = run()
     with pytest.raises(ZeroDivisionError):
         running.in_loop(lambda: 1 // 0)
@@ -574,11 +619,17 @@ def test_a_store_in_progress_is_finished_before_the_end(
     assert list((tmp_path / "shm").iterdir()) == []
 
 
-def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(connect: Callable[[str], Peer]) -> None:
-    with ServerProcess("--pool-size", "1MiB", "--slab-size", "64KiB", "--shutdown-grace", "60s") as server:
+def test_a_real_server_told_to_end_finishes_a_store_in_progress_first(
+    connect: Callable[[str], Peer],
+) -> None:
+    with ServerProcess(
+        "--pool-size", "1MiB", "--slab-size", "64KiB", "--shutdown-grace", "60s"
+    ) as server:
         pool = Path("/dev/shm") / f"kvkeep-{server.name}"
         peer, late = connect(server.address).attach(), connect(server.address)
-        peer.ask(m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 4)))
+        peer.ask(
+            m.Prepared, m.PrepareStore("default", peer.open_layout(512), 0, b"", chain("a", 4))
+        )
         write = peer.number
         server.send(signal.SIGTERM)
         assert settled(lambda: isinstance(late.say(m.Hello("late", 1)), m.Refused))
@@ -600,7 +651,9 @@ def test_grace_ends_for_a_client_that_does_not_finish(
     assert list((tmp_path / "shm").iterdir()) == []
 
 
-def test_closing_without_ever_running_leaves_nothing(make: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_closing_without_ever_running_leaves_nothing(
+    make: Callable[..., Daemon], tmp_path: Path
+) -> None:
     make().close()
     assert list((tmp_path / "shm").iterdir()) == []
 
@@ -624,9 +677,12 @@ def test_the_index_goes_before_the_lock_of_anybody_who_may_be_at_work(
 
 
 def test_nobody_waits_for_a_loop_that_has_ended(make: Callable[..., Daemon]) -> None:
-    """Or a request by HTTP at that moment would hang until it is cut off, with a traceback in the log."""
+    """Or a request by HTTP at that moment would hang until it is cut off, with a traceback in the
+    log."""
     running = Running(make())
-    stop = running.daemon.run_in_loop(lambda: (running.daemon.stop(), running.daemon.run_in_loop(lambda: "told"))[1])
+    stop = running.daemon.run_in_loop(
+        lambda: (running.daemon.stop(), running.daemon.run_in_loop(lambda: "told"))[1]
+    )
     assert stop.result(10).result(10) == "told"
     running.thread.join(10)
     assert running.daemon.run_in_loop(lambda: "never").cancelled()
@@ -645,7 +701,7 @@ def test_what_fails_and_nobody_waits_for_is_counted_and_logged(
     assert said.exc_info is not None and said.exc_info[0] is ZeroDivisionError
 
 
-# --- strangers --------------------------------------------------------------------------------------------------
+# --- strangers ------------------------------------------------------------------------------------
 
 
 def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
@@ -656,12 +712,16 @@ def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
     running = run()
     for _ in range(3):
         foreign = wire(running.address)
-        foreign.socket.send(b"\xff" + bytes(7) + b"\x01\x7f")  # as LMCache's client does, and an older one of ours
+        foreign.socket.send(
+            b"\xff" + bytes(7) + b"\x01\x7f"
+        )  # as LMCache's client does, and an older one of ours
         assert foreign.hear() is None
     for number in range(3):
         newer = wire(running.address)
         reply = newer.exchange(encode(Header(0, number, m.PROTOCOL_VERSION + 1), m.Ping()))
-        assert reply is not None and b"protocol_version" in reply[1], "it is told that it has another version"
+        assert reply is not None and b"protocol_version" in reply[1], (
+            "it is told that it has another version"
+        )
         newer.stream.close()
     assert settled(lambda: running.in_loop(lambda: len(running.daemon._connections)) == 0)
     said = [each.getMessage() for each in caplog.records if "seems to be" in each.getMessage()]

@@ -1,4 +1,5 @@
-"""The server within the engine's process: clients work over it as over a real one, from many threads at once."""
+"""The server within the engine's process: clients work over it as over a real one, from many
+threads at once."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 
-IDENTITY = ModelIdentity(model="embedded", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes")
+IDENTITY = ModelIdentity(
+    model="embedded", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"
+)
 BLOCK_BYTES = 4096
 SHAPE = BlockShape(IDENTITY, (BLOCK_BYTES,))
 
@@ -44,7 +47,8 @@ Serve = Callable[..., EmbeddedServer]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Makes servers in a directory of the test's own. Whatever a test did, their stores are sound at the end."""
+    """Makes servers in a directory of the test's own. Whatever a test did, their stores are sound
+    at the end."""
     made: list[EmbeddedServer] = []
 
     def make(pool_bytes: int = 4 * MIB, slab_bytes: int = 64 * KIB) -> EmbeddedServer:
@@ -65,7 +69,9 @@ def server(serve: Serve) -> EmbeddedServer:
 
 
 def connected(server: EmbeddedServer, **options: Any) -> Connection:
-    connection = server.connection(SHAPE, ClientOptions(**{"lookup_deadline_ms": 10_000, **options}))
+    connection = server.connection(
+        SHAPE, ClientOptions(**{"lookup_deadline_ms": 10_000, **options})
+    )
     assert connection.wait_until_up(10_000), connection.refusal
     return connection
 
@@ -108,7 +114,9 @@ class Engine:
     def __init__(self, server: EmbeddedServer) -> None:
         self.memory = np.zeros((16, BLOCK_BYTES), dtype=np.uint8)
         self.scheduler = SchedulerAdapter(SHAPE, connection=connected(server))
-        self.worker = WorkerAdapter(SHAPE, ParallelStrategy.of(), connection=server.connection(SHAPE))
+        self.worker = WorkerAdapter(
+            SHAPE, ParallelStrategy.of(), connection=server.connection(SHAPE)
+        )
         self.worker.register_kv_caches([self.memory])
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
 
@@ -119,9 +127,13 @@ class Engine:
     def lookup(self, request: str, keys: bytes, salt: str | None = None) -> Answer:
         return eventually(lambda: self.scheduler.lookup(request, salt, keys))  # type: ignore[no-any-return]
 
-    def load(self, keys: bytes, answer: Answer, ids: list[int], salt: str | None = None) -> list[int]:
+    def load(
+        self, keys: bytes, answer: Answer, ids: list[int], salt: str | None = None
+    ) -> list[int]:
         """The blocks that failed."""
-        request = LoadRequest(tenant_of(salt), keys, 0, np.array(ids), answer.epoch, answer.slots, answer.checksums)
+        request = LoadRequest(
+            tenant_of(salt), keys, 0, np.array(ids), answer.epoch, answer.slots, answer.checksums
+        )
         self.worker.load("load", request)
         finished = eventually(lambda: (done := self.worker.poll()).loaded and done)
         return finished.failed.get("load", [])  # type: ignore[no-any-return]
@@ -138,11 +150,13 @@ def engine(server: EmbeddedServer) -> Iterator[Engine]:
     made.close()
 
 
-# --- clients ----------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_cache_gets_what_it_put_on_either_data_plane(server: EmbeddedServer, shared_memory: bool) -> None:
+def test_a_cache_gets_what_it_put_on_either_data_plane(
+    server: EmbeddedServer, shared_memory: bool
+) -> None:
     blocks, tokens = some_blocks(70), list(range(280))
     with cache(server) as mine, cache(server, shared_memory=shared_memory) as other:
         assert (other.connection.segments is not None) == shared_memory
@@ -155,7 +169,9 @@ def test_a_cache_gets_what_it_put_on_either_data_plane(server: EmbeddedServer, s
     assert server.service.counters.stored_blocks == 70
 
 
-def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(server: EmbeddedServer, engine: Engine) -> None:
+def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(
+    server: EmbeddedServer, engine: Engine
+) -> None:
     keys, blocks = some_keys(4), some_blocks(4)
     engine.memory[:4] = blocks
     assert engine.store(keys, [0, 1, 2, 3]) == 4
@@ -168,7 +184,9 @@ def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(server: EmbeddedSer
     assert sum(len(session.leases) for session in server.store.sessions.values()) == 0
 
 
-def test_a_damaged_block_is_a_failed_load_and_leaves_the_store(server: EmbeddedServer, engine: Engine) -> None:
+def test_a_damaged_block_is_a_failed_load_and_leaves_the_store(
+    server: EmbeddedServer, engine: Engine
+) -> None:
     keys = some_keys(3)
     engine.memory[:3] = some_blocks(3)
     assert engine.store(keys, [0, 1, 2]) == 3
@@ -215,7 +233,9 @@ def test_what_crossed_the_network_plane_is_a_copy(server: EmbeddedServer) -> Non
     pool = server.pool.segments.view(int(put.slots[0]), BLOCK_BYTES)
     sent[:] = 0  # the engine uses its memory again
     assert (pool == some_blocks(1)[0]).all()
-    assert mine.wait(mine.call(m.CompleteStore(write.number, put.checksums.tobytes()), 10_000)) == m.Done(1)
+    assert mine.wait(
+        mine.call(m.CompleteStore(write.number, put.checksums.tobytes()), 10_000)
+    ) == m.Done(1)
     lookup = mine.call(m.Lookup("default", mine.layout.layout, keys), 10_000)
     mine.wait(lookup)
     fetch = mine.call(m.Fetch(lookup.number, 0, 0, 1), 10_000)
@@ -227,12 +247,16 @@ def test_what_crossed_the_network_plane_is_a_copy(server: EmbeddedServer) -> Non
 
 
 def test_many_threads_store_and_load_at_once(serve: Serve) -> None:
-    server = serve(pool_bytes=2 * MIB)  # 512 blocks, and more are stored: there is eviction all the time
+    server = serve(
+        pool_bytes=2 * MIB
+    )  # 512 blocks, and more are stored: there is eviction all the time
 
     def work(number: int) -> None:
         with cache(server, shared_memory=number % 3 != 0) as mine:
             for turn in range(20):
-                seed = turn if number % 2 else 1000 * number + turn  # some share their prompts, some do not
+                seed = (
+                    turn if number % 2 else 1000 * number + turn
+                )  # some share their prompts, some do not
                 tokens = [100_000 * seed + at for at in range(64)]
                 mine.put(tokens, some_blocks(16, seed), salt=f"tenant {seed % 3}")
                 got = mine.get(tokens, salt=f"tenant {seed % 3}")
@@ -265,7 +289,7 @@ def test_a_scheduler_and_workers_use_one_server_at_once(server: EmbeddedServer) 
     assert server.store.sessions == {}
 
 
-# --- the transport ----------------------------------------------------------------------------------------------
+# --- the transport --------------------------------------------------------------------------------
 
 
 def test_replies_go_to_the_transport_that_asked(server: EmbeddedServer) -> None:
@@ -278,7 +302,9 @@ def test_replies_go_to_the_transport_that_asked(server: EmbeddedServer) -> None:
     assert one.receive() is None
 
 
-def test_nonsense_is_counted_and_not_answered_and_after_close_nothing_goes_out(server: EmbeddedServer) -> None:
+def test_nonsense_is_counted_and_not_answered_and_after_close_nothing_goes_out(
+    server: EmbeddedServer,
+) -> None:
     transport = server.transport()
     assert transport.send([b"nonsense"])
     assert transport.receive() is None
@@ -331,7 +357,7 @@ def test_waiting_ends_when_the_time_is_over(server: EmbeddedServer, closed: bool
     assert time.thread_time() - spent < 0.1
 
 
-# --- the end ----------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_close_takes_everything_back_and_removes_the_pool(server: EmbeddedServer) -> None:
@@ -361,7 +387,9 @@ def test_after_close_everything_misses_and_nothing_raises(server: EmbeddedServer
     mine.close()
 
 
-def test_a_request_that_waited_while_the_server_closed_is_not_carried_out(server: EmbeddedServer) -> None:
+def test_a_request_that_waited_while_the_server_closed_is_not_carried_out(
+    server: EmbeddedServer,
+) -> None:
     transport, taken, waiting = server.transport(), threading.Event(), threading.Event()
 
     class Frame:
@@ -407,7 +435,9 @@ def test_a_server_can_be_closed_while_clients_use_it(server: EmbeddedServer) -> 
     assert not server.pool.directory.exists()
 
 
-def test_a_connection_that_was_only_dropped_ends_with_the_next_request(server: EmbeddedServer) -> None:
+def test_a_connection_that_was_only_dropped_ends_with_the_next_request(
+    server: EmbeddedServer,
+) -> None:
     with cache(server) as other:
         mine = cache(server)
         assert mine.put(list(range(8)), some_blocks(2)) == 2
@@ -428,15 +458,20 @@ def test_a_server_that_was_only_dropped_removes_its_pool(tmp_path: Path) -> None
 
 
 def python(script: str, directory: Path) -> subprocess.Popen[str]:
-    """A process with a server in that directory, which says where its pool is and then runs the script."""
-    code = "import sys, threading, time, pathlib; from kvkeep.server.embedded import EmbeddedServer\n"
+    """A process with a server in that directory, which says where its pool is and then runs the
+    script."""
+    code = (
+        "import sys, threading, time, pathlib; from kvkeep.server.embedded import EmbeddedServer\n"
+    )
     code += "server = EmbeddedServer(1 << 20, pathlib.Path(sys.argv[1])); print(server.pool.directory, flush=True)\n"
     argv = [sys.executable, "-c", code + script, str(directory)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_pool_goes_with_the_interpreter(tmp_path: Path) -> None:
-    keeps_it = "threading.Thread(target=lambda mine: time.sleep(600), args=(server,), daemon=True).start()"
+    keeps_it = (
+        "threading.Thread(target=lambda mine: time.sleep(600), args=(server,), daemon=True).start()"
+    )
     said, errors = python(keeps_it, tmp_path).communicate(timeout=60)
     assert said.startswith(str(tmp_path)) and errors == ""
     assert list(tmp_path.iterdir()) == []
@@ -445,7 +480,11 @@ def test_the_pool_goes_with_the_interpreter(tmp_path: Path) -> None:
 def test_the_pool_of_a_killed_process_goes_with_the_next_start(tmp_path: Path) -> None:
     living, killed, young = (python("time.sleep(600)", tmp_path) for _ in range(3))
     try:
-        pools = [Path(process.stdout.readline().strip()) for process in (living, killed, young) if process.stdout]
+        pools = [
+            Path(process.stdout.readline().strip())
+            for process in (living, killed, young)
+            if process.stdout
+        ]
         for process in (killed, young):
             process.send_signal(signal.SIGKILL)
             process.communicate(timeout=60)
@@ -496,13 +535,15 @@ def test_a_forked_child_reaches_nothing_and_closes_nothing(server: EmbeddedServe
     mine.close()
 
 
-# --- memory -----------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_each_server_has_a_pool_of_its_own_in_shared_memory() -> None:
     one, other = EmbeddedServer(MIB), EmbeddedServer(MIB)
     directories = [server.pool.directory for server in (one, other)]
-    assert [path.parent for path in directories] == [Path("/dev/shm")] * 2 and directories[0] != directories[1]
+    assert [path.parent for path in directories] == [Path("/dev/shm")] * 2 and directories[
+        0
+    ] != directories[1]
     one.close()
     assert [path.exists() for path in directories] == [False, True]
     other.close()
@@ -542,7 +583,8 @@ def test_a_first_segment_that_cannot_be_had_leaves_nothing_behind(
 
 
 class Filling:
-    """Stands in for Pool.fill_next: after the first segment it waits until it is let go on, or fails."""
+    """Stands in for Pool.fill_next: after the first segment it waits until it is let go on, or
+    fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(memory, "_SEGMENT_BYTES", MIB)
@@ -559,7 +601,9 @@ class Filling:
         monkeypatch.setattr(Pool, "fill_next", fill_next)
 
 
-def test_it_serves_while_the_rest_of_the_pool_is_filled(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_serves_while_the_rest_of_the_pool_is_filled(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     filling = Filling(monkeypatch)
     server = serve(pool_bytes=4 * MIB)
     with cache(server) as mine:

@@ -25,7 +25,16 @@ from kvkeep.server.guard import (
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "localhost:5556", "127.0.0.1:5556", "127.1.2.3", "[::1]", "[::1]:5556", "LOCALHOST:1"]
+    "host",
+    [
+        "localhost",
+        "localhost:5556",
+        "127.0.0.1:5556",
+        "127.1.2.3",
+        "[::1]",
+        "[::1]:5556",
+        "LOCALHOST:1",
+    ],
 )
 def test_loopback_by_any_name(host: str) -> None:
     assert is_loopback_host(host)
@@ -74,7 +83,12 @@ def test_other_origins_may_change_nothing(headers: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"origin": "http://localhost:1"}, {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin"}],
+    [
+        {},
+        {"origin": "http://localhost:1"},
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-site": "same-origin"},
+    ],
 )
 def test_programs_and_our_own_origin_may(headers: dict[str, str]) -> None:
     check_origin({"host": "localhost:1", **headers})
@@ -173,14 +187,24 @@ def test_a_token_that_was_set_is_asked_for_on_every_path_but_health() -> None:
     turned_away: list[int] = []
     options: dict[str, Any] = {"access": EVERYTHING, "on_bad_token": lambda: turned_away.append(1)}
     good = {"host": "localhost", **WITH_TOKEN}
-    for path in ("/v1/status", "/metrics", "/", "/healthz/", "/healthz/../v1/status", "//healthz", "/readyz/"):
+    for path in (
+        "/v1/status",
+        "/metrics",
+        "/",
+        "/healthz/",
+        "/healthz/../v1/status",
+        "//healthz",
+        "/readyz/",
+    ):
         status, said = through("GET", {"host": "localhost"}, path=path, **options)
         assert status == 401 and json.loads(said)["error"] == "unauthorized"
         assert through("GET", good, path=path, **options)[0] == 200
     assert len(turned_away) == 7
     for path in ("/healthz", "/readyz"):
         assert through("GET", {"host": "localhost"}, path=path, **options)[0] == 200
-    assert through("PUT", {**good, "origin": "http://other.example"}, **options)[0] == 403, "the other checks stay"
+    assert through("PUT", {**good, "origin": "http://other.example"}, **options)[0] == 403, (
+        "the other checks stay"
+    )
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "TRACE", "ANYTHING"])
@@ -205,7 +229,8 @@ def test_a_certificate_that_administers_does_instead_of_the_token_and_of_nothing
 
 
 def test_a_refusal_is_said_when_the_whole_body_has_come() -> None:
-    """A connection that is closed while the client still sends is reset, and the client may lose the answer."""
+    """A connection that is closed while the client still sends is reset, and the client may lose
+    the answer."""
     happened: list[Any] = []
 
     async def receive() -> Any:
@@ -215,7 +240,12 @@ def test_a_refusal_is_said_when_the_whole_body_has_come() -> None:
     async def send(message: Any) -> None:
         happened.append(message.get("status", "body"))
 
-    scope = {"type": "http", "method": "PUT", "headers": [(b"host", b"localhost")], "path": "/v1/status"}
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "headers": [(b"host", b"localhost")],
+        "path": "/v1/status",
+    }
     asyncio.run(Guard(send, CHANGES, RefusalLog())(scope, receive, send))  # type: ignore[arg-type]
     assert happened == ["received"] * 3 + [401, "body"]
 
@@ -251,14 +281,21 @@ def test_a_token_of_the_servers_own_is_private_and_kept(tmp_path: Path) -> None:
     file.parent.chmod(0o775)
     make_token(file)
     token = file.read_text().strip()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert (
+        stat.S_IMODE(file.stat().st_mode) == 0o600
+        and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    )
     assert len(token) == 43 and [path.name for path in file.parent.iterdir()] == ["admin.token"]
     make_token(file)
     assert token_reader(file, RefusalLog(), ours=True)() == token.encode()
 
 
-@pytest.mark.parametrize("flaw", ["open to others", "writable for the group", "cut short", "a link", "another user's"])
-def test_a_token_that_others_may_know_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture, flaw: str) -> None:
+@pytest.mark.parametrize(
+    "flaw", ["open to others", "writable for the group", "cut short", "a link", "another user's"]
+)
+def test_a_token_that_others_may_know_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flaw: str
+) -> None:
     file, elsewhere = tmp_path / "admin.token", tmp_path / "elsewhere"
     elsewhere.write_text(TOKEN)
     elsewhere.chmod(0o600)
@@ -299,7 +336,9 @@ def test_a_directory_of_another_user_holds_no_token(tmp_path: Path) -> None:
 # -- the log
 
 
-def test_refusals_are_logged_once_a_minute_for_each_kind_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_logged_once_a_minute_for_each_kind_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now_s = [0.0]
     refusals = RefusalLog(lambda: now_s[0])
     wrong = {"host": "localhost", "authorization": "Bearer secret-guess"}
@@ -307,8 +346,14 @@ def test_refusals_are_logged_once_a_minute_for_each_kind_with_their_number(caplo
         through("DELETE", wrong, refusals=refusals)
         through("GET", {"host": "rebound.example"}, refusals=refusals)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2 and "secret-guess" not in caplog.text and "rebound.example" not in caplog.text
+    assert (
+        len(lines) == 2
+        and "secret-guess" not in caplog.text
+        and "rebound.example" not in caplog.text
+    )
     assert "(unauthorized, 1 times" in lines[0] and "(bad_host, 1 times" in lines[1]
     now_s[0] = LOG_INTERVAL_S
     through("DELETE", wrong, refusals=refusals)
-    assert "(unauthorized, 1000 times" in caplog.records[-1].getMessage() and len(caplog.records) == 3
+    assert (
+        "(unauthorized, 1000 times" in caplog.records[-1].getMessage() and len(caplog.records) == 3
+    )

@@ -22,10 +22,14 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pool(pool_bytes: int, is_left: bool = False) -> Any:
-    return cast(Any, SimpleNamespace(directory=Path("/dev/shm/x"), pool_bytes=pool_bytes, is_left=is_left))
+    return cast(
+        Any, SimpleNamespace(directory=Path("/dev/shm/x"), pool_bytes=pool_bytes, is_left=is_left)
+    )
 
 
-def test_a_small_pool_is_warned_of_with_the_reason_and_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_pool_is_warned_of_with_the_reason_and_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     warn_of_small_pool(pool(56 * MIB))
     assert caplog.messages == [
         "pool_size = auto came to only 56MiB: /dev/shm has 64MiB free; make /dev/shm larger, "
@@ -33,7 +37,9 @@ def test_a_small_pool_is_warned_of_with_the_reason_and_the_remedy(caplog: pytest
     ]
 
 
-def test_a_small_pool_that_was_adopted_names_the_way_to_a_larger_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_pool_that_was_adopted_names_the_way_to_a_larger_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     warn_of_small_pool(pool(56 * MIB, is_left=True))
     assert "took only 56MiB, the size of the pool that the last server left" in caplog.text
     assert "--fresh" in caplog.text

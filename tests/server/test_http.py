@@ -51,9 +51,16 @@ def stuck(start: Start) -> Iterator[Any]:
 
 
 def test_a_server_that_runs_is_healthy_and_ready(running: Any) -> None:
-    assert running.ask("/healthz") == (200, {"healthy": True, "busy_s": pytest.approx(0, abs=5), "reason": ""})
+    assert running.ask("/healthz") == (
+        200,
+        {"healthy": True, "busy_s": pytest.approx(0, abs=5), "reason": ""},
+    )
     status, said = running.ask("/readyz")
-    assert status == 200 and said["ready"] is True and said["filled_bytes"] == said["pool_bytes"] == 32 * MIB
+    assert (
+        status == 200
+        and said["ready"] is True
+        and said["filled_bytes"] == said["pool_bytes"] == 32 * MIB
+    )
 
 
 def test_an_idle_server_stays_healthy(start: Start) -> None:
@@ -94,7 +101,11 @@ def test_a_pool_that_is_being_filled_is_not_ready(start: Start) -> None:
     running = start(loop=False)  # nobody fills it any further
     running.daemon.pool.filled_bytes = MIB
     status, said = running.ask("/readyz")
-    assert status == 503 and f"being filled: {MIB} of {32 * MIB}" in said["reason"] and said["filled_bytes"] == MIB
+    assert (
+        status == 503
+        and f"being filled: {MIB} of {32 * MIB}" in said["reason"]
+        and said["filled_bytes"] == MIB
+    )
     assert running.ask("/healthz")[0] == 200
 
 
@@ -126,7 +137,12 @@ def test_limits_are_set_shown_kept_and_taken_back(running: Any) -> None:
     running.store(TENANT, 5)
     assert running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": 3 * 4096}) == (204, "")
     _, said = running.ask(f"/v1/tenants/{TENANT}")
-    assert (said["blocks"], said["usage_bytes"], said["limit_bytes"], said["own_limit"]) == (3, 12288, 12288, True)
+    assert (said["blocks"], said["usage_bytes"], said["limit_bytes"], said["own_limit"]) == (
+        3,
+        12288,
+        12288,
+        True,
+    )
     assert running.daemon.quotas.load().limits == {TENANT: 12288}
     _, text = running.ask("/metrics")
     assert f'kvkeep_tenant_limit_bytes{{tenant="{TENANT}"}} 12288.0' in text
@@ -143,7 +159,9 @@ def test_the_default_limit_is_a_live_setting_that_is_kept(running: Any) -> None:
     status, rows = running.ask("/v1/settings", "PATCH", {"default_limit": "8KiB"})
     assert status == 200 and {row["name"]: row["value"] for row in rows}["default_limit"] == "8KiB"
     listed = running.ask("/v1/tenants")[1]["tenants"]
-    assert {each["tenant"]: (each["blocks"], each["limit_bytes"], each["own_limit"]) for each in listed} == {
+    assert {
+        each["tenant"]: (each["blocks"], each["limit_bytes"], each["own_limit"]) for each in listed
+    } == {
         TENANT: (2, 8192, False),
         "default": (2, 8192, False),
     }
@@ -157,11 +175,19 @@ def test_a_limit_below_the_quota_is_refused_and_names_both_fields(running: Any) 
     status, said = running.ask(f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": MIB})
     assert (status, said["error"], said["field"]) == (409, "limit_below_quota", "limit_bytes")
     assert "limit_bytes = 1MiB" in said["message"] and "quota_bytes = 2MiB" in said["message"]
-    status, said = running.ask("/v1/settings", "PATCH", {"default_quota": "2MiB", "default_limit": "1MiB"})
-    assert status == 422 and "default_limit = 1MiB is less than default_quota = 2MiB" in said["message"]
+    status, said = running.ask(
+        "/v1/settings", "PATCH", {"default_quota": "2MiB", "default_limit": "1MiB"}
+    )
+    assert (
+        status == 422
+        and "default_limit = 1MiB is less than default_quota = 2MiB" in said["message"]
+    )
     status, said = running.ask("/v1/settings", "PATCH", {"default_limit": "1MiB"})
     assert (status, said["error"], said["field"]) == (409, "limit_below_quota", "default_limit")
-    assert running.daemon.quotas.load().limits == {} and not running.daemon.quotas.load().default_limit_set
+    assert (
+        running.daemon.quotas.load().limits == {}
+        and not running.daemon.quotas.load().default_limit_set
+    )
 
 
 def test_defaults_that_fit_together_can_change_together(running: Any) -> None:
@@ -216,7 +242,9 @@ def test_clearing_everything_must_be_confirmed(running: Any) -> None:
     running.store(TENANT, 5)
     running.store("default", 3)
     status, said = running.ask("/v1/blocks", "DELETE")
-    assert status == 422 and said["error"] == "not_confirmed" and "?confirm=everything" in said["hint"]
+    assert (
+        status == 422 and said["error"] == "not_confirmed" and "?confirm=everything" in said["hint"]
+    )
     assert running.ask("/v1/blocks?confirm=everything", "DELETE") == (200, {"blocks": 8})
     assert running.ask("/v1/tenants")[1]["total"] == 0
 
@@ -229,23 +257,114 @@ def test_clearing_everything_must_be_confirmed(running: Any) -> None:
         (f"/v1/tenants/{TENANT.upper()}", "GET", None, 422, "bad_tenant", "tenant"),
         ("/v1/tenants?limit=0", "GET", None, 422, "bad_request", "limit"),
         ("/v1/tenants?limit=many", "GET", None, 422, "bad_request", "limit"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": None}, 404, "unknown_tenant", "tenant"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": -1}, 422, "bad_request", "quota_bytes"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": "8GiB"}, 422, "bad_request", "quota_bytes"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": True}, 422, "bad_request", "quota_bytes"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1.5}, 422, "bad_request", "quota_bytes"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 33 * MIB}, 409, "quota_too_large", "quota_bytes"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1 << 200}, 409, "quota_too_large", "quota_bytes"),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": None},
+            404,
+            "unknown_tenant",
+            "tenant",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": -1},
+            422,
+            "bad_request",
+            "quota_bytes",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": "8GiB"},
+            422,
+            "bad_request",
+            "quota_bytes",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": True},
+            422,
+            "bad_request",
+            "quota_bytes",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": 1.5},
+            422,
+            "bad_request",
+            "quota_bytes",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": 33 * MIB},
+            409,
+            "quota_too_large",
+            "quota_bytes",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": 1 << 200},
+            409,
+            "quota_too_large",
+            "quota_bytes",
+        ),
         (f"/v1/tenants/{TENANT}/quota", "PUT", {}, 422, "bad_request", "quota_bytes"),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1, "more": 1}, 422, "bad_request", "more"),
-        (f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": None}, 404, "unknown_tenant", "tenant"),
-        (f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": -1}, 422, "bad_request", "limit_bytes"),
-        (f"/v1/tenants/{TENANT}/limit", "PUT", {"limit_bytes": 1 << 200}, 422, "bad_limit", "limit_bytes"),
-        (f"/v1/tenants/{TENANT}/limit", "PUT", {"quota_bytes": 1}, 422, "bad_request", "limit_bytes"),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            {"quota_bytes": 1, "more": 1},
+            422,
+            "bad_request",
+            "more",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/limit",
+            "PUT",
+            {"limit_bytes": None},
+            404,
+            "unknown_tenant",
+            "tenant",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/limit",
+            "PUT",
+            {"limit_bytes": -1},
+            422,
+            "bad_request",
+            "limit_bytes",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/limit",
+            "PUT",
+            {"limit_bytes": 1 << 200},
+            422,
+            "bad_limit",
+            "limit_bytes",
+        ),
+        (
+            f"/v1/tenants/{TENANT}/limit",
+            "PUT",
+            {"quota_bytes": 1},
+            422,
+            "bad_request",
+            "limit_bytes",
+        ),
         (f"/v1/tenants/{TENANT}/quota", "PUT", [1], 422, "bad_request", ""),
         (f"/v1/tenants/{TENANT}/quota", "PUT", b"{", 422, "bad_request", ""),
         (f"/v1/tenants/{TENANT}/quota", "PUT", b"\xff\xfe", 422, "bad_request", ""),
-        (f"/v1/tenants/{TENANT}/quota", "PUT", b'{"quota_bytes": ' + b"9" * 5000 + b"}", 400, "bad_request", ""),
+        (
+            f"/v1/tenants/{TENANT}/quota",
+            "PUT",
+            b'{"quota_bytes": ' + b"9" * 5000 + b"}",
+            400,
+            "bad_request",
+            "",
+        ),
         (f"/v1/tenants/{TENANT}/quota", "PUT", b"[" * 60_000, 400, "bad_request", ""),
         (f"/v1/tenants/{TENANT}/quota", "PUT", b"x" * 70_000, 413, "body_too_large", ""),
         (f"/v1/tenants/{TENANT}/quota", "PUT", None, 422, "bad_request", ""),
@@ -253,7 +372,14 @@ def test_clearing_everything_must_be_confirmed(running: Any) -> None:
         ("/v1/settings", "PATCH", {"pool_size": "1GiB"}, 422, "bad_setting", ""),
         ("/v1/settings", "PATCH", {"log_level": "loud"}, 422, "bad_setting", ""),
         ("/v1/settings", "PATCH", {"default_quota": -5}, 422, "bad_setting", ""),
-        ("/v1/settings", "PATCH", {"default_quota": "33MiB"}, 409, "quota_too_large", "default_quota"),
+        (
+            "/v1/settings",
+            "PATCH",
+            {"default_quota": "33MiB"},
+            409,
+            "quota_too_large",
+            "default_quota",
+        ),
         ("/v1/settings", "PATCH", {"verify": []}, 422, "bad_request", "verify"),
         ("/v1/settings", "PATCH", {}, 422, "bad_request", ""),
         ("/v1/nothing", "GET", None, 404, "not_found", ""),
@@ -274,7 +400,9 @@ def test_bad_requests_are_refused_and_change_nothing(
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
-def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_remedy(running: Any, kind: str) -> None:
+def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_remedy(
+    running: Any, kind: str
+) -> None:
     for path, method, body in (
         (f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1}),
         ("/v1/settings", "PATCH", {"verify": False}),
@@ -298,11 +426,17 @@ def test_an_unknown_setting_names_the_nearest(running: Any) -> None:
     assert status == 422 and "default_quota" in said["hint"]
 
 
-@pytest.mark.parametrize("changes", [{"log_level": "\ud800"}, {"\ud800": "x"}, {"default_quota": "\udfff1"}])
-def test_half_a_character_is_refused_like_any_other_text(running: Any, changes: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"log_level": "\ud800"}, {"\ud800": "x"}, {"default_quota": "\udfff1"}]
+)
+def test_half_a_character_is_refused_like_any_other_text(
+    running: Any, changes: dict[str, str]
+) -> None:
     status, said = running.ask("/v1/settings", "PATCH", changes)
     assert status == 422 and said["error"] == "bad_setting"
-    status, said = running.ask(f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1, "\ud800": 1})
+    status, said = running.ask(
+        f"/v1/tenants/{TENANT}/quota", "PUT", {"quota_bytes": 1, "\ud800": 1}
+    )
     assert status == 422 and said["error"] == "bad_request"
 
 
@@ -315,7 +449,11 @@ def test_live_settings_change_what_they_say(running: Any) -> None:
         status, said = running.ask("/v1/settings", "PATCH", changes)
         assert status == 200
         values = {row["name"]: row["value"] for row in said}
-        assert (values["default_quota"], values["verify"], values["log_level"]) == ("2MiB", "false", "error")
+        assert (values["default_quota"], values["verify"], values["log_level"]) == (
+            "2MiB",
+            "false",
+            "error",
+        )
         assert running.daemon.service.verify is False
         assert running.daemon.store.tenants.default_quota_bytes == 2 * MIB
         assert logging.getLogger("kvkeep").level == logging.ERROR
@@ -339,14 +477,18 @@ def test_status_tells_the_addresses_and_what_is_held(running: Any) -> None:
     running.store("default", 2, complete=False)
     status, said = running.ask("/v1/status")
     assert status == 200
-    assert said["address"] == running.daemon.address and said["http_address"] == running.http.address
+    assert (
+        said["address"] == running.daemon.address and said["http_address"] == running.http.address
+    )
     assert said["pool"]["blocks"] == {"writing": 2, "waiting": 0, "ready": 3, "evicting": 0}
     assert said["writes"] == 1 and said["tenants"] == 2
 
 
 @pytest.mark.parametrize("version", ["abc", "1..0", "1.0." + 5000 * "9"])
 @pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
-def test_an_accept_header_with_a_senseless_version_gets_text(running: Any, kind: str, version: str) -> None:
+def test_an_accept_header_with_a_senseless_version_gets_text(
+    running: Any, kind: str, version: str
+) -> None:
     status, text = running.ask("/metrics", headers={"accept": f"{kind}; version={version}"})
     assert status == 200 and "kvkeep_default_limit_bytes" in text
 
@@ -362,17 +504,26 @@ def test_a_failure_is_answered_each_time_and_logged_once(
         status, said = running.ask("/v1/status")
         assert (status, said["error"]) == (500, "internal_error")
     assert [each.levelname for each in caplog.records if each.exc_info] == ["ERROR"]
-    assert "internal_error by ZeroDivisionError" in caplog.text and caplog.text.count("ZeroDivisionError: planted") == 1
+    assert (
+        "internal_error by ZeroDivisionError" in caplog.text
+        and caplog.text.count("ZeroDivisionError: planted") == 1
+    )
 
 
 def test_openapi_describes_every_route(running: Any) -> None:
     status, said = running.ask("/openapi.json")
     assert status == 200
-    assert {"/healthz", "/readyz", "/metrics", "/v1/status", "/v1/tenants/{tenant}/quota"} <= set(said["paths"])
-    assert [running.ask(path)[0] for path in ("/docs", "/redoc")] == [404, 404], "they load scripts from other sites"
+    assert {"/healthz", "/readyz", "/metrics", "/v1/status", "/v1/tenants/{tenant}/quota"} <= set(
+        said["paths"]
+    )
+    assert [running.ask(path)[0] for path in ("/docs", "/redoc")] == [404, 404], (
+        "they load scripts from other sites"
+    )
 
 
-def test_the_description_is_rendered_before_it_is_asked_for(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_is_rendered_before_it_is_asked_for(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that would render it answers /healthz."""
     monkeypatch.delattr("fastapi.FastAPI.openapi")
     assert running.ask("/openapi.json")[0] == 200
@@ -381,13 +532,22 @@ def test_the_description_is_rendered_before_it_is_asked_for(running: Any, monkey
 def test_every_route_that_changes_something_needs_the_token(running: Any) -> None:
     running.store(TENANT, 1)
     routes = running.ask("/openapi.json")[1]["paths"]
-    changes = [(method.upper(), path) for path, methods in routes.items() for method in methods if method != "get"]
+    changes = [
+        (method.upper(), path)
+        for path, methods in routes.items()
+        for method in methods
+        if method != "get"
+    ]
     assert ("POST", "/v1/drain") in changes and len(changes) == 6
     for method, path in changes:
         for given in ("", "Bearer ", f"Bearer {'x' * 43}", f"Basic {running.token}"):
-            status, said = running.ask(path.format(tenant=TENANT), method, headers={"authorization": given})
+            status, said = running.ask(
+                path.format(tenant=TENANT), method, headers={"authorization": given}
+            )
             assert (status, said["error"]) == (401, "unauthorized"), (method, path)
-            assert str(running.daemon.settings.made_token) in said["hint"] and running.token not in str(said)
+            assert str(running.daemon.settings.made_token) in said[
+                "hint"
+            ] and running.token not in str(said)
     assert not running.daemon.stopping and running.ask(f"/v1/tenants/{TENANT}")[1]["blocks"] == 1
     assert running.daemon.service.counters.auth_failures == {"admin_token": 24}
 
@@ -398,15 +558,24 @@ def test_reading_needs_no_token_unless_one_was_set(start: Start, tmp_path: Path)
     token = tmp_path / "token"
     token.write_text("t" * 43)
     token.chmod(0o600)
-    for running, expected in ((start(), 200), (start("--name", "second", "--admin-token", str(token)), 401)):
+    for running, expected in (
+        (start(), 200),
+        (start("--name", "second", "--admin-token", str(token)), 401),
+    ):
         for given in ("", f"Bearer {'x' * 43}"):
-            assert {running.ask(path, headers={"authorization": given})[0] for path in paths} == {expected}
-            assert {running.ask(path, headers={"authorization": given})[0] for path in open_paths} == {200}
+            assert {running.ask(path, headers={"authorization": given})[0] for path in paths} == {
+                expected
+            }
+            assert {
+                running.ask(path, headers={"authorization": given})[0] for path in open_paths
+            } == {200}
     assert running.ask("/v1/status", headers={"authorization": f"Bearer {'t' * 43}"})[0] == 200
     assert not running.daemon.settings.made_token.exists(), "it makes none where one is set"
 
 
-def test_the_token_that_the_server_made_is_kept_and_its_users_alone(start: Start, stop: Any) -> None:
+def test_the_token_that_the_server_made_is_kept_and_its_users_alone(
+    start: Start, stop: Any
+) -> None:
     running = start()
     file, token = running.daemon.settings.made_token, running.token
     status = file.lstat()
@@ -416,7 +585,12 @@ def test_the_token_that_the_server_made_is_kept_and_its_users_alone(start: Start
     assert start().token == token
     other = start("--name", "other")
     assert other.token != token
-    assert other.ask("/v1/settings", "PATCH", {"verify": True}, {"authorization": f"Bearer {token}"})[0] == 401
+    assert (
+        other.ask("/v1/settings", "PATCH", {"verify": True}, {"authorization": f"Bearer {token}"})[
+            0
+        ]
+        == 401
+    )
 
 
 def test_web_sites_are_kept_out(running: Any) -> None:
@@ -431,10 +605,14 @@ def test_web_sites_are_kept_out(running: Any) -> None:
     assert running.ask("/v1/blocks?confirm=everything", "DELETE", headers=own)[0] == 200
 
 
-def test_a_server_without_its_lock_file_finds_nothing_and_says_so(start: Start, caplog: Any) -> None:
+def test_a_server_without_its_lock_file_finds_nothing_and_says_so(
+    start: Start, caplog: Any
+) -> None:
     running = start("--session-check-interval", "10ms")
     daemon = running.daemon
-    peer = Peer(lambda frames: running.in_loop(lambda: daemon.service.handle(frames, daemon.now_ms()))).attach()
+    peer = Peer(
+        lambda frames: running.in_loop(lambda: daemon.service.handle(frames, daemon.now_ms()))
+    ).attach()
     layout, keys = peer.open_layout(4096), chain("a", 2)
     peer.store(layout, keys, [b"1" * 4096, b"2" * 4096])
     assert peer.ask(m.Found, m.Lookup("default", layout, keys)).blocks == 2
@@ -442,11 +620,20 @@ def test_a_server_without_its_lock_file_finds_nothing_and_says_so(start: Start, 
     while running.ask("/healthz")[0] == 200:
         time.sleep(0.01)
     status, said = running.ask("/healthz")
-    assert status == 503 and said["reason"] == "the pool's lock file was removed: restart the server"
+    assert (
+        status == 503 and said["reason"] == "the pool's lock file was removed: restart the server"
+    )
     assert "its lock" in running.ask("/readyz")[1]["reason"]
     assert peer.ask(m.Found, m.Lookup("default", layout, keys)).blocks == 0
-    assert peer.say(m.PrepareStore("default", layout, 0, b"", chain("b", 1))).code == "shutting_down"
-    assert caplog.text.count("was removed under this server: it finds and stores nothing more; restart it") == 1
+    assert (
+        peer.say(m.PrepareStore("default", layout, 0, b"", chain("b", 1))).code == "shutting_down"
+    )
+    assert (
+        caplog.text.count(
+            "was removed under this server: it finds and stores nothing more; restart it"
+        )
+        == 1
+    )
 
 
 def test_a_pool_that_was_removed_is_told_and_the_network_goes_on(running: Any) -> None:

@@ -66,7 +66,8 @@ def test_silent_connections_keep_nobody_out(running: Any) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_health_is_answered_when_hundreds_connect_in_one_turn(running: Any, sent: bytes) -> None:
-    """The event loop is held while they connect, so that it finds all of them in the kernel's queue."""
+    """The event loop is held while they connect, so that it finds all of them in the kernel's
+    queue."""
     with connect(running):
         assert eventually(lambda: len(connections(running)) == 1)
         [one] = connections(running)
@@ -86,7 +87,9 @@ def test_health_is_answered_when_hundreds_connect_in_one_turn(running: Any, sent
             assert received(health).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /healthz HT", b"GET /v1/status HTTP/1.1\r\nContent-Length: 9\r\n"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /healthz HT", b"GET /v1/status HTTP/1.1\r\nContent-Length: 9\r\n"]
+)
 def test_a_connection_that_sends_no_whole_request_is_closed(start: Start, sent: bytes) -> None:
     with connect(start(request_within_s=0.1)) as connection:
         connection.sendall(sent)
@@ -116,14 +119,18 @@ def stall(running: Any, line: str = LARGE) -> socket.socket:
     return connection
 
 
-def test_a_client_that_does_not_read_is_cut_off(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_does_not_read_is_cut_off(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     running = start(read_within_s=0.1)
     add_tenants(running, 5_000)
     with stall(running) as stalled:
         assert eventually(lambda: "did not read its answer" in caplog.text)
         assert eventually(lambda: not connections(running))
         assert len(received(stalled)) < 5_000 * 200
-    assert running.ask("/v1/tenants?limit=5000")[1]["total"] == 5_000, "who reads gets the whole answer"
+    assert running.ask("/v1/tenants?limit=5000")[1]["total"] == 5_000, (
+        "who reads gets the whole answer"
+    )
 
 
 def test_unread_answers_are_bounded_and_the_oldest_goes_first(
@@ -169,14 +176,19 @@ def test_health_does_not_wait_for_other_requests(
     release = threading.Event()
     crowd.callback(release.set)
     running.daemon.run_in_loop(lambda: release.wait(600))  # longer than a client waits
-    waiting = [crowd.enter_context(stall(running, "GET /v1/status")) for _ in range(MAX_WORKED_ON + MAX_WAITING)]
+    waiting = [
+        crowd.enter_context(stall(running, "GET /v1/status"))
+        for _ in range(MAX_WORKED_ON + MAX_WAITING)
+    ]
     assert eventually(lambda: len(working(running)) == len(waiting))
     status, said = running.ask("/v1/settings")
     assert (status, said["error"]) == (503, "too_many_requests")
     assert "too_many_requests" in caplog.text
     assert [running.ask(path)[0] for path in ("/healthz", "/readyz")] == [200, 200]
     release.set()
-    assert all(received(each).startswith(b"HTTP/1.1 200") for each in waiting), "those that waited are answered"
+    assert all(received(each).startswith(b"HTTP/1.1 200") for each in waiting), (
+        "those that waited are answered"
+    )
 
 
 def test_a_second_request_on_a_connection_is_not_carried_out(running: Any) -> None:
@@ -190,7 +202,8 @@ def test_a_second_request_on_a_connection_is_not_carried_out(running: Any) -> No
 
 
 def test_pipelined_requests_are_not_kept_in_memory(start: Start) -> None:
-    """While the first request is worked on, the server reads one piece of what follows and no more."""
+    """While the first request is worked on, the server reads one piece of what follows and no
+    more."""
     running = start(loop_wait_s=600)
     release = threading.Event()
     running.daemon.run_in_loop(lambda: release.wait(600))
@@ -210,7 +223,10 @@ def test_pipelined_requests_are_not_kept_in_memory(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "kind"),
-    [(b"\xff" + bytes(7) + b"\x01\x7f", "a ZMQ client"), (b"*1\r\n$4\r\nPING\r\n", "a Redis client")],
+    [
+        (b"\xff" + bytes(7) + b"\x01\x7f", "a ZMQ client"),
+        (b"*1\r\n$4\r\nPING\r\n", "a Redis client"),
+    ],
 )
 def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
     running: Any, caplog: pytest.LogCaptureFixture, sent: bytes, kind: str
@@ -223,7 +239,9 @@ def test_a_foreign_client_gets_one_line_that_says_what_it_seems_to_be(
             while foreign.recv(4096):  # until the server closes it
                 pass
     said = [each.getMessage() for each in caplog.records if "seems to be" in each.getMessage()]
-    assert [line.split(": ")[0] for line in said] == [f"127.0.0.1 talks to the HTTP port and seems to be {kind}"]
+    assert [line.split(": ")[0] for line in said] == [
+        f"127.0.0.1 talks to the HTTP port and seems to be {kind}"
+    ]
 
 
 class Waiting(_Connection):
@@ -243,7 +261,8 @@ class Waiting(_Connection):
 
 
 def test_who_does_not_read_makes_way_before_who_waits_longer_for_its_turn() -> None:
-    """While the server worked on the answers that nobody reads, a health check has connected and waits."""
+    """While the server worked on the answers that nobody reads, a health check has connected and
+    waits."""
     connections: set[Any] = set()
     health = Waiting(connections, since=1.0, unread_bytes=0)
     later, sooner = (Waiting(connections, since, 1000) for since in (3.0, 2.0))

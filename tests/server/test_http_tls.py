@@ -1,4 +1,5 @@
-"""The admin API over TLS, with real sockets and certificates: who administers, and what stalls costs nobody else."""
+"""The admin API over TLS, with real sockets and certificates: who administers, and what stalls
+costs nobody else."""
 
 from __future__ import annotations
 
@@ -40,24 +41,33 @@ Start = Callable[..., Any]
 
 @dataclass
 class Keys:
-    """What `kvkeep keygen` has made: a server, a client `engine`, and a client `ops` that administers."""
+    """What `kvkeep keygen` has made: a server, a client `engine`, and a client `ops` that
+    administers."""
 
     directory: Path
 
     def flags(self, *more: str) -> tuple[str, ...]:
         names = {"cert": "server.pem", "key": "server.key", "ca": "ca.pem"}
-        tls = [word for name, file in names.items() for word in (f"--tls-{name}", str(self.directory / file))]
+        tls = [
+            word
+            for name, file in names.items()
+            for word in (f"--tls-{name}", str(self.directory / file))
+        ]
         return (*BEYOND, *tls, "--authorized-clients", str(self.directory / "authorized"), *more)
 
     def context(self, client: str = "") -> ssl.SSLContext:
         """Of a client that trusts our CA and shows the certificate of this name, or none."""
         context = ssl.create_default_context(cafile=self.directory / "ca.pem")
         if client:
-            context.load_cert_chain(self.directory / f"{client}.pem", self.directory / f"{client}.key")
+            context.load_cert_chain(
+                self.directory / f"{client}.pem", self.directory / f"{client}.key"
+            )
         return context
 
     def authority(self) -> Issued:
-        return Issued((self.directory / "ca.pem").read_text(), (self.directory / "ca.key").read_text())
+        return Issued(
+            (self.directory / "ca.pem").read_text(), (self.directory / "ca.key").read_text()
+        )
 
     def put(self, name: str, text: str) -> None:
         """Replaces a file, as a rotation does."""
@@ -101,7 +111,9 @@ def plain(running: Any) -> socket.socket:
 
 
 def failures(running: Any) -> dict[str, int]:
-    found: dict[str, int] = running.in_loop(lambda: dict(running.daemon.service.counters.auth_failures))
+    found: dict[str, int] = running.in_loop(
+        lambda: dict(running.daemon.service.counters.auth_failures)
+    )
     return found
 
 
@@ -117,7 +129,9 @@ def test_a_token_does_for_everything_and_needs_no_certificate(running: Any, keys
 
 
 @pytest.mark.parametrize("who", ["", "engine"])
-def test_without_token_only_health_is_open_also_with_an_engines_certificate(running: Any, keys: Keys, who: str) -> None:
+def test_without_token_only_health_is_open_also_with_an_engines_certificate(
+    running: Any, keys: Keys, who: str
+) -> None:
     tls = keys.context(who)
     for path in ("/healthz", "/readyz"):
         assert running.ask(path, headers=NO_TOKEN, tls=tls)[0] == 200
@@ -125,19 +139,30 @@ def test_without_token_only_health_is_open_also_with_an_engines_certificate(runn
         status, said = running.ask(*asked, headers=NO_TOKEN, tls=tls)
         assert (status, said["error"]) == (401, "unauthorized")
     assert "certificate with the right admin" in said["hint"]
-    assert str(running.daemon.settings.state_dir) not in said["hint"], "paths are no business of other hosts"
+    assert str(running.daemon.settings.state_dir) not in said["hint"], (
+        "paths are no business of other hosts"
+    )
     assert eventually(lambda: failures(running) == {"admin_token": 4})
 
 
 def test_a_certificate_that_administers_needs_no_token(running: Any, keys: Keys) -> None:
     tls = keys.context("ops")
-    for asked in (("/v1/status",), ("/metrics",), CHANGE, ("/v1/blocks?confirm=everything", "DELETE")):
+    for asked in (
+        ("/v1/status",),
+        ("/metrics",),
+        CHANGE,
+        ("/v1/blocks?confirm=everything", "DELETE"),
+    ):
         assert running.ask(*asked, headers=NO_TOKEN, tls=tls)[0] == 200
 
 
-def test_without_a_list_no_certificate_administers(start: Start, keys: Keys, tmp_path: Path) -> None:
+def test_without_a_list_no_certificate_administers(
+    start: Start, keys: Keys, tmp_path: Path
+) -> None:
     make(tmp_path / "token", [], admin_token=True)
-    flags = keys.flags("--authorized-clients", "none", "--admin-token", str(tmp_path / "token" / "admin-token"))
+    flags = keys.flags(
+        "--authorized-clients", "none", "--admin-token", str(tmp_path / "token" / "admin-token")
+    )
     running = start(*flags)
     assert running.ask("/v1/status", headers=NO_TOKEN, tls=keys.context("ops"))[0] == 401
     assert running.ask("/v1/status", tls=keys.context("ops"))[0] == 200
@@ -145,13 +170,20 @@ def test_without_a_list_no_certificate_administers(start: Start, keys: Keys, tmp
 
 def test_the_servers_own_origin_is_one_of_https(running: Any, keys: Keys) -> None:
     tls, host = keys.context("ops"), "{}:{}".format(*running.place)
-    for origin, status in ((f"https://{host}", 200), (f"http://{host}", 403), ("https://evil.example", 403)):
+    for origin, status in (
+        (f"https://{host}", 200),
+        (f"http://{host}", 403),
+        ("https://evil.example", 403),
+    ):
         assert running.ask(*CHANGE, headers={**NO_TOKEN, "origin": origin}, tls=tls)[0] == status
 
 
 def test_on_loopback_there_is_no_tls(start: Start, keys: Keys) -> None:
     running = start(*keys.flags("--http-address", "127.0.0.1:0"))
-    assert running.http.address.startswith("127.0.0.1:") and running.ask("/v1/status", headers=NO_TOKEN)[0] == 200
+    assert (
+        running.http.address.startswith("127.0.0.1:")
+        and running.ask("/v1/status", headers=NO_TOKEN)[0] == 200
+    )
 
 
 def test_a_token_in_the_clear_beyond_loopback_is_warned_of_once(
@@ -170,7 +202,8 @@ def test_a_token_in_the_clear_beyond_loopback_is_warned_of_once(
 
 
 def alert(connection: ssl.SSLSocket) -> str:
-    """How a connection ends that the server has refused: in TLS 1.3 the client hears of it when it reads."""
+    """How a connection ends that the server has refused: in TLS 1.3 the client hears of it when it
+    reads."""
     connection.sendall(request("GET /healthz", ""))
     with pytest.raises(ssl.SSLError) as caught:
         connection.recv(1)
@@ -187,7 +220,10 @@ def test_a_certificate_of_another_ca_is_refused_for_health_too(
     with connect(running, tls) as connection:
         assert "it rejected our certificate" in alert(connection)
     assert eventually(lambda: failures(running) == {"handshake": 1})
-    assert "127.0.0.1 was turned away at the HTTP port: its certificate is not signed by a CA" in caplog.text
+    assert (
+        "127.0.0.1 was turned away at the HTTP port: its certificate is not signed by a CA"
+        in caplog.text
+    )
 
 
 def test_tls_before_1_3_is_refused(running: Any, keys: Keys) -> None:
@@ -199,7 +235,9 @@ def test_tls_before_1_3_is_refused(running: Any, keys: Keys) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [("/healthz",), CHANGE, (f"/v1/tenants/{TENANT}/quota", "PUT", b"x" * 60_000)], ids=["GET", "PATCH", "PUT"]
+    "asked",
+    [("/healthz",), CHANGE, (f"/v1/tenants/{TENANT}/quota", "PUT", b"x" * 60_000)],
+    ids=["GET", "PATCH", "PUT"],
 )
 def test_plain_http_is_told_to_use_https(
     running: Any, asked: tuple[Any, ...], caplog: pytest.LogCaptureFixture
@@ -216,7 +254,10 @@ def test_what_is_neither_is_closed(start: Start, keys: Keys) -> None:
     with plain(running) as connection:
         connection.sendall(b"\x00" * 100)
         assert not received(connection).startswith(b"HTTP")
-    with connect(running, keys.context()) as connection, socket.socket(fileno=connection.detach()) as raw:
+    with (
+        connect(running, keys.context()) as connection,
+        socket.socket(fileno=connection.detach()) as raw,
+    ):
         raw.sendall(b"\x17\x03\x03\x00\x20" + b"\x00" * 32)  # a record that nobody has encrypted
         received(raw)
     assert running.ask("/healthz", tls=keys.context())[0] == 200
@@ -254,7 +295,9 @@ class Client:
         return data
 
 
-def test_a_request_in_the_same_segment_as_the_handshakes_end_is_answered(running: Any, keys: Keys) -> None:
+def test_a_request_in_the_same_segment_as_the_handshakes_end_is_answered(
+    running: Any, keys: Keys
+) -> None:
     client = Client(running, keys.context("ops"))
     with client.socket:
         client.shake_hands(client.socket.sendall)
@@ -284,7 +327,9 @@ def test_a_large_answer_comes_whole_and_ends_with_a_farewell(start: Start, keys:
     with connect(running, keys.context("ops")) as connection:
         connection.sendall(request(LARGE, ""))
         said = received(connection)  # a connection that is cut off raises SSLEOFError here
-        assert eventually(lambda: not connections(running)), "the server does not wait for the client's farewell"
+        assert eventually(lambda: not connections(running)), (
+            "the server does not wait for the client's farewell"
+        )
     assert said.startswith(b"HTTP/1.1 200") and said.count(b'"tenant"') == 5_000
 
 
@@ -374,7 +419,9 @@ def test_health_is_answered_when_others_have_all_connections(
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HT"])
-def test_a_connection_that_sends_no_whole_request_is_closed(start: Start, keys: Keys, sent: bytes) -> None:
+def test_a_connection_that_sends_no_whole_request_is_closed(
+    start: Start, keys: Keys, sent: bytes
+) -> None:
     running = start(*keys.flags(), request_within_s=0.1)
     with connect(running, keys.context()) as connection:
         connection.sendall(sent)
@@ -390,11 +437,15 @@ def stall(running: Any, keys: Keys) -> ssl.SSLSocket:
     return connection
 
 
-def test_a_client_that_does_not_read_is_cut_off(start: Start, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_does_not_read_is_cut_off(
+    start: Start, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
     running = start(*keys.flags(), read_within_s=0.1)
     add_tenants(running, 5_000)
     with stall(running, keys) as stalled, socket.socket(fileno=stalled.detach()) as raw:
-        assert eventually(lambda: "did not read its answer" in caplog.text and not connections(running))
+        assert eventually(
+            lambda: "did not read its answer" in caplog.text and not connections(running)
+        )
         assert len(received(raw)) < 5_000 * 200
 
 
@@ -414,7 +465,9 @@ def test_unread_answers_are_bounded_and_the_oldest_goes_first(
         assert len(received(raw)) < one_answer
 
 
-def test_a_server_that_stops_ends_handshakes(start: Start, keys: Keys, stop: Callable[[Any], None]) -> None:
+def test_a_server_that_stops_ends_handshakes(
+    start: Start, keys: Keys, stop: Callable[[Any], None]
+) -> None:
     running = start(*keys.flags(), handshake_within_s=3600)
     with plain(running) as connection:
         assert eventually(lambda: handshakes(running) == 1)

@@ -62,7 +62,10 @@ def test_sessions_are_counted_by_key_and_without_one_by_process() -> None:
     for key, pid in (("k", 3), ("", 1)):
         with pytest.raises(RequestError) as caught:
             check_sessions(limits, held, key, pid)
-        assert caught.value.code == "too_many_sessions" and "--max-sessions-per-client" in caught.value.hint
+        assert (
+            caught.value.code == "too_many_sessions"
+            and "--max-sessions-per-client" in caught.value.hint
+        )
     for key, pid in (("other", 1), ("new", 1), ("", 2), ("", 3)):
         check_sessions(limits, held, key, pid)
 
@@ -110,7 +113,10 @@ def test_bytes_through_the_socket_are_counted_both_ways() -> None:
     assert found.blocks == 4
     peer.ask(m.Done, m.Fetch(lease, 0, 0, 4))  # let through whole, 212 bytes too many
     refused = peer.ask(m.Refused, m.Fetch(lease, 0, 0, 1))
-    assert (refused.code, refused.field) == ("too_fast", "bytes") and "--max-network-rate" in refused.hint
+    assert (refused.code, refused.field) == (
+        "too_fast",
+        "bytes",
+    ) and "--max-network-rate" in refused.hint
     other = world.peer().attach()
     other.open_layout(64)
     assert other.load(layout, KEYS) == BLOCKS, "others are not slowed"
@@ -137,7 +143,8 @@ def test_one_client_cannot_take_all_sessions() -> None:
 
 
 def churn(world: World, key: str) -> tuple[int, int]:
-    """Sessions one after the other at one instant. Returns requests that were carried out, and bytes."""
+    """Sessions one after the other at one instant. Returns requests that were carried out, and
+    bytes."""
     done = nbytes = 0
     for _ in range(50):
         peer = world.peer(key)
@@ -147,7 +154,11 @@ def churn(world: World, key: str) -> tuple[int, int]:
             continue
         assert isinstance(welcome, m.Welcome)
         peer.session = welcome.session
-        steps = (m.Attach(m.NETWORK), m.OpenLayout(b"a test's layout.", [64]), m.Lookup("default", 1, KEYS))
+        steps = (
+            m.Attach(m.NETWORK),
+            m.OpenLayout(b"a test's layout.", [64]),
+            m.Lookup("default", 1, KEYS),
+        )
         replies = [peer.say(step) for step in steps]
         fetched = peer.say(m.Fetch(peer.number, 0, 0, 4))
         nbytes += sum(map(len, peer.payload)) if isinstance(fetched, m.Done) else 0

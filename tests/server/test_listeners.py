@@ -30,7 +30,13 @@ def listen() -> Iterator[Listen]:
 
 
 def connect(where: str | tuple[str, int]) -> socket.socket:
-    family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+    family = (
+        socket.AF_UNIX
+        if isinstance(where, str)
+        else socket.AF_INET6
+        if ":" in where[0]
+        else socket.AF_INET
+    )
     connected = socket.socket(family)
     connected.settimeout(30)
     try:
@@ -85,7 +91,9 @@ def test_servers_at_the_same_port_of_other_host_addresses_are_left_alone(listen:
         assert reaches(listeners, name) == [f"the Unix socket @{name[1:]}"]
 
 
-def test_where_the_name_is_taken_engines_use_the_port(listen: Listen, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_the_name_is_taken_engines_use_the_port(
+    listen: Listen, caplog: pytest.LogCaptureFixture
+) -> None:
     """Anybody of this host can take it: a name without a file has no owner."""
     free = Listeners("tcp://127.0.0.1:0")
     address, name = free.address, unix_name(free.address)
@@ -107,7 +115,9 @@ def test_a_name_without_a_file(listen: Listen, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_a_file_is_its_owners_alone_and_goes_with_the_server(listen: Listen, tmp_path: Path, umask: int) -> None:
+def test_a_file_is_its_owners_alone_and_goes_with_the_server(
+    listen: Listen, tmp_path: Path, umask: int
+) -> None:
     path, before = tmp_path / "socket", os.umask(umask)
     try:
         listeners = listen(f"ipc://{path}")
@@ -170,7 +180,9 @@ def test_a_port_in_use_is_named_with_the_remedy(listen: Listen) -> None:
         listen(first.address)
     assert "--address" in refused.value.hint
     tcp = tcp_host(first.address)
-    assert tcp is not None and reaches(first, tcp) == [first.address], "and the first one has lost nothing"
+    assert tcp is not None and reaches(first, tcp) == [first.address], (
+        "and the first one has lost nothing"
+    )
 
 
 def test_a_closed_port_can_be_had_again_though_clients_were_connected(listen: Listen) -> None:

@@ -20,7 +20,9 @@ def scrape(running: Any) -> Samples:
     """All samples of a scrape, parsed the way Prometheus does."""
     status, text = running.ask("/metrics")
     assert status == 200
-    parsed = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    parsed = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in parsed}
 
 
@@ -34,7 +36,11 @@ def test_a_scrape_shows_pool_blocks_and_tenants(start: Start) -> None:
     running.store("default", 2, complete=False)
     running.http.admin.set_quota("default", 4096)
     samples = scrape(running)
-    assert value(samples, "kvkeep_pool_bytes") == value(samples, "kvkeep_pool_filled_bytes") == 32 << 20
+    assert (
+        value(samples, "kvkeep_pool_bytes")
+        == value(samples, "kvkeep_pool_filled_bytes")
+        == 32 << 20
+    )
     assert value(samples, "kvkeep_blocks", state="ready") == 3
     assert value(samples, "kvkeep_pool_used_bytes", state="ready") == 3 * 4096
     assert value(samples, "kvkeep_pool_used_bytes", state="writing") == 2 * 4096
@@ -53,11 +59,22 @@ def test_what_tenants_ask_for_and_get_is_counted_under_bounded_labels(start: Sta
     counts = running.daemon.service.counters.tenants
     running.in_loop(lambda: [counts.count_lookup(TENANT, 3, 2), counts.count_loaded(TENANT, 48)])
     samples = scrape(running)
-    for name, expected in {"lookups": 1, "hit_blocks": 3, "missed_blocks": 2, "loaded_tokens": 48}.items():
+    for name, expected in {
+        "lookups": 1,
+        "hit_blocks": 3,
+        "missed_blocks": 2,
+        "loaded_tokens": 48,
+    }.items():
         assert value(samples, f"kvkeep_tenant_{name}_total", tenant=TENANT) == expected
         assert value(samples, f"kvkeep_tenant_{name}_total", tenant=OTHER) == 0
-    running.in_loop(lambda: [counts.count_lookup(f"t-{number:032x}", 0, 1) for number in range(100)])
-    labels = [dict(labels)["tenant"] for name, labels in scrape(running) if name == "kvkeep_tenant_lookups_total"]
+    running.in_loop(
+        lambda: [counts.count_lookup(f"t-{number:032x}", 0, 1) for number in range(100)]
+    )
+    labels = [
+        dict(labels)["tenant"]
+        for name, labels in scrape(running)
+        if name == "kvkeep_tenant_lookups_total"
+    ]
     assert len(labels) == TENANTS_LABELLED + 1 and {TENANT, OTHER} <= set(labels)
 
 
@@ -75,7 +92,9 @@ def test_only_the_largest_tenants_are_labels(start: Start) -> None:
     for number in range(LARGEST_TENANTS + 10):
         running.store(f"t-{number:032x}", number + 1)
     samples = scrape(running)
-    shown = {dict(labels)["tenant"] for name, labels in samples if name == "kvkeep_tenant_usage_bytes"}
+    shown = {
+        dict(labels)["tenant"] for name, labels in samples if name == "kvkeep_tenant_usage_bytes"
+    }
     assert shown == {f"t-{number:032x}" for number in range(10, LARGEST_TENANTS + 10)}
     assert value(samples, "kvkeep_tenants") == LARGEST_TENANTS + 10
 
@@ -107,12 +126,20 @@ def test_requests_refusals_and_latency_are_counted(start: Start) -> None:
 
 
 def test_openmetrics_is_spoken_to_who_asks_for_it(start: Start) -> None:
-    status, text = start().ask("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    status, text = start().ask(
+        "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
+    )
     assert status == 200 and text.endswith("# EOF\n")
 
 
 def test_every_counter_is_a_metric() -> None:
-    counted = {field.name for field in fields(Counters)} - {"refusals", "latency", "auth_failures", "tenants", "turns"}
+    counted = {field.name for field in fields(Counters)} - {
+        "refusals",
+        "latency",
+        "auth_failures",
+        "tenants",
+        "turns",
+    }
     assert counted == set(COUNTED)
     assert {field.name for field in fields(TenantCounts)} == set(COUNTED_BY_TENANT)
 
@@ -132,5 +159,8 @@ def test_the_longest_turn_of_the_loop_is_that_since_the_last_scrape(start: Start
     running.in_loop(lambda: running.daemon.service.counters.turns.add(3e6))
     samples = scrape(running)
     assert value(samples, "kvkeep_loop_longest_turn_seconds") == 3
-    assert value(samples, "kvkeep_loop_turn_seconds_count") > 1 and value(samples, "kvkeep_loop_turn_seconds_sum") > 3
+    assert (
+        value(samples, "kvkeep_loop_turn_seconds_count") > 1
+        and value(samples, "kvkeep_loop_turn_seconds_sum") > 3
+    )
     assert value(scrape(running), "kvkeep_loop_longest_turn_seconds") < 3

@@ -1,4 +1,5 @@
-"""Tests for the network data plane: bytes in and out through the daemon, checked before anyone sees them."""
+"""Tests for the network data plane: bytes in and out through the daemon, checked before anyone sees
+them."""
 
 from __future__ import annotations
 
@@ -67,7 +68,12 @@ def sums(blocks: list[bytes]) -> bytes:
 def test_a_client_elsewhere_gets_no_slots(stored: World) -> None:
     found = stored.peer.ask(m.Found, m.Lookup("default", stored.layout, KEYS))
     assert found.slots == b"" and len(found.checksums) == 4 * 8
-    assert stored.peer.ask(m.Prepared, m.PrepareStore("default", stored.layout, 0, b"", chain("b", 1))).slots == b""
+    assert (
+        stored.peer.ask(
+            m.Prepared, m.PrepareStore("default", stored.layout, 0, b"", chain("b", 1))
+        ).slots
+        == b""
+    )
 
 
 def test_any_range_of_a_lease_can_be_fetched(stored: World) -> None:
@@ -97,7 +103,9 @@ def test_fetched_blocks_count_from_the_first_described_one(stored: World) -> Non
         (0, 0, 4, "reply_too_large"),
     ],
 )
-def test_what_is_not_in_the_lease_is_refused(stored: World, shard: int, start: int, count: int, code: str) -> None:
+def test_what_is_not_in_the_lease_is_refused(
+    stored: World, shard: int, start: int, count: int, code: str
+) -> None:
     lease = stored.lease()
     assert stored.peer.refusal(m.Fetch(lease, shard, start, count)) == code
     assert stored.peer.payload == []
@@ -114,7 +122,8 @@ def test_a_reply_is_small_or_has_one_block(
 
 
 def wait(world: World, milliseconds: int) -> None:
-    """Time passes; the session says something now and then, and the server looks at its sessions."""
+    """Time passes; the session says something now and then, and the server looks at its
+    sessions."""
     world.now_ms += milliseconds
     world.peer.ask(m.Done, m.Ping())
     world.server.service.end_dead_sessions(world.now_ms)
@@ -240,7 +249,9 @@ def test_bytes_that_are_not_those_that_were_sent_stay_invisible(world: World) ->
     assert world.peer.refusal(m.CompleteStore(write, sums(BLOCKS))) == "bad_checksum"
     assert world.visible() == 0
     world.peer.ask(m.Done, m.Put(write, 3), BLOCKS[3:])
-    assert world.peer.ask(m.Done, m.CompleteStore(write, sums(BLOCKS))).count == 4, "sent again, they are right"
+    assert world.peer.ask(m.Done, m.CompleteStore(write, sums(BLOCKS))).count == 4, (
+        "sent again, they are right"
+    )
     assert world.visible() == 4
 
 
@@ -252,11 +263,16 @@ def test_completing_a_write_reads_no_blocks(world: World, monkeypatch: pytest.Mo
     assert world.peer.ask(m.Done, m.CompleteStore(write, sums(BLOCKS))).count == 4
 
 
-@pytest.mark.parametrize("checksums", [b"", bytes(7), bytes(8), sums(BLOCKS)[:24], sums([*BLOCKS, BLOCKS[0]])])
+@pytest.mark.parametrize(
+    "checksums", [b"", bytes(7), bytes(8), sums(BLOCKS)[:24], sums([*BLOCKS, BLOCKS[0]])]
+)
 def test_a_wrong_number_of_checksums_is_refused(world: World, checksums: bytes) -> None:
     write = world.prepare()
     world.peer.ask(m.Done, m.Put(write, 0), BLOCKS)
-    assert world.peer.refusal(m.CompleteStore(write, checksums)) in ("bad_checksums", "bad_checksum")
+    assert world.peer.refusal(m.CompleteStore(write, checksums)) in (
+        "bad_checksums",
+        "bad_checksum",
+    )
     assert world.visible() == 0
 
 
@@ -282,7 +298,9 @@ def test_another_sessions_write_takes_no_bytes(world: World) -> None:
 
 def test_shards_go_to_places_of_their_own(world: World) -> None:
     layout = world.peer.open_layout(100, 200, 300, fingerprint=b"three of a block")
-    shards = [[bytes([10 * shard + at]) * 100 * (shard + 1) for at in range(2)] for shard in range(3)]
+    shards = [
+        [bytes([10 * shard + at]) * 100 * (shard + 1) for at in range(2)] for shard in range(3)
+    ]
     for shard in (2, 0, 1):
         assert world.peer.store(layout, chain("s", 2), shards[shard], shard=shard) == 2
     for shard in range(3):

@@ -1,4 +1,5 @@
-"""The file that keeps quotas and limits: what it holds is in force after a restart, as far as it fits."""
+"""The file that keeps quotas and limits: what it holds is in force after a restart, as far as it
+fits."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ def test_nothing_is_kept_at_first(tmp_path: Path) -> None:
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     file = QuotaFile(tmp_path / "new" / "quotas.json")
-    for kept in (KeptQuotas({TENANT: 5, "default": 0}, True, 7), KeptQuotas({}, True, None), KeptQuotas(), LIMITED):
+    for kept in (
+        KeptQuotas({TENANT: 5, "default": 0}, True, 7),
+        KeptQuotas({}, True, None),
+        KeptQuotas(),
+        LIMITED,
+    ):
         file.save(kept)
         assert file.load() == kept
     assert [path.name for path in file.path.parent.iterdir()] == ["quotas.json"]
@@ -68,7 +74,9 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         json.dumps({"version": 1, "tenants": {}, "default_set": True, "default_bytes": -1}),
         json.dumps({"version": 1, "tenants": {}, "limits": {"a salt": 5}}),
         json.dumps({"version": 1, "tenants": {}, "limits": {TENANT: -5}}),
-        json.dumps({"version": 1, "tenants": {}, "default_limit_set": True, "default_limit_bytes": -1}),
+        json.dumps(
+            {"version": 1, "tenants": {}, "default_limit_set": True, "default_limit_bytes": -1}
+        ),
         "[" * 100_000,
     ],
 )
@@ -87,7 +95,9 @@ def test_a_file_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
 
 def test_kept_quotas_are_put_in_force() -> None:
     made = store()
-    after = apply_kept(made, settings("--default-quota", "1MiB"), KeptQuotas({TENANT: 5 * MIB}), PATH)
+    after = apply_kept(
+        made, settings("--default-quota", "1MiB"), KeptQuotas({TENANT: 5 * MIB}), PATH
+    )
     assert made.tenants.default_quota_bytes == MIB == after.default_quota
     tenant = made.tenants.get(TENANT)
     assert tenant is not None and tenant.quota_bytes == 5 * MIB
@@ -99,31 +109,48 @@ def test_a_kept_default_overrules_a_flag_and_says_so(
 ) -> None:
     made = store()
     with caplog.at_level(logging.WARNING, "kvkeep"):
-        after = apply_kept(made, settings("--default-quota", "1MiB"), KeptQuotas({}, True, default_bytes), PATH)
+        after = apply_kept(
+            made, settings("--default-quota", "1MiB"), KeptQuotas({}, True, default_bytes), PATH
+        )
     assert made.tenants.default_quota_bytes == after.default_quota == default_bytes
     assert after.sources["default_quota"] == f"kept in {PATH}"
     assert str(PATH) in caplog.text
 
 
-def test_kept_quotas_that_no_longer_fit_are_scaled_down_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_quotas_that_no_longer_fit_are_scaled_down_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made = store()
     kept = KeptQuotas({TENANT: 96 * MIB, "default": 32 * MIB})
     with caplog.at_level(logging.WARNING, "kvkeep"):
         apply_kept(made, settings(), kept, PATH)
     shown = {each.tenant: (each.quota_bytes, each.set_quota_bytes) for each in usage(made)}
     assert shown == {TENANT: (48 * MIB, 96 * MIB), "default": (16 * MIB, 32 * MIB)}
-    assert kept.tenants == {TENANT: 96 * MIB, "default": 32 * MIB}, "what is kept stays as it was set"
+    assert kept.tenants == {TENANT: 96 * MIB, "default": 32 * MIB}, (
+        "what is kept stays as it was set"
+    )
     (line,) = [record.getMessage() for record in caplog.records]
-    for part in (str(PATH), "128MiB together", "scaled down to 64MiB", "a pool of 64MiB", "--pool-size of 128MiB"):
+    for part in (
+        str(PATH),
+        "128MiB together",
+        "scaled down to 64MiB",
+        "a pool of 64MiB",
+        "--pool-size of 128MiB",
+    ):
         assert part in line
     larger = Store(128 * MIB, MIB)
     caplog.clear()
     apply_kept(larger, settings(), kept, PATH)
-    assert {each.tenant: each.quota_bytes for each in usage(larger)} == kept.tenants and not caplog.records
+    assert {
+        each.tenant: each.quota_bytes for each in usage(larger)
+    } == kept.tenants and not caplog.records
 
 
 def test_more_tenants_than_there_may_be_stop_the_start_and_name_the_file() -> None:
-    for kept in (KeptQuotas({TENANT: 1, "default": 1}), KeptQuotas(limits={TENANT: 1, "default": 1})):
+    for kept in (
+        KeptQuotas({TENANT: 1, "default": 1}),
+        KeptQuotas(limits={TENANT: 1, "default": 1}),
+    ):
         with pytest.raises(SettingsError, match=str(PATH)) as caught:
             apply_kept(store(tenants=1), settings(), kept, PATH)
         assert "--max-tenants" in caught.value.hint
@@ -150,25 +177,37 @@ def test_a_default_quota_of_a_larger_pool_is_in_force_as_far_as_it_fits(
     with caplog.at_level(logging.WARNING, "kvkeep"):
         after = apply_kept(made, given, kept, PATH)
     assert made.tenants.get_or_add(TENANT).quota_bytes == 64 * MIB and after.default_quota == GIB
-    assert "default_quota = 1GiB does not fit a pool of 64MiB" in caplog.text and "--pool-size" in caplog.text
+    assert (
+        "default_quota = 1GiB does not fit a pool of 64MiB" in caplog.text
+        and "--pool-size" in caplog.text
+    )
 
 
 def test_kept_limits_are_put_in_force() -> None:
     made = store()
-    after = apply_kept(made, settings(), KeptQuotas({}, False, None, {TENANT: 0}, True, 2 * MIB), PATH)
-    assert [(each.tenant, each.limit_bytes, each.own_limit) for each in usage(made)] == [(TENANT, 0, True)]
+    after = apply_kept(
+        made, settings(), KeptQuotas({}, False, None, {TENANT: 0}, True, 2 * MIB), PATH
+    )
+    assert [(each.tenant, each.limit_bytes, each.own_limit) for each in usage(made)] == [
+        (TENANT, 0, True)
+    ]
     assert made.tenants.default_limit_bytes == after.default_limit == 2 * MIB
     assert after.sources["default_limit"] == f"kept in {PATH}"
 
 
-def test_limits_lower_the_quotas_that_exceed_them_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_limits_lower_the_quotas_that_exceed_them_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made = store()
     kept = KeptQuotas({TENANT: 8 * MIB}, True, 4 * MIB)
     with caplog.at_level(logging.WARNING, "kvkeep"):
         after = apply_kept(made, settings("--default-limit", "1MiB"), kept, PATH)
     assert [(each.quota_bytes, each.set_quota_bytes) for each in usage(made)] == [(MIB, 8 * MIB)]
     assert after.default_quota == MIB == made.tenants.get_or_add("default").quota_bytes
-    assert "default_quota = 4MiB" in caplog.text and "1 tenants are more than default_limit" in caplog.text
+    assert (
+        "default_quota = 4MiB" in caplog.text
+        and "1 tenants are more than default_limit" in caplog.text
+    )
     after.changed("log_level", "debug")  # other settings can still change
 
 

@@ -61,7 +61,11 @@ class Scene:
 def test_good_blocks_stay() -> None:
     scene = Scene()
     assert scene.run() == 0
-    assert (scene.counters.scrubbed_blocks, scene.counters.bad_blocks, scene.scrub.left) == (4, 0, 0)
+    assert (scene.counters.scrubbed_blocks, scene.counters.bad_blocks, scene.scrub.left) == (
+        4,
+        0,
+        0,
+    )
 
 
 def test_a_bad_block_goes_with_all_that_hangs_on_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,5 @@
-"""Tests for the service: one reply to every request, refusals by name, and nothing a client says is believed."""
+"""Tests for the service: one reply to every request, refusals by name, and nothing a client says is
+believed."""
 
 from __future__ import annotations
 
@@ -72,26 +73,40 @@ def layout(peer: Peer) -> int:
 
 
 def prepare(layout: int, keys: bytes = KEYS, **changes: object) -> m.PrepareStore:
-    fields = {"tenant": "default", "layout": layout, "shard": 0, "parent": b"", "keys": keys} | changes
+    fields = {
+        "tenant": "default",
+        "layout": layout,
+        "shard": 0,
+        "parent": b"",
+        "keys": keys,
+    } | changes
     return m.PrepareStore(**fields)  # type: ignore[arg-type]
 
 
 # -- what tenants ask for and get
 
 
-def test_hits_misses_and_loaded_tokens_are_counted_for_each_tenant(world: World, peer: Peer, layout: int) -> None:
+def test_hits_misses_and_loaded_tokens_are_counted_for_each_tenant(
+    world: World, peer: Peer, layout: int
+) -> None:
     peer.store(layout, KEYS, BLOCKS)
     tenants = world.service.counters.tenants
     lease = peer.number + 1
     peer.ask(m.Found, m.Lookup("default", layout, chain("a", 6), 1))
     peer.ask(m.Found, m.Lookup(tenant_of("other"), layout, KEYS))
-    assert tenants.of("default") == TenantCounts(1, 4, 2, 0) and tenants.of(tenant_of("other")) == TenantCounts(1, 0, 4)
+    assert tenants.of("default") == TenantCounts(1, 4, 2, 0) and tenants.of(
+        tenant_of("other")
+    ) == TenantCounts(1, 0, 4)
     for _ in range(2):
         peer.ask(m.Done, m.Release([lease, 99], [48, 7]))
-    assert tenants.of("default").loaded_tokens == 48 == world.service.counters.loaded_tokens, "once, and no other lease"
+    assert tenants.of("default").loaded_tokens == 48 == world.service.counters.loaded_tokens, (
+        "once, and no other lease"
+    )
 
 
-@pytest.mark.parametrize(("said", "counted"), [([], 0), ([0], 0), ([-5], 0), ([1 << 60], 1 << 32), ([3, 4, 5], 3)])
+@pytest.mark.parametrize(
+    ("said", "counted"), [([], 0), ([0], 0), ([-5], 0), ([1 << 60], 1 << 32), ([3, 4, 5], 3)]
+)
 def test_tokens_that_cannot_be_meant_do_no_harm(
     world: World, peer: Peer, layout: int, said: list[int], counted: int
 ) -> None:
@@ -180,7 +195,9 @@ def test_too_many_sessions_are_refused_and_the_others_served(world: World, peer:
     world.peer().attach()
 
 
-def test_without_a_lock_file_there_is_still_the_network(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_lock_file_there_is_still_the_network(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_files(number: int) -> Watch:
         raise OSError("too many open files")
 
@@ -204,7 +221,9 @@ def test_a_long_name_is_cut(world: World) -> None:
 
 @pytest.fixture
 def local(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(world.service, "_make_watch", lambda number: Watch(tmp_path / f"session-{number}.lock"))
+    monkeypatch.setattr(
+        world.service, "_make_watch", lambda number: Watch(tmp_path / f"session-{number}.lock")
+    )
     yield world
     for session in world.service.sessions.all():
         world.service.sessions.remove(session)
@@ -372,7 +391,9 @@ def test_an_orphan_is_answered_and_counted(world: World, peer: Peer, layout: int
     assert peer.refusal(m.CompleteStore(peer.number - 1, b"")) == "unknown_write"
 
 
-@pytest.mark.parametrize("tenant", ["", "Default", "t-", "secret salt", "t-" + "g" * 32, "../../etc", "t-" + "0" * 33])
+@pytest.mark.parametrize(
+    "tenant", ["", "Default", "t-", "secret salt", "t-" + "g" * 32, "../../etc", "t-" + "0" * 33]
+)
 def test_a_salt_cannot_be_sent(
     world: World, peer: Peer, layout: int, tenant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -390,7 +411,9 @@ def test_a_salt_cannot_be_sent(
 
 
 def test_another_version_is_told_so(world: World) -> None:
-    frames = [bytes(frame) for frame in encode(Header(0, 1, version=9), m.Hello("from the future", 1))]
+    frames = [
+        bytes(frame) for frame in encode(Header(0, 1, version=9), m.Hello("from the future", 1))
+    ]
     reply = world.service.handle(frames, 0)
     assert reply is not None
     refused = decode_reply(decode_header(reply), reply)
@@ -407,15 +430,22 @@ def test_bytes_that_are_no_message_are_counted_and_not_answered(world: World) ->
 # -- numbers that the client chooses
 
 
-def test_the_number_of_a_lease_or_a_write_is_taken_until_it_ends(world: World, peer: Peer, layout: int) -> None:
+def test_the_number_of_a_lease_or_a_write_is_taken_until_it_ends(
+    world: World, peer: Peer, layout: int
+) -> None:
     peer.store(layout, KEYS, BLOCKS)
     held = world.server.store.sessions[world.session.number]
-    for number, taken in ((50, prepare(layout, chain("b", 1))), (51, m.Lookup("default", layout, KEYS))):
+    for number, taken in (
+        (50, prepare(layout, chain("b", 1))),
+        (51, m.Lookup("default", layout, KEYS)),
+    ):
         assert not isinstance(peer.say(taken, number=number), m.Refused)
         assert peer.refusal(prepare(layout, chain("c", 1)), number=number) == "write_exists"
         assert peer.refusal(m.Lookup("default", layout, KEYS), number=number) == "lease_exists"
     assert (list(held.writes), list(held.leases)) == ([50], [51])
-    assert peer.ask(m.Done, m.AbandonStore([50])).count == peer.ask(m.Done, m.Release([51])).count == 1
+    assert (
+        peer.ask(m.Done, m.AbandonStore([50])).count == peer.ask(m.Done, m.Release([51])).count == 1
+    )
     assert not held.writes and not held.leases
 
 
@@ -516,7 +546,9 @@ def test_a_block_that_is_being_written_is_no_bad_block(peer: Peer, layout: int) 
 # -- shutting down
 
 
-def test_a_server_that_stops_takes_nobody_in_and_finishes_what_is_begun(world: World, peer: Peer, layout: int) -> None:
+def test_a_server_that_stops_takes_nobody_in_and_finishes_what_is_begun(
+    world: World, peer: Peer, layout: int
+) -> None:
     peer.store(layout, KEYS[:32], BLOCKS[:2])
     peer.ask(m.Prepared, prepare(layout))
     write = peer.number
@@ -534,7 +566,11 @@ def test_a_server_that_stops_takes_nobody_in_and_finishes_what_is_begun(world: W
 
 
 def test_a_fault_of_ours_is_answered_counted_and_survived(
-    world: World, peer: Peer, layout: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World,
+    peer: Peer,
+    layout: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
@@ -587,7 +623,9 @@ def test_what_cannot_be_read_is_timed_under_one_name(world: World, peer: Peer) -
 # -- the log
 
 
-def test_a_client_cannot_fill_the_log(world: World, peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_cannot_fill_the_log(
+    world: World, peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     for number in range(1_000):
         parts = {"model": "m" * 512, "x": str(number)}
@@ -600,7 +638,9 @@ def test_a_client_cannot_fill_the_log(world: World, peer: Peer, caplog: pytest.L
     assert len(caplog.records) == before + 1, "the next minute has lines of its own"
 
 
-def test_a_client_cannot_fill_the_log_by_new_sessions(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_cannot_fill_the_log_by_new_sessions(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(1_000):
         world.peer().attach().ask(m.Done, m.Goodbye())

@@ -1,6 +1,6 @@
-"""Hostile clients against the service: well-formed messages with values nobody would send, beside a client that
-behaves. The store stays sound, every request is answered, and the good client always gets its own bytes or a miss.
-"""
+"""Hostile clients against the service: well-formed messages with values nobody would send, beside a
+client that behaves. The store stays sound, every request is answered, and the good client always
+gets its own bytes or a miss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,42 @@ from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
 
 MESSAGES = 10_000
-NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 50, 100, 101, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
+NUMBERS = [
+    -(2**63),
+    -(2**31),
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7,
+    50,
+    100,
+    101,
+    2**31,
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
 TENANTS = ["default", tenant_of("a"), tenant_of("b"), "", "salt", "t-" + "0" * 31, "x" * 5_000]
 KEY_RUNS = [chain(name, length) for name in "abc" for length in (0, 1, 2, 5, 9, 33)]
-KEY_RUNS += [KEY_RUNS[2][:-1], KEY_RUNS[3] * 2, KEY_RUNS[4][::-1], b"k", bytes(16 * 4), chain("a", 5)[16:]]
+KEY_RUNS += [
+    KEY_RUNS[2][:-1],
+    KEY_RUNS[3] * 2,
+    KEY_RUNS[4][::-1],
+    b"k",
+    bytes(16 * 4),
+    chain("a", 5)[16:],
+]
 LIMITS = Limits(
-    blocks_per_request=32, leases_per_session=16, writing_blocks_per_session=24, sessions=12, layouts=8, tenants=64
+    blocks_per_request=32,
+    leases_per_session=16,
+    writing_blocks_per_session=24,
+    sessions=12,
+    layouts=8,
+    tenants=64,
 )
 
 
@@ -37,11 +67,17 @@ class Attacker:
         self.server = server
         self.sessions = [0]
         self.used = [0]  # numbers of earlier requests, of any session
-        self.open_writes: list[tuple[int, m.CompleteStore]] = []  # what an honest client would say next, and to whom
+        self.open_writes: list[
+            tuple[int, m.CompleteStore]
+        ] = []  # what an honest client would say next, and to whom
         self.now_ms = 0
 
     def number(self) -> int:
-        return self.rng.choice(self.used[-40:]) if self.rng.random() < 0.5 else self.rng.choice(NUMBERS)
+        return (
+            self.rng.choice(self.used[-40:])
+            if self.rng.random() < 0.5
+            else self.rng.choice(NUMBERS)
+        )
 
     def numbers(self) -> list[int]:
         return [self.number() for _ in range(self.rng.randrange(6))]
@@ -56,7 +92,11 @@ class Attacker:
         return self.rng.choice(KEY_RUNS)
 
     def key(self) -> bytes:
-        return self.keys()[-16:] if self.rng.random() < 0.9 else self.rng.randbytes(self.rng.randrange(40))
+        return (
+            self.keys()[-16:]
+            if self.rng.random() < 0.9
+            else self.rng.randbytes(self.rng.randrange(40))
+        )
 
     def tenant(self) -> str:
         return self.rng.choice(TENANTS[:3] if self.rng.random() < 0.9 else TENANTS)
@@ -83,7 +123,12 @@ class Attacker:
             (3, m.Release(self.numbers())),
             (2, m.Finish(self.tenant(), self.layout(), self.key())),
             (8, prepare),
-            (5, m.CompleteStore(self.number(), rng.randbytes(8 * rng.randrange(6) + rng.choice([0, 0, 0, 3])))),
+            (
+                5,
+                m.CompleteStore(
+                    self.number(), rng.randbytes(8 * rng.randrange(6) + rng.choice([0, 0, 0, 3]))
+                ),
+            ),
             (2, m.AbandonStore(self.numbers())),
             (1, m.ReportBad(self.tenant(), self.layout(), self.key())),
             (3, m.Fetch(self.number(), self.small(), self.small(), self.small())),
@@ -112,33 +157,49 @@ class Attacker:
             self.learn(header, message, decode_reply(decode_header(reply), reply))
 
     def learn(self, header: Header, message: m.Message, answer: m.Reply) -> None:
-        assert not (isinstance(answer, m.Refused) and answer.code == "internal_error"), f"{message}: {answer}"
+        assert not (isinstance(answer, m.Refused) and answer.code == "internal_error"), (
+            f"{message}: {answer}"
+        )
         if isinstance(answer, m.Welcome):
             self.sessions.append(answer.session)
-            for first in (m.Attach(self.rng.choice([m.SHARED_MEMORY, m.NETWORK])), m.OpenLayout(b"a" * 16, [64])):
+            for first in (
+                m.Attach(self.rng.choice([m.SHARED_MEMORY, m.NETWORK])),
+                m.OpenLayout(b"a" * 16, [64]),
+            ):
                 number = self.rng.randrange(1, 2**64)
-                self.server.service.handle(encode(Header(answer.session, number), first), self.now_ms)
-        if isinstance(answer, m.Refused) and answer.code == "unknown_session" and header.session in self.sessions[1:]:
+                self.server.service.handle(
+                    encode(Header(answer.session, number), first), self.now_ms
+                )
+        if (
+            isinstance(answer, m.Refused)
+            and answer.code == "unknown_session"
+            and header.session in self.sessions[1:]
+        ):
             self.sessions.remove(header.session)
         if isinstance(answer, m.Prepared) and answer.positions:
             checksums = self.rng.randbytes(2 * len(answer.positions))
             self.open_writes.append((header.session, m.CompleteStore(header.number, checksums)))
 
     def spoiled(self, body: bytes) -> bytes:
-        """The same message with fields of other types, doubled, missing, unknown; or bytes changed."""
+        """The same message with fields of other types, doubled, missing, unknown; or bytes
+        changed."""
         rng = self.rng
         fields = msgspec.msgpack.decode(body)
         name = rng.choice(list(fields))
         match rng.randrange(5):
             case 0:
-                fields[name] = rng.choice([None, True, 1.5, float("nan"), "x", b"x", [[]], {}, -1, 2**64 - 1])
+                fields[name] = rng.choice(
+                    [None, True, 1.5, float("nan"), "x", b"x", [[]], {}, -1, 2**64 - 1]
+                )
             case 1:
                 del fields[name]
             case 2:
                 fields["unknown"] = 1
             case 3:
                 packed = msgspec.msgpack.encode(fields)
-                again = msgspec.msgpack.encode({name: rng.choice([fields[name], 0, b"", "default"])})
+                again = msgspec.msgpack.encode(
+                    {name: rng.choice([fields[name], 0, b"", "default"])}
+                )
                 return bytes([packed[0] + 1]) + packed[1:] + again[1:]
             case _:
                 changed = bytearray(body)
@@ -173,7 +234,9 @@ def seal(header: Header, body: bytes, payload: list[bytes]) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_store_stays_sound_and_a_good_client_is_served(server: SimulatedServer, seed: int) -> None:
+def test_the_store_stays_sound_and_a_good_client_is_served(
+    server: SimulatedServer, seed: int
+) -> None:
     attacker = Attacker(server, seed)
     good = Peer(lambda frames: server.service.handle(frames, attacker.now_ms)).attach()
     layout = good.open_layout(64)
@@ -207,7 +270,9 @@ def test_a_hostile_client_that_leaves_leaves_nothing_behind(
     attacker = Attacker(server, 99)
     for _ in range(2_000):
         attacker.attack()
-    assert any(session.leases for session in server.store.sessions.values()) and server.store.writers
+    assert (
+        any(session.leases for session in server.store.sessions.values()) and server.store.writers
+    )
     monkeypatch.setattr(AlwaysHeld, "is_held", lambda self: False)
     server.service.end_dead_sessions(attacker.now_ms + 70_000)
     assert not server.store.sessions and not server.store.writers

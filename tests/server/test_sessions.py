@@ -16,7 +16,9 @@ TIMEOUT_MS = 30_000
 
 
 def session(plane: str = "", watch: Watch | None = None) -> ServerSession:
-    return ServerSession(1, 1, "engine", 4711, watch, opened_ms=1_000, last_seen_ms=1_000, plane=plane)
+    return ServerSession(
+        1, 1, "engine", 4711, watch, opened_ms=1_000, last_seen_ms=1_000, plane=plane
+    )
 
 
 # -- when one is gone
@@ -58,7 +60,9 @@ def test_a_session_is_found_by_its_token_only() -> None:
 
 def test_tokens_cannot_be_guessed_and_are_never_zero() -> None:
     sessions = Sessions()
-    tokens = {sessions.add(sessions.next_number(), "engine", 1, None, 0).token for _ in range(1_000)}
+    tokens = {
+        sessions.add(sessions.next_number(), "engine", 1, None, 0).token for _ in range(1_000)
+    }
     assert len(tokens) == len(sessions) == 1_000
     assert all(0 < token < 2**63 for token in tokens)
     assert max(tokens) > 2**60
@@ -107,7 +111,10 @@ def test_a_session_moves_to_a_new_connection_and_never_back() -> None:
     sessions = Sessions()
     one = sessions.add(1, "a", 1, None, 0, peer=3)
     assert sessions.get(one.token, peer=3) is sessions.get(one.token, peer=8) is one
-    for earlier in (3, 5):  # also one that it was never on: a client may have sent something there, and given up
+    for earlier in (
+        3,
+        5,
+    ):  # also one that it was never on: a client may have sent something there, and given up
         with pytest.raises(RequestError) as caught:
             sessions.get(one.token, peer=earlier)
         assert caught.value.code == "unknown_session"

@@ -30,7 +30,9 @@ def test_words_stand_for_no_size() -> None:
         AUTO_SIZE.parse("none")
 
 
-@pytest.mark.parametrize(("text", "on"), [("true", True), ("YES", True), ("1", True), ("off", False), ("0", False)])
+@pytest.mark.parametrize(
+    ("text", "on"), [("true", True), ("YES", True), ("1", True), ("off", False), ("0", False)]
+)
 def test_switches(text: str, on: bool) -> None:
     assert SWITCH.parse(text) is on
     assert SWITCH.parse(SWITCH.show(on)) is on

@@ -68,14 +68,17 @@ def test_the_size_of_the_pool_is_measured(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("flags", "fresh", "adopts"), [((), False, True), ((), True, False), (("--no-keep-pool",), False, False)]
+    ("flags", "fresh", "adopts"),
+    [((), False, True), ((), True, False), (("--no-keep-pool",), False, False)],
 )
 def test_the_size_that_is_left_is_taken_by_who_adopts_it(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], fresh: bool, adopts: bool
 ) -> None:
     monkeypatch.setattr(module, "auto_size", lambda shm_dir, name, adopt: (80 * MIB, adopt))
     settings = Settings.load(None, {}, flags, fresh=fresh)
-    assert settings.sources["pool_size"] == ("default (auto, as the server before)" if adopts else "default (auto)")
+    assert settings.sources["pool_size"] == (
+        "default (auto, as the server before)" if adopts else "default (auto)"
+    )
 
 
 def test_auto_needs_a_directory_that_exists(tmp_path: Path) -> None:
@@ -83,7 +86,9 @@ def test_auto_needs_a_directory_that_exists(tmp_path: Path) -> None:
         Settings.load(None, {}, ["--shm-dir", str(tmp_path / "gone")])
 
 
-def test_where_no_pool_fits_the_start_names_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_pool_fits_the_start_names_the_reason_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "auto_size", lambda shm_dir, name, adopt: (0, False))
     with pytest.raises(SettingsError, match=r"there is no room for a pool: .* free") as caught:
         Settings.load(None, {}, [])
@@ -91,7 +96,10 @@ def test_where_no_pool_fits_the_start_names_the_reason_and_the_remedy(monkeypatc
 
 
 def test_later_sources_overrule_earlier_ones(tmp_path: Path) -> None:
-    config = toml(tmp_path, 'max_sessions = 1\nmax_layouts = 1\nmax_tenants = 1\nverify = false\nname = "file"')
+    config = toml(
+        tmp_path,
+        'max_sessions = 1\nmax_layouts = 1\nmax_tenants = 1\nverify = false\nname = "file"',
+    )
     env = {"KVKEEP_MAX_LAYOUTS": "2", "KVKEEP_MAX_TENANTS": "2", "PATH": "/bin"}
     settings = load("--max-tenants=3", env=env, config=config)
     assert (settings.max_sessions, settings.max_layouts, settings.max_tenants) == (1, 2, 3)
@@ -107,7 +115,9 @@ def test_later_sources_overrule_earlier_ones(tmp_path: Path) -> None:
     ("written", "users"),
     [("7", (7,)), ('"root,7"', (0, 7)), ('[7, "root"]', (7, 0)), ("[]", ()), ('"none"', ())],
 )
-def test_a_file_may_have_users_as_a_list(tmp_path: Path, written: str, users: tuple[int, ...]) -> None:
+def test_a_file_may_have_users_as_a_list(
+    tmp_path: Path, written: str, users: tuple[int, ...]
+) -> None:
     assert load(config=toml(tmp_path, f"trusted_users = {written}")).trusted_users == users
     assert load().trusted_users == ()
 
@@ -194,7 +204,10 @@ def test_addresses_that_stay_on_the_host(address: str) -> None:
     [
         (["--slab-size", "65MiB"], ["pool_size = 64MiB", "65MiB", "slab_size"]),
         (["--http-address", "localhost:5555"], ["address and http_address", "5555"]),
-        (["--max-frame-size", "512KiB"], ["max_frame_size = 512KiB", "1MiB", "max_blocks_per_request"]),
+        (
+            ["--max-frame-size", "512KiB"],
+            ["max_frame_size = 512KiB", "1MiB", "max_blocks_per_request"],
+        ),
         (
             ["--session-check-interval", "1m"],
             ["network_session_timeout = 30s", "1m", "session_check_interval"],
@@ -207,14 +220,20 @@ def test_settings_that_contradict_each_other(argv: list[str], parts: list[str]) 
 
 
 def test_port_zero_lets_the_kernel_choose_for_both() -> None:
-    assert load("--address=tcp://127.0.0.1:0", "--http-address=127.0.0.1:0").http_address == "127.0.0.1:0"
+    assert (
+        load("--address=tcp://127.0.0.1:0", "--http-address=127.0.0.1:0").http_address
+        == "127.0.0.1:0"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("max_sesions = 3", ["max_sesions", "kvkeep.toml", "max_sessions"]),
-        ("[kvkeep]\nname = 'x'", ["[kvkeep]", "kvkeep.toml", "hint: remove the line [kvkeep]", "top level"]),
+        (
+            "[kvkeep]\nname = 'x'",
+            ["[kvkeep]", "kvkeep.toml", "hint: remove the line [kvkeep]", "top level"],
+        ),
         ("name = ['x']", ["name", "letters", "not a table, list or date"]),
         ("pool_size = 1.5", ["pool_size = 1.5 (", "a size such as"]),
         ("name = ", ["kvkeep.toml", "not valid TOML", "hint: "]),
@@ -230,7 +249,10 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: list
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     message = refusal(config=tmp_path / "gone.toml")
-    assert "gone.toml cannot be read" in message and "hint: check the path in --config or KVKEEP_CONFIG" in message
+    assert (
+        "gone.toml cannot be read" in message
+        and "hint: check the path in --config or KVKEEP_CONFIG" in message
+    )
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b'name = "\xe9"')
     assert "latin.toml is not valid TOML" in refusal(config=latin)
@@ -246,25 +268,49 @@ def test_variables_with_our_prefix_must_be_known() -> None:
     assert "KVKEEP_POOL_SIZE" in message
     assert "KVKEEP_NAME" in refusal(env={"KVKEEP_name": "x"})
     assert "environment KVKEEP_VERIFY" in refusal(env={"KVKEEP_VERIFY": ""})
-    load(env={"KVKEEP_NATIVE": "0", "KVKEEP_AS_LMCACHE": "1", "KVKEEP_HTTP": "127.0.0.1:1", "OTHER": "1"})
+    load(
+        env={
+            "KVKEEP_NATIVE": "0",
+            "KVKEEP_AS_LMCACHE": "1",
+            "KVKEEP_HTTP": "127.0.0.1:1",
+            "OTHER": "1",
+        }
+    )
 
 
 @pytest.mark.parametrize("service", ["KVKEEP", "KVKEEP_SERVER"])
 def test_variables_that_kubernetes_makes_of_a_service_are_ignored(service: str) -> None:
     made = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "5555", "SERVICE_PORT_ENGINES": "5555"}
-    made |= {"PORT": "tcp://10.0.0.1:5555", "PORT_5555_TCP": "tcp://10.0.0.1:5555", "PORT_5555_TCP_PROTO": "tcp"}
-    made |= {"PORT_5555_TCP_PORT": "5555", "PORT_5555_TCP_ADDR": "10.0.0.1", "PORT_53_UDP": "udp://10.0.0.1:53"}
+    made |= {
+        "PORT": "tcp://10.0.0.1:5555",
+        "PORT_5555_TCP": "tcp://10.0.0.1:5555",
+        "PORT_5555_TCP_PROTO": "tcp",
+    }
+    made |= {
+        "PORT_5555_TCP_PORT": "5555",
+        "PORT_5555_TCP_ADDR": "10.0.0.1",
+        "PORT_53_UDP": "udp://10.0.0.1:53",
+    }
     assert load(env={f"{service}_{name}": value for name, value in made.items()}) == load()
 
 
 @pytest.mark.parametrize(
-    "variable", ["KVKEEP_PORT", "KVKEEP_HTTP_PORT", "KVKEEP_SERVICE", "KVKEEP_PORT_5555", "KVKEEP_PORT_5555_TCP_HOST"]
+    "variable",
+    [
+        "KVKEEP_PORT",
+        "KVKEEP_HTTP_PORT",
+        "KVKEEP_SERVICE",
+        "KVKEEP_PORT_5555",
+        "KVKEEP_PORT_5555_TCP_HOST",
+    ],
 )
 def test_what_only_looks_like_kubernetes_is_a_mistake(variable: str) -> None:
     assert variable in refusal(env={variable: "5555"})
 
 
-def test_state_lives_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_state_lives_where_the_desktop_standard_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load().state_dir == tmp_path / ".local/state/kvkeep"
     assert load(env={"XDG_STATE_HOME": "/var/state"}).state_dir == Path("/var/state/kvkeep")
@@ -273,7 +319,11 @@ def test_state_lives_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyP
 
 def test_live_settings_change_in_a_copy() -> None:
     before = load()
-    after = before.changed("default_quota", "2GiB").changed("log_level", "DEBUG").changed("verify", "false")
+    after = (
+        before.changed("default_quota", "2GiB")
+        .changed("log_level", "DEBUG")
+        .changed("verify", "false")
+    )
     assert (after.default_quota, after.log_level, after.verify) == (2 * GIB, "debug", False)
     assert (before.default_quota, before.log_level, before.verify) == (None, "info", True)
     assert after.sources["default_quota"] == "changed while running"
@@ -286,7 +336,10 @@ def test_live_settings_change_in_a_copy() -> None:
         (
             "pool_size",
             "1g",
-            ["pool_size cannot change while the server runs", "default_quota, default_limit, verify, log_level"],
+            [
+                "pool_size cannot change while the server runs",
+                "default_quota, default_limit, verify, log_level",
+            ],
         ),
         ("log_levle", "info", ['unknown setting "log_levle"', "log_level"]),
         ("verify", "perhaps", ["verify", '"perhaps"', "true or false"]),
@@ -299,13 +352,24 @@ def test_a_change_that_is_refused_says_why(name: str, text: str, parts: list[str
 
 
 def test_what_is_described_can_be_set_again() -> None:
-    settings = load("--slab-size=69632", "--default-quota=5844MiB", "--no-verify", "--shutdown-grace", "1234.567s")
+    settings = load(
+        "--slab-size=69632",
+        "--default-quota=5844MiB",
+        "--no-verify",
+        "--shutdown-grace",
+        "1234.567s",
+    )
     flags = [f"--{row.name.replace('_', '-')}={row.value}" for row in settings.describe()]
     assert Settings.load(None, {}, flags) == settings
     assert {row.name: row.value for row in settings.describe()}["default_quota"] == "5844MiB"
 
 
-@given(st.lists(st.text(max_size=12) | st.sampled_from(["--name", "--pool-size=", "--verify", "--address", "="])))
+@given(
+    st.lists(
+        st.text(max_size=12)
+        | st.sampled_from(["--name", "--pool-size=", "--verify", "--address", "="])
+    )
+)
 def test_no_arguments_raise_anything_but_a_settings_error(argv: list[str]) -> None:
     with contextlib.suppress(SettingsError):
         load(*argv)
@@ -319,7 +383,11 @@ def test_no_arguments_raise_anything_but_a_settings_error(argv: list[str]) -> No
 def test_settings_of_earlier_releases_are_refused_by_name_whatever_their_source(
     name: str, words: str, tmp_path: Path
 ) -> None:
-    config, flag, variable = tmp_path / "kvkeep.toml", "--" + name.replace("_", "-"), "KVKEEP_" + name.upper()
+    config, flag, variable = (
+        tmp_path / "kvkeep.toml",
+        "--" + name.replace("_", "-"),
+        "KVKEEP_" + name.upper(),
+    )
     config.write_text(f'{name} = "/keys/x"\n')
     for shown, source in (
         (name, lambda: load(config=config)),
@@ -330,7 +398,10 @@ def test_settings_of_earlier_releases_are_refused_by_name_whatever_their_source(
     ):
         with pytest.raises(SettingsError) as caught:
             source()
-        assert caught.value.message.startswith(f"{shown} (") and "does not exist any more" in caught.value.message
+        assert (
+            caught.value.message.startswith(f"{shown} (")
+            and "does not exist any more" in caught.value.message
+        )
         assert words in caught.value.hint and "migration guide" in caught.value.hint
 
 
@@ -340,11 +411,21 @@ def test_the_certificates_of_clients_are_no_settings_of_the_server() -> None:
 
 # -- what settings may not say together: above all, an address that other hosts reach without proof
 
-FILES = {"--tls-cert": "/keys/server.pem", "--tls-key": "/keys/server.key", "--tls-ca": "/keys/ca.pem"}
+FILES = {
+    "--tls-cert": "/keys/server.pem",
+    "--tls-key": "/keys/server.key",
+    "--tls-ca": "/keys/ca.pem",
+}
 TLS = [word for pair in FILES.items() for word in pair]
 CLIENTS = ["--authorized-clients", "/keys/authorized"]
 TOKEN = ["--admin-token", "/keys/admin-token"]
-BEYOND = ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://cache.example:5555", "tcp://192.0.2.7:1"]
+BEYOND = [
+    "tcp://0.0.0.0:5555",
+    "tcp://*:5555",
+    "tcp://[::]:5555",
+    "tcp://cache.example:5555",
+    "tcp://192.0.2.7:1",
+]
 BEYOND += ["tcp://localhost.example:5555", "tcp://[::ffff:192.0.2.7]:5555", "tcp://eth0:5555"]
 
 
@@ -356,17 +437,31 @@ def refusal_with_hint(*argv: str) -> str:
 
 @pytest.mark.parametrize("address", BEYOND)
 @pytest.mark.parametrize("other", [[], TOKEN])
-def test_engines_are_listened_for_beyond_loopback_with_tls_alone(address: str, other: list[str]) -> None:
+def test_engines_are_listened_for_beyond_loopback_with_tls_alone(
+    address: str, other: list[str]
+) -> None:
     said = refusal_with_hint("--address", address, *other)
-    assert f'address = "{address}"' in said and "tls_cert is not set" in said and "kvkeep keygen" in said
+    assert (
+        f'address = "{address}"' in said
+        and "tls_cert is not set" in said
+        and "kvkeep keygen" in said
+    )
     assert load("--address", address, *TLS, *other).address == address
 
 
-@pytest.mark.parametrize("address", [each.removeprefix("tcp://").replace(":5555", ":80") for each in BEYOND])
+@pytest.mark.parametrize(
+    "address", [each.removeprefix("tcp://").replace(":5555", ":80") for each in BEYOND]
+)
 @pytest.mark.parametrize("other", [[], TLS])
-def test_http_is_listened_for_beyond_loopback_with_a_token_alone(address: str, other: list[str]) -> None:
+def test_http_is_listened_for_beyond_loopback_with_a_token_alone(
+    address: str, other: list[str]
+) -> None:
     said = refusal_with_hint("--http-address", address, *other)
-    assert f'http_address = "{address}"' in said and "admin_token is not set" in said and "--admin-token" in said
+    assert (
+        f'http_address = "{address}"' in said
+        and "admin_token is not set" in said
+        and "--admin-token" in said
+    )
     settings = load("--http-address", address, *TOKEN, *other)
     assert settings.http_address == address and not settings.http_is_local
     assert settings.http_has_tls == bool(other)
@@ -385,7 +480,9 @@ def test_on_loopback_http_is_plain_also_with_tls_files() -> None:
 
 @pytest.mark.parametrize("missing", FILES)
 def test_tls_needs_all_three_files(missing: str) -> None:
-    said = refusal_with_hint(*[word for pair in FILES.items() if pair[0] != missing for word in pair])
+    said = refusal_with_hint(
+        *[word for pair in FILES.items() if pair[0] != missing for word in pair]
+    )
     assert f"is set and {missing[2:].replace('-', '_')} is not" in said and "kvkeep keygen" in said
 
 
@@ -397,5 +494,7 @@ def test_a_list_of_clients_needs_tls() -> None:
 def test_on_loopback_certificates_and_token_may_be_and_need_not() -> None:
     assert load().tls_cert is None
     settings = load(*TLS, *TOKEN)
-    assert settings.tls_key == Path("/keys/server.key") and settings.admin_token == Path("/keys/admin-token")
+    assert settings.tls_key == Path("/keys/server.key") and settings.admin_token == Path(
+        "/keys/admin-token"
+    )
     assert load("--tls-cert", "none", "--tls-key", "NONE", "--tls-ca", "none").tls_ca is None

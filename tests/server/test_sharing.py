@@ -1,4 +1,5 @@
-"""Why engines of one model do not share: the parts that differ, for operators and for the engines themselves."""
+"""Why engines of one model do not share: the parts that differ, for operators and for the engines
+themselves."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def test_a_session_hears_which_parts_keep_it_from_the_nearest_engine_of_its_mode
 
 
 def test_operators_see_each_identity_of_a_model_against_the_first() -> None:
-    sessions = [session(1, "a", revision="1"), session(2, "a", revision="1"), session(3, "b", revision="2", extra="x")]
+    sessions = [
+        session(1, "a", revision="1"),
+        session(2, "a", revision="1"),
+        session(3, "b", revision="2", extra="x"),
+    ]
     (pair,) = not_shared([*sessions, ServerSession(4, 4, "old", 1, None, 0, 0)])
     assert (pair.model, pair.identities, pair.sessions) == ("m", ("a", "b"), ([1, 2], [3]))
     assert pair.differs == {"revision": ("1", "2"), "extra": ("not said", "x")}
@@ -47,7 +52,9 @@ def test_operators_see_each_identity_of_a_model_against_the_first() -> None:
 
 
 def test_a_status_has_a_limited_number_of_pairs_and_of_text() -> None:
-    sessions = [session(number, f"i{number}", revision=str(number) * 1000) for number in range(1, 60)]
+    sessions = [
+        session(number, f"i{number}", revision=str(number) * 1000) for number in range(1, 60)
+    ]
     pairs = not_shared(sessions)
     assert len(pairs) == MOST_PAIRS
     assert all(len(text) < 200 for text in pairs[0].differs["revision"])
@@ -61,8 +68,16 @@ def status_of(server: ServerProcess) -> Any:
         return json.load(answer)
 
 
-def connected(server: ServerProcess, role: str, cut: str = "whole", **changes: object) -> Connection:
-    facts = {"model": "tiny", "revision": "1", "kv_dtype": "u1", "block_tokens": 4, "content": "bytes"} | changes
+def connected(
+    server: ServerProcess, role: str, cut: str = "whole", **changes: object
+) -> Connection:
+    facts = {
+        "model": "tiny",
+        "revision": "1",
+        "kv_dtype": "u1",
+        "block_tokens": 4,
+        "content": "bytes",
+    } | changes
     shape = BlockShape(ModelIdentity(**facts), (64,), cut=cut)  # type: ignore[arg-type]
     connection = Connection(shape, ClientOptions(address=server.address))
     connection.role = role
@@ -95,7 +110,9 @@ def test_status_says_why_two_engines_of_one_model_do_not_share(
     (pair,) = status["not_shared"]
     assert pair["differs"] == {"positions": ["short", "long"]}
     lines = "\n".join(why_not_shared(pair))
-    assert all(word in lines for word in ("tiny", digests[0], digests[2], "positions: short | long"))
+    assert all(
+        word in lines for word in ("tiny", digests[0], digests[2], "positions: short | long")
+    )
     columns, rows = session_rows(status["sessions"])
     assert "identity" in columns and digests[0] in rows[0]
     other.close()
@@ -104,7 +121,9 @@ def test_status_says_why_two_engines_of_one_model_do_not_share(
     worker.close()
 
 
-def test_a_client_cannot_write_lines_into_the_log_by_the_names_of_its_parts(server: ServerProcess) -> None:
+def test_a_client_cannot_write_lines_into_the_log_by_the_names_of_its_parts(
+    server: ServerProcess,
+) -> None:
     connection = connected(server, "scheduler\nroot: all is well", revision="1\x1b[2J\n2")
     (shown,) = status_of(server)["sessions"]
     assert shown["role"] == "scheduler?root: all is well"

@@ -19,7 +19,12 @@ def test_bytes_by_state_add_up_over_several_layouts(start: Start) -> None:
     running.in_loop(other_size)
     pool = running.http.admin.snapshot().pool
     assert pool.blocks == {"writing": 5, "waiting": 0, "ready": 10, "evicting": 0}
-    assert pool.used_bytes == {"writing": 4 * 4096 + 102_400, "waiting": 0, "ready": 40_960, "evicting": 0}
+    assert pool.used_bytes == {
+        "writing": 4 * 4096 + 102_400,
+        "waiting": 0,
+        "ready": 40_960,
+        "evicting": 0,
+    }
     assert sum(pool.used_bytes.values()) == store.tenants.get("default").usage_bytes
     assert pool.slabs - pool.unused_slabs == 2
 

@@ -39,7 +39,9 @@ def test_lines_and_memory_have_a_limit(caplog: pytest.LogCaptureFixture) -> None
     assert len(caplog.records) == LINES_A_MINUTE
     now_s[0] += 60
     strangers.note("here", "10.0.999", HTTP)
-    assert caplog.records[-1].getMessage().startswith("10.0.999 "), "who was not said is said when it comes again"
+    assert caplog.records[-1].getMessage().startswith("10.0.999 "), (
+        "who was not said is said when it comes again"
+    )
     for number in range(REMEMBERED + 50):
         now_s[0] += 60
         strangers.note("here", f"10.1.{number}", HTTP)

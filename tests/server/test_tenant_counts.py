@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from kvkeep.server.tenant_counts import OTHER, TENANTS_COUNTED, TENANTS_LABELLED, CountsByTenant, TenantCounts
+from kvkeep.server.tenant_counts import (
+    OTHER,
+    TENANTS_COUNTED,
+    TENANTS_LABELLED,
+    CountsByTenant,
+    TenantCounts,
+)
 
 
 def test_lookups_hits_misses_and_loaded_tokens_of_each_tenant() -> None:
@@ -14,7 +20,9 @@ def test_lookups_hits_misses_and_loaded_tokens_of_each_tenant() -> None:
     counts.count_lookup("a", 0, 5)
     counts.count_lookup("b", 2, 0)
     counts.count_loaded("a", 48)
-    assert counts.of("a") == TenantCounts(2, 3, 6, 48) and counts.of("b") == TenantCounts(1, 2, 0, 0)
+    assert counts.of("a") == TenantCounts(2, 3, 6, 48) and counts.of("b") == TenantCounts(
+        1, 2, 0, 0
+    )
     assert counts.of("never seen") == TenantCounts()
     assert counts.by_label() == {"a": counts.of("a"), "b": counts.of("b"), OTHER: TenantCounts()}
 
@@ -44,14 +52,17 @@ def test_a_tenant_that_asks_for_far_more_gets_the_label_of_the_smallest() -> Non
     counts.count_lookup("late", 1, 0)
     shown = counts.by_label()
     assert "late" in shown and "t0" not in shown
-    assert shown["late"] == TenantCounts() and shown[OTHER].hit_blocks == 21, "what was under other stays there"
+    assert shown["late"] == TenantCounts() and shown[OTHER].hit_blocks == 21, (
+        "what was under other stays there"
+    )
     assert shown[OTHER].lookups == 2
     counts.count_lookup("late", 5, 0)
     assert counts.by_label()["late"].hit_blocks == 5 and counts.of("late").hit_blocks == 26
 
 
 def test_no_series_ever_falls_and_everything_is_counted_once() -> None:
-    """What Prometheus adds up over all series is what happened, whichever tenants have labels when it looks."""
+    """What Prometheus adds up over all series is what happened, whichever tenants have labels when
+    it looks."""
     chance, counts = Random(1), CountsByTenant()
     before: dict[str, TenantCounts] = {}
     added: Counter[str] = Counter()
@@ -77,4 +88,8 @@ def test_tenants_that_were_not_looked_up_for_long_are_forgotten() -> None:
         counts.count_lookup(f"t{number}", 1, 0)
     counts.count_lookup("t0", 1, 0)
     counts.count_lookup("one more", 1, 0)
-    assert counts.of("t0").lookups == 2 and counts.of("t1") == TenantCounts() and counts.of("t2").lookups == 1
+    assert (
+        counts.of("t0").lookups == 2
+        and counts.of("t1") == TenantCounts()
+        and counts.of("t2").lookups == 1
+    )

@@ -47,7 +47,9 @@ def leave_three_blocks(pool: Pool) -> None:
 
 def hit(store: Store) -> int:
     store.open_session(1)
-    return store.lookup(1, 9, "default", store.open_layout(1, b"f", (64,)).number, KEYS, 0, 0).blocks
+    return store.lookup(
+        1, 9, "default", store.open_layout(1, b"f", (64,)).number, KEYS, 0, 0
+    ).blocks
 
 
 def test_blocks_are_adopted(pools: Callable[..., Pool], caplog: pytest.LogCaptureFixture) -> None:
@@ -57,9 +59,16 @@ def test_blocks_are_adopted(pools: Callable[..., Pool], caplog: pytest.LogCaptur
     first.close(keep=True)
     second = pools(2)
     store, start = open_store(second, Limits(), 0)
-    assert (start.adoption.blocks, start.adoption.dropped, start.adoption.held) == (2, 1, 0) and start.seconds > 0
+    assert (start.adoption.blocks, start.adoption.dropped, start.adoption.held) == (
+        2,
+        1,
+        0,
+    ) and start.seconds > 0
     assert start.why_cold == ""
-    assert "adopted 2 blocks, 8KiB, in" in caplog.text and "dropped 1 that could not be proven" in caplog.text
+    assert (
+        "adopted 2 blocks, 8KiB, in" in caplog.text
+        and "dropped 1 that could not be proven" in caplog.text
+    )
     assert hit(store) == 2
     check_integrity(store)
 
@@ -88,7 +97,10 @@ def test_why_a_server_starts_empty(pools: Callable[..., Pool], tmp_path: Path) -
 
 @pytest.mark.parametrize("fault", ["contradiction", "raises"])
 def test_when_it_cannot_be_adopted_other_memory_is_used(
-    fault: str, pools: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str,
+    pools: Callable[..., Pool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = pools(1)
     leave_three_blocks(first)
@@ -103,9 +115,13 @@ def test_when_it_cannot_be_adopted_other_memory_is_used(
     before = (second.directory / "segment-00000").stat().st_ino
     store, start = open_store(second, Limits(), 0)
     assert start.adoption.blocks == 0 and "the server starts empty" in caplog.text
-    assert start.why_cold.startswith("processes of the old" if fault == "contradiction" else "adopting what was left")
+    assert start.why_cold.startswith(
+        "processes of the old" if fault == "contradiction" else "adopting what was left"
+    )
     store.add_slabs(*second.fill_next())
-    assert (second.directory / "segment-00000").stat().st_ino != before, "whose memory the old is, nobody knows"
+    assert (second.directory / "segment-00000").stat().st_ino != before, (
+        "whose memory the old is, nobody knows"
+    )
     assert hit(store) == 0 and second.old_sessions() == 0
     check_integrity(store)
     import os

@@ -19,7 +19,8 @@ SLOT = 4096
 
 @dataclass
 class Hand:
-    """Drives one store. A chain is a word, a block each letter: "abc" and "abd" share the blocks of "a" and "ab"."""
+    """Drives one store. A chain is a word, a block each letter: "abc" and "abd" share the blocks of
+    "a" and "ab"."""
 
     store: Store
     now_ms: int = 1000
@@ -28,7 +29,9 @@ class Hand:
 
     def keys(self, chain: str, layout: int | None = None) -> bytes:
         number = self.layout if layout is None else layout
-        return b"".join(f"{number}{chain[: i + 1]}".encode().ljust(16, b".") for i in range(len(chain)))
+        return b"".join(
+            f"{number}{chain[: i + 1]}".encode().ljust(16, b".") for i in range(len(chain))
+        )
 
     def key(self, chain: str, layout: int | None = None) -> bytes:
         return self.keys(chain, layout)[-16:]
@@ -50,23 +53,33 @@ class Hand:
         keys, parent = self.keys(after + chain, number)[16 * len(after) :], self.key(after, number)
         write = write or next(self.numbers)
         hints = (self.now_ms, priority, ttl_ms)
-        return write, self.store.prepare_store(session, write, tenant, number, shard, parent, keys, *hints)
+        return write, self.store.prepare_store(
+            session, write, tenant, number, shard, parent, keys, *hints
+        )
 
     def complete(self, write: int, session: int = 1, checksum: int = 7) -> int:
         rows = self.store.sessions[session].writes[write].rows
-        return self.store.complete_store(session, write, np.full(len(rows), checksum, np.uint64), self.now_ms).blocks
+        return self.store.complete_store(
+            session, write, np.full(len(rows), checksum, np.uint64), self.now_ms
+        ).blocks
 
-    def put(self, chain: str, tenant: str = "t", *, priority: int = 50, ttl_ms: int = 0, layout: int = 0) -> int:
+    def put(
+        self, chain: str, tenant: str = "t", *, priority: int = 50, ttl_ms: int = 0, layout: int = 0
+    ) -> int:
         """Stores all shards of a chain; returns how many of its blocks were refused."""
         number, refused = layout or self.layout, 0
         for shard in range(self.store.layouts[number].shards):
-            write, plan = self.prepare(chain, tenant, shard=shard, priority=priority, ttl_ms=ttl_ms, layout=number)
+            write, plan = self.prepare(
+                chain, tenant, shard=shard, priority=priority, ttl_ms=ttl_ms, layout=number
+            )
             refused = plan.refused
             if len(plan.slots):
                 self.complete(write)
         return refused
 
-    def lookup(self, chain: str, tenant: str = "t", *, skip: int = 0, session: int = 1, layout: int = 0) -> Hit:
+    def lookup(
+        self, chain: str, tenant: str = "t", *, skip: int = 0, session: int = 1, layout: int = 0
+    ) -> Hit:
         """Looks up and releases at once: a use."""
         lease, hit = self.lease(chain, tenant, skip=skip, session=session, layout=layout)
         self.store.release(session, lease, self.now_ms)
@@ -83,7 +96,9 @@ class Hand:
         return self.store.finish(1, tenant, self.key(chain), self.now_ms)
 
     def quota(self, tenant: str, slots: int | None) -> None:
-        operators.set_quota(self.store, tenant, None if slots is None else slots * SLOT, self.now_ms)
+        operators.set_quota(
+            self.store, tenant, None if slots is None else slots * SLOT, self.now_ms
+        )
 
     def row(self, chain: str, tenant: str = "t", layout: int = 0) -> int:
         owner = self.store.tenants.get(tenant)
@@ -107,7 +122,8 @@ class Hand:
 
 @pytest.fixture
 def hand() -> Iterator[Callable[..., Hand]]:
-    """Makes Hands on stores of a few slots. Whatever a test did, its stores are sound at the end."""
+    """Makes Hands on stores of a few slots. Whatever a test did, its stores are sound at the
+    end."""
     made: list[Hand] = []
 
     def make(

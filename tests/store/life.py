@@ -1,8 +1,9 @@
-"""Random lives of a store whose clients write into a pool, cut off at any line of the store's own code.
+"""Random lives of a store whose clients write into a pool, cut off at any line of the store's own
+code.
 
-What a client may touch is known here independently of the store: slots it was told of and has not given back. What a
-slot holds is known too, so a block that is adopted with another's bytes, or a slot in two hands, is seen.
-"""
+What a client may touch is known here independently of the store: slots it was told of and has not
+given back. What a slot holds is known too, so a block that is adopted with another's bytes, or a
+slot in two hands, is seen."""
 
 from __future__ import annotations
 
@@ -61,9 +62,13 @@ class Life:
 
     random: Random
     columns: PlainColumns = field(default_factory=PlainColumns)
-    memory: dict[tuple[int, int], bytes] = field(default_factory=dict)  # slot and shard -> what was written there
+    memory: dict[tuple[int, int], bytes] = field(
+        default_factory=dict
+    )  # slot and shard -> what was written there
     held: dict[int, Held] = field(default_factory=dict)
-    under_way: set[bytes] = field(default_factory=set)  # keys of the request that is being carried out
+    under_way: set[bytes] = field(
+        default_factory=set
+    )  # keys of the request that is being carried out
     now_ms: int = 1000
     number: int = 0
 
@@ -105,15 +110,29 @@ class Life:
 
     def prepare(self) -> None:
         tenant, layout, keys = self.chain()
-        session, shard = self.random.choice((1, 2)), self.random.randrange(self.store.layouts[layout].shards)
+        session, shard = (
+            self.random.choice((1, 2)),
+            self.random.randrange(self.store.layouts[layout].shards),
+        )
         self.number += 1
         ttl_ms = self.random.choice((0, 0, 5))
         plan = self.store.prepare_store(
-            session, self.number, tenant, layout, shard, b"", b"".join(keys), self.now_ms, 50, ttl_ms
+            session,
+            self.number,
+            tenant,
+            layout,
+            shard,
+            b"",
+            b"".join(keys),
+            self.now_ms,
+            50,
+            ttl_ms,
         )
         if len(plan.slots):
             chosen = [keys[position] for position in plan.positions.tolist()]
-            self.held[self.number] = Held(session, tenant, layout, shard, chosen, plan.slots.tolist())
+            self.held[self.number] = Held(
+                session, tenant, layout, shard, chosen, plan.slots.tolist()
+            )
             for slot in plan.slots.tolist():
                 self.memory[slot, shard] = HALF_WRITTEN
 
@@ -142,9 +161,13 @@ class Life:
         tenant, layout, keys = self.chain()
         session = self.random.choice((1, 2))
         self.number += 1
-        hit = self.store.lookup(session, self.number, tenant, layout, b"".join(keys), 0, self.now_ms)
+        hit = self.store.lookup(
+            session, self.number, tenant, layout, b"".join(keys), 0, self.now_ms
+        )
         if hit.blocks:
-            self.held[self.number] = Held(session, tenant, layout, -1, keys[: hit.blocks], hit.slots.tolist())
+            self.held[self.number] = Held(
+                session, tenant, layout, -1, keys[: hit.blocks], hit.slots.tolist()
+            )
 
     def finish(self) -> None:
         tenant, _, keys = self.chain()
@@ -173,7 +196,11 @@ class Life:
     def ready(self) -> dict[tuple[str, bytes], int]:
         """Tenant and key of every READY block -> its row."""
         table = self.store.blocks.table
-        rows = {(owner.name, key): row for owner in self.store.tenants for key, row in owner.index.items()}
+        rows = {
+            (owner.name, key): row
+            for owner in self.store.tenants
+            for key, row in owner.index.items()
+        }
         return {name: row for name, row in rows.items() if table.state[row] == READY}
 
     def touchable(self) -> set[int]:

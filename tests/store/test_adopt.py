@@ -1,4 +1,5 @@
-"""What the next server finds: all that was ready, nothing that was not, and no slot in two hands."""
+"""What the next server finds: all that was ready, nothing that was not, and no slot in two
+hands."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def check_bytes(life: Life, store: Store) -> None:
         layout = store.layouts[table.layout[row]]
         for shard, check in enumerate(layout.checks[table.check[row]].tolist()):
             if check != ABSENT:
-                assert life.memory[table.slot[row], shard] == content(tenant, key, shard), "another's bytes"
+                assert life.memory[table.slot[row], shard] == content(tenant, key, shard), (
+                    "another's bytes"
+                )
                 assert check == int.from_bytes(content(tenant, key, shard), "little")
 
 
@@ -79,27 +82,35 @@ def shards_offered(store: Store) -> Iterator[tuple[int, int]]:
 
 
 def check_hands(life: Life, store: Store) -> None:
-    """Nobody gets a slot that an old client may still touch, and what old clients read stays where it is."""
+    """Nobody gets a slot that an old client may still touch, and what old clients read stays where
+    it is."""
     table, there = store.blocks.table, found(store)
     for held in life.held.values():
         if held.shard < 0:
             for key, slot in zip(held.keys, held.slots, strict=True):
                 row = there.get((held.tenant, key))
-                assert row is None or table.slot[row] == slot or row not in store.sessions[OLD_SESSIONS].leases.values()
+                assert (
+                    row is None
+                    or table.slot[row] == slot
+                    or row not in store.sessions[OLD_SESSIONS].leases.values()
+                )
     touchable = {
         at
         for held in life.held.values()
         for slot in held.slots
         for at in range(slot, slot + life.store.layouts[held.layout].slot_bytes, SLOT)
     }
-    writing = {(slot, held.shard) for held in life.held.values() if held.shard >= 0 for slot in held.slots}
+    writing = {
+        (slot, held.shard) for held in life.held.values() if held.shard >= 0 for slot in held.slots
+    }
     assert writing.isdisjoint(shards_offered(store)), "a shard's place in two hands"
     assert touchable.isdisjoint(slots_handed_out(store)), "a slot in two hands"
     check_integrity(store)
 
 
 def one_life(seed: int) -> tuple[Life, dict[tuple[str, bytes], int]]:
-    """A life that was cut off, somewhere in the middle of a request. And what was READY before that request."""
+    """A life that was cut off, somewhere in the middle of a request. And what was READY before that
+    request."""
     random = Random(seed)
     life = Life(random)
     life.live(random.randint(5, 60))
@@ -117,16 +128,25 @@ def check_life(seed: int) -> int:
     after = found(store)
     check_bytes(life, store)
     assert after.keys() <= before.keys() | life.ready().keys(), "what was not ready is there"
-    kept = {name for name, row in before.items() if states[row] == READY and name[1] not in life.under_way}
+    kept = {
+        name
+        for name, row in before.items()
+        if states[row] == READY and name[1] not in life.under_way
+    }
     table = life.store.blocks.table
     for name in kept:
         row = before[name]
         while row >= 0 and states[row] == READY:
             row = table.parent[row]
         cut_above = row >= 0  # an ancestor was on its way out
-        assert name in after or cut_above or _lost_its_parent(life, before[name]), "a ready block is lost"
+        assert name in after or cut_above or _lost_its_parent(life, before[name]), (
+            "a ready block is lost"
+        )
     for _ in range(3):  # killed once more, while it adopts
-        killed_after(life.random.randint(0, 300), lambda: adopt(new_store(life.columns), SLABS, True, life.now_ms))
+        killed_after(
+            life.random.randint(0, 300),
+            lambda: adopt(new_store(life.columns), SLABS, True, life.now_ms),
+        )
     again, _ = next_store(life)
     assert found(again).keys() == after.keys()
     check_hands(life, again)
@@ -172,7 +192,9 @@ def hold_nothing(table: object, rows: np.ndarray) -> np.ndarray:
     return rows[:0]
 
 
-def say_so_first(blocks: Blocks, tenant: Any, layout: Any, parent: int, keys: list[bytes], *hints: int) -> Any:
+def say_so_first(
+    blocks: Blocks, tenant: Any, layout: Any, parent: int, keys: list[bytes], *hints: int
+) -> Any:
     """The state before what it says."""
     table = blocks.table
     rows = [*table._free[::-1], *range(table._next, table._next + len(keys))][: len(keys)]
@@ -257,10 +279,14 @@ def test_random_bytes_neither_raise_nor_hang(old_sessions: bool) -> None:
         life, _ = one_life(seed)
         random = np.random.default_rng(seed)
         names = sorted(columns_of(life))
-        for name in random.choice(names, random.integers(1, len(names) + 1), replace=False).tolist():
+        for name in random.choice(
+            names, random.integers(1, len(names) + 1), replace=False
+        ).tolist():
             column = columns_of(life)[name]
             raw = column.view(np.uint8).reshape(-1)[: 64 * column.nbytes // len(column)]
-            raw[:] = random.integers(0, 256, raw.size) if seed % 3 else random.integers(0, 5, raw.size)
+            raw[:] = (
+                random.integers(0, 256, raw.size) if seed % 3 else random.integers(0, 5, raw.size)
+            )
         next_store(life, old_sessions)
 
 
@@ -295,7 +321,11 @@ def test_hints_quotas_and_uses_go_on() -> None:
     assert adopt(store, SLABS, False, 0).blocks == 2
     row = found(store)["a", KEY_B]
     table = store.blocks.table
-    assert (table.priority[row], table.expires_ms[row], table.finished[row] == table.used[row]) == (70, 500, True)
+    assert (table.priority[row], table.expires_ms[row], table.finished[row] == table.used[row]) == (
+        70,
+        500,
+        True,
+    )
     operators.set_quota(store, "a", SLOT, 0)
     assert [tenant.tenant for tenant in operators.usage(store)] == ["a"]
     assert store.tenants.get("a").usage_bytes == 2 * SLOT  # type: ignore[union-attr]
@@ -305,7 +335,9 @@ def test_hints_quotas_and_uses_go_on() -> None:
 
 
 @pytest.mark.parametrize(("checksums", "adopted"), [([5, 0], 1), ([0, 6], 0), ([5, ABSENT], 2)])
-def test_what_was_stored_without_a_checksum_is_dropped_with_all_below(checksums: list[int], adopted: int) -> None:
+def test_what_was_stored_without_a_checksum_is_dropped_with_all_below(
+    checksums: list[int], adopted: int
+) -> None:
     columns = PlainColumns()
     stored(columns, checksums)
     store = new_store(columns)
@@ -347,8 +379,11 @@ def test_a_slot_that_two_claim_is_neithers() -> None:
 
 
 @pytest.mark.parametrize(("tenant", "layout"), [("b", 1), ("a", 2)])
-def test_a_block_that_hangs_on_another_tenants_or_layouts_block_is_dropped(tenant: str, layout: int) -> None:
-    """Its seal matches all the same: that knows the parent's key, and two tenants may have a block of the same key."""
+def test_a_block_that_hangs_on_another_tenants_or_layouts_block_is_dropped(
+    tenant: str, layout: int
+) -> None:
+    """Its seal matches all the same: that knows the parent's key, and two tenants may have a block
+    of the same key."""
     columns = PlainColumns()
     old = stored(columns, [5, 6])
     fingerprint, shards = LAYOUTS[layout - 1]

@@ -1,5 +1,5 @@
-"""What old processes may touch stays theirs: under leases that lost their end, in shards on their way, however often
-adoption itself is cut off."""
+"""What old processes may touch stays theirs: under leases that lost their end, in shards on their
+way, however often adoption itself is cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The states of a block: visible when whole and its prefix is, gone when nobody holds it, and nothing in between."""
+"""The states of a block: visible when whole and its prefix is, gone when nobody holds it, and
+nothing in between."""
 
 from __future__ import annotations
 
@@ -41,13 +42,17 @@ def test_abandoned_blocks_go_at_once_with_empty_parents(hand: Callable[..., Any]
     assert h.chains() == set() and h.store.slabs.available(4096) == 4
 
 
-def test_a_long_empty_chain_goes_in_one_step(hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_empty_chain_goes_in_one_step(
+    hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     h = hand(16)
     h.put("ab")
     write, _ = h.prepare("cdefghijkl", after="ab")
     freed: list[int] = []
     give = h.store.slabs.give
-    monkeypatch.setattr(h.store.slabs, "give", lambda slots: (freed.append(len(slots)), give(slots)))
+    monkeypatch.setattr(
+        h.store.slabs, "give", lambda slots: (freed.append(len(slots)), give(slots))
+    )
     h.store.abandon_store(1, write, h.now_ms)
     assert freed == [10] and h.chains() == {"a", "ab"}
     operators.clear(h.store, "t")
@@ -84,7 +89,9 @@ def test_dropped_while_leased_is_freed_by_the_last_release(hand: Callable[..., A
     h.put("abc")
     (first, _), (second, _) = h.lease("abc"), h.lease("ab")
     assert operators.drop_block(h.store, "t", h.key("ab")) == 2
-    assert h.chains() == {"a"} and h.states() == ["evicting", "evicting", "ready"] and h.usage() == 3
+    assert (
+        h.chains() == {"a"} and h.states() == ["evicting", "evicting", "ready"] and h.usage() == 3
+    )
     assert h.put("xyz") == 2, "slots that somebody reads are not handed out"
     h.store.release(1, first, h.now_ms)
     assert h.states() == ["evicting", "ready", "ready"]

@@ -24,14 +24,18 @@ def test_rows_of_checksums_are_reused_and_survive_growth() -> None:
     more = layout.take_checks(300)
     assert int(rows[5]) in more.tolist() and len({*rows.tolist(), *more.tolist()}) == 499
     kept = [*range(5), *range(6, 200)]
-    assert layout.checks[kept, 1].tolist() == kept and not layout.checks[more].any(), "new ones say nothing"
+    assert layout.checks[kept, 1].tolist() == kept and not layout.checks[more].any(), (
+        "new ones say nothing"
+    )
 
 
 def test_one_fingerprint_is_one_layout() -> None:
     layouts = Layouts(4, 1 << 20)
     layout = layouts.open(1, b"f", (64,))
     assert layouts.open(2, b"f", (64,)) is layout and layout.sessions == {1, 2}
-    with pytest.raises(RequestError, match=r"known with shards of \[64\] bytes, not \[65\]") as error:
+    with pytest.raises(
+        RequestError, match=r"known with shards of \[64\] bytes, not \[65\]"
+    ) as error:
         layouts.open(1, b"f", (65,))
     assert (error.value.code, error.value.field) == ("layout_conflict", "shard_bytes")
 
@@ -61,4 +65,6 @@ def test_at_the_limit_a_layout_that_nobody_needs_makes_way() -> None:
     layouts.forget_session(2)
     second.blocks = 0
     layouts.open(1, b"d", (64,))
-    assert [layout.fingerprint for layout in layouts] == [b"a", b"c", b"d"] and first in list(layouts)
+    assert [layout.fingerprint for layout in layouts] == [b"a", b"c", b"d"] and first in list(
+        layouts
+    )

@@ -1,4 +1,5 @@
-"""A limit is a ceiling: never exceeded, paid for by the tenant's own blocks, and in force from the moment it is set."""
+"""A limit is a ceiling: never exceeded, paid for by the tenant's own blocks, and in force from the
+moment it is set."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def default_limit(hand: Any, slots: int | None) -> bool:
     return not hand.store.has_to_tidy
 
 
-def test_a_store_beyond_the_limit_evicts_the_tenants_own_blocks_and_no_others(hand: Callable[..., Any]) -> None:
+def test_a_store_beyond_the_limit_evicts_the_tenants_own_blocks_and_no_others(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(16)
     h.put("xy", "bob")
     limit(h, "ann", 4)
@@ -35,7 +38,9 @@ def test_a_store_beyond_the_limit_evicts_the_tenants_own_blocks_and_no_others(ha
     assert h.usage("ann") == 4 and h.store.slabs.available(SLOT) == 10
 
 
-def test_a_chain_longer_than_the_limit_is_stored_as_far_as_it_fits(hand: Callable[..., Any]) -> None:
+def test_a_chain_longer_than_the_limit_is_stored_as_far_as_it_fits(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(16)
     limit(h, "ann", 3)
     assert h.put("abcde", "ann") == 2
@@ -78,7 +83,9 @@ def test_a_limit_of_0_stores_nothing_and_drops_what_was_there(hand: Callable[...
     assert h.put("abc", "ann") == 0 and h.lookup("abc", "ann").blocks == 3
 
 
-def test_a_tenant_that_may_store_nothing_takes_no_place_among_tenants(hand: Callable[..., Any]) -> None:
+def test_a_tenant_that_may_store_nothing_takes_no_place_among_tenants(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(8, limits=Limits(tenants=1))
     limit(h, "ann", 8)
     h.put("x", "ann")
@@ -94,7 +101,9 @@ def test_a_tenant_that_may_store_nothing_takes_no_place_among_tenants(hand: Call
     assert h.chains("ann") == {"x"}, "nothing of others made way for what is never stored"
 
 
-def test_lowering_a_limit_evicts_down_to_it_at_once_oldest_leaves_first(hand: Callable[..., Any]) -> None:
+def test_lowering_a_limit_evicts_down_to_it_at_once_oldest_leaves_first(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(16)
     h.put("abc", "ann")
     h.put("xyz", "ann")
@@ -103,7 +112,9 @@ def test_lowering_a_limit_evicts_down_to_it_at_once_oldest_leaves_first(hand: Ca
     assert h.chains("ann") == {"a", "ab", "abc", "x"} and h.usage("ann") == 4
 
 
-def test_leased_blocks_leave_the_index_at_once_and_count_until_they_are_released(hand: Callable[..., Any]) -> None:
+def test_leased_blocks_leave_the_index_at_once_and_count_until_they_are_released(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(16)
     h.put("abcd", "ann")
     lease, _ = h.lease("abcd", "ann")
@@ -137,7 +148,9 @@ def test_blocks_being_written_go_when_their_write_ends(hand: Callable[..., Any])
     assert h.usage("ann") == 0
 
 
-def test_a_limit_is_reached_in_pieces_whether_or_not_anybody_waits_for_it(hand: Callable[..., Any]) -> None:
+def test_a_limit_is_reached_in_pieces_whether_or_not_anybody_waits_for_it(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(16)
     h.put("abcdefgh", "ann")
     h.store.blocks.a_turn = 1
@@ -149,7 +162,9 @@ def test_a_limit_is_reached_in_pieces_whether_or_not_anybody_waits_for_it(hand: 
     assert h.chains("ann") == {"a", "ab"}
 
 
-def test_a_tenant_whose_limit_is_not_reached_yet_comes_nearer_to_it_with_each_store(hand: Callable[..., Any]) -> None:
+def test_a_tenant_whose_limit_is_not_reached_yet_comes_nearer_to_it_with_each_store(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(16)
     h.put("abcdefgh", "ann")
     h.store.blocks.a_turn = 2
@@ -158,7 +173,9 @@ def test_a_tenant_whose_limit_is_not_reached_yet_comes_nearer_to_it_with_each_st
     assert h.put("xy", "ann") == 0 and h.usage("ann") == 3
 
 
-def test_the_default_limit_is_for_tenants_without_one_of_their_own(hand: Callable[..., Any]) -> None:
+def test_the_default_limit_is_for_tenants_without_one_of_their_own(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(16)
     h.put("abc", "ann")
     h.put("xyz", "bob")
@@ -177,8 +194,16 @@ def test_a_limit_below_the_quota_is_refused_and_names_both(hand: Callable[..., A
     limit(h, "bob", 2)
     default = "default_limit = 12KiB (12288 bytes) is less than quota_bytes of 1 tenants"
     for request, field, text in (
-        (lambda: limit(h, "ann", 3), "limit_bytes", "limit_bytes = 12KiB (12288 bytes) is less than quota_bytes"),
-        (lambda: h.quota("bob", 3), "quota_bytes", "quota_bytes = 12KiB (12288 bytes) is more than limit_bytes = 8KiB"),
+        (
+            lambda: limit(h, "ann", 3),
+            "limit_bytes",
+            "limit_bytes = 12KiB (12288 bytes) is less than quota_bytes",
+        ),
+        (
+            lambda: h.quota("bob", 3),
+            "quota_bytes",
+            "quota_bytes = 12KiB (12288 bytes) is more than limit_bytes = 8KiB",
+        ),
         (lambda: default_limit(h, 3), "default_limit", default),
     ):
         with pytest.raises(RequestError) as error:
@@ -187,7 +212,9 @@ def test_a_limit_below_the_quota_is_refused_and_names_both(hand: Callable[..., A
         assert text in error.value.message and "kvkeep tenants set-" in error.value.hint
     limit(h, "ann", 4)
     default_limit(h, 3)
-    with pytest.raises(RequestError, match=r"default_limit = 12KiB .* is less than quota_bytes = 16KiB"):
+    with pytest.raises(
+        RequestError, match=r"default_limit = 12KiB .* is less than quota_bytes = 16KiB"
+    ):
         limit(h, "ann", None)
 
 
@@ -208,10 +235,15 @@ def test_a_limit_lowers_the_default_quota_of_its_tenant(hand: Callable[..., Any]
     h = hand(16, default_quota=4)
     limit(h, "ann", 1)
     h.put("x", "bob")
-    assert {u.tenant: u.quota_bytes for u in operators.usage(h.store)} == {"ann": SLOT, "bob": 4 * SLOT}
+    assert {u.tenant: u.quota_bytes for u in operators.usage(h.store)} == {
+        "ann": SLOT,
+        "bob": 4 * SLOT,
+    }
 
 
-def test_tenants_with_a_limit_alone_still_make_way_for_others_oldest_first(hand: Callable[..., Any]) -> None:
+def test_tenants_with_a_limit_alone_still_make_way_for_others_oldest_first(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(4)
     h.put("a", "ann")
     limit(h, "bob", 3)
@@ -226,10 +258,16 @@ def test_tenants_with_a_limit_alone_still_make_way_for_others_oldest_first(hand:
 # -- quotas kept from a larger pool
 
 
-def test_own_quotas_that_exceed_the_pool_are_scaled_down_to_fit_it_exactly(hand: Callable[..., Any]) -> None:
+def test_own_quotas_that_exceed_the_pool_are_scaled_down_to_fit_it_exactly(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(10)
-    operators.restore(h.store, {"ann": 20 * SLOT, "bob": 5 * SLOT, "cy": 1}, {}, None, None, h.now_ms)
-    shown = {each.tenant: (each.quota_bytes, each.set_quota_bytes) for each in operators.usage(h.store)}
+    operators.restore(
+        h.store, {"ann": 20 * SLOT, "bob": 5 * SLOT, "cy": 1}, {}, None, None, h.now_ms
+    )
+    shown = {
+        each.tenant: (each.quota_bytes, each.set_quota_bytes) for each in operators.usage(h.store)
+    }
     pool, promised = 10 * SLOT, 25 * SLOT + 1
     assert shown == {
         "ann": (20 * SLOT * pool // promised, 20 * SLOT),
@@ -247,7 +285,9 @@ def test_scaled_quotas_protect_what_they_promise(hand: Callable[..., Any]) -> No
     assert (h.usage("ann"), h.usage("bob")) == (6, 4)
 
 
-def test_scaled_quotas_can_be_lowered_but_not_raised_and_return_when_they_fit(hand: Callable[..., Any]) -> None:
+def test_scaled_quotas_can_be_lowered_but_not_raised_and_return_when_they_fit(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(10)
     operators.restore(h.store, {"ann": 12 * SLOT, "bob": 8 * SLOT}, {}, None, None, h.now_ms)
     for tenant, slots in (("ann", 13), ("cy", 1)):
@@ -258,7 +298,10 @@ def test_scaled_quotas_can_be_lowered_but_not_raised_and_return_when_they_fit(ha
     assert h.store.tenants.get("bob").quota_bytes == 8 * SLOT * 10 // 15
     h.quota("ann", 2)
     assert not h.store.tenants.is_scaled
-    assert {u.tenant: u.quota_bytes for u in operators.usage(h.store)} == {"ann": 2 * SLOT, "bob": 8 * SLOT}
+    assert {u.tenant: u.quota_bytes for u in operators.usage(h.store)} == {
+        "ann": 2 * SLOT,
+        "bob": 8 * SLOT,
+    }
 
 
 def test_restored_limits_hold_for_adopted_blocks(hand: Callable[..., Any]) -> None:
@@ -266,5 +309,7 @@ def test_restored_limits_hold_for_adopted_blocks(hand: Callable[..., Any]) -> No
     h.put("abcd", "ann")
     h.put("xyz", "bob")
     operators.restore(h.store, {"ann": 8 * SLOT}, {"ann": 2 * SLOT}, 20 * SLOT, SLOT, h.now_ms)
-    shown = {u.tenant: (u.usage_bytes, u.quota_bytes, u.limit_bytes) for u in operators.usage(h.store)}
+    shown = {
+        u.tenant: (u.usage_bytes, u.quota_bytes, u.limit_bytes) for u in operators.usage(h.store)
+    }
     assert shown == {"ann": (2 * SLOT, 2 * SLOT, 2 * SLOT), "bob": (SLOT, SLOT, SLOT)}

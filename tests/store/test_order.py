@@ -134,14 +134,20 @@ def test_half_written_blocks_are_as_young_as_any(hand: Callable[..., Any]) -> No
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
-def test_a_rank_that_is_behind_another_completes_what_that_one_began(hand: Callable[..., Any], behind: int) -> None:
-    """A full pool, and two ranks that store the same chains, one of them some stores later than the other."""
+def test_a_rank_that_is_behind_another_completes_what_that_one_began(
+    hand: Callable[..., Any], behind: int
+) -> None:
+    """A full pool, and two ranks that store the same chains, one of them some stores later than the
+    other."""
     h = hand(20, shard_bytes=(64, 64))
     for old in range(20):
         h.put(chr(ord("a") + old))
     names = [f"{chr(0x100 + 2 * at)}{chr(0x101 + 2 * at)}" for at in range(30)]
     for at in range(len(names) + behind):
-        for shard, chains in ((0, names[at : at + 1]), (1, names[max(0, at - behind) : max(0, at - behind + 1)])):
+        for shard, chains in (
+            (0, names[at : at + 1]),
+            (1, names[max(0, at - behind) : max(0, at - behind + 1)]),
+        ):
             for chain in chains:
                 write, _ = h.prepare(chain, shard=shard)
                 if write in h.store.sessions[1].writes:
@@ -161,7 +167,9 @@ def test_what_a_missing_rank_leaves_undone_is_not_waited_for(hand: Callable[...,
     assert h.chains() >= whole, "they take what was free, and then each other's place"
     for number in range(80):
         h.put(chr(0x800 + number))
-    assert h.chains() == {chr(0x800 + number) for number in range(80)}, "and go like others, whatever their priority"
+    assert h.chains() == {chr(0x800 + number) for number in range(80)}, (
+        "and go like others, whatever their priority"
+    )
 
 
 def test_queues_do_not_grow_with_what_has_passed_through(hand: Callable[..., Any]) -> None:
@@ -177,7 +185,9 @@ def test_queues_do_not_grow_with_what_has_passed_through(hand: Callable[..., Any
 
 
 @pytest.mark.parametrize("slots", [None, 4])
-def test_the_queue_of_a_tenant_without_blocks_is_forgotten(hand: Callable[..., Any], slots: int | None) -> None:
+def test_the_queue_of_a_tenant_without_blocks_is_forgotten(
+    hand: Callable[..., Any], slots: int | None
+) -> None:
     h = hand(4, default_quota=slots)
     h.put("ab")
     operators.clear(h.store)

@@ -18,7 +18,13 @@ def test_tenants_are_found_by_number() -> None:
     records.put(500, "t-" + "0f" * 16)
     records.put(0, "älter")
     again = TenantRecords(columns)
-    assert [again.get(number) for number in (0, 500, 1, -1, 10**6)] == ["älter", "t-" + "0f" * 16, None, None, None]
+    assert [again.get(number) for number in (0, 500, 1, -1, 10**6)] == [
+        "älter",
+        "t-" + "0f" * 16,
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("length", [0, -1, 61, 2**31 - 1])
@@ -57,11 +63,16 @@ def test_the_place_of_a_layout_that_was_removed_is_used_again() -> None:
     records.remove(1)
     assert [found.number for found in LayoutRecords(columns).find_all()] == [2]
     records.put(7, b"c", (5,))
-    assert LayoutRecords(columns).find_all() == [LayoutFound(7, b"c", (5,), {}), LayoutFound(2, b"b", (1,), {})]
+    assert LayoutRecords(columns).find_all() == [
+        LayoutFound(7, b"c", (5,), {}),
+        LayoutFound(2, b"b", (1,), {}),
+    ]
     assert len(columns.grow("layouts", LAYOUT, 0, 0)) == 2
 
 
-@pytest.mark.parametrize("name", ["check", "number", "fingerprint_bytes", "fingerprint", "shards", "shard_bytes"])
+@pytest.mark.parametrize(
+    "name", ["check", "number", "fingerprint_bytes", "fingerprint", "shards", "shard_bytes"]
+)
 def test_a_damaged_layout_is_none(name: str) -> None:
     columns = PlainColumns()
     LayoutRecords(columns).put(1, b"a", (1, 2))
@@ -78,7 +89,11 @@ def test_what_a_worker_said_counts_whole_or_not_at_all() -> None:
     records.put_physical(1, 1, DIGEST)
     entry = columns.grow("layouts", LAYOUT, 0, 0)[0]["physical"][1]
     entry[2], check = 0, int(entry[2])
-    assert LayoutRecords(columns).find_all()[0].physical == {}, "killed before the worker heard of it"
+    assert LayoutRecords(columns).find_all()[0].physical == {}, (
+        "killed before the worker heard of it"
+    )
     entry[2] = check
     entry[0] ^= np.uint64(1)
-    assert LayoutRecords(columns).find_all() == [], "else another kind of worker could take its place"
+    assert LayoutRecords(columns).find_all() == [], (
+        "else another kind of worker could take its place"
+    )

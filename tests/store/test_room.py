@@ -12,7 +12,16 @@ def test_exactly_what_is_needed_goes(hand: Callable[..., Any]) -> None:
     h = hand(8)
     h.put("abcdefg")
     h.put("xyz")
-    assert h.store.room.evictions == 2 and h.chains() == {"a", "ab", "abc", "abcd", "abcde", "x", "xy", "xyz"}
+    assert h.store.room.evictions == 2 and h.chains() == {
+        "a",
+        "ab",
+        "abc",
+        "abcd",
+        "abcde",
+        "x",
+        "xy",
+        "xyz",
+    }
 
 
 def test_without_quotas_the_pool_is_one_lru(hand: Callable[..., Any]) -> None:
@@ -60,7 +69,9 @@ def test_a_tenant_without_a_quota_lives_on_what_others_leave(hand: Callable[...,
     assert h.put("z", "bob") == 0 and h.chains("bob") == {"z"}
 
 
-def test_what_a_tenant_reads_beyond_its_quota_leaves_room_for_the_quotas_of_others(hand: Callable[..., Any]) -> None:
+def test_what_a_tenant_reads_beyond_its_quota_leaves_room_for_the_quotas_of_others(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(8)
     for chain in ("abcd", "efgh"):
         h.put(chain, "ann")
@@ -77,7 +88,9 @@ def test_what_a_tenant_reads_beyond_its_quota_leaves_room_for_the_quotas_of_othe
     assert h.lookup("efgh", "ann").blocks == 1, "its other blocks made way for bob"
 
 
-def test_what_a_tenant_writes_beyond_its_quota_leaves_room_for_the_quotas_of_others(hand: Callable[..., Any]) -> None:
+def test_what_a_tenant_writes_beyond_its_quota_leaves_room_for_the_quotas_of_others(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(8)
     h.quota("bob", 6)
     write, plan = h.prepare("abcd", "ann")
@@ -95,7 +108,9 @@ def test_a_chain_is_held_as_a_whole_by_who_extends_it(hand: Callable[..., Any]) 
     assert h.prepare("ef", "ann", after="abcd")[1].refused == 1, "five may be held"
     h.quota("bob", 4)
     assert h.prepare("xyz", "cy")[1].refused == 3
-    assert len(h.prepare("wxyz", "bob")[1].slots) == 3, "the quota was raised while ann held more than is left"
+    assert len(h.prepare("wxyz", "bob")[1].slots) == 3, (
+        "the quota was raised while ann held more than is left"
+    )
 
 
 def test_a_shard_that_may_not_be_held_is_not_written(hand: Callable[..., Any]) -> None:
@@ -115,7 +130,9 @@ def test_a_borrower_never_falls_below_its_quota_by_a_large_block(hand: Callable[
     h.quota("ann", 3)
     h.put("ab", "ann", layout=large)  # 4 slots' worth: one above its quota
     h.put("xy", "bob")
-    assert h.put("pq", "cy", layout=large) == 1, "cy gets bob's; ann may lose one slot, and has only pairs"
+    assert h.put("pq", "cy", layout=large) == 1, (
+        "cy gets bob's; ann may lose one slot, and has only pairs"
+    )
     assert h.usage("ann") == 4
 
 
@@ -153,7 +170,9 @@ def test_a_stale_model_gives_slabs_to_one_of_another_size(hand: Callable[..., An
     assert h.put("abcd") == 0 and h.store.slabs.sizes() == {8192: 3, 4096: 1}
 
 
-def test_a_new_model_beside_a_busy_one_gets_slabs_and_does_not_starve(hand: Callable[..., Any]) -> None:
+def test_a_new_model_beside_a_busy_one_gets_slabs_and_does_not_starve(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(4, slabs=4)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     for word in ("abcd", "efgh", "ijkl", "mnop"):
@@ -162,7 +181,9 @@ def test_a_new_model_beside_a_busy_one_gets_slabs_and_does_not_starve(hand: Call
         h.put(chr(0x100 + i))  # the first model goes on
         assert h.put(chr(0x1000 + i % 4), layout=large) == 0
     assert set(h.store.slabs.sizes()) == {4096, 8192}
-    assert all(h.lookup(chr(0x1000 + i), layout=large).blocks for i in range(4)), "what is in use has stayed"
+    assert all(h.lookup(chr(0x1000 + i), layout=large).blocks for i in range(4)), (
+        "what is in use has stayed"
+    )
 
 
 def test_slabs_of_the_prefix_of_a_busy_chain_are_not_cold(hand: Callable[..., Any]) -> None:
@@ -228,11 +249,19 @@ def test_emptied_slabs_leave_what_others_hang_on_in_line(hand: Callable[..., Any
     h.put("abcdef")
     h.lookup("abcdef")
     used = h.store.blocks.table.used[h.row("abcdef")]
-    assert h.put("A", layout=large) == 0 and h.chains() >= {"a", "ab", "abc", "abcd"} and "abcde" not in h.chains()
-    assert h.store.blocks.table.used[h.row("abcd")] == used, "the first that stays inherits the last use"
+    assert (
+        h.put("A", layout=large) == 0
+        and h.chains() >= {"a", "ab", "abc", "abcd"}
+        and "abcde" not in h.chains()
+    )
+    assert h.store.blocks.table.used[h.row("abcd")] == used, (
+        "the first that stays inherits the last use"
+    )
 
 
-def test_minted_tenants_on_the_default_quota_keep_nothing_from_one_with_its_own(hand: Callable[..., Any]) -> None:
+def test_minted_tenants_on_the_default_quota_keep_nothing_from_one_with_its_own(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(6, default_quota=2)
     for name in ("m1", "m2", "m3"):
         h.put("ab", name)
@@ -254,7 +283,9 @@ def test_borrowers_give_way_before_tenants_on_the_default_quota(hand: Callable[.
     assert (h.usage("m1"), h.usage("m2")) == (1, 2)
 
 
-def test_slabs_of_tenants_on_the_default_quota_go_to_one_with_its_own(hand: Callable[..., Any]) -> None:
+def test_slabs_of_tenants_on_the_default_quota_go_to_one_with_its_own(
+    hand: Callable[..., Any],
+) -> None:
     h = hand(4, slabs=2, default_quota=4)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.put("abcd", "m1")

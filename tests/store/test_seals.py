@@ -17,7 +17,11 @@ def table_of_two() -> tuple[BlockTable, Layout, np.ndarray]:
     rows = table.take(2)
     table.keys.put(rows, bytes(range(32)))
     many = table.many
-    many.parent[rows], many.slot[rows], many.check[rows] = [-1, rows[0]], [4096, 8192], layout.take_checks(2)
+    many.parent[rows], many.slot[rows], many.check[rows] = (
+        [-1, rows[0]],
+        [4096, 8192],
+        layout.take_checks(2),
+    )
     many.priority[rows], many.expires_ms[rows] = 50, [0, 99]
     layout.checks[:2] = [[1, 2], [3, 4]]
     return table, layout, rows
@@ -29,11 +33,15 @@ def test_a_seal_is_the_same_whoever_asks() -> None:
     assert both[0] != both[1]
     assert seals(table, rows[1:], layout, np.array([WORD])).tolist() == both[1:].tolist()
     table.many.used[rows], table.many.pins[rows], table.many.finished[rows] = 5, 6, 7
-    assert seals(table, rows, layout, WORD).tolist() == both.tolist(), "what changes with every use is not covered"
+    assert seals(table, rows, layout, WORD).tolist() == both.tolist(), (
+        "what changes with every use is not covered"
+    )
 
 
 @pytest.mark.parametrize("bit", [0, 1, 31, 62])
-@pytest.mark.parametrize("name", ["slot", "expires_ms", "key", "parent's key", "checks", "layout", "tenant"])
+@pytest.mark.parametrize(
+    "name", ["slot", "expires_ms", "key", "parent's key", "checks", "layout", "tenant"]
+)
 def test_one_bit_of_anything_else_changes_it(name: str, bit: int) -> None:
     table, layout, rows = table_of_two()
     before, word = seals(table, rows[1:], layout, WORD)[0], WORD
@@ -70,4 +78,6 @@ def test_words_that_change_places_are_seen() -> None:
     assert (seals(table, rows, layout, WORD) != before).all()
     table.many.slot[rows] |= np.int64(-(2**63))
     table.keys.words[rows] ^= np.uint64(1 << 63)
-    assert (seals(table, rows, layout, WORD) != before).all(), "the highest bits of two words do not cancel out"
+    assert (seals(table, rows, layout, WORD) != before).all(), (
+        "the highest bits of two words do not cancel out"
+    )

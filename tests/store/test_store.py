@@ -1,4 +1,5 @@
-"""The store's requests one by one: what they answer, what they refuse, and that a refusal changes nothing."""
+"""The store's requests one by one: what they answer, what they refuse, and that a refusal changes
+nothing."""
 
 from __future__ import annotations
 
@@ -23,18 +24,24 @@ def refused(request: Callable[[], object], code: str, field: str, hint: str = ""
     assert hint in error.value.hint
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------
+# -- lookups ---------------------------------------------------------------------------------------
 
 
 def test_a_hit_is_leased_and_described_from_skip_on(hand: Hands) -> None:
     h = hand()
     h.put("abc")
     _, hit = h.lease("abcd", skip=1)
-    assert hit.blocks == 3 and hit.slots.tolist() == [4096, 8192] and hit.checksums.tolist() == [[7], [7]]
+    assert (
+        hit.blocks == 3
+        and hit.slots.tolist() == [4096, 8192]
+        and hit.checksums.tolist() == [[7], [7]]
+    )
     assert list(h.store.sessions[1].leases.values()) == [h.row("abc")]
 
 
-@pytest.mark.parametrize(("chain", "skip", "blocks"), [("abc", 3, 3), ("abcd", 4, 3), ("xyz", 0, 0), ("", 0, 0)])
+@pytest.mark.parametrize(
+    ("chain", "skip", "blocks"), [("abc", 3, 3), ("abcd", 4, 3), ("xyz", 0, 0), ("", 0, 0)]
+)
 def test_nothing_beyond_skip_is_no_lease(hand: Hands, chain: str, skip: int, blocks: int) -> None:
     h = hand()
     h.put("abc")
@@ -47,7 +54,9 @@ def test_tenants_never_share_blocks(hand: Hands) -> None:
     h = hand()
     h.put("ab", "ann")
     assert h.lookup("ab", "bob").blocks == 0 and h.put("ab", "bob") == 0
-    assert set(h.lookup("ab", "ann").slots.tolist()).isdisjoint(h.lookup("ab", "bob").slots.tolist())
+    assert set(h.lookup("ab", "ann").slots.tolist()).isdisjoint(
+        h.lookup("ab", "bob").slots.tolist()
+    )
 
 
 def test_a_block_of_another_layout_is_a_miss(hand: Hands) -> None:
@@ -64,12 +73,22 @@ def test_lookups_are_refused_with_field_and_remedy(hand: Hands) -> None:
     refused(lambda: look(9, 1, "t", 1, b"", 0, 0), "unknown_session", "session", "Hello")
     refused(lambda: look(1, 1, "t", 9, b"", 0, 0), "unknown_layout", "layout", "OpenLayout")
     refused(lambda: look(1, 1, "t", 1, b"x", 0, 0), "bad_keys", "keys")
-    refused(lambda: look(1, 1, "t", 1, bytes(80), 0, 0), "too_many_blocks", "keys", "--max-blocks-per-request")
+    refused(
+        lambda: look(1, 1, "t", 1, bytes(80), 0, 0),
+        "too_many_blocks",
+        "keys",
+        "--max-blocks-per-request",
+    )
     for skip in (-1, 3):
         refused(lambda skip=skip: look(1, 1, "t", 1, h.keys("ab"), skip, 0), "bad_skip", "skip")
     lease, _ = h.lease("ab")
     refused(lambda: look(1, lease, "t", 1, b"", 0, 0), "lease_exists", "lease")
-    refused(lambda: look(1, lease + 1, "t", 1, b"", 0, 0), "too_many_leases", "lease", "--max-leases-per-session")
+    refused(
+        lambda: look(1, lease + 1, "t", 1, b"", 0, 0),
+        "too_many_leases",
+        "lease",
+        "--max-leases-per-session",
+    )
 
 
 def test_releasing_twice_is_no_error(hand: Hands) -> None:
@@ -79,7 +98,7 @@ def test_releasing_twice_is_no_error(hand: Hands) -> None:
     assert h.store.release(1, lease, 0) and not h.store.release(1, lease, 0)
 
 
-# -- stores ------------------------------------------------------------------------------------------------------
+# -- stores ----------------------------------------------------------------------------------------
 
 
 def test_what_is_there_or_on_its_way_is_not_written_again(hand: Hands) -> None:
@@ -88,7 +107,11 @@ def test_what_is_there_or_on_its_way_is_not_written_again(hand: Hands) -> None:
     h.store.open_session(2)
     _, mine = h.prepare("abcd")
     _, theirs = h.prepare("abcde", session=2)
-    assert mine.positions.tolist() == [2, 3] and theirs.positions.tolist() == [4] and theirs.refused == 0
+    assert (
+        mine.positions.tolist() == [2, 3]
+        and theirs.positions.tolist() == [4]
+        and theirs.refused == 0
+    )
 
 
 def test_each_shard_is_written_once_by_whoever_has_it(hand: Hands) -> None:
@@ -172,8 +195,14 @@ def test_the_limit_on_writes_counts_joined_blocks_too(hand: Hands) -> None:
 def test_completing_needs_a_checksum_a_block(hand: Hands) -> None:
     h = hand()
     write, _ = h.prepare("ab")
-    refused(lambda: h.store.complete_store(1, write, np.zeros(1, np.uint64), 0), "bad_checksums", "checksums")
-    refused(lambda: h.store.complete_store(1, 999, np.zeros(0, np.uint64), 0), "unknown_write", "write")
+    refused(
+        lambda: h.store.complete_store(1, write, np.zeros(1, np.uint64), 0),
+        "bad_checksums",
+        "checksums",
+    )
+    refused(
+        lambda: h.store.complete_store(1, 999, np.zeros(0, np.uint64), 0), "unknown_write", "write"
+    )
     assert h.lookup("ab").blocks == 0
     stored = h.store.complete_store(1, write, np.array([5, 2**64 - 1], np.uint64), 0)
     assert (stored.blocks, stored.nbytes) == (2, 128)
@@ -187,7 +216,7 @@ def test_abandoning_twice_is_no_error(hand: Hands) -> None:
     assert h.states() == []
 
 
-# -- sessions and layouts ----------------------------------------------------------------------------------------
+# -- sessions and layouts --------------------------------------------------------------------------
 
 
 def test_a_session_that_ends_gives_everything_back(hand: Hands) -> None:
@@ -212,7 +241,11 @@ def test_sessions_are_limited_and_unique(hand: Hands) -> None:
 def test_layouts_have_shards_of_at_least_a_byte(hand: Hands) -> None:
     h = hand(limits=Limits(shards=2))
     for shard_bytes in ((), (1, 1, 1), (0,), (64, -1)):
-        refused(lambda shard_bytes=shard_bytes: h.store.open_layout(1, b"x", shard_bytes), "bad_shards", "shard_bytes")
+        refused(
+            lambda shard_bytes=shard_bytes: h.store.open_layout(1, b"x", shard_bytes),
+            "bad_shards",
+            "shard_bytes",
+        )
 
 
 def test_finish_says_whether_the_block_is_here(hand: Hands) -> None:
@@ -225,7 +258,9 @@ def test_thousands_of_blocks_in_one_request(hand: Hands) -> None:
     h = hand(2048)
     keys = b"".join(i.to_bytes(16, "big") for i in range(2048))
     plan = h.store.prepare_store(1, 1, "t", 1, 0, b"", keys, 0)
-    assert plan.positions.tolist() == list(range(2048)) and plan.slots.tolist() == list(range(0, 2048 * 4096, 4096))
+    assert plan.positions.tolist() == list(range(2048)) and plan.slots.tolist() == list(
+        range(0, 2048 * 4096, 4096)
+    )
     h.store.complete_store(1, 1, np.arange(2048, dtype=np.uint64), 0)
     hit = h.store.lookup(1, 1, "t", 1, keys, 1000, 0)
     assert hit.blocks == 2048 and hit.checksums[:, 0].tolist() == list(range(1000, 2048))
@@ -242,15 +277,26 @@ def test_at_the_limit_the_coldest_layout_that_no_session_has_open_makes_way(hand
     h.put("cd", layout=cold)
     h.put("ef")
     h.lookup("ab", layout=warm)
-    refused(lambda: h.store.open_layout(1, b"new", (64,)), "too_many_layouts", "fingerprint", "--max-layouts")
+    refused(
+        lambda: h.store.open_layout(1, b"new", (64,)),
+        "too_many_layouts",
+        "fingerprint",
+        "--max-layouts",
+    )
     h.store.close_session(2, h.now_ms)
     lease, _ = h.lease("c", layout=cold)
     new = h.store.open_layout(1, b"new", (64,)).number
-    assert {layout.number for layout in h.store.layouts} == {h.layout, cold, new}, "what somebody reads stays"
+    assert {layout.number for layout in h.store.layouts} == {h.layout, cold, new}, (
+        "what somebody reads stays"
+    )
     refused(lambda: h.store.open_layout(1, b"newer", (64,)), "too_many_layouts", "fingerprint")
     h.store.release(1, lease, h.now_ms)
     newer = h.store.open_layout(1, b"newer", (64,)).number
-    assert {layout.number for layout in h.store.layouts} == {h.layout, new, newer} and h.chains() == {"e", "ef"}
+    assert {layout.number for layout in h.store.layouts} == {
+        h.layout,
+        new,
+        newer,
+    } and h.chains() == {"e", "ef"}
 
 
 def test_at_the_limit_the_coldest_tenant_without_a_quota_of_its_own_makes_way(hand: Hands) -> None:
@@ -270,7 +316,8 @@ def test_at_the_limit_the_coldest_tenant_without_a_quota_of_its_own_makes_way(ha
 
 
 def turns_of(h: Any, request: Callable[[], Any], a_turn: int = 8) -> list[int]:
-    """Blocks freed by the request, and by each turn after it until all is done. At no point a lookup contradicts."""
+    """Blocks freed by the request, and by each turn after it until all is done. At no point a
+    lookup contradicts."""
     blocks, turns = h.store.blocks, list[int]()
     blocks.a_turn = a_turn
     before = blocks.freed
@@ -330,7 +377,11 @@ def test_a_dropped_prompt_can_be_stored_again_before_it_is_swept(hand: Hands) ->
     assert long_chain(h, "c", 100) == keys
     assert h.store.lookup(1, 901, "t", h.layout, keys, 0, h.now_ms).blocks == 100
     turns_of(h, lambda: None)
-    assert h.store.lookup(1, 902, "t", h.layout, keys, 0, h.now_ms).blocks == 100 == len(h.store.blocks.table)
+    assert (
+        h.store.lookup(1, 902, "t", h.layout, keys, 0, h.now_ms).blocks
+        == 100
+        == len(h.store.blocks.table)
+    )
 
 
 def test_clearing_detaches_the_index_and_frees_in_pieces(hand: Hands) -> None:
@@ -341,12 +392,16 @@ def test_clearing_detaches_the_index_and_frees_in_pieces(hand: Hands) -> None:
     h.store.blocks.a_turn = 8
     assert operators.clear(h.store, "t") == 100
     long_chain(h, "c", 50)
-    assert h.store.lookup(1, 900, "t", h.layout, keys, 0, h.now_ms).blocks == 50, "stored again since"
+    assert h.store.lookup(1, 900, "t", h.layout, keys, 0, h.now_ms).blocks == 50, (
+        "stored again since"
+    )
     turns_of(h, lambda: None)
     assert len(h.store.blocks.table) == 50 and len(h.store.tenants.get("t").index) == 50
 
 
-def test_the_end_of_a_lease_on_a_long_chain_that_was_cleared_frees_it_in_pieces(hand: Hands) -> None:
+def test_the_end_of_a_lease_on_a_long_chain_that_was_cleared_frees_it_in_pieces(
+    hand: Hands,
+) -> None:
     h = hand(128)
     keys = long_chain(h, "c", 100)
     h.store.lookup(1, 900, "t", h.layout, keys, 0, h.now_ms)
@@ -426,7 +481,9 @@ def test_a_layout_that_is_wanted_again_keeps_what_is_left_of_it(hand: Hands) -> 
     assert 0 < h.store.layouts[cold].blocks < 64
 
 
-def test_the_first_quota_of_a_tenant_moves_its_blocks_to_other_queues_in_pieces(hand: Hands) -> None:
+def test_the_first_quota_of_a_tenant_moves_its_blocks_to_other_queues_in_pieces(
+    hand: Hands,
+) -> None:
     h = hand(128)
     bush(h, 100)
     h.store.blocks.a_turn = 8
@@ -440,7 +497,9 @@ def test_the_first_quota_of_a_tenant_moves_its_blocks_to_other_queues_in_pieces(
     assert h.put("xy", "other") == 0 and h.usage("t") == 101
 
 
-def test_while_its_blocks_move_to_other_queues_nobody_takes_what_a_tenant_is_promised(hand: Hands) -> None:
+def test_while_its_blocks_move_to_other_queues_nobody_takes_what_a_tenant_is_promised(
+    hand: Hands,
+) -> None:
     h = hand(20)
     bush(h, 15, "ann")
     h.store.blocks.a_turn = 2

@@ -1,4 +1,5 @@
-"""Rows: handed out once, reused, and the same memory behind columns and views however often the table grows."""
+"""Rows: handed out once, reused, and the same memory behind columns and views however often the
+table grows."""
 
 from __future__ import annotations
 

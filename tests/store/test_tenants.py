@@ -1,4 +1,5 @@
-"""Tenants: usage exact, quotas own or default, borrowing noted, and nobody remembered without a reason."""
+"""Tenants: usage exact, quotas own or default, borrowing noted, and nobody remembered without a
+reason."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def test_own_quotas_beat_the_default_and_give_way_to_it() -> None:
     tenants.set_quota(own, 50)
     tenants.set_default_quota(40)
     tenants.update(10)
-    assert (own.quota_bytes, default.quota_bytes) == (50, 40) and set(tenants.borrowers) == {own, default}
+    assert (own.quota_bytes, default.quota_bytes) == (50, 40) and set(tenants.borrowers) == {
+        own,
+        default,
+    }
     tenants.set_default_quota(None)
     tenants.update(10)
     assert (own.quota_bytes, default.quota_bytes) == (50, None) and set(tenants.borrowers) == {own}

@@ -45,12 +45,15 @@ def test_the_longest_hit_of_a_hundred(resident: int) -> None:
     table.many.state[rows[:resident]] = READY
     index = dict(zip(keys, rows.tolist(), strict=True))
     assert longest_hit(table, index, b"".join(keys)) == resident
-    assert longest_hit(table, {key: index[key] for key in keys[:resident]}, b"".join(keys)) == resident
+    assert (
+        longest_hit(table, {key: index[key] for key in keys[:resident]}, b"".join(keys)) == resident
+    )
     assert longest_hit(table, index, b"") == 0
 
 
 def test_a_row_with_another_key_is_not_described() -> None:
-    """Were two servers to write into the same columns, rows would change their keys under the index."""
+    """Were two servers to write into the same columns, rows would change their keys under the
+    index."""
     table, keys = BlockTable(), [bytes([letter]) * 16 for letter in b"abc"]
     rows = table.take(3)
     table.keys.put(rows, b"".join(keys))
@@ -63,7 +66,9 @@ def test_a_row_with_another_key_is_not_described() -> None:
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-def test_both_roads_up_a_chain_find_the_same_rows(monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
+def test_both_roads_up_a_chain_find_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch, is_native: bool
+) -> None:
     if is_native and not native.available:
         pytest.skip("the C kernel is not built here")
     monkeypatch.setattr(native, "available", is_native)
@@ -73,9 +78,14 @@ def test_both_roads_up_a_chain_find_the_same_rows(monkeypatch: pytest.MonkeyPatc
     table.many.state[rows] = READY
     link_chain(table, rows, NO_ROW)
     index = dict(zip(keys, rows.tolist(), strict=True))
-    monkeypatch.setattr(tree, "_walk_down", lambda *_: pytest.fail("the way up was not taken for a chain"))
+    monkeypatch.setattr(
+        tree, "_walk_down", lambda *_: pytest.fail("the way up was not taken for a chain")
+    )
     for skip, hit in ((0, 1), (0, 300), (1, 300), (299, 300), (17, 120)):
-        assert rows_of_chain(table, index, b"".join(keys), skip, hit).tolist() == rows[skip:hit].tolist()
+        assert (
+            rows_of_chain(table, index, b"".join(keys), skip, hit).tolist()
+            == rows[skip:hit].tolist()
+        )
 
 
 def test_a_parent_that_is_no_row_ends_the_way_up() -> None:
@@ -91,14 +101,19 @@ def test_a_parent_that_is_no_row_ends_the_way_up() -> None:
 def test_links_go_both_ways() -> None:
     table, (a, b, c, d, e, f) = a_tree()
     assert [table.parent[row] for row in (a, b, c, d, e, f)] == [NO_ROW, a, b, c, b, e]
-    assert children(table, a) == [b] and set(children(table, b)) == {c, e} and children(table, d) == []
+    assert (
+        children(table, a) == [b] and set(children(table, b)) == {c, e} and children(table, d) == []
+    )
 
 
 def test_subtrees_name_parents_first() -> None:
     table, (a, b, c, d, e, f) = a_tree()
     found = subtree(table, a)
     assert sorted(found) == sorted([a, b, c, d, e, f])
-    assert all(table.parent[row] == NO_ROW or found.index(table.parent[row]) < found.index(row) for row in found)
+    assert all(
+        table.parent[row] == NO_ROW or found.index(table.parent[row]) < found.index(row)
+        for row in found
+    )
     assert sorted(subtree(table, b, without={c})) == sorted([b, e, f])
 
 
@@ -132,7 +147,9 @@ def test_the_latest_use_below_reaches_every_ancestor() -> None:
     link_chain(deep, chain, NO_ROW)
     used = np.arange(2000) % 7
     used[1500] = 99
-    assert latest_below(deep, chain, used).tolist() == np.maximum.accumulate(used[::-1])[::-1].tolist()
+    assert (
+        latest_below(deep, chain, used).tolist() == np.maximum.accumulate(used[::-1])[::-1].tolist()
+    )
 
 
 def test_garbage_keys_describe_nothing_but_chains(hand: Callable[..., Any]) -> None:

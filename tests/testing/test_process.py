@@ -69,7 +69,9 @@ def test_state_that_is_given_stays(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
-def test_one_that_does_not_end_is_ended_and_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_end_is_ended_and_told_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(process, "_ENDS_IN_S", 0.2)
     with ServerProcess("--pool-size", "1MiB") as server:
         number = server.pid

@@ -1,4 +1,5 @@
-"""Tests for the size of a pool, from what the file system, the host and the memory limits have left."""
+"""Tests for the size of a pool, from what the file system, the host and the memory limits have
+left."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import pytest
 
 from kvkeep.tiers import free_memory as module
 from kvkeep.tiers.cgroups import MemoryLimit
-from kvkeep.tiers.free_memory import auto_pool_bytes, available_bytes, can_stay, pool_room, room_to_fill
+from kvkeep.tiers.free_memory import (
+    auto_pool_bytes,
+    available_bytes,
+    can_stay,
+    pool_room,
+    room_to_fill,
+)
 from kvkeep.units import GIB, KIB, MIB
 
 GROUP = Path("/sys/fs/cgroup/a.slice")
@@ -21,9 +28,16 @@ Host = Callable[..., None]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    """`host(space, memory, limits…)`: bytes that are free in the file system and in memory, and limits."""
+    """`host(space, memory, limits…)`: bytes that are free in the file system and in memory, and
+    limits."""
 
-    def make(space: int, memory: int = 1 << 40, *limits: MemoryLimit, kind: str = "tmpfs", blocks: int = 1) -> None:
+    def make(
+        space: int,
+        memory: int = 1 << 40,
+        *limits: MemoryLimit,
+        kind: str = "tmpfs",
+        blocks: int = 1,
+    ) -> None:
         found = SimpleNamespace(f_bavail=space // KIB, f_frsize=KIB, f_blocks=blocks)
         monkeypatch.setattr("os.statvfs", lambda path: found)
         monkeypatch.setattr(module, "_host_bytes", lambda: memory)

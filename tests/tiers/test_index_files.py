@@ -1,4 +1,5 @@
-"""The index as files: found as it was left, refused when it is not ours, given up when memory runs out."""
+"""The index as files: found as it was left, refused when it is not ours, given up when memory runs
+out."""
 
 from __future__ import annotations
 
@@ -85,10 +86,15 @@ def test_every_byte_of_the_header_counts(left: Path, at: int) -> None:
 def test_another_format_is_named(left: Path) -> None:
     head = index_files._HEADER.pack(b"kvkeepix", 9, 0, 1, *SIZES)
     (left / "index-header").write_bytes(head + checksum(head).to_bytes(8, "little"))
-    assert why_not_adopt(left, *SIZES) == "its index was written by another release (format 9, here it is 2)"
+    assert (
+        why_not_adopt(left, *SIZES)
+        == "its index was written by another release (format 9, here it is 2)"
+    )
 
 
-def test_a_table_that_no_such_pool_can_need_is_refused(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_no_such_pool_can_need_is_refused(
+    left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_files, "_ROWS_TO_SPARE", 0)
     assert why_not_adopt(left, *SIZES) == "a column of its index is too long"
 
@@ -110,7 +116,9 @@ def names(left: Path) -> list[str]:
     return names
 
 
-def test_a_file_with_another_name_elsewhere_is_not_adopted(left: Path, names: list[str], tmp_path: Path) -> None:
+def test_a_file_with_another_name_elsewhere_is_not_adopted(
+    left: Path, names: list[str], tmp_path: Path
+) -> None:
     """Whoever has the other name may have it open: another server, or what somebody copies from."""
     for name in names:
         os.link(left / name, tmp_path / f"another-{name}")
@@ -119,7 +127,9 @@ def test_a_file_with_another_name_elsewhere_is_not_adopted(left: Path, names: li
     assert why_not_adopt(left, *SIZES) == ""
 
 
-def test_a_file_of_another_user_is_not_adopted(left: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_not_adopted(
+    left: Path, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Root could map it, and its owner could cut it off under the server."""
     right, strangers = os.stat, set[str]()
 
@@ -138,8 +148,12 @@ def test_a_file_of_another_user_is_not_adopted(left: Path, names: list[str], mon
     assert why_not_adopt(left, *SIZES) == ""
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path.with_name("index-header"))])
-def test_only_plain_files_are_adopted(left: Path, names: list[str], make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path.with_name("index-header"))]
+)
+def test_only_plain_files_are_adopted(
+    left: Path, names: list[str], make: Callable[[Path], None]
+) -> None:
     for name in ("index-odd", "segment-odd"):
         make(left / name)
         assert why_not_adopt(left, *SIZES) == f"{name} is no plain file of ours"
@@ -148,14 +162,17 @@ def test_only_plain_files_are_adopted(left: Path, names: list[str], make: Callab
 
 
 def test_an_index_with_a_hole_is_not_adopted(left: Path, names: list[str]) -> None:
-    """A hole is filled when somebody writes there, and where no memory is left that is a bus error."""
+    """A hole is filled when somebody writes there, and where no memory is left that is a bus
+    error."""
     for name in names:
         path, content = left / name, (left / name).read_bytes()
         path.unlink()
         with open(path, "wb") as file:
             file.truncate(len(content) + (64 << 10))
             file.write(content[:1])
-        expected = "" if name.startswith("segment-") else f"{name} has holes"  # segments are looked at one by one
+        expected = (
+            "" if name.startswith("segment-") else f"{name} has holes"
+        )  # segments are looked at one by one
         assert why_not_adopt(left, *SIZES) == expected
         path.write_bytes(content)
     assert why_not_adopt(left, *SIZES) == ""

@@ -31,7 +31,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(memory, "_SEGMENT_BYTES", SEGMENT)
     made: list[Pool] = []
 
-    def make_pool(pool_bytes: int = 10 * SLAB, name: str = "test", slab_bytes: int = SLAB, epoch: int = 77) -> Pool:
+    def make_pool(
+        pool_bytes: int = 10 * SLAB, name: str = "test", slab_bytes: int = SLAB, epoch: int = 77
+    ) -> Pool:
         made.append(Pool(tmp_path, name, pool_bytes, slab_bytes, epoch))
         return made[-1]
 
@@ -77,10 +79,14 @@ def test_only_the_owner_may_touch_it(make: Callable[..., Pool]) -> None:
         os.umask(before)
     watch.close()
     assert pool.directory.stat().st_mode & 0o777 == 0o700
-    assert {name for name, mode in modes.items() if mode != 0o600} <= {"epoch"}, "epoch is no secret"
+    assert {name for name, mode in modes.items() if mode != 0o600} <= {"epoch"}, (
+        "epoch is no secret"
+    )
 
 
-def test_a_directory_left_open_to_others_is_closed_to_them(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_directory_left_open_to_others_is_closed_to_them(
+    make: Callable[..., Pool], tmp_path: Path
+) -> None:
     (tmp_path / "kvkeep-test").mkdir(mode=0o777)
     assert make().directory.stat().st_mode & 0o777 == 0o700
 
@@ -103,7 +109,9 @@ def test_closing_twice_is_no_error(make: Callable[..., Pool]) -> None:
     pool.close()
 
 
-def test_closing_when_somebody_removed_the_directory_is_no_error(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_closing_when_somebody_removed_the_directory_is_no_error(
+    make: Callable[..., Pool], tmp_path: Path
+) -> None:
     pool = make()
     for path in pool.directory.iterdir():
         path.unlink()
@@ -112,7 +120,9 @@ def test_closing_when_somebody_removed_the_directory_is_no_error(make: Callable[
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_leaves_a_directory_alone_that_another_server_has_taken(make: Callable[..., Pool]) -> None:
+def test_closing_leaves_a_directory_alone_that_another_server_has_taken(
+    make: Callable[..., Pool],
+) -> None:
     first = make()
     shutil.rmtree(first.directory)
     assert not first.is_in_place()
@@ -179,7 +189,9 @@ def test_closing_leaves_other_pools_alone(make: Callable[..., Pool]) -> None:
 def test_a_second_server_is_told_who_has_the_pool(make: Callable[..., Pool]) -> None:
     pool = make()
     fill(pool)
-    with pytest.raises(PoolError, match=rf"in use by another kvkeep server \(process {os.getpid()}\)") as caught:
+    with pytest.raises(
+        PoolError, match=rf"in use by another kvkeep server \(process {os.getpid()}\)"
+    ) as caught:
         make()
     assert "--name" in caught.value.hint
     assert len(list(pool.directory.iterdir())) == 5, "the first one lost nothing"
@@ -203,7 +215,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_what_a_killed_server_left_is_cleaned(make: Callable[..., Pool], tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert (tmp_path / "kvkeep-test" / "segment-00000").exists(), "it was killed before it could clean up"
+    assert (tmp_path / "kvkeep-test" / "segment-00000").exists(), (
+        "it was killed before it could clean up"
+    )
     assert (tmp_path / "kvkeep-test" / "session-0000000000000005-1.lock").exists()
     pool = make(epoch=6)
     assert sorted(path.name for path in pool.directory.iterdir()) == ["daemon.lock", "epoch"]
@@ -229,7 +243,9 @@ def test_a_symbolic_link_is_not_followed(make: Callable[..., Pool], tmp_path: Pa
     assert [path.name for path in precious.iterdir()] == ["file"]
 
 
-def test_a_file_in_the_way_is_an_error_that_says_so(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_an_error_that_says_so(
+    make: Callable[..., Pool], tmp_path: Path
+) -> None:
     (tmp_path / "kvkeep-test").write_text("in the way")
     with pytest.raises(PoolError, match="File exists"):
         make()
@@ -295,7 +311,10 @@ def test_a_pool_beyond_a_memory_limit_is_refused_with_a_size_that_fits(
     scarce(monkeypatch, 100 * MIB)
     with pytest.raises(PoolError) as caught:
         make(pool_bytes=101 * MIB)
-    assert caught.value.message == "a pool of 101MiB does not fit: the memory limit leaves little, room for 100MiB"
+    assert (
+        caught.value.message
+        == "a pool of 101MiB does not fit: the memory limit leaves little, room for 100MiB"
+    )
     assert caught.value.hint == "use --pool-size 90MiB, or raise the memory limit"
     assert list(tmp_path.iterdir()) == []
     assert make(pool_bytes=100 * MIB).pool_bytes == 100 * MIB
@@ -338,7 +357,9 @@ def test_filling_stops_before_a_memory_limit_ends_the_server(
     pool.fill_next()
     with monkeypatch.context() as patched:
         scarce(patched, SEGMENT - 1)
-        with pytest.raises(PoolError, match="could not be had: the memory limit leaves little") as caught:
+        with pytest.raises(
+            PoolError, match="could not be had: the memory limit leaves little"
+        ) as caught:
             pool.fill_next()
     assert "the pool stays at 256KiB" in caught.value.hint
     assert not (pool.directory / "segment-00001").exists()
@@ -388,7 +409,9 @@ def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", no_space)
-        with pytest.raises(PoolError, match="256KiB more of shared memory could not be had: No space left") as caught:
+        with pytest.raises(
+            PoolError, match="256KiB more of shared memory could not be had: No space left"
+        ) as caught:
             pool.fill_next()
     assert "stays at 256KiB" in caught.value.hint and "--pool-size" in caught.value.hint
     assert not (pool.directory / "segment-00001").exists()
@@ -415,7 +438,9 @@ def test_a_small_pool_has_small_slabs(pool_bytes: int, slab_bytes: int) -> None:
 # -- left to the next server
 
 
-def test_a_pool_that_is_kept_is_found_with_its_memory(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_pool_that_is_kept_is_found_with_its_memory(
+    make: Callable[..., Pool], tmp_path: Path
+) -> None:
     first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
     Store(first.pool_bytes, SLAB, columns=first.columns)
     fill(first)
@@ -425,7 +450,9 @@ def test_a_pool_that_is_kept_is_found_with_its_memory(make: Callable[..., Pool],
     assert not first.is_kept
     second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
     assert second.is_left and second.not_adopted == "" and second.filled_bytes == second.pool_bytes
-    assert second.segments.view(5 * SLAB, 4).tolist() == [1, 2, 3, 4] and PoolFiles(second.directory).is_of(2)
+    assert second.segments.view(5 * SLAB, 4).tolist() == [1, 2, 3, 4] and PoolFiles(
+        second.directory
+    ).is_of(2)
     assert second.fill_next() == (0, 0)
     second.close()
     assert list(tmp_path.iterdir()) == []
@@ -450,11 +477,16 @@ def test_without_keep_nothing_is_taken_over(make: Callable[..., Pool], tmp_path:
     first.close(keep=True)
     second = make()
     assert not second.is_left and second.filled_bytes == 0 and not second.is_kept
-    assert not list(second.directory.glob("index-*")) and not list(second.directory.glob("segment-*"))
+    assert not list(second.directory.glob("index-*")) and not list(
+        second.directory.glob("segment-*")
+    )
 
 
-def test_the_index_goes_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removal that is cut off leaves nothing to adopt: the locks that say who is at work may be gone by then."""
+def test_the_index_goes_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal that is cut off leaves nothing to adopt: the locks that say who is at work may be
+    gone by then."""
     first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
     Store(first.pool_bytes, SLAB, columns=first.columns)
     fill(first)
@@ -492,7 +524,9 @@ def test_what_a_server_left_is_measured(tmp_path: Path) -> None:
     half_filled(tmp_path)
     left = pool_left(tmp_path, "test")
     assert (left.pool_bytes, left.filled_bytes) == (10 * SLAB, SEGMENT)
-    assert left.held_bytes == sum(path.stat().st_blocks * 512 for path in (tmp_path / "kvkeep-test").iterdir())
+    assert left.held_bytes == sum(
+        path.stat().st_blocks * 512 for path in (tmp_path / "kvkeep-test").iterdir()
+    )
     (tmp_path / "kvkeep-test" / "index-header").unlink()
     assert pool_left(tmp_path, "test").pool_bytes == 0 < pool_left(tmp_path, "test").held_bytes
 
@@ -506,7 +540,9 @@ def test_auto_takes_the_size_that_was_left_only_if_the_rest_of_it_fits(
     assert auto_size(tmp_path, "test", adopt=True) == (10 * SLAB, True)
     assert auto_size(tmp_path, "test", adopt=False) == (5 * SLAB, False)
     scarce(monkeypatch, 6 * SLAB - 1, auto_bytes=5 * SLAB)
-    assert auto_size(tmp_path, "test", adopt=True) == (5 * SLAB, False), "to fill it would end the server again"
+    assert auto_size(tmp_path, "test", adopt=True) == (5 * SLAB, False), (
+        "to fill it would end the server again"
+    )
     assert auto_size(tmp_path, "other", adopt=True) == (5 * SLAB, False)
 
 
@@ -516,16 +552,22 @@ def test_auto_takes_a_whole_pool_unless_no_server_can_run_beside_it(
 ) -> None:
     left_pool(tmp_path).close(keep=True)
     scarce(monkeypatch, 0, auto_bytes=5 * SLAB)
-    assert auto_size(tmp_path, "test", adopt=True) == (10 * SLAB, True), "it takes no more memory than it has"
+    assert auto_size(tmp_path, "test", adopt=True) == (10 * SLAB, True), (
+        "it takes no more memory than it has"
+    )
     monkeypatch.setattr(memory, "can_stay", lambda shm_dir: False)
     assert auto_size(tmp_path, "test", adopt=True) == (5 * SLAB, False)
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_the_memory_of_an_old_pool_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_an_old_pool_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half_filled(tmp_path)
     freed: list[int] = []
-    monkeypatch.setattr(memory, "auto_pool_bytes", lambda shm_dir, freed_bytes: freed.append(freed_bytes))
+    monkeypatch.setattr(
+        memory, "auto_pool_bytes", lambda shm_dir, freed_bytes: freed.append(freed_bytes)
+    )
     auto_size(tmp_path, "test", adopt=False)
     assert freed == [pool_left(tmp_path, "test").held_bytes] and freed[0] > SEGMENT
 
@@ -540,7 +582,9 @@ def test_a_pool_whose_rest_does_not_fit_is_removed(
     if may_shrink:
         pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True, may_shrink=True)
         assert not pool.is_left and pool.pool_bytes == 4 * SLAB
-        assert pool.not_adopted.startswith("384KiB of it are missing and do not fit: the memory limit leaves little")
+        assert pool.not_adopted.startswith(
+            "384KiB of it are missing and do not fit: the memory limit leaves little"
+        )
         assert fill(pool) == [(0, 4)]
         pool.close()
     else:
@@ -602,7 +646,9 @@ def record_removed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [removed, made_anew, record_removed])
-def test_without_the_lock_file_of_a_session_nothing_is_adopted(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_without_the_lock_file_of_a_session_nothing_is_adopted(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
     first = left_pool(tmp_path)
     watch = first.watch(1)
     at_work = hold(watch.path)

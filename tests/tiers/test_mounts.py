@@ -39,17 +39,23 @@ def mounts(tmp_path: Path) -> Path:
         ("/with blank/x", "ramfs"),
     ],
 )
-def test_the_innermost_mount_says_what_a_directory_is_on(mounts: Path, directory: str, kind: str) -> None:
+def test_the_innermost_mount_says_what_a_directory_is_on(
+    mounts: Path, directory: str, kind: str
+) -> None:
     assert file_system_of(Path(directory), mounts) == kind
 
 
 def test_a_mount_is_read_with_its_root_and_the_options_of_its_file_system(mounts: Path) -> None:
-    assert read_mounts(mounts)[-1] == Mount("/docker/a5c8", "/sys/fs/cgroup/memory", "cgroup", ("rw", "memory"))
+    assert read_mounts(mounts)[-1] == Mount(
+        "/docker/a5c8", "/sys/fs/cgroup/memory", "cgroup", ("rw", "memory")
+    )
     assert len(read_mounts(mounts)) == 6, "a line of another form is left out"
 
 
 def test_a_host_that_tells_nothing_of_its_mounts(tmp_path: Path) -> None:
-    assert file_system_of(tmp_path, tmp_path / "gone") == "" and read_mounts(tmp_path / "gone") == []
+    assert (
+        file_system_of(tmp_path, tmp_path / "gone") == "" and read_mounts(tmp_path / "gone") == []
+    )
 
 
 def test_shared_memory_of_this_host_is_memory() -> None:

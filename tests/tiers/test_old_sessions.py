@@ -17,7 +17,10 @@ def test_only_held_locks_count_and_the_others_are_removed(tmp_path: Path) -> Non
     one, two = hold(tmp_path / "session-1.lock"), hold(tmp_path / "session-3.lock")
     old = OldSessions(tmp_path)
     assert old.alive() == 2
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["session-1.lock", "session-3.lock"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "session-1.lock",
+        "session-3.lock",
+    ]
     os.close(one)
     assert old.alive() == 1
     again = OldSessions(tmp_path)

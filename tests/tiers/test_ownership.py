@@ -17,7 +17,9 @@ from kvkeep.tiers.ownership import Ownership
 
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
     first = Ownership(tmp_path / "pool")
-    with pytest.raises(PoolError, match=rf"in use by another kvkeep server \(process {os.getpid()}\)"):
+    with pytest.raises(
+        PoolError, match=rf"in use by another kvkeep server \(process {os.getpid()}\)"
+    ):
         Ownership(tmp_path / "pool")
     assert first.has_directory() and first.has_lock_file()
     first.close()
@@ -57,7 +59,9 @@ def test_the_lock_file_is_no_link(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "keep me"
 
 
-def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uid = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: uid)
     with pytest.raises(PoolError, match="belongs to another user"):
@@ -72,14 +76,18 @@ def test_another_users_closed_directory_is_refused_with_the_remedy(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(ownership, "_open_directory", refuse)
-    for name, remedy in (("pool", "--shm-dir"), (".", "--name")):  # one that is not there, and one that is
+    for name, remedy in (
+        ("pool", "--shm-dir"),
+        (".", "--name"),
+    ):  # one that is not there, and one that is
         with pytest.raises(PoolError, match="Permission denied") as caught:
             Ownership(tmp_path / name)
         assert remedy in caught.value.hint
 
 
 def swapped_after(lines: int, directory: Path, precious: Path) -> bool:
-    """Owns the directory while somebody puts a link in its place after so many lines. False if there are fewer."""
+    """Owns the directory while somebody puts a link in its place after so many lines. False if
+    there are fewer."""
     left = lines
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -89,7 +97,9 @@ def swapped_after(lines: int, directory: Path, precious: Path) -> bool:
         if event == "line":
             left -= 1
             if left == -1:
-                directory.rename(directory.with_name(f"away-{lines}")) if directory.exists() else None
+                directory.rename(
+                    directory.with_name(f"away-{lines}")
+                ) if directory.exists() else None
                 directory.symlink_to(precious)
         return trace
 

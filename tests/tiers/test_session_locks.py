@@ -75,7 +75,12 @@ def test_there_is_room_for_any_number(tmp_path: Path) -> None:
 def test_names_of_others_mean_nothing(tmp_path: Path) -> None:
     locks = SessionLocks(tmp_path, PlainColumns())
     watch = locks.watch(7, 1)
-    for name in ("session-1.lock", "session-.lock", "session-0000000000000007-99999999999999999999.lock", "x"):
+    for name in (
+        "session-1.lock",
+        "session-.lock",
+        "session-0000000000000007-99999999999999999999.lock",
+        "x",
+    ):
         locks.forget(tmp_path / name)
     watch.path.unlink()
     assert locks.missing() == watch.path.name

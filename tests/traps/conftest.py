@@ -1,4 +1,5 @@
-"""One file for each numbered trap: what a peer's users met, shown not to happen here with real processes."""
+"""One file for each numbered trap: what a peer's users met, shown not to happen here with real
+processes."""
 
 from __future__ import annotations
 

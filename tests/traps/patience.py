@@ -1,4 +1,5 @@
-"""Engines and clients that wait as long as it takes: what is asserted here is what happens, not when."""
+"""Engines and clients that wait as long as it takes: what is asserted here is what happens, not
+when."""
 
 from __future__ import annotations
 
@@ -14,11 +15,18 @@ from kvkeep.engine.models.model import Model
 from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.testing.process import ServerProcess
 
-PATIENT = {"lookup_deadline_ms": 60_000, "store_deadline_ms": 60_000, "handshake_deadline_ms": 60_000}
+PATIENT = {
+    "lookup_deadline_ms": 60_000,
+    "store_deadline_ms": 60_000,
+    "handshake_deadline_ms": 60_000,
+}
 
 
 def patient_engine(
-    server: ServerProcess | str, model: Model | ModelSettings, extra: dict[str, Any] | None = None, **options: Any
+    server: ServerProcess | str,
+    model: Model | ModelSettings,
+    extra: dict[str, Any] | None = None,
+    **options: Any,
 ) -> LLM:
     """An engine whose connections are up."""
     patient = {f"kvkeep.{name}": value for name, value in PATIENT.items()}

@@ -1,4 +1,5 @@
-"""Trap 2: handler errors are never answered, an absent server ends the engine, sides that disagree hang."""
+"""Trap 2: handler errors are never answered, an absent server ends the engine, sides that disagree
+hang."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield made
 
 
-def test_a_fault_inside_the_server_is_answered(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_inside_the_server_is_answered(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
@@ -42,7 +45,9 @@ def test_a_fault_inside_the_server_is_answered(daemon: Daemon, monkeypatch: pyte
             cache.connection.wait(call)
             assert len(cache.get(TOKENS)) == 0
         assert daemon.service.counters.internal_errors == 2
-        assert clients.same(cache.get(TOKENS), clients.oracle(TOKENS)) and cache.contains(TOKENS) == 10
+        assert (
+            clients.same(cache.get(TOKENS), clients.oracle(TOKENS)) and cache.contains(TOKENS) == 10
+        )
 
 
 def test_an_engine_starts_and_serves_without_a_server() -> None:
@@ -57,7 +62,9 @@ def test_an_engine_starts_and_serves_without_a_server() -> None:
 
 
 @pytest.mark.parametrize("stores_by", [True, False])
-def test_engines_that_move_bytes_in_different_ways_share_blocks(server: ServerProcess, stores_by: bool) -> None:
+def test_engines_that_move_bytes_in_different_ways_share_blocks(
+    server: ServerProcess, stores_by: bool
+) -> None:
     """One maps the pool, the other cannot: each says so in the handshake, and both are served."""
     model, tokens = oracle(), prompt(22)
     with patient_engine(server, model, {"kvkeep.shared_memory": stores_by}) as one:

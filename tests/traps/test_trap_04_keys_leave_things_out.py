@@ -1,4 +1,5 @@
-"""Trap 4: keys leave out adapters, embeddings, weights and dtype; half a file of another dtype is read."""
+"""Trap 4: keys leave out adapters, embeddings, weights and dtype; half a file of another dtype is
+read."""
 
 from __future__ import annotations
 
@@ -20,14 +21,27 @@ TOKENS = list(range(64))
 IDENTITY = ModelIdentity(model="m", revision="1", kv_dtype="bf16", block_tokens=16, content="l")
 
 
-def connect(server: ServerProcess, dtype: str, revision: str = "1", block_tokens: int = 16) -> kvkeep.Cache:
-    options: dict[str, Any] = {"model": "m", "block_shape": (2, 64), "required": True, "wait_ms": 20_000}
-    return kvkeep.connect(server.address, revision=revision, block_tokens=block_tokens, dtype=dtype, **options)
+def connect(
+    server: ServerProcess, dtype: str, revision: str = "1", block_tokens: int = 16
+) -> kvkeep.Cache:
+    options: dict[str, Any] = {
+        "model": "m",
+        "block_shape": (2, 64),
+        "required": True,
+        "wait_ms": 20_000,
+    }
+    return kvkeep.connect(
+        server.address, revision=revision, block_tokens=block_tokens, dtype=dtype, **options
+    )
 
 
 def test_a_reader_of_another_dtype_finds_nothing(server: ServerProcess) -> None:
     """16 bits were stored; a reader of 8 bits would be content with half of them."""
-    with connect(server, "uint16") as wide, connect(server, "uint8") as narrow, connect(server, "int16") as like:
+    with (
+        connect(server, "uint16") as wide,
+        connect(server, "uint8") as narrow,
+        connect(server, "int16") as like,
+    ):
         assert wide.put(TOKENS, np.ones((4, 2, 64), "uint16")) == 4
         assert wide.contains(TOKENS) == 4
         assert narrow.contains(TOKENS) == like.contains(TOKENS) == 0
@@ -45,9 +59,13 @@ def test_another_revision_or_block_size_finds_nothing(server: ServerProcess) -> 
         assert (one.contains(TOKENS), two.contains(TOKENS), c.contains(TOKENS)) == (4, 0, 0)
 
 
-def test_engines_with_other_weights_under_the_same_name_share_nothing(server: ServerProcess) -> None:
+def test_engines_with_other_weights_under_the_same_name_share_nothing(
+    server: ServerProcess,
+) -> None:
     tokens = prompt(22)
-    weights = [{"seed": seed(), "dtype": dtype} for dtype in (torch.float64, torch.float64, torch.float32)]
+    weights = [
+        {"seed": seed(), "dtype": dtype} for dtype in (torch.float64, torch.float64, torch.float32)
+    ]
     for each in weights:
         with patient_engine(server, GQA, **each) as llm:
             [answer] = serve(llm, [counting(tokens)])

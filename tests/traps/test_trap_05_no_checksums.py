@@ -25,7 +25,9 @@ from kvkeep.testing.process import ServerProcess
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_one_flipped_bit_in_memory_is_no_hit_and_the_block_goes(server: ServerProcess, shared_memory: bool) -> None:
+def test_one_flipped_bit_in_memory_is_no_hit_and_the_block_goes(
+    server: ServerProcess, shared_memory: bool
+) -> None:
     model, tokens = oracle(), prompt(22)
     with (
         patient_engine(server, model) as one,
@@ -53,4 +55,6 @@ def test_a_store_that_was_not_completed_is_never_a_hit(server: ServerProcess) ->
         assert at_rest(server)
         assert cache.contains(tokens) == 0, "and never to be written"
         assert cache.put(tokens, clients.oracle(tokens)) == 10
-        assert clients.same(cache.get(tokens), clients.oracle(tokens)) and cache.contains(tokens) == 10
+        assert (
+            clients.same(cache.get(tokens), clients.oracle(tokens)) and cache.contains(tokens) == 10
+        )

@@ -1,4 +1,5 @@
-"""Trap 6: a full memory hit waits for every slow part, eight stuck loads block all requests, and health stays green."""
+"""Trap 6: a full memory hit waits for every slow part, eight stuck loads block all requests, and
+health stays green."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ STUCK = 8
 
 
 def test_eight_stuck_loads_block_nobody(server: ServerProcess) -> None:
-    """Processes stopped in the middle of a load, and connections that send half a message, all the while."""
+    """Processes stopped in the middle of a load, and connections that send half a message, all the
+    while."""
     tokens = list(range(40))
     with patient_client(server) as cache:
         assert cache.put(tokens, clients.oracle(tokens)) == 10
@@ -45,7 +47,10 @@ def test_eight_stuck_loads_block_nobody(server: ServerProcess) -> None:
         assert answer.kv_transfer_params == {KEY: 20}
         assert [answer.token_ids] == without_cache(model, [mine])
         with patient_client(server) as cache:
-            assert clients.same(cache.get(tokens), clients.oracle(tokens)) and cache.contains(tokens) == 10
+            assert (
+                clients.same(cache.get(tokens), clients.oracle(tokens))
+                and cache.contains(tokens) == 10
+            )
         assert status(server)["leases"] == STUCK, "they were stuck all the time"
     finally:
         for client in stuck:
@@ -56,8 +61,24 @@ def test_eight_stuck_loads_block_nobody(server: ServerProcess) -> None:
 
 
 def test_health_is_red_while_nothing_is_answered(tmp_path: Path) -> None:
-    flags = ["--pool-size", "1MiB", "--slab-size", "64KiB", "--address", "tcp://127.0.0.1:0", "--shutdown-grace", "0s"]
-    flags += ["--http-address", "127.0.0.1:0", "--shm-dir", str(tmp_path), "--state-dir", str(tmp_path / "state")]
+    flags = [
+        "--pool-size",
+        "1MiB",
+        "--slab-size",
+        "64KiB",
+        "--address",
+        "tcp://127.0.0.1:0",
+        "--shutdown-grace",
+        "0s",
+    ]
+    flags += [
+        "--http-address",
+        "127.0.0.1:0",
+        "--shm-dir",
+        str(tmp_path),
+        "--state-dir",
+        str(tmp_path / "state"),
+    ]
     daemon = Daemon(Settings.load(None, {}, flags))
     http = HttpServer(daemon, stuck_after_s=0.2)
     loop, go_on = threading.Thread(target=daemon.run), threading.Event()
@@ -67,7 +88,9 @@ def test_health_is_red_while_nothing_is_answered(tmp_path: Path) -> None:
         assert daemon.ready.wait(60)
         assert eventually(lambda: health(http.address) == (200, True))
         daemon.run_in_loop(lambda: go_on.wait(60))
-        assert eventually(lambda: health(http.address) == (503, False)), "the loop is stuck, and health says so"
+        assert eventually(lambda: health(http.address) == (503, False)), (
+            "the loop is stuck, and health says so"
+        )
         go_on.set()
         assert eventually(lambda: health(http.address) == (200, True))
     finally:

@@ -1,4 +1,5 @@
-"""Trap 7: a restart between two pings is never noticed and caching stops; memory content and quotas are lost."""
+"""Trap 7: a restart between two pings is never noticed and caching stops; memory content and quotas
+are lost."""
 
 from __future__ import annotations
 
@@ -6,7 +7,18 @@ import signal
 
 import clients
 import pytest
-from engines import KEY, POOL, counting, eventually, forget_local, oracle, prompt, serve, status, usage
+from engines import (
+    KEY,
+    POOL,
+    counting,
+    eventually,
+    forget_local,
+    oracle,
+    prompt,
+    serve,
+    status,
+    usage,
+)
 from patience import patient_client, patient_engine
 
 from kvkeep.cli.remote import ask
@@ -25,7 +37,9 @@ def test_a_restart_between_two_pings_is_noticed_and_hits_go_on(end: signal.Signa
         before = cache.connection.epoch
         server.stop(end)
         server.start()
-        assert eventually(lambda: cache.contains(TOKENS) == 10), "memory content is still there, and found"
+        assert eventually(lambda: cache.contains(TOKENS) == 10), (
+            "memory content is still there, and found"
+        )
         assert cache.connection.epoch not in (0, before), "the session is one with the new server"
         assert clients.same(cache.get(TOKENS), clients.oracle(TOKENS))
         assert cache.put(OTHERS, clients.oracle(OTHERS)) == 10, "and stores go on"

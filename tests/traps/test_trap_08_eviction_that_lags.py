@@ -1,4 +1,5 @@
-"""Trap 8: eviction lags, what does not fit is dropped and reported as stored, a quota kills its own thread."""
+"""Trap 8: eviction lags, what does not fit is dropped and reported as stored, a quota kills its own
+thread."""
 
 from __future__ import annotations
 
@@ -33,9 +34,14 @@ def test_what_is_reported_as_stored_is_there_at_once(small: ServerProcess) -> No
         for number in range(40):
             tokens = tokens_of(number)
             assert cache.put(tokens, clients.oracle(tokens)) == BATCH
-            assert clients.same(cache.get(tokens), clients.oracle(tokens)) and cache.contains(tokens) == BATCH
+            assert (
+                clients.same(cache.get(tokens), clients.oracle(tokens))
+                and cache.contains(tokens) == BATCH
+            )
             assert usage(small)["default"] <= SMALL_POOL_BLOCKS
-        assert usage(small) == {"default": SMALL_POOL_BLOCKS}, "full, to the last block, and no fuller"
+        assert usage(small) == {"default": SMALL_POOL_BLOCKS}, (
+            "full, to the last block, and no fuller"
+        )
         assert status(small)["counters"]["evictions"] == 40 * BATCH - SMALL_POOL_BLOCKS
 
 
@@ -58,7 +64,12 @@ def test_a_quota_is_kept_and_ends_nothing(small: ServerProcess) -> None:
         modest = tokens_of(7)
         assert cache.put(modest, clients.oracle(modest)) == BATCH
         for quota_blocks in (20, 5, 0, 1):
-            ask(small.http, f"/v1/tenants/{tenant}/quota", "PUT", {"quota_bytes": quota_blocks * block_bytes})
+            ask(
+                small.http,
+                f"/v1/tenants/{tenant}/quota",
+                "PUT",
+                {"quota_bytes": quota_blocks * block_bytes},
+            )
             for number in range(5):
                 tokens = tokens_of(number, blocks=10)
                 stored = cache.put(tokens, clients.oracle(tokens, salt), salt=salt)

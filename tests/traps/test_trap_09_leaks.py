@@ -1,4 +1,5 @@
-"""Trap 9: leaks: read locks for minutes after an abort, sets that only grow, GPU memory of engines that are gone."""
+"""Trap 9: leaks: read locks for minutes after an abort, sets that only grow, GPU memory of engines
+that are gone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from kvkeep.testing.process import ServerProcess
 ABORTS = 200
 
 
-def test_aborts_at_every_moment_leave_no_lease_and_no_memory_of_the_request(server: ServerProcess) -> None:
+def test_aborts_at_every_moment_leave_no_lease_and_no_memory_of_the_request(
+    server: ServerProcess,
+) -> None:
     model, tokens = oracle(), prompt(22)
     with patient_engine(server, model) as llm:
         serve(llm, [tokens])
@@ -47,7 +50,9 @@ def test_what_a_killed_engine_held_comes_back(server: ServerProcess) -> None:
         client.close()
         assert at_rest(server)
     assert eventually(lambda: status(server)["sessions"] == [])
-    assert not list(Path(f"/dev/shm/kvkeep-{server.name}").glob("session-*")), "nor a file of theirs"
+    assert not list(Path(f"/dev/shm/kvkeep-{server.name}").glob("session-*")), (
+        "nor a file of theirs"
+    )
 
 
 def test_the_server_can_hold_no_gpu_memory(server: ServerProcess) -> None:

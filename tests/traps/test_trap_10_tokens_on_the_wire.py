@@ -1,8 +1,19 @@
-"""Trap 10: tokens in every message, hits of 256 tokens, generated ones not stored, preempted requests not loaded."""
+"""Trap 10: tokens in every message, hits of 256 tokens, generated ones not stored, preempted
+requests not loaded."""
 
 from __future__ import annotations
 
-from engines import KEY, Since, counting, eventually, forget_local, oracle, prompt, serve, without_cache
+from engines import (
+    KEY,
+    Since,
+    counting,
+    eventually,
+    forget_local,
+    oracle,
+    prompt,
+    serve,
+    without_cache,
+)
 from patience import patient_engine
 
 from kvkeep.engine.models.sampling import SamplingParams
@@ -11,18 +22,27 @@ from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.simulation.relay import Relay
 
 
-def bytes_of_a_hit(server: ServerProcess, block_tokens: int, blocks: int, steps: int) -> tuple[int, bytes]:
-    """What one request says to the server that finds all its blocks there and then computes `steps` tokens."""
+def bytes_of_a_hit(
+    server: ServerProcess, block_tokens: int, blocks: int, steps: int
+) -> tuple[int, bytes]:
+    """What one request says to the server that finds all its blocks there and then computes `steps`
+    tokens."""
     model, tokens = oracle(), [at * 31 % 97 for at in range(block_tokens * blocks + 1)]
     never = {"kvkeep.ping_interval_ms": 86_400_000}
     with Relay(server.address) as wire:
-        options = {"block_tokens": block_tokens, "num_blocks": 4 * blocks + 64, "max_num_batched_tokens": 4096}
+        options = {
+            "block_tokens": block_tokens,
+            "num_blocks": 4 * blocks + 64,
+            "max_num_batched_tokens": 4096,
+        }
         with patient_engine(wire.address, model, never, **options) as llm:
             serve(llm, [tokens], max_tokens=1)
             forget_local(llm)
             before = len(wire.sent)
             [answer] = serve(llm, [counting(tokens)], max_tokens=steps)
-            assert eventually(lambda: b"Release" in wire.sent[before:]), "the last that it says, in the background"
+            assert eventually(lambda: b"Release" in wire.sent[before:]), (
+                "the last that it says, in the background"
+            )
             said = bytes(wire.sent[before:])
     assert answer.kv_transfer_params == {KEY: block_tokens * blocks}
     return len(said), said
@@ -36,7 +56,9 @@ def test_what_is_sent_grows_with_blocks_and_not_with_tokens(server: ServerProces
     assert abs(double - few - 100 * KEY_BYTES) < 200, "16 bytes more for each block"
 
 
-def test_keys_are_sent_once_and_nothing_for_tokens_that_fill_no_block(server: ServerProcess) -> None:
+def test_keys_are_sent_once_and_nothing_for_tokens_that_fill_no_block(
+    server: ServerProcess,
+) -> None:
     once, _ = bytes_of_a_hit(server, block_tokens=32, blocks=20, steps=1)
     often, _ = bytes_of_a_hit(server, block_tokens=32, blocks=20, steps=25)
     assert once > 20 * KEY_BYTES and abs(often - once) < 200, "25 steps say no more than one"
@@ -70,7 +92,8 @@ def test_a_preempted_request_loads_what_it_had(server: ServerProcess) -> None:
         request = llm.engine.add(tokens, SamplingParams(max_tokens=6))
         while not request.output_tokens:
             llm.engine.step()
-        llm.engine.step()  # takes the store to the workers; no other, or the request ends before it is preempted
+        # takes the store to the workers; no other, or the request ends before it is preempted
+        llm.engine.step()
         assert eventually(lambda: since("stored_blocks") == 5), "all that it has computed is stored"
         llm.engine.scheduler.preempt(request)
         forget_local(llm)

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = [line for line in (ROOT / "docs/concepts/traps.md").read_text().splitlines() if re.match(r"\| \d+ \|", line)]
+ROWS = [
+    line
+    for line in (ROOT / "docs/concepts/traps.md").read_text().splitlines()
+    if re.match(r"\| \d+ \|", line)
+]
 NUMBERS = range(1, 13)
 
 
@@ -18,7 +22,9 @@ def names_in(file: Path) -> set[str]:
 
 
 def _functions(file: Path) -> list[str]:
-    return [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return [
+        node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def cells(number: int) -> list[str]:
@@ -40,7 +46,9 @@ def complaints(number: int, row: list[str]) -> list[str]:
     found = [f"{test} is not there" for test in sorted(named - there)]
     found += [f"{test} is not named" for test in sorted(own - named)]
     found += [] if said else ["no test with vLLM is named"]
-    if [f"`{file.name}`" for file in named_after(number, "traps")] != re.findall(r"`test_\w+\.py`", here):
+    if [f"`{file.name}`" for file in named_after(number, "traps")] != re.findall(
+        r"`test_\w+\.py`", here
+    ):
         found.append("not the file of tests/traps that is named after it")
     return found
 
@@ -55,8 +63,17 @@ def test_what_is_said_of_a_trap_is_there(number: int) -> None:
 
 
 def test_no_file_is_named_after_a_trap_that_there_is_not() -> None:
-    files = {file for folder in ("traps", "vllm") for file in (ROOT / "tests" / folder).glob("test_trap_*.py")}
-    known = {file for number in NUMBERS for folder in ("traps", "vllm") for file in named_after(number, folder)}
+    files = {
+        file
+        for folder in ("traps", "vllm")
+        for file in (ROOT / "tests" / folder).glob("test_trap_*.py")
+    }
+    known = {
+        file
+        for number in NUMBERS
+        for folder in ("traps", "vllm")
+        for file in named_after(number, folder)
+    }
     assert files == known and len(named_after(1, "traps")) == 1
 
 

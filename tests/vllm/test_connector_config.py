@@ -58,9 +58,16 @@ def connected(since: Since) -> bool:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "by name, through the plugin": {"kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE}},
-    "by module path": {"kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE, **BY_MODULE}},
-    "by vLLM's own offloading options, and nothing else": {"kv_offloading_backend": "lmcache", "kv_offloading_size": 1},
+    "by name, through the plugin": {
+        "kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE}
+    },
+    "by module path": {
+        "kv_transfer_config": {"kv_connector": "KVKeepConnector", **ROLE, **BY_MODULE}
+    },
+    "by vLLM's own offloading options, and nothing else": {
+        "kv_offloading_backend": "lmcache",
+        "kv_offloading_size": 1,
+    },
     "by vLLM's own offloading options": {
         "kv_offloading_backend": "lmcache",
         "kv_offloading_size": 1,
@@ -70,7 +77,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def options_of(way: str, extra: dict[str, Any]) -> dict[str, Any]:
-    options = {key: dict(value) if isinstance(value, dict) else value for key, value in WAYS[way].items()}
+    options = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in WAYS[way].items()
+    }
     if extra and "kv_transfer_config" in options:
         options["kv_transfer_config"]["kv_connector_extra_config"] = extra
     return options
@@ -101,7 +110,11 @@ def test_the_names_of_other_software_are_understood(
 def test_the_address_may_come_from_the_environment(
     plain: Replica, two: Replica, server: ServerProcess, since: Since
 ) -> None:
-    two.use("llama", env={"KVKEEP_ADDRESS": server.address}, **options_of("by name, through the plugin", {}))
+    two.use(
+        "llama",
+        env={"KVKEEP_ADDRESS": server.address},
+        **options_of("by name, through the plugin", {}),
+    )
     assert connected(since)
     finds(two, plain)
 
@@ -136,6 +149,8 @@ def test_a_bad_setting_stops_the_engine_and_is_named(
         two.use("llama", server, extra=extra)
 
 
-def test_keys_of_other_software_are_left_alone(plain: Replica, two: Replica, server: ServerProcess) -> None:
+def test_keys_of_other_software_are_left_alone(
+    plain: Replica, two: Replica, server: ServerProcess
+) -> None:
     two.use("llama", server, extra={"lmcache.local_cpu": True, "mine": {"a": 1}})
     finds(two, plain)

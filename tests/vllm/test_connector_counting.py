@@ -1,4 +1,5 @@
-"""M1: how much the cache gave a request, against counts made by hand, from vLLM's side and the server's.
+"""M1: how much the cache gave a request, against counts made by hand, from vLLM's side and the
+server's.
 
 prompt of 170 tokens, blocks of 32:  |0|1|2|3|4|… 10 tokens      5 full blocks
 """
@@ -40,7 +41,9 @@ def other(two: Replica, server: ServerProcess) -> Replica:
 
 
 @pytest.mark.parametrize("names", [[KEY], [OTHER], [KEY, OTHER]], ids=["ours", "theirs", "both"])
-def test_the_number_comes_back_under_each_name_that_was_sent(engine: Replica, names: list[str]) -> None:
+def test_the_number_comes_back_under_each_name_that_was_sent(
+    engine: Replica, names: list[str]
+) -> None:
     tokens = prompt(170)
     asked = request(tokens, params=dict.fromkeys(names))
     [cold] = engine.serve([asked])
@@ -75,15 +78,21 @@ def test_the_number_is_the_servers_blocks_less_the_engines_own(
         other.serve([request(tokens[:first], max_tokens=1)])
     [answer] = other.serve([counting(tokens)])
     assert answer.params == {KEY: expected}
-    whole = length if length % BLOCK == 0 else local + expected  # its last token is computed, and counted or not
+    whole = (
+        length if length % BLOCK == 0 else local + expected
+    )  # its last token is computed, and counted or not
     assert answer.cached in (local + expected, whole, whole - 1), "and vLLM says so too"
 
 
-def test_what_the_server_does_not_have_counts_nothing(engine: Replica, server: ServerProcess) -> None:
+def test_what_the_server_does_not_have_counts_nothing(
+    engine: Replica, server: ServerProcess
+) -> None:
     since = Since(server)
     [answer] = engine.serve([counting(prompt(170), max_tokens=23)])
     assert (since("lookups"), since("lookup_blocks"), since("hit_blocks")) == (1, 5, 0)
-    assert eventually(lambda: since("stored_blocks") == 6), "170 tokens and 22 generated ones: the 23rd has no KV"
+    assert eventually(lambda: since("stored_blocks") == 6), (
+        "170 tokens and 22 generated ones: the 23rd has no KV"
+    )
     assert answer.params == {KEY: 0}
 
 
@@ -110,7 +119,8 @@ def test_a_server_that_has_less_than_the_engine_never_makes_it_negative(
 
 
 @pytest.mark.parametrize(
-    ("params", "expected"), [({}, {}), ({"mine": 1}, {}), ({"kvkeep_priority": 80}, {}), (None, None)]
+    ("params", "expected"),
+    [({}, {}), ({"mine": 1}, {}), ({"kvkeep_priority": 80}, {}), (None, None)],
 )
 def test_params_without_the_key_bring_an_empty_dict_and_none_nothing(
     engine: Replica, params: Any, expected: Any
@@ -123,7 +133,9 @@ def test_params_without_the_key_bring_an_empty_dict_and_none_nothing(
     assert no_params.cached == 64, "and yet it was loaded"
 
 
-def test_a_request_aborted_before_it_was_ever_scheduled_is_no_crash(engine: Replica, server: ServerProcess) -> None:
+def test_a_request_aborted_before_it_was_ever_scheduled_is_no_crash(
+    engine: Replica, server: ServerProcess
+) -> None:
     tokens = prompt(170)
     engine.serve([request(tokens)])
     before = engine.fresh().state()["free_blocks"]
@@ -135,7 +147,9 @@ def test_a_request_aborted_before_it_was_ever_scheduled_is_no_crash(engine: Repl
     assert answer.params == {KEY: 160}
 
 
-def test_a_request_aborted_while_its_blocks_come_gives_all_back(engine: Replica, server: ServerProcess) -> None:
+def test_a_request_aborted_while_its_blocks_come_gives_all_back(
+    engine: Replica, server: ServerProcess
+) -> None:
     tokens = prompt(1601)
     engine.serve([request(tokens)])
     before = engine.fresh().state()["free_blocks"]

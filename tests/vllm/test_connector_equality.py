@@ -1,4 +1,5 @@
-"""The same tokens and the same logprobs with and without kvkeep, for each family of models that vLLM runs on a CPU.
+"""The same tokens and the same logprobs with and without kvkeep, for each family of models that
+vLLM runs on a CPU.
 
 prompt of 100 tokens, blocks of 32:  |0 … 31|32 … 63|64 … 95|96 … 99      3 full blocks
 """
@@ -28,12 +29,18 @@ from kvkeep.testing.process import ServerProcess
 
 pytestmark = pytest.mark.usefixtures("_nothing_is_left")
 
-MODELS = ["llama", "gemma3", "lfm2", "gptoss"]  # vLLM's LFM2 answers otherwise in a batch, on a CPU and by itself
+MODELS = [
+    "llama",
+    "gemma3",
+    "lfm2",
+    "gptoss",
+]  # vLLM's LFM2 answers otherwise in a batch, on a CPU and by itself
 LENGTHS = [5, 31, 32, 33, 64, 65, 100, 257, 500]
 
 
 def loadable(length: int) -> int:
-    """Tokens of full blocks that count. The last token is always computed, so its block does not."""
+    """Tokens of full blocks that count. The last token is always computed, so its block does
+    not."""
     return (length - 1) // BLOCK * BLOCK
 
 
@@ -75,15 +82,22 @@ def test_tokens_and_logprobs_are_those_without_a_cache(
     expected = [loadable(length) for length in LENGTHS]
     assert [answer.extra for answer in warm] == expected
     for answer, tokens, length in zip(warm, expected, LENGTHS, strict=True):
-        # A prompt that is there as a whole: its last token is computed again, and vLLM counts it or does not.
-        assert answer.cached in (tokens, length // BLOCK * BLOCK, length - 1), "and vLLM says so too"
+        # A prompt that is there as a whole: its last token is computed again, and vLLM counts it or
+        # does not.
+        assert answer.cached in (tokens, length // BLOCK * BLOCK, length - 1), (
+            "and vLLM says so too"
+        )
     assert [answer.tokens for answer in warm] == [answer.tokens for answer in computed]
     assert [answer.logprobs for answer in warm] == [answer.logprobs for answer in local]
 
 
-def test_a_second_turn_begins_where_the_first_ended(bare: Replica, engine: Replica, model: str) -> None:
+def test_a_second_turn_begins_where_the_first_ended(
+    bare: Replica, engine: Replica, model: str
+) -> None:
     if model == "lfm2":
-        pytest.skip("vLLM's LFM2 answers otherwise by itself where states of generated tokens are used again")
+        pytest.skip(
+            "vLLM's LFM2 answers otherwise by itself where states of generated tokens are used again"
+        )
     first, more = prompt(70), prompt(19)
     [answer] = engine.serve([request(first, max_tokens=60)])
     second = [*first, *answer.tokens, *more]
@@ -100,9 +114,14 @@ def test_a_second_turn_begins_where_the_first_ended(bare: Replica, engine: Repli
 
 def test_many_together_that_share_a_prefix(model: str, bare: Replica, engine: Replica) -> None:
     if model == "lfm2":
-        pytest.skip("vLLM's LFM2 answers otherwise by itself, in a batch and after a hit where two prompts part")
+        pytest.skip(
+            "vLLM's LFM2 answers otherwise by itself, in a batch and after a hit where two prompts part"
+        )
     prefix = prompt(96)
-    prompts = [[*prefix, *prompt(10 + 25 * number)] for number in range(6)] + [prefix[:64], prompt(40)]
+    prompts = [[*prefix, *prompt(10 + 25 * number)] for number in range(6)] + [
+        prefix[:64],
+        prompt(40),
+    ]
     expected = [bare.serve([request(tokens)])[0].tokens for tokens in prompts]
     cold = engine.serve([counting(tokens) for tokens in prompts], together=True)
     assert tokens_of(cold) == expected
@@ -112,7 +131,8 @@ def test_many_together_that_share_a_prefix(model: str, bare: Replica, engine: Re
 
 
 def test_wrong_bytes_would_change_the_answer(bare: Replica) -> None:
-    """These tests can fail: zeros where KV should be, which the prefix cache does not notice, give other tokens."""
+    """These tests can fail: zeros where KV should be, which the prefix cache does not notice, give
+    other tokens."""
     tokens = prompt(300)
     [right] = bare.serve([request(tokens, max_tokens=8)])
     bare.call("zero")
@@ -129,7 +149,9 @@ def test_wrong_bytes_in_the_pool_would_change_the_answer(plain: Replica, two: Re
         [computed], _ = both(plain.use("llama"), [tokens], max_tokens=8)
         two.use("llama", careless, extra={"kvkeep.verify": False})
         assert tokens_of(two.serve([request(tokens, max_tokens=8)])) == [computed.tokens]
-        assert eventually(lambda: status(careless)["counters"]["stored_blocks"] >= 9) and at_rest(careless)
+        assert eventually(lambda: status(careless)["counters"]["stored_blocks"] >= 9) and at_rest(
+            careless
+        )
         PoolMemory(careless).zero()
         [wrong] = two.fresh().serve([counting(tokens, max_tokens=8)])
         assert wrong.extra == 288

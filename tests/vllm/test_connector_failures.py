@@ -1,4 +1,5 @@
-"""M5: blocks that are damaged, gone or unreachable: right tokens or a clean error, by policy; no hang, no leak."""
+"""M5: blocks that are damaged, gone or unreachable: right tokens or a clean error, by policy; no
+hang, no leak."""
 
 from __future__ import annotations
 
@@ -66,13 +67,20 @@ def bare(case: tuple[str, ...], plain: Replica) -> Replica:
 @pytest.fixture
 def engine(case: tuple[str, ...], one: Replica, fragile: ServerProcess) -> Replica:
     ahead = {"schedules_ahead": True} if "ahead" in case else {}
-    return one.use(case[0], fragile, extra={"kvkeep.load_failure_policy": case[1], **BRISK}, **ahead)
+    return one.use(
+        case[0], fragile, extra={"kvkeep.load_failure_policy": case[1], **BRISK}, **ahead
+    )
 
 
 @pytest.fixture
 def remote(case: tuple[str, ...], two: Replica, fragile: ServerProcess) -> Replica:
     ahead = {"schedules_ahead": True} if "ahead" in case else {}
-    return two.use(case[0], fragile, extra={"kvkeep.load_failure_policy": case[1], **BRISK, **BY_SOCKET}, **ahead)
+    return two.use(
+        case[0],
+        fragile,
+        extra={"kvkeep.load_failure_policy": case[1], **BRISK, **BY_SOCKET},
+        **ahead,
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,7 +91,8 @@ def _engines_let_go(fragile: ServerProcess, one: Replica, two: Replica) -> Itera
 
 
 def store(replica: Replica, server: ServerProcess, tokens: list[int]) -> list[bytes]:
-    """Stores this prompt; the first bytes of each of its blocks in a layer with full attention, which loads all."""
+    """Stores this prompt; the first bytes of each of its blocks in a layer with full attention,
+    which loads all."""
     since, full = Since(server), len(tokens) // BLOCK
     [name] = replica.submit([request(tokens, max_tokens=3)])
     replica.step_until(lambda: bool(replica.answers([name])[0].tokens))
@@ -91,7 +100,9 @@ def store(replica: Replica, server: ServerProcess, tokens: list[int]) -> list[by
     replica.run([name])
     replica.settle()
     assert eventually(lambda: since("stored_blocks") >= full) and at_rest(server)
-    return [bytes.fromhex(each) for each in groups[replica.facts["groups"].index("FullAttentionSpec")]]
+    return [
+        bytes.fromhex(each) for each in groups[replica.facts["groups"].index("FullAttentionSpec")]
+    ]
 
 
 def judge(answer: Answer, expected: list[int], policy: str) -> None:
@@ -103,7 +114,12 @@ def judge(answer: Answer, expected: list[int], policy: str) -> None:
 
 @pytest.mark.parametrize("bad", [0, 3])
 def test_a_damaged_block(
-    bare: Replica, engine: Replica, fragile: ServerProcess, case: tuple[str, ...], policy: str, bad: int
+    bare: Replica,
+    engine: Replica,
+    fragile: ServerProcess,
+    case: tuple[str, ...],
+    policy: str,
+    bad: int,
 ) -> None:
     tokens, other = prompt(300), prompt(300)
     [expected, fine] = tokens_of(bare.serve([request(tokens), request(other)]))
@@ -115,11 +131,17 @@ def test_a_damaged_block(
     judge(answer, expected, policy)
     assert eventually(lambda: since("bad_blocks") == 1)
     if policy == "recompute":
-        assert answer.extra == (bad * BLOCK if case[0] == "llama" else 0), "what came before it, or nothing"
-        assert case[0] != "llama" or answer.cached == bad * BLOCK, "and so says vLLM of a load in the step"
+        assert answer.extra == (bad * BLOCK if case[0] == "llama" else 0), (
+            "what came before it, or nothing"
+        )
+        assert case[0] != "llama" or answer.cached == bad * BLOCK, (
+            "and so says vLLM of a load in the step"
+        )
         recovered = [line for line in engine.log()[said:].splitlines() if "recomputed" in line]
         assert len(recovered) == 1 and "1 load failed; 1 request recomputed" in recovered[0]
-    assert tokens_of(engine.serve([request(tokens), request(other)])) == [expected, fine], "nothing bad stayed"
+    assert tokens_of(engine.serve([request(tokens), request(other)])) == [expected, fine], (
+        "nothing bad stayed"
+    )
     assert engine.fresh().settle()["free_blocks"] == free
     [again] = engine.serve([counting(tokens)])
     assert (again.tokens, again.extra) == (expected, 288), "the good one took the bad one's place"
@@ -145,7 +167,9 @@ def test_all_blocks_damaged_and_many_that_want_them(
     forget_everything(fragile)
 
 
-def test_blocks_evicted_between_lookup_and_load(bare: Replica, engine: Replica, fragile: ServerProcess) -> None:
+def test_blocks_evicted_between_lookup_and_load(
+    bare: Replica, engine: Replica, fragile: ServerProcess
+) -> None:
     tokens = prompt(300)
     expected = tokens_of(bare.serve([request(tokens)]))
     store(engine, fragile, tokens)
@@ -182,7 +206,8 @@ def test_a_server_that_goes_between_lookup_and_load(
         fragile.start()
     remote.wait_for(fragile)
     assert at_rest(fragile)
-    # The first load after a pause may still come too late; with policy "fail" that is an error again.
+    # The first load after a pause may still come too late; with policy "fail" that is an error
+    # again.
     assert eventually(lambda: tokens_of(remote.fresh().serve([request(tokens)])) == [expected])
 
 

@@ -1,4 +1,5 @@
-"""Bad kv_transfer_params of every type, and aborts at random moments: the engine lives, and nothing is left behind."""
+"""Bad kv_transfer_params of every type, and aborts at random moments: the engine lives, and nothing
+is left behind."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def engine(one: Replica, server: ServerProcess) -> Replica:
 
 
 @pytest.mark.parametrize("params", BAD, ids=lambda params: str(params)[:60])
-def test_bad_params_end_nothing(plain: Replica, engine: Replica, server: ServerProcess, params: Any) -> None:
+def test_bad_params_end_nothing(
+    plain: Replica, engine: Replica, server: ServerProcess, params: Any
+) -> None:
     tokens = prompt(70)
     expected = tokens_of(plain.use("llama").serve([request(tokens)]))
     try:
@@ -57,7 +60,9 @@ def test_bad_params_end_nothing(plain: Replica, engine: Replica, server: ServerP
     engine.use("llama", server)
     [again] = engine.fresh().serve([counting(tokens)])
     assert [again.tokens] == expected
-    assert again.params == {KEY: 0 if refused else 64}, "what is stored is found, whatever the request carried"
+    assert again.params == {KEY: 0 if refused else 64}, (
+        "what is stored is found, whatever the request carried"
+    )
     assert at_rest(server)
 
 

@@ -1,4 +1,5 @@
-"""`vllm serve` with kvkeep, as its users see it: over HTTP, with the processes that vLLM starts by itself."""
+"""`vllm serve` with kvkeep, as its users see it: over HTTP, with the processes that vLLM starts by
+itself."""
 
 from __future__ import annotations
 
@@ -65,13 +66,21 @@ class Api:
             "--kv-transfer-config": json.dumps(transfer(server, {"kvkeep.client": "api"})),
         }
         said = [str(part) for flag in flags.items() for part in flag]
-        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter for resets
+        own = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }  # the latter for resets
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "driver.py"), "serve", str(model), *said, *SWITCHES],
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
-            env={**clean_environment(), **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(cores()[0]), **own},
+            env={
+                **clean_environment(),
+                **ENVIRONMENT,
+                "VLLM_CPU_OMP_THREADS_BIND": str(cores()[0]),
+                **own,
+            },
         )
 
     def __enter__(self) -> Api:
@@ -89,7 +98,9 @@ class Api:
             self.call("/health", method="GET")
         except OSError:
             return False
-        return len([each for each in status(self._server)["sessions"] if each["client"] == "api"]) >= 2
+        return (
+            len([each for each in status(self._server)["sessions"] if each["client"] == "api"]) >= 2
+        )
 
     def tail(self) -> str:
         with os.fdopen(os.dup(self._log.fileno())) as log:
@@ -106,7 +117,13 @@ class Api:
         return json.loads(text) if text.startswith(("{", "[")) else text
 
     def complete(self, tokens: list[int], **more: Any) -> dict[str, Any]:
-        body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": tokens,
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         answer: dict[str, Any] = self.call(
             "/v1/completions", {**body, "return_token_ids": True, "detokenize": False, **more}
         )
@@ -168,7 +185,9 @@ def test_two_salts_never_share_and_one_does(api: Api, server: ServerProcess) -> 
     assert (counts, unsalted["kv_transfer_params"][KEY]) == ({"bob": 0, "alice": 96}, 0)
 
 
-@pytest.mark.parametrize("salt", ["a/b", "a\0b", "x" * 4000, "\ud800", "", 7, ["a"]], ids=lambda salt: repr(salt)[:9])
+@pytest.mark.parametrize(
+    "salt", ["a/b", "a\0b", "x" * 4000, "\ud800", "", 7, ["a"]], ids=lambda salt: repr(salt)[:9]
+)
 def test_a_hostile_salt_is_refused_or_served(api: Api, salt: Any) -> None:
     try:
         answer = api.complete(prompt(70), cache_salt=salt, kv_transfer_params={KEY: None})
@@ -180,7 +199,9 @@ def test_a_hostile_salt_is_refused_or_served(api: Api, salt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [[1], "text", 7, True, 1.5, {KEY: [{}]}, {"kvkeep_priority": "high"}, {"kvkeep_ttl_ms": -1}], ids=repr
+    "params",
+    [[1], "text", 7, True, 1.5, {KEY: [{}]}, {"kvkeep_priority": "high"}, {"kvkeep_ttl_ms": -1}],
+    ids=repr,
 )
 def test_bad_params_are_refused_or_served(api: Api, params: Any) -> None:
     tokens = prompt(70)
@@ -204,21 +225,29 @@ def test_metrics_tell_of_the_cache(api: Api, server: ServerProcess) -> None:
 
     def grown(part: str) -> float:
         now = counted(api.http)
-        return sum(value - before.get(name, 0) for name, value in now.items() if part in name and "_total" in name)
+        return sum(
+            value - before.get(name, 0)
+            for name, value in now.items()
+            if part in name and "_total" in name
+        )
 
     assert grown("vllm:external_prefix_cache_hits_total") == 160
     assert any("kvkeep" in name for name in before), "the connector's own"
     assert eventually(lambda: grown("kvkeep") > 0)
 
 
-def test_streams_and_broken_connections_leave_nothing_behind(api: Api, server: ServerProcess) -> None:
+def test_streams_and_broken_connections_leave_nothing_behind(
+    api: Api, server: ServerProcess
+) -> None:
     host, port = api.http.split(":")
     tokens = prompt(500)
     since = Since(server)
     expected = words(api.complete(tokens))
     stored(server, since, 15)
     api.fresh()
-    body = json.dumps({"model": "tiny", "prompt": tokens, "max_tokens": 500, "stream": True, "ignore_eos": True})
+    body = json.dumps(
+        {"model": "tiny", "prompt": tokens, "max_tokens": 500, "stream": True, "ignore_eos": True}
+    )
     lines = [
         "POST /v1/completions HTTP/1.1",
         "Host: x",

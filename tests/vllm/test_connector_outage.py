@@ -1,4 +1,5 @@
-"""Servers that are absent, paused, killed and back: the engine serves, says it once, and caching resumes by itself."""
+"""Servers that are absent, paused, killed and back: the engine serves, says it once, and caching
+resumes by itself."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_an_absent_server_is_said_once_and_used_when_it_comes(plain: Replica, tw
         assert tokens_of(answers) == expected
         assert [answer.extra for answer in answers] == [0] * 6
         told = [line for line in two.log()[said:].splitlines() if "kvkeep serve" in line]
-        assert len(told) == 1 and address in told[0], "once for the engine, and not for each of its sides"
+        assert len(told) == 1 and address in told[0], (
+            "once for the engine, and not for each of its sides"
+        )
         server.start()
         assert eventually(lambda: caches(two), 60)
         assert tokens_of(two.serve([request(tokens) for tokens in prompts])) == expected
@@ -54,7 +57,9 @@ def test_a_killed_server_comes_back_empty_and_is_filled_again(plain: Replica, tw
     with Server(*POOL) as server:
         two.use("llama", server, extra=BRISK)
         tokens, others = prompt(200), [prompt(60 + 20 * number) for number in range(4)]
-        expected = tokens_of(plain.use("llama").serve([request(each) for each in [tokens, *others]]))
+        expected = tokens_of(
+            plain.use("llama").serve([request(each) for each in [tokens, *others]])
+        )
         free = two.state()["free_blocks"]
         assert caches(two)
         two.serve([request(tokens)])
@@ -107,7 +112,12 @@ def test_a_server_without_room_is_no_harm(plain: Replica, two: Replica) -> None:
         two.use("llama", small)
         prompts = [prompt(150) for _ in range(12)]
         expected = tokens_of(plain.use("llama").serve([request(tokens) for tokens in prompts]))
-        assert tokens_of(two.serve([request(tokens) for tokens in prompts], together=True)) == expected
-        assert tokens_of(two.fresh().serve([request(tokens) for tokens in prompts], together=True)) == expected
+        assert (
+            tokens_of(two.serve([request(tokens) for tokens in prompts], together=True)) == expected
+        )
+        assert (
+            tokens_of(two.fresh().serve([request(tokens) for tokens in prompts], together=True))
+            == expected
+        )
         assert Since(small)("internal_errors") == 0 and at_rest(small)
         two.close_engine()

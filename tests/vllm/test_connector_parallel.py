@@ -1,8 +1,8 @@
 """M2: engines of two ranks on real vLLM. Who stores, who loads, and what the server counts of it.
 
-MLA's decode disagrees with its own prefill on a CPU, cache or no cache, so bytes are compared there and not tokens.
-Pipelines are not here: vLLM 0.32.0 does not run them on a CPU, with or without a connector.
-"""
+MLA's decode disagrees with its own prefill on a CPU, cache or no cache, so bytes are compared there
+and not tokens. Pipelines are not here: vLLM 0.32.0 does not run them on a CPU, with or without a
+connector."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _ranks_end(ranks: Replica) -> Iterator[None]:
 
 
 def digests(replica: Replica, tokens: list[int], full: int) -> tuple[Any, int | None]:
-    """What every rank holds of this prompt's first blocks after its prefill, and how much of it was not computed."""
+    """What every rank holds of this prompt's first blocks after its prefill, and how much of it was
+    not computed."""
     [name] = replica.submit([request(tokens, max_tokens=2)])
     replica.step_until(lambda: bool(replica.answers([name])[0].tokens))
     held = replica.call("digests", name=name, full=full)
@@ -49,7 +50,9 @@ def digests(replica: Replica, tokens: list[int], full: int) -> tuple[Any, int | 
     return held, answer.cached
 
 
-def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: ServerProcess) -> None:
+def test_llama_on_two_ranks_answers_as_without_a_cache(
+    ranks: Replica, server: ServerProcess
+) -> None:
     prompts = [prompt(length) for length in LENGTHS]
     ranks.use("llama", tensor_parallel_size=2)
     expected = ranks.serve([request(tokens) for tokens in prompts])
@@ -62,7 +65,9 @@ def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: S
     warm = ranks.fresh().serve([counting(tokens) for tokens in prompts])
     assert [answer.extra for answer in warm] == [32, 96, 128], f"{since}\n{ranks.tail()}"
     for answers in (cold, warm):
-        assert [(a.tokens, a.logprobs) for a in answers] == [(a.tokens, a.logprobs) for a in expected]
+        assert [(a.tokens, a.logprobs) for a in answers] == [
+            (a.tokens, a.logprobs) for a in expected
+        ]
     assert since.requests("Lookup") == 6, "the scheduler asks, not the ranks"
     tokens = prompt(130)
     computed, nothing = digests(ranks, tokens, 4)
@@ -74,9 +79,12 @@ def test_llama_on_two_ranks_answers_as_without_a_cache(ranks: Replica, server: S
 
 def test_two_ranks_say_an_outage_once_and_once_that_it_is_over(ranks: Replica) -> None:
     with Server(*POOL) as server:
-        # With patient deadlines: two ranks that compute leave a server on two cores without a turn for seconds, and an
-        # outage of that kind is none of this test's. A server that is killed is noticed by its socket.
-        ranks.use("llama", server, tensor_parallel_size=2, extra={"kvkeep.reconnect_interval_ms": 50})
+        # With patient deadlines: two ranks that compute leave a server on two cores without a turn
+        # for seconds, and an outage of that kind is none of this test's. A server that is killed is
+        # noticed by its socket.
+        ranks.use(
+            "llama", server, tensor_parallel_size=2, extra={"kvkeep.reconnect_interval_ms": 50}
+        )
         tokens = prompt(100)
         expected = ranks.serve([request(tokens)])[0].tokens
         said = len(ranks.log())
@@ -96,7 +104,9 @@ def test_two_ranks_say_an_outage_once_and_once_that_it_is_over(ranks: Replica) -
         assert eventually(lambda: served_until("kvkeep: connected to"))
         for _ in range(3):
             served_until("")
-        assert len(lines("Serving without the cache")) == len(lines("kvkeep: connected to")) == 1, ranks.tail()
+        assert len(lines("Serving without the cache")) == len(lines("kvkeep: connected to")) == 1, (
+            ranks.tail()
+        )
         ranks.close_engine()
 
 
@@ -104,7 +114,9 @@ def test_two_ranks_say_an_outage_once_and_once_that_it_is_over(ranks: Replica) -
 def test_mla_is_stored_once_and_every_rank_gets_the_same_bytes(
     one: Replica, ranks: Replica, server: ServerProcess, size: int
 ) -> None:
-    replica = one.use("mla", server) if size == 1 else ranks.use("mla", server, tensor_parallel_size=2)
+    replica = (
+        one.use("mla", server) if size == 1 else ranks.use("mla", server, tensor_parallel_size=2)
+    )
     tokens = prompt(100)
     since = Since(server)
     computed, nothing = digests(replica, tokens, 6)
@@ -116,7 +128,9 @@ def test_mla_is_stored_once_and_every_rank_gets_the_same_bytes(
     loaded, cached = digests(replica, tokens, 6)
     assert (nothing, cached) == (0, 96)
     assert loaded == computed
-    assert len(computed) == size and len({str(rank) for rank in computed}) == 1, "all ranks have the one copy"
+    assert len(computed) == size and len({str(rank) for rank in computed}) == 1, (
+        "all ranks have the one copy"
+    )
     assert since("stored_blocks") == 6, "what the server has is not stored again"
     [again] = replica.fresh().serve([counting(tokens)])
     assert again.extra == 96

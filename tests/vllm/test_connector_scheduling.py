@@ -1,4 +1,5 @@
-"""What vLLM's scheduler does with requests of which a part is loaded: preempt, guess, reset, skip."""
+"""What vLLM's scheduler does with requests of which a part is loaded: preempt, guess, reset,
+skip."""
 
 from __future__ import annotations
 
@@ -13,10 +14,17 @@ pytestmark = pytest.mark.usefixtures("_nothing_is_left")
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
-def test_preempted_requests_answer_the_same(plain: Replica, one: Replica, server: ServerProcess, model: str) -> None:
+def test_preempted_requests_answer_the_same(
+    plain: Replica, one: Replica, server: ServerProcess, model: str
+) -> None:
     prompts = [prompt(40 + 3 * number) for number in range(6)]  # small at first, and then they grow
-    expected = tokens_of(plain.use(model).serve([request(tokens, max_tokens=150) for tokens in prompts]))
-    tight: dict[str, Any] = {"num_gpu_blocks_override": 22 if model == "llama" else 36, "max_model_len": 320}
+    expected = tokens_of(
+        plain.use(model).serve([request(tokens, max_tokens=150) for tokens in prompts])
+    )
+    tight: dict[str, Any] = {
+        "num_gpu_blocks_override": 22 if model == "llama" else 36,
+        "max_model_len": 320,
+    }
     one.use(model, server, **tight)
     free = one.state()["free_blocks"]
     for _ in range(2):
@@ -35,12 +43,15 @@ def test_preempted_requests_answer_the_same(plain: Replica, one: Replica, server
 def test_blocks_that_vllm_zeroes_for_the_next_request_are_stored_as_they_were(
     plain: Replica, one: Replica, server: ServerProcess
 ) -> None:
-    """With recurrent states vLLM zeroes new blocks before a step, and gives out first what was freed last."""
+    """With recurrent states vLLM zeroes new blocks before a step, and gives out first what was
+    freed last."""
     prompts = [prompt(97 + 32 * (number % 3)) for number in range(12)]
     expected = tokens_of(plain.use("lfm2").serve([request(tokens) for tokens in prompts]))
     one.use("lfm2", server, num_gpu_blocks_override=14, max_model_len=320)
     names = one.submit([request(tokens) for tokens in prompts[:1]])
-    for tokens in prompts[1:]:  # the next one is there when the blocks of the last are freed, and still to be stored
+    for tokens in prompts[
+        1:
+    ]:  # the next one is there when the blocks of the last are freed, and still to be stored
         while not set(one.step(1)) & set(names):
             pass
         names = one.submit([request(tokens)])
@@ -71,7 +82,9 @@ def test_a_reset_of_the_connector_makes_the_next_request_a_miss(
     one.close_engine()
 
 
-def test_a_request_that_does_not_want_to_read_does_not(plain: Replica, one: Replica, server: ServerProcess) -> None:
+def test_a_request_that_does_not_want_to_read_does_not(
+    plain: Replica, one: Replica, server: ServerProcess
+) -> None:
     tokens = prompt(100)
     engine = one.use("llama", server)
     engine.serve([request(tokens)])
@@ -91,7 +104,12 @@ def test_guessed_tokens_are_stored_only_when_they_are_verified(
     loop = prompt(8)
     tokens = [*prompt(60), *(loop * 6)]  # repeats itself, so that guesses are made
     expected = tokens_of(plain.use("llama").serve([request(tokens, max_tokens=60)]))
-    guessing = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    guessing = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+    }
     one.use("llama", server, speculative_config=guessing)
     since = Since(server)
     [answer] = one.serve([request(tokens, max_tokens=60)])
@@ -103,10 +121,13 @@ def test_guessed_tokens_are_stored_only_when_they_are_verified(
     assert [later.tokens] == tokens_of(plain.serve([request(turn)]))
     [warm] = one.fresh().serve([counting(tokens, max_tokens=60)])
     assert ([warm.tokens], warm.extra) == (expected, 96)
-    one.reboot()  # what such an engine leaves in its process keeps vLLM from starting another one there
+    # what such an engine leaves in its process keeps vLLM from starting another one there
+    one.reboot()
 
 
-def test_an_engine_without_a_prefix_cache_of_its_own(plain: Replica, one: Replica, server: ServerProcess) -> None:
+def test_an_engine_without_a_prefix_cache_of_its_own(
+    plain: Replica, one: Replica, server: ServerProcess
+) -> None:
     tokens = prompt(170)
     one.use("llama", server, enable_prefix_caching=False)
     since = Since(server)
@@ -118,16 +139,22 @@ def test_an_engine_without_a_prefix_cache_of_its_own(plain: Replica, one: Replic
     assert [warm.tokens] == tokens_of(plain.use("llama").serve([request(tokens)]))
 
 
-def test_an_engine_that_schedules_ahead(plain: Replica, one: Replica, two: Replica, server: ServerProcess) -> None:
+def test_an_engine_that_schedules_ahead(
+    plain: Replica, one: Replica, two: Replica, server: ServerProcess
+) -> None:
     """It hears of a load before it reads the results of the step in which that ended."""
     known, new = [prompt(100 + 32 * number) for number in range(6)], [prompt(100) for _ in range(6)]
     prompts = [tokens for pair in zip(known, new, strict=True) for tokens in pair]
-    expected = tokens_of(plain.use("llama").serve([request(tokens, max_tokens=12) for tokens in prompts]))
+    expected = tokens_of(
+        plain.use("llama").serve([request(tokens, max_tokens=12) for tokens in prompts])
+    )
     two.use("llama", server).serve([request(tokens) for tokens in known])
     engine = one.use("llama", server, schedules_ahead=True)
     alone = engine.serve([counting(known[0], max_tokens=12)])  # it has nothing else to do
     assert tokens_of(alone) == expected[:1] and alone[0].extra == 96
-    together = engine.fresh().serve([counting(tokens, max_tokens=12) for tokens in prompts], together=True)
+    together = engine.fresh().serve(
+        [counting(tokens, max_tokens=12) for tokens in prompts], together=True
+    )
     assert tokens_of(together) == expected
     assert [answer.extra for answer in together[::2]] == [96 + 32 * number for number in range(6)]
     names = engine.fresh().submit([counting(tokens, max_tokens=12) for tokens in prompts])

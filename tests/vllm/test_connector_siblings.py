@@ -1,4 +1,5 @@
-"""M1 and M5 in a real engine whose MultiConnector has kvkeep and vLLM's own file-based connector, which lacks HMA."""
+"""M1 and M5 in a real engine whose MultiConnector has kvkeep and vLLM's own file-based connector,
+which lacks HMA."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def _engines_end(fragile: ServerProcess, one: Replica, two: Replica) -> Iterator
     two.close_engine()
 
 
-def beside(replica: Replica, server: ServerProcess, files: Path, first: str, **outer: Any) -> dict[str, Any]:
+def beside(
+    replica: Replica, server: ServerProcess, files: Path, first: str, **outer: Any
+) -> dict[str, Any]:
     """What vLLM is told: both connectors, and which of them is asked first."""
     own = transfer(server, {"kvkeep.client": replica._name})
     other = {
@@ -51,7 +54,9 @@ def beside(replica: Replica, server: ServerProcess, files: Path, first: str, **o
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [own, other] if first == "kvkeep" else [other, own]},
+        "kv_connector_extra_config": {
+            "connectors": [own, other] if first == "kvkeep" else [other, own]
+        },
         **outer,
     }
 
@@ -68,7 +73,11 @@ def check_nothing_is_left(replica: Replica, server: ServerProcess) -> None:
     replica.settle()
     assert at_rest(server)
     kept: dict[str, int] = replica.call("remembered")
-    held = [name for name in kept if name.endswith(("._known", "._alive", "._held", "._trackers", "._asked"))]
+    held = [
+        name
+        for name in kept
+        if name.endswith(("._known", "._alive", "._held", "._trackers", "._asked"))
+    ]
     assert len(held) >= 5 and {name: kept[name] for name in held} == dict.fromkeys(held, 0)
 
 
@@ -86,7 +95,9 @@ def test_a_restarted_engine_hits_and_a_failed_load_is_computed_and_nothing_is_le
     assert any((tmp_path / "a").iterdir()), "the sibling stores too"
     check_nothing_is_left(one, fragile)
 
-    start(two, beside(two, fragile, tmp_path / "b", first), fragile)  # another process; no files for its sibling
+    start(
+        two, beside(two, fragile, tmp_path / "b", first), fragile
+    )  # another process; no files for its sibling
     [again] = two.serve([counting(tokens)])
     assert (again.tokens, again.extra) == (expected[0], 288)
     check_nothing_is_left(two, fragile)
@@ -119,7 +130,9 @@ def test_the_policy_that_vllm_would_not_read_is_refused_with_what_to_write(
         two.use("llama", transfer_config=config)
 
 
-def test_two_kvkeep_connectors_are_refused(two: Replica, fragile: ServerProcess, tmp_path: Path) -> None:
+def test_two_kvkeep_connectors_are_refused(
+    two: Replica, fragile: ServerProcess, tmp_path: Path
+) -> None:
     config = beside(two, fragile, tmp_path, "kvkeep")
     children = config["kv_connector_extra_config"]["connectors"]
     config["kv_connector_extra_config"] = {"connectors": [*children, children[0]]}

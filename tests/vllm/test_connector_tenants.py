@@ -33,10 +33,17 @@ def other(two: Replica, server: ServerProcess) -> Replica:
     return two.use("llama", server)
 
 
-def test_two_salts_never_share_and_one_does(plain: Replica, engine: Replica, other: Replica) -> None:
+def test_two_salts_never_share_and_one_does(
+    plain: Replica, engine: Replica, other: Replica
+) -> None:
     tokens = prompt(100)
     [stored] = engine.serve([request(tokens, "alice")])
-    asked = [counting(tokens, "bob"), counting(tokens), counting(tokens, "alice "), counting(tokens, "alice")]
+    asked = [
+        counting(tokens, "bob"),
+        counting(tokens),
+        counting(tokens, "alice "),
+        counting(tokens, "alice"),
+    ]
     answers = other.fresh().serve(asked)
     assert [answer.extra for answer in answers] == [0, 0, 0, 96]
     assert {tuple(answer.tokens) for answer in [stored, *answers]} == {
@@ -47,7 +54,10 @@ def test_two_salts_never_share_and_one_does(plain: Replica, engine: Replica, oth
 def test_no_salt_is_shared_by_all_without_one(engine: Replica, other: Replica) -> None:
     tokens = prompt(100)
     engine.serve([request(tokens)])
-    assert [answer.extra for answer in other.fresh().serve([counting(tokens), counting(tokens, "carol")])] == [96, 0]
+    assert [
+        answer.extra
+        for answer in other.fresh().serve([counting(tokens), counting(tokens, "carol")])
+    ] == [96, 0]
 
 
 def test_salts_share_nothing_in_one_batch(plain: Replica, engine: Replica, other: Replica) -> None:
@@ -71,7 +81,9 @@ def test_a_hostile_salt_is_served_and_stays_alone(
     tokens = prompt(100)
     expected = tokens_of(plain.use("llama").serve([request(tokens)]))
     assert tokens_of(engine.serve([request(tokens, salt)])) == expected
-    answers = other.fresh().serve([counting(tokens), counting(tokens, salt), counting(tokens, salt + "x")])
+    answers = other.fresh().serve(
+        [counting(tokens), counting(tokens, salt), counting(tokens, salt + "x")]
+    )
     assert tokens_of(answers) == 3 * expected
     assert [answers[0].extra, answers[2].extra] == [0, 0]
     assert answers[1].extra in (96, 0), "found, or not kept at all"

@@ -1,4 +1,5 @@
-"""KV events: what this engine stored in the server, and what of it turned out to be gone, as routers read it."""
+"""KV events: what this engine stored in the server, and what of it turned out to be gone, as
+routers read it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import msgspec
 import zmq
@@ -37,7 +40,9 @@ PLAIN = event_groups(cache_config(full()), Pieces([CacheGroup("full", BLOCK)]), 
 
 
 def cache_events(enabled: bool = True) -> CacheEvents:
-    return CacheEvents(SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=enabled)))
+    return CacheEvents(
+        SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=enabled))
+    )
 
 
 def job(number: int, first: int, blocks: int, *, is_load: bool = False, **more: Any) -> Job:
@@ -49,7 +54,12 @@ def names(asked: Any, *places: int) -> list[Any]:
 
 
 def store(
-    events: CacheEvents, asked: Any, first: int, blocks: int, groups: tuple[EventGroup, ...] = PLAIN, number: int = 1
+    events: CacheEvents,
+    asked: Any,
+    first: int,
+    blocks: int,
+    groups: tuple[EventGroup, ...] = PLAIN,
+    number: int = 1,
 ) -> list[Any]:
     done = job(number, first, blocks)
     events.prepared(done, asked, groups)
@@ -57,7 +67,9 @@ def store(
     return list(events.take())
 
 
-def load(events: CacheEvents, asked: Any, first: int, blocks: int, failed: set[int] | None = None) -> list[Any]:
+def load(
+    events: CacheEvents, asked: Any, first: int, blocks: int, failed: set[int] | None = None
+) -> list[Any]:
     done = job(9, first, blocks, is_load=True)
     events.prepared(done, asked, PLAIN)
     done.failed = failed or set()
@@ -65,7 +77,9 @@ def load(events: CacheEvents, asked: Any, first: int, blocks: int, failed: set[i
     return list(events.take())
 
 
-def of_vllm(asked: Any, first: int, stop: int, block_tokens: int = BLOCK, hash_tokens: int = BLOCK) -> Any:
+def of_vllm(
+    asked: Any, first: int, stop: int, block_tokens: int = BLOCK, hash_tokens: int = BLOCK
+) -> Any:
     """The event that vLLM's own prefix cache publishes for these blocks of a request."""
     pool = BlockPool(64, True, hash_tokens, enable_kv_cache_events=True)
     pool.cache_full_blocks(asked, pool.get_new_blocks(stop), first, stop, block_tokens, 0)
@@ -78,7 +92,9 @@ def of_vllm(asked: Any, first: int, stop: int, block_tokens: int = BLOCK, hash_t
 def images(*places: tuple[int, int, str]) -> dict[str, Any]:
     return {
         "mm_features": [
-            MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=start, length=length))  # type: ignore[call-arg]
+            MultiModalFeatureSpec(
+                None, "image", name, PlaceholderRange(offset=start, length=length)
+            )  # type: ignore[call-arg]
             for start, length, name in places
         ]
     }
@@ -89,13 +105,18 @@ SAYS: dict[str, dict[str, Any]] = {
     "salted": {"cache_salt": "of one tenant"},
     "adapter": {"lora_request": LORA},
     "adapter, salted": {"lora_request": LORA, "cache_salt": "of one tenant"},
-    "images, salted": {**images((2, 5, "an image"), (9, 12, "another one")), "cache_salt": "of one tenant"},
+    "images, salted": {
+        **images((2, 5, "an image"), (9, 12, "another one")),
+        "cache_salt": "of one tenant",
+    },
 }
 
 
 @pytest.mark.parametrize("first", [0, 1, 4])
 @pytest.mark.parametrize("more", SAYS.values(), ids=SAYS)
-def test_a_store_says_what_vllms_own_events_say_but_for_the_medium(more: dict[str, Any], first: int) -> None:
+def test_a_store_says_what_vllms_own_events_say_but_for_the_medium(
+    more: dict[str, Any], first: int
+) -> None:
     asked = request(TOKENS, **more)
     [event] = store(cache_events(), asked, first, 4)
     vllms = of_vllm(asked, first, first + 4)
@@ -108,7 +129,9 @@ def test_a_store_says_what_vllms_own_events_say_but_for_the_medium(more: dict[st
 def test_salted_blocks_do_not_look_unsalted() -> None:
     [salted] = store(cache_events(), request(TOKENS, cache_salt="of one tenant"), 0, 3)
     [unsalted] = store(cache_events(), request(TOKENS), 0, 3)
-    assert salted.extra_keys == [("of one tenant",), None, None], "later blocks are salted by their parent"
+    assert salted.extra_keys == [("of one tenant",), None, None], (
+        "later blocks are salted by their parent"
+    )
     assert unsalted.extra_keys == [None, None, None]
     assert not set(salted.block_hashes) & set(unsalted.block_hashes)
 
@@ -199,7 +222,11 @@ def test_after_a_reset_all_of_it_is_gone_from_the_cpu_and_nothing_from_the_gpu()
     store(events, asked, 0, 3)
     events.reset()
     [event] = events.take()
-    assert isinstance(event, BlockRemoved) and event.block_hashes == names(asked, 0, 1, 2) and event.medium == "CPU"
+    assert (
+        isinstance(event, BlockRemoved)
+        and event.block_hashes == names(asked, 0, 1, 2)
+        and event.medium == "CPU"
+    )
     events.reset()
     assert events.take() == []
 
@@ -214,7 +241,8 @@ def test_a_store_that_ends_after_a_reset_is_still_told_as_what_it_is() -> None:
 
 
 def test_what_is_no_longer_remembered_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router would otherwise count it for ever, and twice when it is stored again. What was used last stays."""
+    """A router would otherwise count it for ever, and twice when it is stored again. What was used
+    last stays."""
     monkeypatch.setattr(of_events, "_REMEMBERED_BLOCKS", 5)
     events, asked = cache_events(), [request([number, *TOKENS]) for number in range(3)]
     store(events, asked[0], 0, 3)
@@ -246,7 +274,10 @@ class Subscriber:
             self.port = free.getsockname()[1]
         self._socket.connect(f"tcp://127.0.0.1:{self.port}")
         self.config = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{self.port}", topic="kv@pod@model"
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"tcp://*:{self.port}",
+            topic="kv@pod@model",
         )
 
     def read(self, wait_ms: int = 0) -> list[dict[str, Any]]:
@@ -269,8 +300,11 @@ class Subscriber:
                 return
         raise AssertionError("nothing is published")
 
-    def read_until(self, enough: Callable[[list[dict[str, Any]]], bool], makes: Callable[[], object]) -> Any:
-        """Events until there are enough of them; a step of the engine publishes what ended before it."""
+    def read_until(
+        self, enough: Callable[[list[dict[str, Any]]], bool], makes: Callable[[], object]
+    ) -> Any:
+        """Events until there are enough of them; a step of the engine publishes what ended before
+        it."""
         events = self.read(100)
         for _ in range(600):
             if enough(events):
@@ -291,9 +325,12 @@ def subscriber() -> Iterator[Subscriber]:
 
 
 def blocks_of(events: list[dict[str, Any]], medium: str) -> dict[int, dict[str, Any]]:
-    """What a router knows of each block after these events, by its hash. Routers count full attention only."""
+    """What a router knows of each block after these events, by its hash. Routers count full
+    attention only."""
     found: dict[int, dict[str, Any]] = {}
-    others = {each["group_idx"] for each in events if each.get("kv_cache_spec_kind") == "sliding_window"}
+    others = {
+        each["group_idx"] for each in events if each.get("kv_cache_spec_kind") == "sliding_window"
+    }
     for event in events:
         if event.get("group_idx") in others:
             continue
@@ -305,7 +342,10 @@ def blocks_of(events: list[dict[str, Any]], medium: str) -> dict[int, dict[str, 
                     "parent": parent,
                     "tokens": event["token_ids"][at * size : (at + 1) * size],
                     "extra_keys": event["extra_keys"][at],
-                    **{name: event.get(name) for name in ("lora_name", "group_idx", "kv_cache_spec_kind")},
+                    **{
+                        name: event.get(name)
+                        for name in ("lora_name", "group_idx", "kv_cache_spec_kind")
+                    },
                 }
                 parent = name
         elif event["type"] == "BlockRemoved" and event["medium"] == medium:
@@ -314,7 +354,9 @@ def blocks_of(events: list[dict[str, Any]], medium: str) -> dict[int, dict[str, 
     return found
 
 
-def prefix_of(blocks: dict[int, dict[str, Any]], tokens: list[int], salt: str | None, size: int) -> int:
+def prefix_of(
+    blocks: dict[int, dict[str, Any]], tokens: list[int], salt: str | None, size: int
+) -> int:
     """How many blocks of a prompt a router finds among these, from the first one on."""
     parent: int | None = None
     for at in range(len(tokens) // size):
@@ -326,11 +368,17 @@ def prefix_of(blocks: dict[int, dict[str, Any]], tokens: list[int], salt: str | 
     return len(tokens) // size
 
 
-def _is(block: dict[str, Any], parent: int | None, tokens: list[int], keys: list[str] | None) -> bool:
-    return bool(block["parent"] == parent and block["tokens"] == tokens and block["extra_keys"] == keys)
+def _is(
+    block: dict[str, Any], parent: int | None, tokens: list[int], keys: list[str] | None
+) -> bool:
+    return bool(
+        block["parent"] == parent and block["tokens"] == tokens and block["extra_keys"] == keys
+    )
 
 
-@pytest.mark.parametrize("specs", [(full(),), pytest.param((full(), window()), marks=needs_named_failures)])
+@pytest.mark.parametrize(
+    "specs", [(full(),), pytest.param((full(), window()), marks=needs_named_failures)]
+)
 def test_a_subscriber_reads_what_vllms_scheduler_publishes_of_the_server_and_of_the_gpu(
     make: Callable[..., Engine], subscriber: Subscriber, specs: tuple[Any, ...]
 ) -> None:
@@ -342,13 +390,19 @@ def test_a_subscriber_reads_what_vllms_scheduler_publishes_of_the_server_and_of_
     engine = make(*specs, change=change)
     numbers = iter(range(1_000_000))
     subscriber.connect(lambda: engine.run(request([next(numbers), *range(40, 48)])))
-    engine.run(request(TOKENS), request(TOKENS, cache_salt="one"), request(TOKENS, cache_salt="two"))
+    engine.run(
+        request(TOKENS), request(TOKENS, cache_salt="one"), request(TOKENS, cache_salt="two")
+    )
     events = subscriber.read_until(lambda events: len(blocks_of(events, "CPU")) >= 30, engine.step)
     on_gpu, on_cpu = blocks_of(events, "GPU"), blocks_of(events, "CPU")
     for salt in (None, "one", "two"):
-        assert prefix_of(on_cpu, TOKENS, salt, BLOCK) == prefix_of(on_gpu, TOKENS, salt, BLOCK) == 10
+        assert (
+            prefix_of(on_cpu, TOKENS, salt, BLOCK) == prefix_of(on_gpu, TOKENS, salt, BLOCK) == 10
+        )
     assert prefix_of(on_cpu, TOKENS, "three", BLOCK) == 0
-    assert {name: on_gpu[name] for name in on_cpu} == on_cpu, "a router takes them for the same blocks"
+    assert {name: on_gpu[name] for name in on_cpu} == on_cpu, (
+        "a router takes them for the same blocks"
+    )
     assert all(isinstance(event, dict) and event["type"] for event in events)
     engine.scheduler.kv_event_publisher.shutdown()
 
@@ -365,7 +419,9 @@ def test_a_subscriber_reads_that_a_reset_takes_the_cpus_blocks(
     engine.run(request(TOKENS))
     events = subscriber.read_until(lambda events: len(blocks_of(events, "CPU")) >= 10, engine.step)
     engine.connector.reset_cache()
-    events += subscriber.read_until(lambda events: any(each["type"] == "BlockRemoved" for each in events), engine.step)
+    events += subscriber.read_until(
+        lambda events: any(each["type"] == "BlockRemoved" for each in events), engine.step
+    )
     assert prefix_of(blocks_of(events, "CPU"), TOKENS, None, BLOCK) == 0
     assert prefix_of(blocks_of(events, "GPU"), TOKENS, None, BLOCK) == 10
     assert not any(event["type"] == AllBlocksCleared.__name__ for event in events)
@@ -383,11 +439,14 @@ def test_a_subscriber_reads_what_a_real_engine_stored_salts_included(
     asked, size = prompt(100), 32
     engine.serve([asking(asked), asking(asked, "one"), asking(asked, "two")])
     events = subscriber.read_until(
-        lambda events: len(blocks_of(events, "CPU")) >= 9, lambda: engine.serve([asking(prompt(40))])
+        lambda events: len(blocks_of(events, "CPU")) >= 9,
+        lambda: engine.serve([asking(prompt(40))]),
     )
     on_gpu, on_cpu = blocks_of(events, "GPU"), blocks_of(events, "CPU")
     for salt in (None, "one", "two"):
         assert prefix_of(on_cpu, asked, salt, size) == prefix_of(on_gpu, asked, salt, size) == 3
     assert prefix_of(on_cpu, asked, "three", size) == 0
-    assert {name: on_gpu[name] for name in on_cpu} == on_cpu, "a router takes them for the same blocks"
+    assert {name: on_gpu[name] for name in on_cpu} == on_cpu, (
+        "a router takes them for the same blocks"
+    )
     one.close_engine()

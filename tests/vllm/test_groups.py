@@ -1,4 +1,5 @@
-"""vLLM's own descriptions of KV in our words: which models are cached, and where their blocks lie."""
+"""vLLM's own descriptions of KV in our words: which models are cached, and where their blocks
+lie."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import torch
 from engine_parts import cache_config, full, model_config, needs_named_failures, window
@@ -27,7 +30,9 @@ FLOATS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.floa
 def engine(**model: Any) -> Any:
     return SimpleNamespace(
         use_v2_model_runner=False,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
         cache_config=SimpleNamespace(calculate_kv_scales=False),
         model_config=model_config(**model),
     )
@@ -39,7 +44,11 @@ def mla(block_size: int = 4, **more: Any) -> kvi.MLAAttentionSpec:
 
 def state(mode: str = "align", block_size: int = 4, **more: Any) -> kvi.MambaSpec:
     return kvi.MambaSpec(
-        block_size=block_size, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode, **more
+        block_size=block_size,
+        shapes=((3, 8),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        **more,
     )
 
 
@@ -52,10 +61,12 @@ def groups(*specs: Any) -> tuple[CacheGroup, ...]:
     return pieces_of(engine(), cache_config(*specs)).groups
 
 
-# --- what is cached ---------------------------------------------------------------------------------------------
+# --- what is cached -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [full(16), mla(16), several(full(16), full(16, sliding_window=8)), several(mla(16))])
+@pytest.mark.parametrize(
+    "spec", [full(16), mla(16), several(full(16), full(16, sliding_window=8)), several(mla(16))]
+)
 def test_one_group_of_full_attention_is_whole(spec: Any) -> None:
     pieces = pieces_of(engine(), cache_config(spec))
     assert pieces.groups == (CacheGroup("full", 16),)
@@ -74,7 +85,9 @@ def test_windows_and_states_beside_full_attention() -> None:
 
 @needs_named_failures
 def test_what_a_window_keeps_besides_counts() -> None:
-    assert groups(full(8), window(8, reach=32, extra_retained_tokens=3))[1] == CacheGroup("window", 8, 35)
+    assert groups(full(8), window(8, reach=32, extra_retained_tokens=3))[1] == CacheGroup(
+        "window", 8, 35
+    )
 
 
 @needs_named_failures
@@ -84,14 +97,16 @@ def test_a_window_of_mla() -> None:
 
 
 @pytest.mark.skipif(versions.names_failed_requests(), reason="from 0.30 on such models are cached")
-@pytest.mark.parametrize("specs", [(full(), window()), (full(), full()), (window(),), (full(), state()), (state(),)])
+@pytest.mark.parametrize(
+    "specs", [(full(), window()), (full(), full()), (window(),), (full(), state()), (state(),)]
+)
 def test_before_0_30_only_whole_models_are_cached(specs: tuple[Any, ...]) -> None:
     with pytest.raises(SettingsError) as refused:
         groups(*specs)
     assert "0.30" in refused.value.hint
 
 
-# --- what is not ------------------------------------------------------------------------------------------------
+# --- what is not ----------------------------------------------------------------------------------
 
 
 def refused(vllm_config: Any, *specs: Any) -> SettingsError:
@@ -154,7 +169,9 @@ def test_a_block_spans_the_tokens_of_all_ranks_that_divide_them() -> None:
     config.parallel_config.decode_context_parallel_size = 4
     assert pieces_of(config, cache_config(full(block_size=16))).block_tokens == 64
     config.parallel_config.prefill_context_parallel_size = 2
-    assert pieces_of(config, cache_config(full(block_size=16))).block_tokens == 64, "prompts are spread, blocks are not"
+    assert pieces_of(config, cache_config(full(block_size=16))).block_tokens == 64, (
+        "prompts are spread, blocks are not"
+    )
     for other in (window(), state()):
         assert "decode_context_parallel_size" in refused(config, full(), other).message
 
@@ -164,7 +181,10 @@ def test_sleep_mode_is_refused_where_vllm_does_not_tell_connectors_of_it(setting
     config = engine(**{setting: True})
     with mock.patch.object(versions, "tells_of_sleep", return_value=False):
         error = refused(config, full())
-        assert f"sleep mode of vLLM {vllm.__version__} " in error.message and "vLLM 0.33 or later" in error.hint
+        assert (
+            f"sleep mode of vLLM {vllm.__version__} " in error.message
+            and "vLLM 0.33 or later" in error.hint
+        )
     with mock.patch.object(versions, "tells_of_sleep", return_value=True):
         assert pieces_of(config, cache_config(full())).whole
 
@@ -192,7 +212,7 @@ def test_kv_that_must_not_leave_is_refused(field: str) -> None:
         pieces_of(engine(), config)
 
 
-# --- where blocks lie -------------------------------------------------------------------------------------------
+# --- where blocks lie -----------------------------------------------------------------------------
 
 ONE = Pieces([CacheGroup("full", 4)])
 

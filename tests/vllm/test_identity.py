@@ -1,4 +1,5 @@
-"""Which engines share blocks: those that agree on everything that changes a block's bytes, and no others."""
+"""Which engines share blocks: those that agree on everything that changes a block's bytes, and no
+others."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import torch
 from engine_parts import full, mla, model_config, uniform
@@ -52,11 +55,19 @@ def config(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
     own = {name: changes.pop(name, value) for name, value in facts.items()}
     method = "ngram" if own["draft"] == "ngram" else "eagle"
     draft_model = SimpleNamespace(model=own["draft"], revision=None, hf_config=None)
-    draft = None if own["draft"] is None else SimpleNamespace(draft_model_config=draft_model, method=method)
+    draft = (
+        None
+        if own["draft"] is None
+        else SimpleNamespace(draft_model_config=draft_model, method=method)
+    )
     return SimpleNamespace(
-        model_config=model_config(hf_config=SimpleNamespace(to_dict=lambda: dict(own["hf"])), **changes),
+        model_config=model_config(
+            hf_config=SimpleNamespace(to_dict=lambda: dict(own["hf"])), **changes
+        ),
         cache_config=SimpleNamespace(cache_dtype=own["cache_dtype"]),
-        load_config=SimpleNamespace(load_format=own["load_format"], model_loader_extra_config=own["loader"]),
+        load_config=SimpleNamespace(
+            load_format=own["load_format"], model_loader_extra_config=own["loader"]
+        ),
         lora_config=None,
         speculative_config=draft,
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}),
@@ -87,10 +98,14 @@ def shape(
 def test_equal_engines_have_equal_shapes() -> None:
     assert shape().fingerprint == shape().fingerprint
     moved = config(model="/somewhere/else/tiny/")
-    assert shape(moved).fingerprint == shape(config(model="tiny")).fingerprint, "a path is no property of KV"
+    assert shape(moved).fingerprint == shape(config(model="tiny")).fingerprint, (
+        "a path is no property of KV"
+    )
     told = config(hf={"rope": 1.0, "_name_or_path": "/x", "transformers_version": "5"})
     assert shape(told).fingerprint == shape().fingerprint
-    assert shape(config(draft="ngram")).fingerprint == shape().fingerprint, "guesses without a model keep no KV"
+    assert shape(config(draft="ngram")).fingerprint == shape().fingerprint, (
+        "guesses without a model keep no KV"
+    )
     assert shape(config(seed=1)).fingerprint == shape().fingerprint, "a seed is for made-up weights"
 
 
@@ -100,15 +115,23 @@ DIFFERENT: dict[str, BlockShape | Any] = {
     "quantized": lambda: shape(config(quantization="fp8")),
     "another type of KV": lambda: shape(config(cache_dtype="fp8")),
     "another type of model": lambda: shape(config(dtype=torch.bfloat16)),
-    "quantized in another way": lambda: shape(config(quantization="fp8", quantization_config={"ignore": ["qkv"]})),
+    "quantized in another way": lambda: shape(
+        config(quantization="fp8", quantization_config={"ignore": ["qkv"]})
+    ),
     "another implementation": lambda: shape(config(model_impl="transformers")),
     "loaded from elsewhere": lambda: shape(config(loader={"uri": "elsewhere"})),
-    "positions of which nothing is known": lambda: shape(config(hf={"rope_scaling": {"type": "odd"}})),
-    "the same with another length": lambda: shape(config(hf={"rope_scaling": {"type": "odd"}}, max_model_len=77)),
+    "positions of which nothing is known": lambda: shape(
+        config(hf={"rope_scaling": {"type": "odd"}})
+    ),
+    "the same with another length": lambda: shape(
+        config(hf={"rope_scaling": {"type": "odd"}}, max_model_len=77)
+    ),
     "a model of a plugin": lambda: shape(config(is_own=False)),
     "the same with another length, too": lambda: shape(config(is_own=False, max_model_len=77)),
     "keys and values packed otherwise": lambda: shape(encodings={"layer.0": "cpu-columns"}),
-    "one layer of two packed otherwise": lambda: shape(encodings={"layer.0": "fused-kv", "layer.1": "mla"}),
+    "one layer of two packed otherwise": lambda: shape(
+        encodings={"layer.0": "fused-kv", "layer.1": "mla"}
+    ),
     "the other layer": lambda: shape(encodings={"layer.0": "mla", "layer.1": "fused-kv"}),
     "other weights": lambda: shape(weights="w2"),
     "tokens of a block spread over ranks": lambda: shape(config(dcp_size=2)),
@@ -119,7 +142,9 @@ DIFFERENT: dict[str, BlockShape | Any] = {
     "another draft model": lambda: shape(config(draft="somebody/eagle-2")),
     "other blocks": lambda: shape(pieces=Pieces([CacheGroup("full", 32)])),
     "a window besides": lambda: shape(pieces=TWO),
-    "a wider window": lambda: shape(pieces=Pieces([CacheGroup("full", 16), CacheGroup("window", 16, 128)])),
+    "a wider window": lambda: shape(
+        pieces=Pieces([CacheGroup("full", 16), CacheGroup("window", 16, 128)])
+    ),
     "another layout": lambda: shape(layout="y"),
     "other sizes": lambda: shape(nbytes=128),
     "two ranks": lambda: shape(tp_size=2),
@@ -159,16 +184,23 @@ def test_weights_that_nothing_tells_apart_are_refused_unless_a_commit_names_them
         weights_of(config(revision="main"), Digest(None, "no weights found"))
     assert "kvkeep.revision" in caught.value.hint
     commit = "0123456789abcdef0123456789abcdef01234567"
-    assert weights_of(config(revision=commit), Digest(None, "no weights found")) == f"somebody/tiny@{commit}"
+    assert (
+        weights_of(config(revision=commit), Digest(None, "no weights found"))
+        == f"somebody/tiny@{commit}"
+    )
     changed = Digest(None, "a file has changed")
     changed.found = True
     with pytest.raises(SettingsError, match="a file has changed"):
         weights_of(config(revision=commit), changed)
-    with pytest.raises(SettingsError, match="somebody/eagle"):  # the target's commit says nothing of the draft
-        weights_of(config(revision=commit, draft="somebody/eagle"), Digest("t"), Digest(None, "none found"))
+    with pytest.raises(
+        SettingsError, match="somebody/eagle"
+    ):  # the target's commit says nothing of the draft
+        weights_of(
+            config(revision=commit, draft="somebody/eagle"), Digest("t"), Digest(None, "none found")
+        )
 
 
-# --- positions --------------------------------------------------------------------------------------------------
+# --- positions ------------------------------------------------------------------------------------
 
 LONG = {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096}}
 
@@ -178,7 +210,17 @@ LONG = {"rope_scaling": {"type": "longrope", "original_max_position_embeddings":
     [
         ({}, 2048, 1536, True),
         ({"rope_parameters": {"rope_type": "llama3"}}, 2048, 131072, True),
-        ({"rope_parameters": {"full": {"rope_type": "yarn"}, "sliding": {"rope_type": "default"}}}, 64, 128, True),
+        (
+            {
+                "rope_parameters": {
+                    "full": {"rope_type": "yarn"},
+                    "sliding": {"rope_type": "default"},
+                }
+            },
+            64,
+            128,
+            True,
+        ),
         ({"text_config": {"rope_scaling": {"type": "linear"}}}, 64, 128, True),
         (LONG, 4096, 2048, True),
         (LONG, 8192, 16384, True),
@@ -194,17 +236,26 @@ def test_engines_that_differ_in_max_model_len_share_unless_their_positions_do(
     hf: dict[str, Any], one: int, other: int, is_shared: bool
 ) -> None:
     first = shape(config(hf=hf, max_model_len=one))
-    second = shape(config(hf={**hf, "max_model_len": other} if "max_model_len" in hf else hf, max_model_len=other))
+    second = shape(
+        config(
+            hf={**hf, "max_model_len": other} if "max_model_len" in hf else hf, max_model_len=other
+        )
+    )
     assert (first.fingerprint == second.fingerprint) == is_shared
     if not is_shared:
-        assert differing_parts(first.parts, second.parts) == ["positions"], "and that is what is said to differ"
+        assert differing_parts(first.parts, second.parts) == ["positions"], (
+            "and that is what is said to differ"
+        )
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def test_ranks_that_write_kv_in_different_ways_are_refused() -> None:
-    parts = [identity.Part(["x"], [64], {"layer.0": isa}) for isa in ("cpu-columns", "cpu-amx of vLLM 0.32")]
+    parts = [
+        identity.Part(["x"], [64], {"layer.0": isa})
+        for isa in ("cpu-columns", "cpu-amx of vLLM 0.32")
+    ]
     with pytest.raises(SettingsError, match=r"layer\.0 as cpu-columns and cpu-amx"):
         identity.shape_of(config(), ONE, ParallelStrategy.of(tp_size=2), parts, "w")
 
@@ -213,7 +264,9 @@ def test_mla_is_shared_by_engines_of_every_tensor_parallel_size() -> None:
     part = identity.Part(["x"], [64], ENCODINGS)
     sizes = (1, 2, 8)
     shapes = [
-        identity.shape_of(config(), ONE, ParallelStrategy.of(tp_size=size, use_mla=True), [part] * size, "w")
+        identity.shape_of(
+            config(), ONE, ParallelStrategy.of(tp_size=size, use_mla=True), [part] * size, "w"
+        )
         for size in sizes
     ]
     assert len({shape.fingerprint for shape in shapes}) == 1
@@ -221,21 +274,29 @@ def test_mla_is_shared_by_engines_of_every_tensor_parallel_size() -> None:
 
 def test_stages_of_a_pipeline_have_one_identity_whatever_layers_they_hold() -> None:
     whole = identity.Part(["x"], [64], {"layer.0": "fused-kv", "layer.1": "mla"})
-    halves = [identity.Part(["x"], [32], {"layer.0": "fused-kv"}), identity.Part(["x"], [32], {"layer.1": "mla"})]
+    halves = [
+        identity.Part(["x"], [32], {"layer.0": "fused-kv"}),
+        identity.Part(["x"], [32], {"layer.1": "mla"}),
+    ]
     one = identity.shape_of(config(), ONE, ParallelStrategy.of(), [whole], "w")
     two = identity.shape_of(config(), ONE, ParallelStrategy.of(pp_size=2), halves, "w")
     assert one.identity == two.identity and one.fingerprint != two.fingerprint
 
 
 def test_a_shape_has_the_bytes_of_every_shard() -> None:
-    first, second = identity.Part(["x", "w"], [64, 8], ENCODINGS), identity.Part(["y", "w"], [32, 8], ENCODINGS)
+    first, second = (
+        identity.Part(["x", "w"], [64, 8], ENCODINGS),
+        identity.Part(["y", "w"], [32, 8], ENCODINGS),
+    )
     parts = [first, first, second, second]
-    found = identity.shape_of(config(), TWO, ParallelStrategy.of(tp_size=4, kv_tp_replicas=2), parts, "w")
+    found = identity.shape_of(
+        config(), TWO, ParallelStrategy.of(tp_size=4, kv_tp_replicas=2), parts, "w"
+    )
     assert (found.shard_bytes, found.pieces, found.kv_world_size) == ((64, 8, 32, 8), 2, 2)
     assert found.identity.block_tokens == 16
 
 
-# --- this rank's place ------------------------------------------------------------------------------------------
+# --- this rank's place ----------------------------------------------------------------------------
 
 
 def place(
@@ -258,7 +319,9 @@ def place(
 
 
 @pytest.mark.parametrize(("tp_rank", "pp_rank"), [(0, 0), (3, 0), (0, 1), (2, 1)])
-def test_ranks_are_counted_by_stage(monkeypatch: pytest.MonkeyPatch, tp_rank: int, pp_rank: int) -> None:
+def test_ranks_are_counted_by_stage(
+    monkeypatch: pytest.MonkeyPatch, tp_rank: int, pp_rank: int
+) -> None:
     place(monkeypatch, tp_rank, pp_rank, tp=4, pp=2)
     found = identity.strategy_of(config(tp_size=4, pp_size=2), SimpleNamespace(), ONE)
     assert (found.rank, found.tp_rank, found.pp_rank) == (pp_rank * 4 + tp_rank, tp_rank, pp_rank)
@@ -289,22 +352,31 @@ def specs(*each: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in each])
 
 
-def test_a_draft_with_kv_heads_beside_a_target_with_mla_has_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before vLLM 0.31: the target's ranks hold the same KV, those of the draft different heads of it."""
+def test_a_draft_with_kv_heads_beside_a_target_with_mla_has_no_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before vLLM 0.31: the target's ranks hold the same KV, those of the draft different heads of
+    it."""
     place(monkeypatch, tp_rank=1, tp=4)
     target, draft = mla(), full()
     alone = identity.strategy_of(config(tp_size=4, use_mla=True), specs(target), ONE)
-    together = identity.strategy_of(config(tp_size=4, use_mla=True), specs(uniform(target, draft)), ONE)
+    together = identity.strategy_of(
+        config(tp_size=4, use_mla=True), specs(uniform(target, draft)), ONE
+    )
     assert (alone.replicas, together.replicas) == (4, 1)
 
 
 @pytest.mark.parametrize(("dcp", "pcp"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_that_divide_the_context_have_no_replicas(monkeypatch: pytest.MonkeyPatch, dcp: int, pcp: int) -> None:
+def test_ranks_that_divide_the_context_have_no_replicas(
+    monkeypatch: pytest.MonkeyPatch, dcp: int, pcp: int
+) -> None:
     place(monkeypatch, tp_rank=1, pp_rank=1, tp=4, pp=2, pcp_rank=pcp - 1, pcp=pcp)
     spread = config(tp_size=4, pp_size=2, dcp_size=dcp, pcp_size=pcp, use_mla=True)
     found = identity.strategy_of(spread, SimpleNamespace(kv_tp_replicas=4), ONE)
     assert (found.replicas, found.world_size) == (1, 8 * pcp)
-    assert found.rank == (1 * pcp + pcp - 1) * 4 + 1, "as vLLM counts: stage, part of the prompt, tensor rank"
+    assert found.rank == (1 * pcp + pcp - 1) * 4 + 1, (
+        "as vLLM counts: stage, part of the prompt, tensor rank"
+    )
 
 
 def test_all_ranks_hear_how_every_rank_lies_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +393,9 @@ def test_all_ranks_hear_how_every_rank_lies_in_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(identity, "Part", lambda *facts: ("own", *facts))
     with pytest.raises(SettingsError) as caught:
         identity.parts_of_all_ranks((located, {"a": "mla"}))
-    assert caught.value.message == "pcp 0; pcp 1; pp 0; pp 1; pp 2; pp 3; tp 0", "neighbours first, stages last"
+    assert caught.value.message == "pcp 0; pcp 1; pp 0; pp 1; pp 2; pp 3; tp 0", (
+        "neighbours first, stages last"
+    )
 
 
 def test_a_rank_that_cannot_be_cached_is_heard_by_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import torch
 from engine_parts import request
@@ -22,7 +24,9 @@ from kvkeep.vllm.keys import EngineKeys, OwnKeys, TokensChanged, root_of
 
 HASH_TOKENS = 4
 TOKENS = list(range(100, 150))
-IDENTITY = ModelIdentity(model="m", revision="r", kv_dtype="float32", block_tokens=HASH_TOKENS, content="l")
+IDENTITY = ModelIdentity(
+    model="m", revision="r", kv_dtype="float32", block_tokens=HASH_TOKENS, content="l"
+)
 
 
 def adapter_of(asked: Any) -> str:
@@ -30,8 +34,12 @@ def adapter_of(asked: Any) -> str:
     return "" if lora is None else repr((lora.lora_name, lora.lora_path))
 
 
-def engine_keys(asked: Any, block_tokens: int = HASH_TOKENS, root: bytes | None = None) -> EngineKeys:
-    return EngineKeys(root or root_of(IDENTITY, asked, b"", adapter_of(asked)), asked, block_tokens, HASH_TOKENS)
+def engine_keys(
+    asked: Any, block_tokens: int = HASH_TOKENS, root: bytes | None = None
+) -> EngineKeys:
+    return EngineKeys(
+        root or root_of(IDENTITY, asked, b"", adapter_of(asked)), asked, block_tokens, HASH_TOKENS
+    )
 
 
 def own_keys(asked: Any, block_tokens: int = HASH_TOKENS, root: bytes | None = None) -> OwnKeys:
@@ -48,7 +56,10 @@ def split(keys: bytes) -> list[bytes]:
 
 def picture(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
-        data=None, modality="image", identifier=identifier, mm_position=PlaceholderRange(offset=offset, length=length)
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
     )
 
 
@@ -58,7 +69,10 @@ def adapter(name: str = "style", path: str = "/adapters/one") -> LoRARequest:
 
 @BOTH
 def test_equal_prefixes_have_equal_keys_and_no_others(keys_of: Kind) -> None:
-    one, two = split(keys_of(request(TOKENS)).grow()), split(keys_of(request([*TOKENS[:30], 7, *TOKENS[31:]])).grow())
+    one, two = (
+        split(keys_of(request(TOKENS)).grow()),
+        split(keys_of(request([*TOKENS[:30], 7, *TOKENS[31:]])).grow()),
+    )
     assert len(one) == len(two) == len(TOKENS) // HASH_TOKENS == len(set(one))
     assert one[:7] == two[:7]
     assert not set(one[7:]) & set(two), "a token changes its block and all that follow"
@@ -97,7 +111,10 @@ def test_whatever_changes_kv_changes_every_key_from_there_on(keys_of: Kind) -> N
 @BOTH
 def test_an_adapter_that_is_trained_further_is_another_one(keys_of: Kind) -> None:
     asked = request(TOKENS, lora_request=adapter())
-    one, two = (split(keys_of(asked, root=root_of(IDENTITY, asked, b"", each)).grow()) for each in ("1", "2"))
+    one, two = (
+        split(keys_of(asked, root=root_of(IDENTITY, asked, b"", each)).grow())
+        for each in ("1", "2")
+    )
     assert not set(one) & set(two)
 
 
@@ -113,7 +130,9 @@ def test_an_image_in_the_middle_leaves_the_blocks_before_it_alone(keys_of: Kind)
 def test_embeddings_that_differ_late_share_what_comes_before(keys_of: Kind) -> None:
     one, two = torch.zeros(50, 8), torch.zeros(50, 8)
     two[33, 0] = 1
-    first, second = (split(keys_of(request(TOKENS, prompt_embeds=each)).grow()) for each in (one, two))
+    first, second = (
+        split(keys_of(request(TOKENS, prompt_embeds=each)).grow()) for each in (one, two)
+    )
     assert first[:8] == second[:8] and not set(first[8:]) & set(second)
 
 
@@ -122,21 +141,35 @@ def test_embeddings_that_differ_late_share_what_comes_before(keys_of: Kind) -> N
 def test_every_fact_about_the_model_is_in_every_key(keys_of: Kind, field: str) -> None:
     asked = request(TOKENS)
     value = getattr(IDENTITY, field)
-    changed = (("attention", "x"),) if field == "details" else value + 1 if isinstance(value, int) else value + "x"
+    changed = (
+        (("attention", "x"),)
+        if field == "details"
+        else value + 1
+        if isinstance(value, int)
+        else value + "x"
+    )
     other = msgspec.structs.replace(IDENTITY, **{field: changed})
-    one, two = (split(keys_of(asked, root=root_of(each, asked, b"", "")).grow()) for each in (IDENTITY, other))
+    one, two = (
+        split(keys_of(asked, root=root_of(each, asked, b"", "")).grow())
+        for each in (IDENTITY, other)
+    )
     assert not set(one) & set(two)
 
 
 @BOTH
 def test_after_a_reset_all_keys_are_others(keys_of: Kind) -> None:
     asked = request(TOKENS)
-    one, two = (split(keys_of(asked, root=root_of(IDENTITY, asked, each, "")).grow()) for each in (b"", b"again"))
+    one, two = (
+        split(keys_of(asked, root=root_of(IDENTITY, asked, each, "")).grow())
+        for each in (b"", b"again")
+    )
     assert not set(one) & set(two)
 
 
 def test_the_two_kinds_never_meet() -> None:
-    assert not set(split(engine_keys(request(TOKENS)).grow())) & set(split(own_keys(request(TOKENS)).grow()))
+    assert not set(split(engine_keys(request(TOKENS)).grow())) & set(
+        split(own_keys(request(TOKENS)).grow())
+    )
 
 
 @BOTH
@@ -159,8 +192,12 @@ def test_a_coarser_block_stands_for_all_of_its_tokens(keys_of: Kind) -> None:
     coarse = split(keys_of(request(TOKENS), 4 * HASH_TOKENS).grow())
     assert len(coarse) == 3
     for changed in range(48):
-        other = split(keys_of(request([*TOKENS[:changed], 7, *TOKENS[changed + 1 :]]), 4 * HASH_TOKENS).grow())
-        assert [one == two for one, two in zip(coarse, other, strict=True)] == [at < changed // 16 for at in range(3)]
+        other = split(
+            keys_of(request([*TOKENS[:changed], 7, *TOKENS[changed + 1 :]]), 4 * HASH_TOKENS).grow()
+        )
+        assert [one == two for one, two in zip(coarse, other, strict=True)] == [
+            at < changed // 16 for at in range(3)
+        ]
     if keys_of is engine_keys:
         assert coarse == split(keys_of(request(TOKENS)).grow())[3::4]
 
@@ -202,7 +239,9 @@ def test_tokens_that_changed_under_us_are_noticed() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("salt", ["", "a" * 100_000, "\ud800", "x\x00y", "🔑", "('lora', 'style')", "@/\\"], ids=ascii)
+@pytest.mark.parametrize(
+    "salt", ["", "a" * 100_000, "\ud800", "x\x00y", "🔑", "('lora', 'style')", "@/\\"], ids=ascii
+)
 def test_any_text_may_be_a_salt(keys_of: Kind, salt: str) -> None:
     try:
         asked = request(TOKENS, cache_salt=salt)
@@ -210,11 +249,18 @@ def test_any_text_may_be_a_salt(keys_of: Kind, salt: str) -> None:
         pytest.skip("vLLM's own hashes do not take this salt")
     keys = keys_of(asked).grow()
     assert len(keys) == 12 * KEY_BYTES
-    assert (keys == keys_of(request(TOKENS)).grow()) == (salt == ""), "no salt and an empty one are the same to vLLM"
+    assert (keys == keys_of(request(TOKENS)).grow()) == (salt == ""), (
+        "no salt and an empty one are the same to vLLM"
+    )
 
 
 @BOTH
 def test_a_salt_cannot_pass_for_an_adapter_nor_a_token_for_a_salt(keys_of: Kind) -> None:
     lora = split(keys_of(request(TOKENS, lora_request=adapter())).grow())
-    for salt in ("style", "/adapters/one", repr(("style", "/adapters/one")), "('lora', 'style', '/adapters/one')"):
+    for salt in (
+        "style",
+        "/adapters/one",
+        repr(("style", "/adapters/one")),
+        "('lora', 'style', '/adapters/one')",
+    ):
         assert not set(lora) & set(split(keys_of(request(TOKENS, cache_salt=salt)).grow()))

@@ -7,7 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -19,14 +21,22 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.shape import BlockShape
 from kvkeep.vllm.messages import Handshake, Reports, Step
 
-SHAPE = BlockShape(ModelIdentity(model="m", revision="r", kv_dtype="f", block_tokens=4, content="l"), (64,))
+SHAPE = BlockShape(
+    ModelIdentity(model="m", revision="r", kv_dtype="f", block_tokens=4, content="l"), (64,)
+)
 
 
 def test_a_step_survives_the_way() -> None:
     ids = np.array([3, 1], dtype=np.int64)
-    load = LoadRequest("default", bytes(3 * KEY_BYTES), 1, ids, 7, ids, np.ones((2, 1), dtype=np.uint64))
+    load = LoadRequest(
+        "default", bytes(3 * KEY_BYTES), 1, ids, 7, ids, np.ones((2, 1), dtype=np.uint64)
+    )
     store = StoreRequest("default", b"", bytes(2 * KEY_BYTES), np.array([[1, 2], [-1, 3]]))
-    step = Step(StepMetadata({1: load}, {2: store}, {3: store}, [4, 5], {1: "a"}), {"b": [1, 2]}, all_withdrawn=True)
+    step = Step(
+        StepMetadata({1: load}, {2: store}, {3: store}, [4, 5], {1: "a"}),
+        {"b": [1, 2]},
+        all_withdrawn=True,
+    )
     back = pickle.loads(pickle.dumps(step))
     assert (back.lost, back.all_withdrawn, back.step.withdrawn) == ({"b": [1, 2]}, True, [4, 5])
     assert back.step.requests == {1: "a"}
@@ -36,7 +46,13 @@ def test_a_step_survives_the_way() -> None:
 
 def test_an_empty_step_says_nothing() -> None:
     step = pickle.loads(pickle.dumps(Step()))
-    assert not (step.step.loads or step.step.stores or step.step.stores_after or step.step.withdrawn or step.lost)
+    assert not (
+        step.step.loads
+        or step.step.stores
+        or step.step.stores_after
+        or step.step.withdrawn
+        or step.lost
+    )
     assert not step.all_withdrawn
 
 
@@ -50,7 +66,11 @@ def test_reports_survive_the_way_and_add_up() -> None:
     second = pickle.loads(pickle.dumps(Reports([Finished(1), Finished(1, {9: 1})])))
     both = first.aggregate(second)
     assert isinstance(both, Reports)
-    assert both.finished == [Finished(0, {1: 2}, [3], [4], {4: [7]}, 5), Finished(1), Finished(1, {9: 1})]
+    assert both.finished == [
+        Finished(0, {1: 2}, [3], [4], {4: [7]}, 5),
+        Finished(1),
+        Finished(1, {9: 1}),
+    ]
     assert len(first.finished) == 1
 
 

@@ -1,4 +1,5 @@
-"""The scheduler's side by itself: before and without a handshake, and when something inside goes wrong."""
+"""The scheduler's side by itself: before and without a handshake, and when something inside goes
+wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from engine_parts import Engine, answer_to, cache_config, full, request, vllm_config
 
@@ -27,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("way")
 PROMPT = list(range(100, 123))
 COUNT = {"num_kvkeep_extra_cached_tokens": None}
 NOTHING = SimpleNamespace(
-    scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()), num_scheduled_tokens={}
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+    num_scheduled_tokens={},
 )
 
 
@@ -48,7 +52,7 @@ def requests_of(engine: Engine) -> RequestSide:
     return engine.connector._requests
 
 
-# --- without a cache --------------------------------------------------------------------------------------------
+# --- without a cache ------------------------------------------------------------------------------
 
 
 def check_it_does_nothing(side: RequestSide) -> None:
@@ -57,7 +61,13 @@ def check_it_does_nothing(side: RequestSide) -> None:
     assert side.lookup(asked, 0) == 0
     side.allocated(asked, [[1, 2, 3]], 0)
     step = side.build_step(NOTHING)
-    assert not (step.step.loads or step.step.stores or step.step.stores_after or step.step.withdrawn or step.lost)
+    assert not (
+        step.step.loads
+        or step.step.stores
+        or step.step.stores_after
+        or step.step.withdrawn
+        or step.lost
+    )
     side.complete([])
     assert side.end(asked) == {"num_kvkeep_extra_cached_tokens": 0}
     assert side.reset() is True
@@ -103,15 +113,27 @@ def two_ranks() -> RequestSide:
 
 
 def shape(**changes: Any) -> BlockShape:
-    facts = {"model": "m", "revision": "1", "kv_dtype": "f", "block_tokens": 4, "content": "full"} | changes
+    facts = {
+        "model": "m",
+        "revision": "1",
+        "kv_dtype": "f",
+        "block_tokens": 4,
+        "content": "full",
+    } | changes
     return BlockShape(ModelIdentity(**facts, details=(("attention", "fused-kv"),)), (64, 64))
 
 
 def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.name.startswith("kvkeep") and each.levelno == level]
+    return [
+        each.getMessage()
+        for each in caplog.records
+        if each.name.startswith("kvkeep") and each.levelno == level
+    ]
 
 
-def test_ranks_whose_handshakes_differ_are_refused_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_whose_handshakes_differ_are_refused_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     side = two_ranks()
     side.shake_hands([Handshake(shape()), Handshake(shape(revision="2"))])
     (error,) = said(caplog, logging.ERROR)
@@ -119,12 +141,16 @@ def test_ranks_whose_handshakes_differ_are_refused_with_the_reason(caplog: pytes
     check_it_does_nothing(side)
 
 
-def test_the_cache_is_used_once_the_last_worker_knows_its_weights(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cache_is_used_once_the_last_worker_knows_its_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     side = two_ranks()
     with caplog.at_level(logging.INFO):
         side.shake_hands([Handshake(shape()), Handshake(None, is_pending=True)])
         check_it_does_nothing(side)
-        assert ["hashed for the first time" in line for line in said(caplog, logging.INFO)] == [True]
+        assert ["hashed for the first time" in line for line in said(caplog, logging.INFO)] == [
+            True
+        ]
         side.take_handshakes([])
         assert side._side is None
         side.take_handshakes([Handshake(shape())])
@@ -137,11 +163,13 @@ def test_a_worker_that_refuses_late_is_heard(caplog: pytest.LogCaptureFixture) -
     side = two_ranks()
     side.shake_hands([Handshake(shape()), Handshake(None, is_pending=True)])
     side.take_handshakes([Handshake(None, "no weights")])
-    assert said(caplog, logging.ERROR) == ["kvkeep: this engine is served without the cache: no weights"]
+    assert said(caplog, logging.ERROR) == [
+        "kvkeep: this engine is served without the cache: no weights"
+    ]
     check_it_does_nothing(side)
 
 
-# --- when something goes wrong ----------------------------------------------------------------------------------
+# --- when something goes wrong --------------------------------------------------------------------
 
 
 def change_tokens(engine: Engine, name: str) -> None:
@@ -161,7 +189,9 @@ def run_to_load(engine: Engine, name: str = "b") -> None:
             return
 
 
-def test_a_request_whose_tokens_change_is_served_without_the_cache_and_leaves_nothing(engine: Engine) -> None:
+def test_a_request_whose_tokens_change_is_served_without_the_cache_and_leaves_nothing(
+    engine: Engine,
+) -> None:
     engine.add(request(PROMPT, "b", max_tokens=6))
     while not engine.answers["b"]:
         engine.step()
@@ -183,7 +213,9 @@ def test_a_request_whose_tokens_change_while_it_runs(engine: Engine) -> None:
     engine.check_nothing_left()
 
 
-def test_a_load_whose_event_cannot_be_noted_is_told_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_whose_event_cannot_be_noted_is_told_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(requests_of(engine).events, "prepared", lambda *args: 1 / 0)
     engine.worker.withdraw = lambda block_ids: None  # type: ignore[method-assign]
     engine.add(request(PROMPT, "b"))
@@ -201,7 +233,9 @@ def test_a_load_whose_event_cannot_be_noted_is_told_once(engine: Engine, monkeyp
     assert engine.answers["b"] == answer_to(PROMPT)
 
 
-def test_a_store_that_cannot_be_prepared_keeps_no_load_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_prepared_keeps_no_load_back(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine.side, "prepare_store", lambda *args, **words: 1 / 0)
     engine.add(request([9, *PROMPT], "c", max_tokens=12))
     run_to_load(engine)
@@ -251,7 +285,7 @@ def test_salts_that_are_none_are_served_without_the_cache(engine: Engine) -> Non
     engine.check_nothing_left()
 
 
-# --- a load of an idle engine ------------------------------------------------------------------------------------
+# --- a load of an idle engine ---------------------------------------------------------------------
 
 
 def begun_with_step(engine: Engine) -> list[bool]:
@@ -296,7 +330,9 @@ def test_a_load_waits_for_the_step_while_anything_is_computed_or_stored(engine: 
         engine.step()
     engine.worker.holds = False
     engine.run()
-    computes = said[0] or engine.ahead  # who reads results late computes in every other step, and is idle in between
+    computes = (
+        said[0] or engine.ahead
+    )  # who reads results late computes in every other step, and is idle in between
     assert computes and said[1:] == [True]
     engine.check_nothing_left()
 
@@ -305,7 +341,8 @@ def test_a_load_waits_for_the_step_while_anything_is_computed_or_stored(engine: 
 def test_a_load_waits_for_the_step_that_does_something_with_its_blocks_first(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """vLLM zeroes new blocks of some models, and its own offload reads those of requests that are over until then."""
+    """vLLM zeroes new blocks of some models, and its own offload reads those of requests that are
+    over until then."""
     if kind == "zeroing":
         monkeypatch.setattr(type(engine.kv_cache_config), "needs_kv_cache_zeroing", True)
     else:
@@ -340,7 +377,9 @@ def outage_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in caplog.messages if "does not answer" in line or "connected to" in line]
 
 
-def test_an_outage_that_only_a_rank_sees_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_that_only_a_rank_sees_is_said_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     outage = engine.worker.connection.outage
     assert not outage.speaks
     with caplog.at_level(logging.INFO, "kvkeep"):

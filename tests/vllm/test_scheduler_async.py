@@ -1,5 +1,6 @@
-"""vLLM's scheduler of GPUs, which schedules a step before it knows the last one's tokens: random lives, in which every
-byte of KV that a step reads is checked, every load is told once, and nothing stays behind."""
+"""vLLM's scheduler of GPUs, which schedules a step before it knows the last one's tokens: random
+lives, in which every byte of KV that a step reads is checked, every load is told once, and nothing
+stays behind."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import engine_parts
 from engine_parts import COUNT, Engine, answer_to, full, needs_named_failures, request, window
@@ -25,11 +28,16 @@ MODELS = [
     pytest.param((full(),), id="full"),
     pytest.param((full(), window()), id="full and window", marks=needs_named_failures),
 ]
-BAD_BLOCKS = [lambda load: [], lambda load: list(range(load.blocks)), lambda load: [load.blocks - 1]]
+BAD_BLOCKS = [
+    lambda load: [],
+    lambda load: list(range(load.blocks)),
+    lambda load: [load.blocks - 1],
+]
 
 
 class AsyncEngine(Engine):
-    """Its worker knows the tokens that it has sampled itself; the scheduler hears of them a step later."""
+    """Its worker knows the tokens that it has sampled itself; the scheduler hears of them a step
+    later."""
 
     ahead = True
 
@@ -66,9 +74,15 @@ class Life:
     def __init__(self, seed: int, specs: tuple[Any, ...], mode: str = "async") -> None:
         self.chance = random.Random(seed)
         self.seed = seed
-        self.often = 0.25 if mode == "async" else self.chance.choice([0.05, 0.1, 0.25])  # to be alone now and then
-        # The longest request has 47 tokens: 12 blocks in each of two groups, and vLLM keeps one block for itself.
-        room = {"num_blocks": self.chance.choice([25, 40, 64]), "budget": self.chance.choice([16, 64])}
+        self.often = (
+            0.25 if mode == "async" else self.chance.choice([0.05, 0.1, 0.25])
+        )  # to be alone now and then
+        # The longest request has 47 tokens: 12 blocks in each of two groups, and vLLM keeps one
+        # block for itself.
+        room = {
+            "num_blocks": self.chance.choice([25, 40, 64]),
+            "budget": self.chance.choice([16, 64]),
+        }
         self.engine = AsyncEngine(SimulatedCache(seed), *specs, extra={"kvkeep.load": mode}, **room)
         self.engine.cache.is_seen = seed % 2 == 0
         self.engine.worker.hasty = lambda: self.chance.random() < 0.5
@@ -124,14 +138,21 @@ class Life:
 
     def check(self) -> None:
         for name, each in self.asked.items():
-            right, got = answer_to(each.prompt_token_ids or (), each.max_tokens), self.engine.answers[name]
+            right, got = (
+                answer_to(each.prompt_token_ids or (), each.max_tokens),
+                self.engine.answers[name],
+            )
             assert got == (right[: len(got)] if name in self.aborted else right), name
-        self.engine.check_counts(*(each for name, each in self.asked.items() if name not in self.aborted))
+        self.engine.check_counts(
+            *(each for name, each in self.asked.items() if name not in self.aborted)
+        )
         self.engine.settle()
         self.engine.check_nothing_left()
         worker = self.engine.rank._worker
         assert worker is not None
-        assert not (worker._loading or worker._reports or worker.received or worker.invalid or worker.failed)
+        assert not (
+            worker._loading or worker._reports or worker.received or worker.invalid or worker.failed
+        )
 
 
 @pytest.mark.parametrize("mode", ["async", "auto"])

@@ -1,5 +1,5 @@
-"""What fails inside the connector while a step is made or has begun: nothing of it is stored under a wrong key, and no
-job stays. Blocks are few, so that another request has them in the next step."""
+"""What fails inside the connector while a step is made or has begun: nothing of it is stored under
+a wrong key, and no job stays. Blocks are few, so that another request has them in the next step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from engine_parts import Engine, answer_to, request
 
@@ -56,7 +58,9 @@ def test_a_step_that_cannot_be_made_takes_its_stores_with_it(
     requests = engine.connector._requests
     assert requests is not None
     with monkeypatch.context() as patched:
-        patched.setattr(engine.side.worth if where == "begin_step" else requests.step_loads, where, fails())
+        patched.setattr(
+            engine.side.worth if where == "begin_step" else requests.step_loads, where, fails()
+        )
         engine.add(request(B, "b", max_tokens=6))
         engine.step()
     assert not engine.side._stores and requests._under_way == 0
@@ -88,7 +92,11 @@ def test_blocks_that_a_lost_step_added_are_missed_in_no_table(
     requests = engine.connector._requests
     assert requests is not None
     requests.tables.manager = None
-    owner: Any = {"correct": requests.step_loads, "grown": requests.tables, "begin_step": engine.side.worth}[where]
+    owner: Any = {
+        "correct": requests.step_loads,
+        "grown": requests.tables,
+        "begin_step": engine.side.worth,
+    }[where]
     build, lost = requests.build_step, list[Any]()
 
     def lose_one(scheduled: Any) -> Any:
@@ -105,7 +113,9 @@ def test_blocks_that_a_lost_step_added_are_missed_in_no_table(
     check_right(make(num_blocks=96), A, 40)
 
 
-def test_a_worker_that_cannot_begin_a_steps_stores_saves_blocks_all_the_same(make: Callable[..., Engine]) -> None:
+def test_a_worker_that_cannot_begin_a_steps_stores_saves_blocks_all_the_same(
+    make: Callable[..., Engine],
+) -> None:
     engine = make(num_blocks=8)
     worker = engine.rank._worker
     assert worker is not None
@@ -143,7 +153,9 @@ def test_a_store_that_cannot_be_described_is_no_job(
     check_right(make(), A, 6)
 
 
-def test_a_load_goes_with_the_next_step_if_its_own_cannot_be_made(make: Callable[..., Engine]) -> None:
+def test_a_load_goes_with_the_next_step_if_its_own_cannot_be_made(
+    make: Callable[..., Engine],
+) -> None:
     make().run(request(A, "a", max_tokens=1))
     engine, turn, failed = make(), [*A, 5], list[str]()
     assert engine.connector._requests is not None

@@ -1,7 +1,8 @@
-"""Our side in vLLM's real scheduler, step by step: what is loaded and stored when, and that nothing stays behind.
+"""Our side in vLLM's real scheduler, step by step: what is loaded and stored when, and that nothing
+stays behind.
 
-The model in place of the workers checks every byte of KV that a step reads, so each test is one of being right, too.
-"""
+The model in place of the workers checks every byte of KV that a step reads, so each test is one of
+being right, too."""
 
 from __future__ import annotations
 
@@ -11,9 +12,21 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
-from engine_parts import BLOCK, REACH, Engine, answer_to, full, needs_named_failures, next_token, request, window
+from engine_parts import (
+    BLOCK,
+    REACH,
+    Engine,
+    answer_to,
+    full,
+    needs_named_failures,
+    next_token,
+    request,
+    window,
+)
 
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.vllm import scheduler
@@ -40,8 +53,8 @@ def counted(engine: Engine, name: str) -> int:
 
 
 def preempted_once(engine: Engine, asked: Any, generated: int) -> Engine:
-    """Serves the request, takes its blocks away when it has generated this many tokens, and serves it to its end with
-    what the server has."""
+    """Serves the request, takes its blocks away when it has generated this many tokens, and serves
+    it to its end with what the server has."""
     engine.add(asked)
     while len(engine.answers[asked.request_id]) < generated:
         engine.step()
@@ -55,11 +68,13 @@ def stored_blocks(engine: Engine) -> int:
     return sum(asked.blocks for what, asked in engine.worker.began if what == "store")
 
 
-# --- loads ------------------------------------------------------------------------------------------------------
+# --- loads ----------------------------------------------------------------------------------------
 
 
 @MODELS
-def test_what_one_engine_stored_another_loads(make: Callable[..., Engine], specs: tuple[Any, ...]) -> None:
+def test_what_one_engine_stored_another_loads(
+    make: Callable[..., Engine], specs: tuple[Any, ...]
+) -> None:
     engine = filled(make, *specs)
     assert engine.run(request(PROMPT, "b", params=COUNT)).answers["b"] == answer_to(PROMPT)
     assert counted(engine, "b") == 5 * BLOCK
@@ -69,13 +84,17 @@ def test_what_one_engine_stored_another_loads(make: Callable[..., Engine], specs
 def test_a_request_waits_while_it_is_looked_up_and_then_while_it_is_loaded(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "_IDLE_WAIT_MS", 0)  # an idle engine would wait for the answer, a little
+    monkeypatch.setattr(
+        scheduler, "_IDLE_WAIT_MS", 0
+    )  # an idle engine would wait for the answer, a little
     engine = filled(make)
     asked = request(PROMPT, "b")
     engine.add(asked)
     for _ in range(3):
         assert not engine.step(delivers=False).num_scheduled_tokens
-        assert asked.status.name == "WAITING" and engine.free_blocks == engine.free, "not known yet: it has no blocks"
+        assert asked.status.name == "WAITING" and engine.free_blocks == engine.free, (
+            "not known yet: it has no blocks"
+        )
     engine.worker.holds = True
     for _ in range(3):
         assert not engine.step().num_scheduled_tokens
@@ -125,8 +144,11 @@ def test_a_prompt_of_whole_blocks_that_the_server_has_entirely(
     make(*specs).run(request(prompt, "a"))
     engine = make(*specs).run(request(prompt, "b", params=COUNT))
     assert engine.answers["b"] == answer_to(prompt)
-    assert counted(engine, "b") == 4 * BLOCK, "the last token is always computed, so its block does not count"
-    # Full attention takes all of it and computes the last token again; with others, that token's block is left out.
+    assert counted(engine, "b") == 4 * BLOCK, (
+        "the last token is always computed, so its block does not count"
+    )
+    # Full attention takes all of it and computes the last token again; with others, that token's
+    # block is left out.
     assert [load.blocks for load in engine.worker.loads] == [5 if len(specs) == 1 else 4]
 
 
@@ -137,21 +159,30 @@ def test_a_cold_prompt_that_loads_back_what_it_generated_was_given_nothing(
     prompt = PROMPT[:9]
     engine = preempted_once(make(*specs), request(prompt, "b", max_tokens=40, params=COUNT), 34)
     assert engine.answers["b"] == answer_to(prompt, 40)
-    assert engine.worker.loads[-1].skip + engine.worker.loads[-1].blocks > 8, "it loads what it generated"
+    assert engine.worker.loads[-1].skip + engine.worker.loads[-1].blocks > 8, (
+        "it loads what it generated"
+    )
     assert counted(engine, "b") == 0
 
 
-def test_a_prompt_that_was_all_local_before_a_preemption_was_given_nothing(make: Callable[..., Engine]) -> None:
+def test_a_prompt_that_was_all_local_before_a_preemption_was_given_nothing(
+    make: Callable[..., Engine],
+) -> None:
     prompt = list(range(41))
     engine = make().run(request(prompt, "a"))
     preempted_once(engine, request(prompt, "b", max_tokens=40, params=COUNT), 34)
     assert engine.answers["b"] == answer_to(prompt, 40)
-    assert engine.worker.loads[-1].skip == 0 and engine.worker.loads[-1].blocks > 10, "it loads its prompt and more"
+    assert engine.worker.loads[-1].skip == 0 and engine.worker.loads[-1].blocks > 10, (
+        "it loads its prompt and more"
+    )
     assert counted(engine, "b") == 0
 
 
-def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(make: Callable[..., Engine]) -> None:
-    """The server has nothing of the prompt when the request begins, and all of it when the request begins again."""
+def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(
+    make: Callable[..., Engine],
+) -> None:
+    """The server has nothing of the prompt when the request begins, and all of it when the request
+    begins again."""
     prompt, other = list(range(41)), make()
     engine = make(budget=16)
     engine.add(asked := request(prompt, "b", params=COUNT))
@@ -163,7 +194,9 @@ def test_preempted_in_its_prompt_it_counts_what_it_had_not_computed_by_then(make
     assert counted(engine, "b") == 40 - 16
 
 
-def test_a_request_that_is_not_cached_any_more_is_told_what_it_was_given(make: Callable[..., Engine]) -> None:
+def test_a_request_that_is_not_cached_any_more_is_told_what_it_was_given(
+    make: Callable[..., Engine],
+) -> None:
     make().run(request(PROMPT, "a"))
     engine = make()
     engine.add(request(PROMPT, "b", params=COUNT))
@@ -189,7 +222,9 @@ def test_a_miss_and_a_server_that_is_away_cost_nothing_but_the_computation(
     cache.resume_server()
 
 
-def test_a_request_that_must_not_read_from_a_cache_does_not_ask(make: Callable[..., Engine]) -> None:
+def test_a_request_that_must_not_read_from_a_cache_does_not_ask(
+    make: Callable[..., Engine],
+) -> None:
     engine = filled(make)
     engine.run(request(PROMPT, "b", sampling={"skip_reading_prefix_cache": True}, params=COUNT))
     assert (engine.answers["b"], counted(engine, "b")) == (answer_to(PROMPT), 0)
@@ -206,11 +241,13 @@ def test_salts_share_nothing(make: Callable[..., Engine]) -> None:
     assert counted(engine, "a") == 5 * BLOCK
 
 
-# --- failures ---------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
-def test_a_block_that_fails_is_computed_and_not_asked_for_again(make: Callable[..., Engine], place: int) -> None:
+def test_a_block_that_fails_is_computed_and_not_asked_for_again(
+    make: Callable[..., Engine], place: int
+) -> None:
     engine = filled(make)
     engine.worker.failing = lambda load: [place]
     engine.run(request(PROMPT, "b", params=COUNT), most=30)
@@ -257,12 +294,16 @@ def test_a_load_that_cannot_be_prepared_is_one_that_failed(
     assert not engine.worker.loads
 
 
-# --- preemption -------------------------------------------------------------------------------------------------
+# --- preemption -----------------------------------------------------------------------------------
 
 
 @MODELS
-def test_preempted_requests_come_back_and_answer_the_same(make: Callable[..., Engine], specs: tuple[Any, ...]) -> None:
-    prompts = {name: list(range(1000 * at, 1000 * at + 17)) for at, name in enumerate("abcd", start=1)}
+def test_preempted_requests_come_back_and_answer_the_same(
+    make: Callable[..., Engine], specs: tuple[Any, ...]
+) -> None:
+    prompts = {
+        name: list(range(1000 * at, 1000 * at + 17)) for at, name in enumerate("abcd", start=1)
+    }
     engine = make(*specs, num_blocks=20 * len(specs))
     asked = [request(prompt, name, max_tokens=24, params=COUNT) for name, prompt in prompts.items()]
     engine.run(*asked, most=600)
@@ -271,14 +312,21 @@ def test_preempted_requests_come_back_and_answer_the_same(make: Callable[..., En
     assert engine.worker.loads, "a preempted request finds what it stored before"
 
 
-def test_exactly_the_blocks_that_a_step_may_write_into_are_taken_back_from_stores(make: Callable[..., Engine]) -> None:
+def test_exactly_the_blocks_that_a_step_may_write_into_are_taken_back_from_stores(
+    make: Callable[..., Engine],
+) -> None:
     engine = make(num_blocks=6)  # five for requests, and all of them are stored
     engine.worker.holds = True
     engine.add(request(PROMPT[: 5 * BLOCK], "a", max_tokens=1))
     engine.step()
     while engine.scheduler.requests:
         engine.step()
-    stored = {block for what, store in engine.worker.began if what == "store" for block in store.block_ids.tolist()}
+    stored = {
+        block
+        for what, store in engine.worker.began
+        if what == "store"
+        for block in store.block_ids.tolist()
+    }
     assert len(stored) == 5 and engine.free_blocks == engine.free, "over, and its store is not"
     engine.add(request(OTHER[: 2 * BLOCK + 1], "b", max_tokens=1))
     scheduled = engine.step(delivers=False)
@@ -290,10 +338,14 @@ def test_exactly_the_blocks_that_a_step_may_write_into_are_taken_back_from_store
     engine.worker.holds = False
     engine.run()
     other = make().run(request(PROMPT, "c", params=COUNT))
-    assert (other.answers["c"], counted(other, "c")) == (answer_to(PROMPT), 5 * BLOCK), "set aside, and stored"
+    assert (other.answers["c"], counted(other, "c")) == (answer_to(PROMPT), 5 * BLOCK), (
+        "set aside, and stored"
+    )
 
 
-def test_blocks_that_a_running_request_grows_into_are_taken_back(make: Callable[..., Engine]) -> None:
+def test_blocks_that_a_running_request_grows_into_are_taken_back(
+    make: Callable[..., Engine],
+) -> None:
     engine = make(num_blocks=10)  # nine for requests
     engine.add(request(OTHER[:2], "long", max_tokens=30))
     while not engine.answers["long"]:
@@ -302,11 +354,21 @@ def test_blocks_that_a_running_request_grows_into_are_taken_back(make: Callable[
     engine.add(request(PROMPT, "a", max_tokens=1))
     while "a" in engine.scheduler.requests:
         engine.step()
-    stored = {block for what, store in engine.worker.began if what == "store" for block in store.block_ids.tolist()}
+    stored = {
+        block
+        for what, store in engine.worker.began
+        if what == "store"
+        for block in store.block_ids.tolist()
+    }
     withdrawn: set[int] = set()
     while "long" in engine.scheduler.requests:
         scheduled = engine.step()
-        more = {block for new in scheduled.scheduled_cached_reqs.new_block_ids if new for block in new[0]}
+        more = {
+            block
+            for new in scheduled.scheduled_cached_reqs.new_block_ids
+            if new
+            for block in new[0]
+        }
         assert set(scheduled.kv_connector_metadata.step.withdrawn) == more & stored
         withdrawn |= more & stored
     assert withdrawn, "this is a test of a block that is needed again"
@@ -317,7 +379,7 @@ def test_blocks_that_a_running_request_grows_into_are_taken_back(make: Callable[
     assert (other.answers["c"], counted(other, "c")) == (answer_to(PROMPT), 5 * BLOCK)
 
 
-# --- aborts -----------------------------------------------------------------------------------------------------
+# --- aborts ---------------------------------------------------------------------------------------
 
 
 def test_aborted_before_anything(make: Callable[..., Engine]) -> None:
@@ -333,7 +395,9 @@ def test_aborted_while_the_lookup_is_under_way(make: Callable[..., Engine]) -> N
     engine.abort("b")
 
 
-def test_aborted_when_the_lookup_is_answered_and_no_room_is_there(make: Callable[..., Engine]) -> None:
+def test_aborted_when_the_lookup_is_answered_and_no_room_is_there(
+    make: Callable[..., Engine],
+) -> None:
     engine = filled(make, num_blocks=10)
     engine.add(request(OTHER, "long", max_tokens=8))
     for _ in range(3):
@@ -383,7 +447,9 @@ def test_aborted_while_its_load_fails(make: Callable[..., Engine]) -> None:
     engine.worker.holds = False
 
 
-def test_who_waits_for_the_load_of_an_aborted_request_is_served(make: Callable[..., Engine]) -> None:
+def test_who_waits_for_the_load_of_an_aborted_request_is_served(
+    make: Callable[..., Engine],
+) -> None:
     engine = filled(make)
     engine.worker.holds = True
     engine.add(request(PROMPT, "b"), request(PROMPT, "c"))
@@ -404,7 +470,9 @@ def test_aborted_while_it_runs(make: Callable[..., Engine]) -> None:
     engine.abort("b")
 
 
-def test_the_name_of_an_aborted_request_may_be_used_again_at_once(make: Callable[..., Engine]) -> None:
+def test_the_name_of_an_aborted_request_may_be_used_again_at_once(
+    make: Callable[..., Engine],
+) -> None:
     engine = filled(make)
     engine.add(request(PROMPT, "b"))
     assert engine.connector._requests is not None
@@ -461,10 +529,16 @@ def test_results_that_cannot_be_taken_in_keep_no_request_waiting(
 
 
 @needs_named_failures
-def test_two_loads_that_fail_together_where_there_is_no_room_for_both(make: Callable[..., Engine]) -> None:
-    """The first needs more blocks than it gave back, the second holds them, and vLLM looks at the first alone."""
+def test_two_loads_that_fail_together_where_there_is_no_room_for_both(
+    make: Callable[..., Engine],
+) -> None:
+    """The first needs more blocks than it gave back, the second holds them, and vLLM looks at the
+    first alone."""
     engine = make(full(), window(), num_blocks=24)
-    prompts = {"a": list(range(100, 133)), "b": list(range(300, 333))}  # eight blocks and a token each
+    prompts = {
+        "a": list(range(100, 133)),
+        "b": list(range(300, 333)),
+    }  # eight blocks and a token each
     for tokens in prompts.values():
         engine.run(request(tokens, max_tokens=1))
     engine.forget()
@@ -484,11 +558,14 @@ def test_two_loads_that_fail_together_where_there_is_no_room_for_both(make: Call
 def test_a_request_without_room_does_not_hold_up_one_whose_load_has_ended(
     make: Callable[..., Engine], specs: tuple[Any, ...]
 ) -> None:
-    """The second request waits for the first one's load, so the third one, behind it, gets its blocks first. Then the
-    second needs these blocks, and vLLM before 0.32 looks at no request behind it."""
+    """The second request waits for the first one's load, so the third one, behind it, gets its
+    blocks first. Then the second needs these blocks, and vLLM before 0.32 looks at no request
+    behind it."""
     prompts = {"a": PROMPT, "b": [*PROMPT[: 5 * BLOCK], *range(700, 700 + 6 * BLOCK)], "c": OTHER}
     room = sum(-(-len(prompts["b"]) // BLOCK) for _ in specs)
-    engine = filled(make, *specs, num_blocks=room + 2)  # vLLM keeps the null block, and one is to spare
+    engine = filled(
+        make, *specs, num_blocks=room + 2
+    )  # vLLM keeps the null block, and one is to spare
     engine.run(request(OTHER, max_tokens=1)).forget()
     engine.worker.holds = True
     engine.add(*(request(tokens, name, max_tokens=1) for name, tokens in prompts.items()))
@@ -501,7 +578,7 @@ def test_a_request_without_room_does_not_hold_up_one_whose_load_has_ended(
     }
 
 
-# --- stores -----------------------------------------------------------------------------------------------------
+# --- stores ---------------------------------------------------------------------------------------
 
 
 def test_the_last_full_blocks_of_a_finished_request_are_stored(make: Callable[..., Engine]) -> None:
@@ -538,7 +615,9 @@ def test_what_the_server_has_is_not_stored_again(make: Callable[..., Engine]) ->
     assert stored_blocks(engine) == 0
 
 
-def test_guessed_tokens_are_stored_only_when_they_turned_out_right(make: Callable[..., Engine]) -> None:
+def test_guessed_tokens_are_stored_only_when_they_turned_out_right(
+    make: Callable[..., Engine],
+) -> None:
     engine = make(guesses=3)
     asked = request(PROMPT, "a", max_tokens=20)
     engine.add(asked)
@@ -553,7 +632,10 @@ def test_guessed_tokens_are_stored_only_when_they_turned_out_right(make: Callabl
     assert stored_blocks(engine) == (23 + 19) // BLOCK
     turn = [*PROMPT, *answer_to(PROMPT, 20), 1]
     other = make().run(request(turn, "b", params=COUNT))
-    assert (other.answers["b"], counted(other, "b")) == (answer_to(turn), (23 + 19) // BLOCK * BLOCK)
+    assert (other.answers["b"], counted(other, "b")) == (
+        answer_to(turn),
+        (23 + 19) // BLOCK * BLOCK,
+    )
 
 
 @needs_named_failures
@@ -567,10 +649,12 @@ def test_a_window_needs_its_last_blocks_only(make: Callable[..., Engine]) -> Non
     assert counted(engine, "b") == 5 * BLOCK
 
 
-# --- the rest ---------------------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 
 
-def test_after_a_reset_nothing_old_is_found_and_new_blocks_are_its_own(make: Callable[..., Engine]) -> None:
+def test_after_a_reset_nothing_old_is_found_and_new_blocks_are_its_own(
+    make: Callable[..., Engine],
+) -> None:
     engine = filled(make)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.run(request(PROMPT, "b", params=COUNT))
@@ -578,7 +662,9 @@ def test_after_a_reset_nothing_old_is_found_and_new_blocks_are_its_own(make: Cal
     engine.forget().run(request(PROMPT, "c", params=COUNT))
     assert counted(engine, "c") == 5 * BLOCK, "what it stored since"
     other = make().run(request(PROMPT, "d", params=COUNT))
-    assert (other.answers["d"], counted(other, "d")) == (answer_to(PROMPT), 5 * BLOCK), "what was stored before"
+    assert (other.answers["d"], counted(other, "d")) == (answer_to(PROMPT), 5 * BLOCK), (
+        "what was stored before"
+    )
 
 
 def test_a_reset_while_requests_are_under_way(make: Callable[..., Engine]) -> None:
@@ -617,14 +703,21 @@ def test_whatever_comes_in_whatever_order(
 ) -> None:
     chance, cache.is_seen = random.Random(seed), seed % 2 == 0
     engine = make(*specs, num_blocks=26 * len(specs), budget=16)
-    engine.worker.failing = lambda load: [chance.randrange(load.blocks)] if chance.random() < 0.2 else []
+    engine.worker.failing = lambda load: (
+        [chance.randrange(load.blocks)] if chance.random() < 0.2 else []
+    )
     shared = [[1000 * start + token for token in range(40)] for start in range(3)]
     asked: dict[str, tuple[list[int], int]] = {}
     for number in range(150):
         if chance.random() < 0.3 and len(engine.scheduler.requests) < 6:
-            prompt = [*chance.choice(shared)[: chance.randrange(3, 40)], *(number for _ in range(chance.randrange(3)))]
+            prompt = [
+                *chance.choice(shared)[: chance.randrange(3, 40)],
+                *(number for _ in range(chance.randrange(3))),
+            ]
             asked[f"f{number}"] = prompt, chance.randrange(1, 20)
-            engine.add(request(prompt, f"f{number}", max_tokens=asked[f"f{number}"][1], params=COUNT))
+            engine.add(
+                request(prompt, f"f{number}", max_tokens=asked[f"f{number}"][1], params=COUNT)
+            )
         if chance.random() < 0.05 and engine.scheduler.requests:
             asked.pop(name := chance.choice(list(engine.scheduler.requests)), None)
             engine.abort(name)

@@ -1,4 +1,5 @@
-"""Loads that take longer than computing, in vLLM's real scheduler: they are left out, and vLLM's metrics say so."""
+"""Loads that take longer than computing, in vLLM's real scheduler: they are left out, and vLLM's
+metrics say so."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from engine_parts import Engine, answer_to, request
 
@@ -26,7 +29,8 @@ def prompt(number: int) -> list[int]:
 
 
 class Timed(Engine):
-    """A token takes a millisecond, and a block of four of them as long to load as `block_s` says."""
+    """A token takes a millisecond, and a block of four of them as long to load as `block_s`
+    says."""
 
     now_s = 0.0
     block_s = 0.02
@@ -96,18 +100,24 @@ def end(engine: Engine) -> None:
     engine.scheduler.shutdown()
 
 
-def test_slow_loads_are_left_out_until_they_are_fast_again_and_the_metrics_say_so(cache: SimulatedCache) -> None:
+def test_slow_loads_are_left_out_until_they_are_fast_again_and_the_metrics_say_so(
+    cache: SimulatedCache,
+) -> None:
     engine = learnt(cache)
     before = dict(engine.stats.data)
     assert (before["hit_tokens"], before["loaded_blocks"]) == (80, 20)
     assert "skipped_loads" not in before
     engine.worker.began.clear()
     assert [engine.serve(number) for number in range(4, 10)] == [0] * 6
-    assert [len(asked.keys) // KEY_BYTES for _, asked in engine.worker.began] == [1] * 6, "stored is what is new"
+    assert [len(asked.keys) // KEY_BYTES for _, asked in engine.worker.began] == [1] * 6, (
+        "stored is what is new"
+    )
     after = engine.stats.data
     assert (after["skipped_loads"], after["skipped_tokens"]) == (6, 6 * FULL)
     assert (after["hit_tokens"], after["loaded_blocks"]) == (80, 20), "what is computed is no hit"
-    assert after["load_block_us"] == 20_000 and after["prefill_tokens_per_s"] == pytest.approx(1_000, rel=0.1)
+    assert after["load_block_us"] == 20_000 and after["prefill_tokens_per_s"] == pytest.approx(
+        1_000, rel=0.1
+    )
     engine.block_s = 0.0001
     given = [engine.serve(number) for number in range(10, 10 + SKIPS_BEFORE_TRIAL)]
     assert given == [0] * (SKIPS_BEFORE_TRIAL - 6) + [FULL] * 6

@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import shelf
 import torch
@@ -39,7 +41,8 @@ class SiblingEngine(Engine):
 
     alone = False
     ours_first = True
-    is_hurt = False  # it has computed from what the Shelf spoiled: vLLM hears of it after the step, as always
+    # it has computed from what the Shelf spoiled: vLLM hears of it after the step, as always
+    is_hurt = False
 
     def __init__(self, cache: SimulatedCache, **options: Any) -> None:
         super().__init__(cache, change=self._nest, **options)
@@ -78,7 +81,9 @@ class SiblingEngine(Engine):
             mock.patch.multiple(kvkeep.vllm.siblings, **group),
             mock.patch.multiple(kvkeep.vllm.worker, **group),
             mock.patch.object(
-                kvkeep.vllm.scheduler, "SchedulerAdapter", lambda shape, _: self.cache.lookup_side(shape)
+                kvkeep.vllm.scheduler,
+                "SchedulerAdapter",
+                lambda shape, _: self.cache.lookup_side(shape),
             ),
         ):
             yield
@@ -91,19 +96,25 @@ class SiblingEngine(Engine):
         output = super()._results(scheduled)
         if self.apart and output.kv_connector_worker_meta is not None:
             own: Reports = next(
-                each for each in output.kv_connector_worker_meta.metadata if isinstance(each, Reports | None)
+                each
+                for each in output.kv_connector_worker_meta.metadata
+                if isinstance(each, Reports | None)
             )
             if own is not None:
                 own.handshakes = [replace(each, name="") for each in own.handshakes]
         return output
 
-    def _check(self, kv: torch.Tensor, table: Sequence[int], values: list[int], places: range, name: str) -> None:
+    def _check(
+        self, kv: torch.Tensor, table: Sequence[int], values: list[int], places: range, name: str
+    ) -> None:
         if not shelf.Shelf.fails:
             super()._check(kv, table, values, places, name)
 
     @property
     def shelf(self) -> Any:
-        return next(each for each in self.scheduler.connector._connectors if isinstance(each, shelf.Shelf))
+        return next(
+            each for each in self.scheduler.connector._connectors if isinstance(each, shelf.Shelf)
+        )
 
 
 @pytest.fixture(params=[True, False], ids=["ours first", "ours last"])
@@ -169,7 +180,8 @@ def test_what_a_sibling_brings_is_stored_when_the_step_has_shown_that_it_is_good
 def test_what_a_sibling_failed_to_load_and_what_was_computed_from_it_is_never_stored(
     engine: Callable[[], SiblingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor by a request that shared those blocks. The second engine's oracle sees every byte that it loads."""
+    """Nor by a request that shared those blocks. The second engine's oracle sees every byte that it
+    loads."""
     first, second = engine(), engine()
     first.run(request(range(300, 309), "warm"))
     before = len(first.worker.began)
@@ -213,7 +225,7 @@ def test_a_reset_before_the_handshakes_holds(engine: Callable[[], SiblingEngine]
     assert second.params["b"] == {"num_kvkeep_extra_cached_tokens": 0}
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def outer(policy: str, *children: dict[str, Any]) -> Any:
@@ -226,17 +238,25 @@ def outer(policy: str, *children: dict[str, Any]) -> Any:
     return mock.Mock(kv_transfer_config=transfer)
 
 
-OWN = {"kv_connector": "KVKeepConnector", "kv_connector_module_path": "kvkeep.vllm", "kv_role": "kv_both"}
+OWN = {
+    "kv_connector": "KVKeepConnector",
+    "kv_connector_module_path": "kvkeep.vllm",
+    "kv_role": "kv_both",
+}
 
 
 def check(config: Any, policy: str = "recompute") -> tuple[str, ...]:
     child = mock.Mock(kv_transfer_config=KVTransferConfig(**OWN))
-    with mock.patch.object(kvkeep.vllm.siblings, "get_current_vllm_config_or_none", return_value=config):
+    with mock.patch.object(
+        kvkeep.vllm.siblings, "get_current_vllm_config_or_none", return_value=config
+    ):
         return siblings_of(child, KVKeepConnector, policy)
 
 
 def test_another_policy_in_the_outer_config_is_refused_with_what_to_write() -> None:
-    with pytest.raises(SettingsError, match='"kv_load_failure_policy": "recompute" beside "kv_connector"'):
+    with pytest.raises(
+        SettingsError, match='"kv_load_failure_policy": "recompute" beside "kv_connector"'
+    ):
         check(outer("fail", OWN, SHELF))
     with pytest.raises(SettingsError, match='"kv_load_failure_policy": "fail" beside'):
         check(outer("recompute", OWN, SHELF), policy="fail")
@@ -253,7 +273,9 @@ def test_two_of_our_connectors_are_refused_under_whatever_name(name: str) -> Non
 def test_a_connector_that_vllm_calls_itself_has_no_siblings() -> None:
     config = mock.Mock(kv_transfer_config=KVTransferConfig(**OWN))
     for current in (config, None, mock.Mock(kv_transfer_config=None)):
-        with mock.patch.object(kvkeep.vllm.siblings, "get_current_vllm_config_or_none", lambda each=current: each):
+        with mock.patch.object(
+            kvkeep.vllm.siblings, "get_current_vllm_config_or_none", lambda each=current: each
+        ):
             assert siblings_of(config, KVKeepConnector, "recompute") == ()
 
 

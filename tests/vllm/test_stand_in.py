@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from engine_parts import cache_config, full, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -34,7 +36,9 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
 def install(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     find = importlib.util.find_spec
     spec = importlib.util.spec_from_loader("lmcache", None) if installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: spec if name == "lmcache" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: spec if name == "lmcache" else find(name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,11 @@ def install(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     ],
 )
 def test_vllms_entry_is_replaced_only_where_lmcache_is_missing_or_somebody_says_so(
-    monkeypatch: pytest.MonkeyPatch, theirs: Any, variable: str | None, installed: bool, is_ours: bool
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: Any,
+    variable: str | None,
+    installed: bool,
+    is_ours: bool,
 ) -> None:
     install(monkeypatch, installed)
     if variable is not None:
@@ -88,13 +96,16 @@ def test_one_line_says_so_in_the_schedulers_process_and_none_in_the_workers(
     config.kv_transfer_config.kv_connector = stand_in.NAME
     with caplog.at_level(logging.INFO, "kvkeep"):
         for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
-            KVConnectorFactory.get_connector_class(config.kv_transfer_config)(config, role, cache_config(full()))
+            KVConnectorFactory.get_connector_class(config.kv_transfer_config)(
+                config, role, cache_config(full())
+            )
     said = [each.getMessage() for each in caplog.records if "stands in" in each.getMessage()]
     assert said == ["kvkeep: stands in for LMCacheMPConnector (lmcache is not installed)"]
 
 
 def test_a_class_that_is_found_by_its_module_is_known_by_name_too(theirs: Any) -> None:
-    """MultiConnector asks by name for the class that reads a child's statistics, also where plugins are off."""
+    """MultiConnector asks by name for the class that reads a child's statistics, also where plugins
+    are off."""
     del KVConnectorFactory._registry["KVKeepConnector"]
     assert kvkeep.vllm.KVKeepConnector is KVKeepConnector
     assert KVConnectorFactory.get_connector_class_by_name("KVKeepConnector") is KVKeepConnector

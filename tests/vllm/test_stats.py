@@ -1,4 +1,5 @@
-"""The connector's counts in vLLM's own classes: from a rank to the log line, and to what Prometheus reads."""
+"""The connector's counts in vLLM's own classes: from a rank to the log line, and to what Prometheus
+reads."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,8 +22,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from kvkeep.vllm.stats import COUNTERS, GAUGES, KVKeepPromMetrics, KVKeepStats
 
 ALL = {name: index for index, name in enumerate((*COUNTERS, *GAUGES), start=1)}
-STRANGE: list[Any] = [None, [], "text", 7, {1: 2}, {"other": 1}, {"lookups": "3"}, {"lookups": 1.5}, {"lookups": None}]
-STRANGE += [{"lookups": -1}, {"lookups": 10**400}, {"lookups": [1]}, {"connected": -1}, {"connected": float("nan")}]
+STRANGE: list[Any] = [
+    None,
+    [],
+    "text",
+    7,
+    {1: 2},
+    {"other": 1},
+    {"lookups": "3"},
+    {"lookups": 1.5},
+    {"lookups": None},
+]
+STRANGE += [
+    {"lookups": -1},
+    {"lookups": 10**400},
+    {"lookups": [1]},
+    {"connected": -1},
+    {"connected": float("nan")},
+]
 
 
 class Connector:
@@ -42,7 +61,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="Connector"))
 
 
-# --- KVKeepStats ------------------------------------------------------------------------------------------------
+# --- KVKeepStats ----------------------------------------------------------------------------------
 
 
 def test_the_names_are_those_of_the_documentation() -> None:
@@ -51,11 +70,19 @@ def test_the_names_are_those_of_the_documentation() -> None:
 
 
 def test_counters_are_added_and_a_gauge_is_the_least() -> None:
-    first, second = KVKeepStats.of(lookups=2, hit_tokens=64, connected=1), KVKeepStats.of(lookups=3, faults=1)
+    first, second = (
+        KVKeepStats.of(lookups=2, hit_tokens=64, connected=1),
+        KVKeepStats.of(lookups=3, faults=1),
+    )
     both = first.aggregate(second)
     assert isinstance(both, KVKeepStats)
     assert both.data == {"hit_tokens": 64, "lookups": 5, "faults": 1, "connected": 1}
-    assert both.aggregate(KVKeepStats.of(connected=0)).aggregate(KVKeepStats.of(connected=1)).data["connected"] == 0
+    assert (
+        both.aggregate(KVKeepStats.of(connected=0))
+        .aggregate(KVKeepStats.of(connected=1))
+        .data["connected"]
+        == 0
+    )
     assert second.data == {"lookups": 3, "faults": 1}
 
 
@@ -77,7 +104,11 @@ def test_the_log_line_has_what_is_not_zero_and_the_gauge() -> None:
 
 
 def test_empty_is_nothing_counted_and_no_gauge() -> None:
-    assert KVKeepStats().is_empty() and KVKeepStats.of().is_empty() and KVKeepStats.of(lookups=0).is_empty()
+    assert (
+        KVKeepStats().is_empty()
+        and KVKeepStats.of().is_empty()
+        and KVKeepStats.of(lookups=0).is_empty()
+    )
     assert not KVKeepStats.of(lookups=1).is_empty() and not KVKeepStats.of(connected=0).is_empty()
     stats = KVKeepStats.of(**ALL)
     stats.reset()
@@ -110,7 +141,11 @@ def test_it_crosses_processes_in_either_way() -> None:
     stats = KVKeepStats.of(**ALL)
     assert pickle.loads(pickle.dumps(stats)) == stats
     for payload in (stats.to_dict(), stats.data):  # newer and older releases
-        assert KVKeepStats(msgspec.msgpack.decode(msgspec.msgpack.encode(payload))) == stats == KVKeepStats.of(**ALL)
+        assert (
+            KVKeepStats(msgspec.msgpack.decode(msgspec.msgpack.encode(payload)))
+            == stats
+            == KVKeepStats.of(**ALL)
+        )
 
 
 def test_vllms_logger_adds_reports_up_and_starts_anew(config: Any) -> None:
@@ -123,14 +158,18 @@ def test_vllms_logger_adds_reports_up_and_starts_anew(config: Any) -> None:
     assert said == ["KV Transfer metrics: loaded_blocks=5, connected=0"]
 
 
-# --- KVKeepPromMetrics ------------------------------------------------------------------------------------------
+# --- KVKeepPromMetrics ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     """Where vLLM's metrics go, instead of the process-wide one."""
     registry = CollectorRegistry()
-    for name, kind in (("_gauge_cls", Gauge), ("_counter_cls", Counter), ("_histogram_cls", Histogram)):
+    for name, kind in (
+        ("_gauge_cls", Gauge),
+        ("_counter_cls", Counter),
+        ("_histogram_cls", Histogram),
+    ):
 
         def make(*args: Any, kind: Any = kind, **words: Any) -> Any:
             return kind(*args, registry=registry, **words)
@@ -146,14 +185,26 @@ def prom(config: Any, registry: CollectorRegistry) -> KVConnectorProm:
 
 def shown(registry: CollectorRegistry, engine: int) -> dict[str, float]:
     labels = {"model_name": "tiny", "engine": str(engine)}
-    samples = [sample for family in registry.collect() for sample in family.samples if sample.labels == labels]
+    samples = [
+        sample
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.labels == labels
+    ]
     return {sample.name: sample.value for sample in samples if not sample.name.endswith("_created")}
 
 
-def test_every_name_is_shown_for_each_engine_from_the_start(prom: KVConnectorProm, registry: CollectorRegistry) -> None:
-    names = [f"vllm:kvkeep_{name}_total" for name in COUNTERS] + [f"vllm:kvkeep_{name}" for name in GAUGES]
+def test_every_name_is_shown_for_each_engine_from_the_start(
+    prom: KVConnectorProm, registry: CollectorRegistry
+) -> None:
+    names = [f"vllm:kvkeep_{name}_total" for name in COUNTERS] + [
+        f"vllm:kvkeep_{name}" for name in GAUGES
+    ]
     assert shown(registry, 0) == shown(registry, 1) == dict.fromkeys(names, 0)
-    assert {family.documentation for family in registry.collect()} == {*COUNTERS.values(), *GAUGES.values()}
+    assert {family.documentation for family in registry.collect()} == {
+        *COUNTERS.values(),
+        *GAUGES.values(),
+    }
 
 
 def test_reports_count_for_their_engine(prom: KVConnectorProm, registry: CollectorRegistry) -> None:

@@ -1,5 +1,6 @@
-"""Loads of a request that is alone in an engine: over before the step that computes the rest, and never in the way of
-others. The model in place of the workers checks every byte of KV that a step reads."""
+"""Loads of a request that is alone in an engine: over before the step that computes the rest, and
+never in the way of others. The model in place of the workers checks every byte of KV that a step
+reads."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import engine_parts
 from engine_parts import BLOCK, Engine, answer_to, request
@@ -71,7 +74,10 @@ def fail(engine: Engine, places: Sequence[int]) -> None:
 
 def cached(engine: Engine, tokens: Sequence[int]) -> int:
     """How many of these tokens' blocks vLLM would give to another request."""
-    return int(engine.scheduler.kv_cache_manager.get_computed_blocks(request([*tokens, 1]))[1]) // BLOCK
+    return (
+        int(engine.scheduler.kv_cache_manager.get_computed_blocks(request([*tokens, 1]))[1])
+        // BLOCK
+    )
 
 
 def test_it_is_loaded_and_computed_in_one_step(engine: Engine) -> None:
@@ -82,7 +88,9 @@ def test_it_is_loaded_and_computed_in_one_step(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("bad", [[], [0], [4]])
-def test_of_a_prompt_of_whole_blocks_the_last_token_is_computed(engine: Engine, bad: list[int]) -> None:
+def test_of_a_prompt_of_whole_blocks_the_last_token_is_computed(
+    engine: Engine, bad: list[int]
+) -> None:
     prompt = PROMPT[: 5 * BLOCK]
     fail(engine, bad)
     assert first_work(engine, request(prompt, "b", params=COUNT)) == {"b": 1}
@@ -115,7 +123,9 @@ def test_what_it_learns_of_loads_is_what_they_took(engine: Engine) -> None:
     before = len(engine.worker.loads)
     engine.add(asked := request(PROMPT))
     engine.step()
-    assert LONGEST_S < 0.25 and asked.status.name == "WAITING_FOR_REMOTE_KVS", "others would wait too long"
+    assert LONGEST_S < 0.25 and asked.status.name == "WAITING_FOR_REMOTE_KVS", (
+        "others would wait too long"
+    )
     engine.run()
     assert len(engine.worker.loads) == before + 1
 
@@ -144,7 +154,9 @@ def test_a_store_that_has_ended_while_vllm_slept_is_in_nobodys_way(engine: Engin
     assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
-def test_an_engine_is_idle_when_the_last_step_is_over_and_nobody_else_is_there(engine: Engine) -> None:
+def test_an_engine_is_idle_when_the_last_step_is_over_and_nobody_else_is_there(
+    engine: Engine,
+) -> None:
     """Not every release makes an empty step behind the last one."""
     side = side_of(engine)
     assert not side._under_way or engine.ahead
@@ -166,17 +178,24 @@ def fetched(engine: Engine) -> list[str]:
 
 def test_it_is_fetched_ahead_once_for_each_load(engine: Engine) -> None:
     assert first_work(engine, request(PROMPT, "b")) == {"b": 3}
-    assert fetched(engine) == ["b"] and [what for what, _ in engine.worker.began][-2:] == ["ahead", "load"]
+    assert fetched(engine) == ["b"] and [what for what, _ in engine.worker.began][-2:] == [
+        "ahead",
+        "load",
+    ]
     engine.run()
     assert engine.run(request(range(600, 620), "new")).answers["new"], "of which nothing is there"
     assert fetched(engine) == ["b"]
 
 
-def test_only_what_vllm_does_not_have_is_fetched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_vllm_does_not_have_is_fetched(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.run(request(PROMPT[:9], "a"))
     asked_for, found = list[Any](), engine.side.found
     with monkeypatch.context() as patched:
-        patched.setattr(engine.side, "found", lambda *given: (asked_for.append(given), found(*given))[1])
+        patched.setattr(
+            engine.side, "found", lambda *given: (asked_for.append(given), found(*given))[1]
+        )
         first_work(engine, request(PROMPT, "b"))
     assert asked_for == [("b", 2, 3)], "the first two are in its prefix cache"
     assert engine.run().answers["b"] == answer_to(PROMPT)
@@ -191,7 +210,9 @@ def test_what_vllm_has_no_blocks_for_is_dropped_and_keeps_the_bus_busy_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(engine.scheduler.kv_cache_manager, "allocate_slots", lambda *given, **named: None)
+        patched.setattr(
+            engine.scheduler.kv_cache_manager, "allocate_slots", lambda *given, **named: None
+        )
         engine.add(asked := request(PROMPT, "b"))
         while not fetched(engine):
             engine.step()  # after which nothing is left of it
@@ -201,16 +222,24 @@ def test_what_vllm_has_no_blocks_for_is_dropped_and_keeps_the_bus_busy_once(
     assert engine.run().answers["b"] == answer_to(PROMPT) and len(engine.worker.loads) == 1
     assert fetched(engine) == ["b"]
     engine.forget()
-    assert first_work(engine, request(PROMPT, "b")) == {"b": 3} and fetched(engine) == ["b", "b"], "another load of it"
+    assert first_work(engine, request(PROMPT, "b")) == {"b": 3} and fetched(engine) == ["b", "b"], (
+        "another load of it"
+    )
     assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
-def test_what_could_not_be_fetched_yet_is_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_fetched_yet_is_tried_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pool may not be mapped yet."""
     tried, load_ahead = list[str](), engine.worker.load_ahead
     with monkeypatch.context() as patched:
-        patched.setattr(engine.scheduler.kv_cache_manager, "allocate_slots", lambda *given, **named: None)
-        patched.setattr(engine.worker, "load_ahead", lambda owner, *given: bool(tried.append(owner)))
+        patched.setattr(
+            engine.scheduler.kv_cache_manager, "allocate_slots", lambda *given, **named: None
+        )
+        patched.setattr(
+            engine.worker, "load_ahead", lambda owner, *given: bool(tried.append(owner))
+        )
         engine.add(request(PROMPT, "b"))
         while len(tried) < 3:
             engine.step()
@@ -235,7 +264,9 @@ def change_tokens(side: RequestSide, asked: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [end, reset, allocate_for_nothing, change_tokens])
-def test_it_goes_before_the_lease_of_its_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
+def test_it_goes_before_the_lease_of_its_slots(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, what: Any
+) -> None:
     side, asked, let_go = side_of(engine), request(PROMPT, "b"), engine.side._let_go
     engine.add(asked)
     engine.cache.pass_time(1)
@@ -258,7 +289,9 @@ def test_it_goes_before_the_lease_of_its_slots(engine: Engine, monkeypatch: pyte
 @pytest.mark.parametrize("bad", [[0], [2], [4], [0, 1, 2, 3, 4], [1, 3]])
 def test_what_fails_is_computed_and_no_token_comes_of_it(engine: Engine, bad: list[int]) -> None:
     fail(engine, bad)
-    assert first_work(engine, request(PROMPT, "b", params=COUNT)) == {"b": 3}, "as many as were to be, but others"
+    assert first_work(engine, request(PROMPT, "b", params=COUNT)) == {"b": 3}, (
+        "as many as were to be, but others"
+    )
     assert cached(engine, PROMPT) == bad[0], "what is not there is nobody's"
     assert engine.run().answers["b"] == answer_to(PROMPT)
     assert engine.params["b"] == {"num_kvkeep_extra_cached_tokens": bad[0] * BLOCK}
@@ -266,11 +299,15 @@ def test_what_fails_is_computed_and_no_token_comes_of_it(engine: Engine, bad: li
     assert engine.cached["b"] == bad[0] * BLOCK, "and vLLM says so too"
     fail(engine, [])
     engine.forget()
-    assert engine.run(request(PROMPT, "c", params=COUNT)).answers["c"] == answer_to(PROMPT), "and it is stored again"
+    assert engine.run(request(PROMPT, "c", params=COUNT)).answers["c"] == answer_to(PROMPT), (
+        "and it is stored again"
+    )
     assert engine.params["c"] == {"num_kvkeep_extra_cached_tokens": 5 * BLOCK}
 
 
-def test_after_a_recovery_one_line_says_what_was_recomputed(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_recovery_one_line_says_what_was_recomputed(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     fail(engine, [1, 3])
     with caplog.at_level(logging.WARNING, "kvkeep"):
         engine.run(request(PROMPT, "b"))
@@ -280,7 +317,9 @@ def test_after_a_recovery_one_line_says_what_was_recomputed(engine: Engine, capl
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_who_comes_before_it_is_computed_takes_nothing_bad(cache: SimulatedCache, aborted: bool) -> None:
+def test_who_comes_before_it_is_computed_takes_nothing_bad(
+    cache: SimulatedCache, aborted: bool
+) -> None:
     engine = engine_of(cache, budget=8)
     fail(engine, [1])
     first_work(engine, request(PROMPT, "b"))
@@ -315,7 +354,10 @@ def test_a_step_without_a_request_that_fell_short_is_no_step(engine: Engine) -> 
 
 @pytest.mark.parametrize("what", ["prepare_load", "complete"])
 def test_whatever_goes_wrong_inside_it_has_failed(
-    cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+    cache: SimulatedCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
 ) -> None:
     engine = engine_of(cache)
     fail(engine, range(5))  # so that its blocks hold anything
@@ -361,12 +403,16 @@ def test_settings(cache: SimulatedCache, options: dict[str, Any], so: bool) -> N
     assert loaded_so(engine_of(cache, **options), request(PROMPT, "b")) == so
 
 
-def test_a_worker_in_another_process_is_not_waited_for(cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_in_another_process_is_not_waited_for(
+    cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Engine, "apart", True)
     assert not loaded_so(engine_of(cache), request(PROMPT, "b"))
 
 
-def test_a_server_that_is_far_away_is_not_waited_for(cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_far_away_is_not_waited_for(
+    cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_parts.StepWorker, "is_near", False)
     assert not loaded_so(engine_of(cache), request(PROMPT, "b"))
 

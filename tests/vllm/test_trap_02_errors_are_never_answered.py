@@ -1,4 +1,5 @@
-"""Trap 2, with vLLM: handler errors are never answered, and sides that disagree on how bytes move hang."""
+"""Trap 2, with vLLM: handler errors are never answered, and sides that disagree on how bytes move
+hang."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from kvkeep.server.daemon import Daemon
 from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.simulation.strange import daemon_in_thread
 
-TEN_MINUTES = {"kvkeep.lookup_deadline_ms": 600_000, "kvkeep.store_deadline_ms": 600_000}  # no test waits so long
+TEN_MINUTES = {
+    "kvkeep.lookup_deadline_ms": 600_000,
+    "kvkeep.store_deadline_ms": 600_000,
+}  # no test waits so long
 
 
 @pytest.fixture
@@ -29,7 +33,11 @@ def test_a_fault_inside_the_server_is_answered(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    engine, tokens, others = one.use("llama", daemon.address, extra=TEN_MINUTES), prompt(100), prompt(70)
+    engine, tokens, others = (
+        one.use("llama", daemon.address, extra=TEN_MINUTES),
+        prompt(100),
+        prompt(70),
+    )
     expected = tokens_of(plain.use("llama").serve([request(tokens), request(others)]))
 
     def finds(tokens: list[int]) -> bool:
@@ -53,7 +61,10 @@ def test_engines_that_move_bytes_in_different_ways_share_blocks(
     plain: Replica, one: Replica, two: Replica, server: ServerProcess
 ) -> None:
     """One maps the pool, the other cannot: each says so in the handshake, and both are served."""
-    maps, cannot = one.use("llama", server), two.use("llama", server, extra={"kvkeep.shared_memory": False})
+    maps, cannot = (
+        one.use("llama", server),
+        two.use("llama", server, extra={"kvkeep.shared_memory": False}),
+    )
     for stores, reads in ((maps, cannot), (cannot, maps)):
         tokens = prompt(100)
         stores.serve([request(tokens)])

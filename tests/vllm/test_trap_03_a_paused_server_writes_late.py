@@ -1,4 +1,5 @@
-"""Trap 3, with vLLM: a server that was paused and resumed writes into engine blocks that were given to others.
+"""Trap 3, with vLLM: a server that was paused and resumed writes into engine blocks that were given
+to others.
 
 Through the socket: with shared memory no server is asked for bytes, so that none can come late.
 """
@@ -70,7 +71,9 @@ def test_a_load_that_the_server_hears_of_too_late_is_not_carried_out(
     plain: Replica, engine: Replica, paused: ServerProcess, first: list[int]
 ) -> None:
     [name] = engine.submit([counting(first)])
-    assert eventually(lambda: status(paused)["leases"] == 1), "its blocks are found, and are to be loaded"
+    assert eventually(lambda: status(paused)["leases"] == 1), (
+        "its blocks are found, and are to be loaded"
+    )
     paused.send(SIGSTOP)
     try:
         [answer] = engine.run([name])
@@ -79,9 +82,13 @@ def test_a_load_that_the_server_hears_of_too_late_is_not_carried_out(
     finally:
         paused.send(SIGCONT)
     assert [answer.tokens] == tokens_of(plain.serve([request(first)]))
-    assert at_rest(paused), "the connection that was silent was given up, and with it what comes late"
+    assert at_rest(paused), (
+        "the connection that was silent was given up, and with it what comes late"
+    )
     assert engine.call("memory") == before, "nobody but the engine writes into the engine"
-    assert eventually(lambda: engine.fresh().serve([counting(first)])[0].extra == 288), "and it is of use again"
+    assert eventually(lambda: engine.fresh().serve([counting(first)])[0].extra == 288), (
+        "and it is of use again"
+    )
 
 
 def test_blocks_that_come_too_late_are_not_written_where_others_are_now(
@@ -95,6 +102,10 @@ def test_blocks_that_come_too_late_are_not_written_where_others_are_now(
     before = engine.call("memory")
     wire.let_go()
     assert [answer.tokens] == tokens_of(plain.serve([request(first)]))
-    assert at_rest(paused), "the connection that was silent was given up, and with it what comes late"
+    assert at_rest(paused), (
+        "the connection that was silent was given up, and with it what comes late"
+    )
     assert engine.call("memory") == before, "nobody but the engine writes into the engine"
-    assert eventually(lambda: engine.fresh().serve([counting(first)])[0].extra == 288), "and it is of use again"
+    assert eventually(lambda: engine.fresh().serve([counting(first)])[0].extra == 288), (
+        "and it is of use again"
+    )

@@ -1,4 +1,5 @@
-"""Trap 4, with vLLM: keys leave out adapters, embeddings, weights and dtype; half a block of another dtype is read."""
+"""Trap 4, with vLLM: keys leave out adapters, embeddings, weights and dtype; half a block of
+another dtype is read."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ RANK = 8
 LLAMA = CONFIGS["llama"]
 
 
-# With a seed of Python's own, vLLM's hashes are those of one process, and keys are made from tokens.
-BOTH_KEYS = pytest.mark.parametrize("seed", [None, "random"], ids=["keys from vLLM's hashes", "keys from tokens"])
+# With a seed of Python's own, vLLM's hashes are those of one process, and keys are made from
+# tokens.
+BOTH_KEYS = pytest.mark.parametrize(
+    "seed", [None, "random"], ids=["keys from vLLM's hashes", "keys from tokens"]
+)
 
 
 def adapter(directory: Path, seed: int) -> None:
@@ -35,7 +39,9 @@ def adapter(directory: Path, seed: int) -> None:
     for layer in range(LLAMA["num_hidden_layers"]):
         for name in ("k_proj", "v_proj"):
             path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{path}.lora_A.weight"] = torch.randn(RANK, LLAMA["hidden_size"], generator=drawn) / 10
+            weights[f"{path}.lora_A.weight"] = (
+                torch.randn(RANK, LLAMA["hidden_size"], generator=drawn) / 10
+            )
             weights[f"{path}.lora_B.weight"] = torch.randn(kv_size, RANK, generator=drawn) / 10
     directory.mkdir(exist_ok=True)
     save_file(weights, directory / "adapter_model.safetensors")
@@ -52,8 +58,12 @@ def adapter(directory: Path, seed: int) -> None:
 def alone_and_again(engine: Replica, asked: list[dict[str, Any]], full: int) -> list[Answer]:
     """Each of these finds nothing of the others, and all of its own; the answers."""
     cold = engine.serve(asked)
-    assert [answer.cached for answer in cold] == [answer.extra for answer in cold] == [0] * len(asked)
-    assert len({tuple(answer.tokens) for answer in cold}) == len(asked), "another's KV would be seen in the answer"
+    assert (
+        [answer.cached for answer in cold] == [answer.extra for answer in cold] == [0] * len(asked)
+    )
+    assert len({tuple(answer.tokens) for answer in cold}) == len(asked), (
+        "another's KV would be seen in the answer"
+    )
     warm = engine.fresh().serve(asked)
     assert [answer.extra for answer in warm] == [full] * len(asked)
     assert tokens_of(warm) == tokens_of(cold)
@@ -69,9 +79,15 @@ def test_adapters_share_nothing(
     tokens = prompt(100)
     for number in (1, 2):
         adapter(tmp_path / f"adapter-{number}", number)
-        # A request whose adapter is still to be hashed is not cached; hashes are kept of files that are not too new.
-        assert eventually(lambda at=tmp_path / f"adapter-{number}": CheckpointDigest.of(str(at), None).value)
-    named = [counting(tokens, adapter=[f"a{number}", number, str(tmp_path / f"adapter-{number}")]) for number in (1, 2)]
+        # A request whose adapter is still to be hashed is not cached; hashes are kept of files that
+        # are not too new.
+        assert eventually(
+            lambda at=tmp_path / f"adapter-{number}": CheckpointDigest.of(str(at), None).value
+        )
+    named = [
+        counting(tokens, adapter=[f"a{number}", number, str(tmp_path / f"adapter-{number}")])
+        for number in (1, 2)
+    ]
     answers = alone_and_again(engine, [counting(tokens), *named], 96)
     assert tokens_of(answers[:1]) == tokens_of(plain.use("llama").serve([request(tokens)]))
 
@@ -81,7 +97,10 @@ def test_embeddings_share_nothing(one: Replica, server: ServerProcess, seed: str
     """In place of tokens, so that those are all alike."""
     engine = one.use("llama", server, env={"PYTHONHASHSEED": seed}, enable_prompt_embeds=True)
     drawn = random.Random(f"embeddings {seed}")
-    given = [[[drawn.gauss(0, 1) for _ in range(LLAMA["hidden_size"])] for _ in range(100)] for _ in range(2)]
+    given = [
+        [[drawn.gauss(0, 1) for _ in range(LLAMA["hidden_size"])] for _ in range(100)]
+        for _ in range(2)
+    ]
     given.append([*given[0][:64], *given[1][64:]])  # the third block is another one
     asked = [counting([], embeds=embeds) for embeds in given[:2]]
     alone_and_again(engine, asked, 96)

@@ -1,14 +1,28 @@
-"""Trap 5, with vLLM: stores that failed are served as hits. (Checksums: test_connector_failures.py.)"""
+"""Trap 5, with vLLM: stores that failed are served as hits. (Checksums:
+test_connector_failures.py.)"""
 
 from __future__ import annotations
 
 import signal
 
-from replicas import BRISK, POOL, Replica, Server, Since, at_rest, counting, eventually, prompt, request, tokens_of
+from replicas import (
+    BRISK,
+    POOL,
+    Replica,
+    Server,
+    Since,
+    at_rest,
+    counting,
+    eventually,
+    prompt,
+    request,
+    tokens_of,
+)
 
 
 def test_a_store_that_was_not_completed_is_never_a_hit(plain: Replica, one: Replica) -> None:
-    """The server stands still when it is asked for slots; it gives them when nobody wants to write them any more."""
+    """The server stands still when it is asked for slots; it gives them when nobody wants to write
+    them any more."""
     with Server(*POOL) as server:
         engine = one.use("llama", server, extra=BRISK)
         lost, kept = prompt(200), prompt(200)
@@ -21,7 +35,9 @@ def test_a_store_that_was_not_completed_is_never_a_hit(plain: Replica, one: Repl
             server.send(signal.SIGCONT)
         after = engine.call("metrics")
         assert [answer.tokens] == expected
-        assert after.get("vllm:kvkeep_stored_blocks", 0) == before.get("vllm:kvkeep_stored_blocks", 0)
+        assert after.get("vllm:kvkeep_stored_blocks", 0) == before.get(
+            "vllm:kvkeep_stored_blocks", 0
+        )
 
         def caches() -> bool:
             engine.fresh().serve([request(kept)])
@@ -32,7 +48,9 @@ def test_a_store_that_was_not_completed_is_never_a_hit(plain: Replica, one: Repl
         since = Since(server)
         [missed] = engine.fresh().serve([counting(lost)])
         assert (missed.extra, [missed.tokens]) == (0, expected)
-        assert (since("lookups"), since("hit_blocks"), since("bad_blocks")) == (1, 0, 0), "asked, and not there"
+        assert (since("lookups"), since("hit_blocks"), since("bad_blocks")) == (1, 0, 0), (
+            "asked, and not there"
+        )
         [found] = engine.fresh().serve([counting(lost)])
         assert (found.extra, [found.tokens]) == (192, expected), "stored now"
         engine.close_engine()

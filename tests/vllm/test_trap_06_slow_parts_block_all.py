@@ -1,4 +1,5 @@
-"""Trap 6, with vLLM: eight stuck loads block all requests, and what is said of the cache's health stays good."""
+"""Trap 6, with vLLM: eight stuck loads block all requests, and what is said of the cache's health
+stays good."""
 
 from __future__ import annotations
 
@@ -23,11 +24,16 @@ from kvkeep_lab.simulation.relay import Relay
 
 STUCK = 8
 BY_SOCKET = {"kvkeep.shared_memory": False}
-WAITS = {"kvkeep.store_deadline_ms": 600_000, "kvkeep.ping_interval_ms": 86_400_000}  # its loads do not end by time
+WAITS = {
+    "kvkeep.store_deadline_ms": 600_000,
+    "kvkeep.ping_interval_ms": 86_400_000,
+}  # its loads do not end by time
 CONNECTED = "vllm:kvkeep_connected"
 
 
-def test_eight_stuck_loads_block_nobody(plain: Replica, one: Replica, two: Replica, server: ServerProcess) -> None:
+def test_eight_stuck_loads_block_nobody(
+    plain: Replica, one: Replica, two: Replica, server: ServerProcess
+) -> None:
     known, new = [prompt(100) for _ in range(STUCK)], [prompt(100) for _ in range(2)]
     expected = tokens_of(plain.use("llama").serve([request(tokens) for tokens in [*known, *new]]))
     with Relay(server.address) as wire:
@@ -37,13 +43,19 @@ def test_eight_stuck_loads_block_nobody(plain: Replica, one: Replica, two: Repli
         assert eventually(lambda: len(status(server)["sessions"]) >= 4)
         wire.hold_blocks()
         stuck = engine.submit([counting(tokens) for tokens in known])
-        engine.step_until(lambda: {engine.status_of(name) for name in stuck} == {"WAITING_FOR_REMOTE_KVS"})
+        engine.step_until(
+            lambda: {engine.status_of(name) for name in stuck} == {"WAITING_FOR_REMOTE_KVS"}
+        )
         engine.step_until(lambda: wire.held_up == 1)
         computed = engine.run(engine.submit([counting(tokens) for tokens in new]))
         assert tokens_of(computed) == expected[STUCK:], "the same engine serves who need not wait"
         found = other.fresh().serve([counting(tokens) for tokens in known])
-        assert [answer.extra for answer in found] == [96] * STUCK, "other engines load the very same blocks"
-        assert {engine.status_of(name) for name in stuck} == {"WAITING_FOR_REMOTE_KVS"}, "they were stuck all the time"
+        assert [answer.extra for answer in found] == [96] * STUCK, (
+            "other engines load the very same blocks"
+        )
+        assert {engine.status_of(name) for name in stuck} == {"WAITING_FOR_REMOTE_KVS"}, (
+            "they were stuck all the time"
+        )
         wire.let_go()
         loaded = engine.run(stuck)
         engine.settle()

@@ -19,7 +19,9 @@ def test_aborts_at_every_moment_leave_no_lease_and_no_memory_of_the_request(
 
     def aborts() -> None:
         for number in range(ROUND):
-            names = engine.fresh().submit([counting(tokens), counting(prompt(50), f"salt {number}")])
+            names = engine.fresh().submit(
+                [counting(tokens), counting(prompt(50), f"salt {number}")]
+            )
             engine.step(number % 5)
             engine.abort(names)
         engine.fresh()
@@ -49,5 +51,7 @@ def test_the_server_maps_nothing_of_an_engine_and_keeps_nothing_of_a_dead_one(
     pid = two.pid
     assert [each for each in status(server)["sessions"] if each["pid"] == pid]
     two.kill()
-    assert eventually(lambda: not [each for each in status(server)["sessions"] if each["pid"] == pid])
+    assert eventually(
+        lambda: not [each for each in status(server)["sessions"] if each["pid"] == pid]
+    )
     assert at_rest(server)

@@ -28,8 +28,11 @@ def engine(one: Replica, wire: Relay, server: ServerProcess) -> Iterator[Replica
     engine.close_engine()
 
 
-def bytes_of_a_hit(engine: Replica, wire: Relay, server: ServerProcess, blocks: int, steps: int) -> int:
-    """How much one request says to the server that finds all its blocks there and then computes `steps` tokens."""
+def bytes_of_a_hit(
+    engine: Replica, wire: Relay, server: ServerProcess, blocks: int, steps: int
+) -> int:
+    """How much one request says to the server that finds all its blocks there and then computes
+    `steps` tokens."""
     tokens = prompt(32 * blocks + 1)
     engine.serve([request(tokens, max_tokens=1)])
     engine.fresh()
@@ -45,12 +48,16 @@ def test_what_is_sent_grows_by_a_key_for_a_block_and_not_with_steps(
     engine: Replica, wire: Relay, server: ServerProcess
 ) -> None:
     few, many = (bytes_of_a_hit(engine, wire, server, blocks, steps=1) for blocks in (20, 40))
-    assert 20 * KEY_BYTES <= many - few < 20 * KEY_BYTES + 200, "640 tokens would be 640 bytes at the very least"
+    assert 20 * KEY_BYTES <= many - few < 20 * KEY_BYTES + 200, (
+        "640 tokens would be 640 bytes at the very least"
+    )
     often = bytes_of_a_hit(engine, wire, server, 20, steps=25)
     assert abs(often - few) < 200, "25 steps say no more than one"
 
 
-def test_a_preempted_request_loads_what_it_had(plain: Replica, engine: Replica, server: ServerProcess) -> None:
+def test_a_preempted_request_loads_what_it_had(
+    plain: Replica, engine: Replica, server: ServerProcess
+) -> None:
     tokens = prompt(100)
     expected = tokens_of(plain.use("llama").serve([request(tokens, max_tokens=40)]))
     since = Since(server)

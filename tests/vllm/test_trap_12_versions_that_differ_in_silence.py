@@ -1,4 +1,5 @@
-"""Trap 12, with vLLM: server and engine must be of one version, and nothing tells them when they are not."""
+"""Trap 12, with vLLM: server and engine must be of one version, and nothing tells them when they
+are not."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_an_engine_with_a_server_of_another_version_says_so_and_serves(
     one.use("llama", transfer_config=transfer(future_server))
 
     def told() -> list[str]:
-        return [line for line in one.log()[said:].splitlines() if f"protocol version {OTHER}" in line]
+        return [
+            line for line in one.log()[said:].splitlines() if f"protocol version {OTHER}" in line
+        ]
 
     assert eventually(lambda: bool(told()))
     answers = [one.fresh().serve([counting(tokens)])[0] for _ in range(3)]

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 from engine_parts import BLOCK, Engine, cache_config, full, request, vllm_config, window
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -29,10 +31,12 @@ assert found is not None
 RELEASE = (int(found[1]), int(found[2]))
 
 
-# --- which releases are served ----------------------------------------------------------------------------------
+# --- which releases are served --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.30.0rc1", "0.33.0", "0.33.1", "0.33.1.dev5+g1", vllm.__version__])
+@pytest.mark.parametrize(
+    "version", ["0.26.0", "0.30.0rc1", "0.33.0", "0.33.1", "0.33.1.dev5+g1", vllm.__version__]
+)
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_release_in_the_range_is_served(version: str, allowed: bool) -> None:
     assert versions.refusal(version, allowed) == ""
@@ -59,7 +63,7 @@ def test_the_range_is_the_one_that_is_said() -> None:
     assert versions.SUPPORTED in (versions.__doc__ or "")
 
 
-# --- the table --------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def test_failed_requests_have_names_since_0_30() -> None:
@@ -70,7 +74,11 @@ def test_failed_requests_have_names_since_0_30() -> None:
 @pytest.mark.skipif(RELEASE < (0, 30), reason="before 0.30 only blocks can be named")
 def test_what_a_worker_says_of_its_loads() -> None:
     results = versions.transfer_results({"a", "b"}, {"b"})
-    assert (results.finished_recving, results.failed_recving, results.finished_sending) == ({"a", "b"}, {"b"}, set())
+    assert (results.finished_recving, results.failed_recving, results.finished_sending) == (
+        {"a", "b"},
+        {"b"},
+        set(),
+    )
 
 
 def test_connectors_hear_of_sleep_since_0_33() -> None:
@@ -99,7 +107,9 @@ def hashes(algorithm: str) -> str:
     function = get_hash_fn_by_name(algorithm)
     init_none_hash(function)
     hasher = get_request_block_hasher(BLOCK, function)
-    asked = Request("a", list(range(40)), SamplingParams(), None, block_hasher=hasher, cache_salt="s")
+    asked = Request(
+        "a", list(range(40)), SamplingParams(), None, block_hasher=hasher, cache_salt="s"
+    )
     return b"".join(asked.block_hashes).hex()
 
 
@@ -115,14 +125,20 @@ def test_hashes_that_are_called_stable_are_the_same_in_every_process() -> None:
     code = _PRINT_HASHES.format(folder=str(Path(__file__).parent))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
-    elsewhere = dict(line.split()[1:] for line in run.stdout.splitlines() if line.startswith("HASHES"))
+    elsewhere = dict(
+        line.split()[1:] for line in run.stdout.splitlines() if line.startswith("HASHES")
+    )
     assert len(elsewhere) == 2
     for name, there in elsewhere.items():
-        assert versions.hashes_are_stable(name) == (hashes(name) == there) == (RELEASE >= (0, 29)), name
+        assert (
+            versions.hashes_are_stable(name) == (hashes(name) == there) == (RELEASE >= (0, 29))
+        ), name
 
 
 @pytest.mark.usefixtures("unseeded")
-def test_a_seed_makes_hashes_that_engines_without_it_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_makes_hashes_that_engines_without_it_do_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     without = hashes("sha256")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert hashes("sha256") == hashes("sha256") != without
@@ -130,7 +146,9 @@ def test_a_seed_makes_hashes_that_engines_without_it_do_not_have(monkeypatch: py
 
 
 @pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor", "", "md5"])
-def test_other_algorithms_are_no_sound_keys(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_algorithms_are_no_sound_keys(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert not versions.hashes_are_stable(algorithm)
 
@@ -166,7 +184,7 @@ def test_hashes_beside_a_connector_do_not_look_ahead() -> None:
     assert config.num_hash_lookahead_tokens == 1, "without one they do"
 
 
-# --- block tables -----------------------------------------------------------------------------------------------
+# --- block tables ---------------------------------------------------------------------------------
 
 
 def test_tables_are_kept_here_without_a_manager() -> None:
@@ -202,7 +220,11 @@ def test_tables_that_are_kept_here_are_those_of_the_manager(budget: int) -> None
     requests.tables.manager = None
     engine.add(request(range(30), "a", max_tokens=20), request(range(100, 107), "b", max_tokens=20))
     while engine.scheduler.requests:
-        for name in {"a", "b"} & set(engine.step().num_scheduled_tokens) & set(engine.scheduler.requests):
+        for name in (
+            {"a", "b"} & set(engine.step().num_scheduled_tokens) & set(engine.scheduler.requests)
+        ):
             known = engine.scheduler.kv_cache_manager.get_block_ids(name)
-            assert [list(table) for table in requests.tables.of(name)] == [list(table) for table in known]
+            assert [list(table) for table in requests.tables.of(name)] == [
+                list(table) for table in known
+            ]
     engine.scheduler.shutdown()

@@ -1,4 +1,5 @@
-"""A rank's side: what it begins when, and that each load is told to vLLM once, whatever became of it."""
+"""A rank's side: what it begins when, and that each load is told to vLLM once, whatever became of
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import torch
 from engine_parts import cache_config, cpu_layer, full, one_rank, vllm_config
@@ -43,7 +46,9 @@ class Recording:
         self.raises: set[str] = set()
         self.strategy = SimpleNamespace(rank=3)
         outage = Outage("tcp://nobody:1")
-        self.connection = SimpleNamespace(answering=True, wait_until_up=lambda timeout_ms: True, outage=outage)
+        self.connection = SimpleNamespace(
+            answering=True, wait_until_up=lambda timeout_ms: True, outage=outage
+        )
 
     def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
         for job, request in requests.items():
@@ -97,11 +102,16 @@ def side(pieces: Pieces = WHOLE) -> tuple[WorkerSide, Recording]:
 
 def loading(worker: WorkerSide, **requests: int) -> None:
     worker.begin(
-        Step(StepMetadata({job: load(job) for job in requests.values()}, requests={v: k for k, v in requests.items()}))
+        Step(
+            StepMetadata(
+                {job: load(job) for job in requests.values()},
+                requests={v: k for k, v in requests.items()},
+            )
+        )
     )
 
 
-# --- order ------------------------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
 def test_what_must_be_read_is_read_before_anything_is_overwritten() -> None:
@@ -124,7 +134,9 @@ def test_vllm_writes_between_the_saving_of_blocks_and_the_loads() -> None:
     worker.save(step)
     assert adapter.calls == [("store", 2), ("withdraw", [7, 8])]
     worker.begin(step)
-    assert adapter.calls[2:] == [("load", 1)], "what was saved is not saved again: it may be overwritten by now"
+    assert adapter.calls[2:] == [("load", 1)], (
+        "what was saved is not saved again: it may be overwritten by now"
+    )
 
 
 def test_a_step_whose_end_nobody_told_ends_with_the_next() -> None:
@@ -140,7 +152,7 @@ def test_a_step_that_knows_nothing_takes_everything_back() -> None:
     assert ("withdraw", None) in adapter.calls
 
 
-# --- loads ------------------------------------------------------------------------------------------------------
+# --- loads ----------------------------------------------------------------------------------------
 
 
 def test_a_load_is_told_once_when_it_has_ended() -> None:
@@ -211,13 +223,19 @@ def test_the_scheduler_hears_of_jobs_that_were_not_begun() -> None:
     reports = worker.take_reports()
     assert reports is not None, "or the scheduler waits for these jobs for ever"
     assert {job for report in reports.finished for job in report.loaded} == {1}
-    assert {job: ids for report in reports.finished for job, ids in report.failed.items()} == {1: [5, 6]}
-    assert {job for report in reports.finished for job in (*report.stored, *report.incomplete)} == {2, 3}
+    assert {job: ids for report in reports.finished for job, ids in report.failed.items()} == {
+        1: [5, 6]
+    }
+    assert {job for report in reports.finished for job in (*report.stored, *report.incomplete)} == {
+        2,
+        3,
+    }
     assert worker.faults == 3
 
 
 def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further() -> None:
-    """The scheduler hears that all of them are over, so it will not withdraw their blocks any more."""
+    """The scheduler hears that all of them are over, so it will not withdraw their blocks any
+    more."""
     worker, adapter = side()
 
     def store(job: int, request: StoreRequest) -> None:
@@ -231,11 +249,13 @@ def test_stores_of_a_step_that_had_begun_when_another_could_not_read_no_further(
     assert adapter.calls == [("store", 3), ("store", 4), ("withdraw", None)]
     reports = worker.take_reports()
     assert reports is not None
-    assert [(report.stored, report.incomplete) for report in reports.finished] == [({3: 0, 4: 0, 5: 0}, [3, 4, 5])]
+    assert [(report.stored, report.incomplete) for report in reports.finished] == [
+        ({3: 0, 4: 0, 5: 0}, [3, 4, 5])
+    ]
     assert worker.faults == 1
 
 
-# --- reports ----------------------------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 def test_reports_and_stats_are_what_has_ended_since() -> None:
@@ -247,14 +267,20 @@ def test_reports_and_stats_are_what_has_ended_since() -> None:
     worker.collect()
     stats = worker.stats()
     assert stats is not None
-    expected = {"failed_blocks": 1, "stored_blocks": 2, "incomplete_stores": 1, "withdrawn_blocks": 6, "connected": 1}
+    expected = {
+        "failed_blocks": 1,
+        "stored_blocks": 2,
+        "incomplete_stores": 1,
+        "withdrawn_blocks": 6,
+        "connected": 1,
+    }
     assert stats.data == expected
     reports = worker.take_reports()
     assert reports is not None and len(reports.finished) == 1 and reports.finished[0].rank == 3
     assert worker.take_reports() is None and worker.stats() is None
 
 
-# --- a scheduler in the same process ----------------------------------------------------------------------------
+# --- a scheduler in the same process --------------------------------------------------------------
 
 
 def test_what_went_well_is_handed_over_once_and_not_with_a_steps_results() -> None:
@@ -281,7 +307,11 @@ def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: Piec
     assert worker.hand_over() == (set(), [])
     worker.collect()
     stats = worker.stats()
-    assert stats is not None and stats.data == {"failed_blocks": 1, "stored_blocks": 2, "connected": 1}
+    assert stats is not None and stats.data == {
+        "failed_blocks": 1,
+        "stored_blocks": 2,
+        "connected": 1,
+    }
     whole = pieces is WHOLE
     assert worker.take_received() == ({"a", "b"}, set() if whole else {"b"})
     assert worker.take_invalid() == ({2} if whole else set())
@@ -300,7 +330,8 @@ def test_results_are_never_empty_for_a_scheduler_that_is_to_ask() -> None:
 def test_a_handshake_that_was_not_told_at_start_up_comes_with_the_first_reports_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """MultiConnector gives the first handshake of any child to all of them, so it gets none of ours."""
+    """MultiConnector gives the first handshake of any child to all of them, so it gets none of
+    ours."""
     alone, child = registered(full()), registered(full())
     assert alone.handshake is not None and alone.first_handshake() is alone.handshake
     assert alone.take_reports() is None
@@ -337,7 +368,9 @@ def test_a_rank_that_others_wait_for_waits_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_an_engine_waits_for_a_load_only_if_it_has_had_nothing_to_compute_for_two_steps(joined: bool) -> None:
+def test_an_engine_waits_for_a_load_only_if_it_has_had_nothing_to_compute_for_two_steps(
+    joined: bool,
+) -> None:
     worker, adapter = side()
     if joined:
         worker.join()
@@ -366,10 +399,12 @@ def test_copies_give_way_to_an_engine_until_it_has_computed_nothing_for_two_step
     for idle in (False, True, True, True, False, True):
         worker.begin(Step(idle=idle))
         gave_way.append(adapter.gives_way)
-    assert gave_way == [True, True, False, False, True, True], "the tokens of the last step go out first"
+    assert gave_way == [True, True, False, False, True, True], (
+        "the tokens of the last step go out first"
+    )
 
 
-# --- start-up ---------------------------------------------------------------------------------------------------
+# --- start-up -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -392,8 +427,12 @@ def registered(
     config.parallel_config.data_parallel_size = engines
     cache = cache_config(*specs, num_blocks=6)
     worker = WorkerSide(config, cache, ClientOptions())
-    layers = {name: torch.zeros(6, 4) for group in cache.kv_cache_groups for name in group.layer_names}
-    config.compilation_config.static_forward_context.update({name: layer or cpu_layer() for name in layers})
+    layers = {
+        name: torch.zeros(6, 4) for group in cache.kv_cache_groups for name in group.layer_names
+    }
+    config.compilation_config.static_forward_context.update(
+        {name: layer or cpu_layer() for name in layers}
+    )
     config.kv_transfer_config.kv_connector_extra_config |= extra or {}
     with one_rank():
         worker.register(layers if kv is None else kv)
@@ -436,10 +475,13 @@ def test_an_unknown_attention_backend_is_refused_by_name() -> None:
 
     worker = registered(full(), layer=SimpleNamespace(get_attn_backend=lambda: HomeMadeBackend))
     assert worker.handshake is not None and worker.handshake.shape is None
-    assert "HomeMadeBackend" in worker.handshake.refusal and "--attention-backend" in worker.handshake.refusal
+    assert (
+        "HomeMadeBackend" in worker.handshake.refusal
+        and "--attention-backend" in worker.handshake.refusal
+    )
 
 
-# --- weights that were never seen on this host ------------------------------------------------------------------
+# --- weights that were never seen on this host ----------------------------------------------------
 
 
 class Hashing:
@@ -469,7 +511,9 @@ def starting_late(value: str | None, problem: str = "") -> WorkerSide:
     hashing = Hashing()
 
     def go_on(worker: WorkerSide) -> None:
-        assert worker.handshake is not None and worker.handshake.is_pending, "the engine starts without waiting"
+        assert worker.handshake is not None and worker.handshake.is_pending, (
+            "the engine starts without waiting"
+        )
         assert worker.first_handshake() == worker.handshake
         worker.begin(Step())
         worker.finish()
@@ -483,12 +527,16 @@ def starting_late(value: str | None, problem: str = "") -> WorkerSide:
 
 def test_weights_that_become_known_later_start_the_worker_with_the_next_step() -> None:
     worker = starting_late("abc")
-    assert worker.handshake is not None and worker.handshake.is_pending, "nothing changes between two steps"
+    assert worker.handshake is not None and worker.handshake.is_pending, (
+        "nothing changes between two steps"
+    )
     worker.begin(Step())
     reports = worker.take_reports()
     assert reports is not None and len(reports.handshakes) == 1
     (handshake,) = reports.handshakes
-    assert handshake == worker.handshake and handshake.shape is not None and not handshake.is_pending
+    assert (
+        handshake == worker.handshake and handshake.shape is not None and not handshake.is_pending
+    )
     assert handshake.shape.identity.revision == "abc"
     worker.begin(Step())
     assert worker.take_reports() is None, "once"
@@ -512,19 +560,33 @@ def test_a_worker_that_is_closed_before_its_weights_are_known_starts_nothing() -
 
 def test_a_late_start_that_fails_is_told_and_counted() -> None:
     worker = starting_late("abc")
-    with mock.patch.object(kvkeep.vllm.worker, "shape_of", side_effect=ValueError("as the test says")):
+    with mock.patch.object(
+        kvkeep.vllm.worker, "shape_of", side_effect=ValueError("as the test says")
+    ):
         worker.begin(Step())
     reports = worker.take_reports()
-    assert reports is not None and "as the test says" in reports.handshakes[0].refusal and worker.faults == 1
+    assert (
+        reports is not None
+        and "as the test says" in reports.handshakes[0].refusal
+        and worker.faults == 1
+    )
 
 
 def test_a_rank_whose_kv_cannot_be_described_still_speaks_to_the_others() -> None:
-    with mock.patch.object(kvkeep.vllm.worker, "encodings_of", side_effect=AttributeError("no such attribute")):
+    with mock.patch.object(
+        kvkeep.vllm.worker, "encodings_of", side_effect=AttributeError("no such attribute")
+    ):
         worker = registered(full())
-    assert worker.handshake is not None and "no such attribute" in worker.handshake.refusal and worker.faults == 1
+    assert (
+        worker.handshake is not None
+        and "no such attribute" in worker.handshake.refusal
+        and worker.faults == 1
+    )
 
 
 def test_the_refusal_has_the_hint() -> None:
-    with mock.patch.object(kvkeep.vllm.worker, "pieces_of", side_effect=SettingsError("no", "do this")):
+    with mock.patch.object(
+        kvkeep.vllm.worker, "pieces_of", side_effect=SettingsError("no", "do this")
+    ):
         worker = registered(full())
     assert worker.handshake is not None and worker.handshake.refusal == "no (do this)"

@@ -1,8 +1,9 @@
-"""Sleep mode: vLLM takes the memory of its KV away and gives it again, elsewhere. vLLM's scheduler with both sides of
-the connector and a real server; before every step the model checks each number of KV that it reads.
+"""Sleep mode: vLLM takes the memory of its KV away and gives it again, elsewhere. vLLM's scheduler
+with both sides of the connector and a real server; before every step the model checks each number
+of KV that it reads.
 
-Where the release has sleep mode for connectors (0.33), its own engine core says what is called when.
-"""
+Where the release has sleep mode for connectors (0.33), its own engine core says what is called
+when."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here: `make test-vllm` runs this file with it"
+)
 
 import torch
 from engine_parts import BLOCK, Engine, answer_to, full, one_rank, request, vllm_config, window
@@ -36,7 +39,9 @@ PROMPT = list(range(5 * BLOCK))
 
 _names = itertools.count()
 
-needs_sleep = pytest.mark.skipif(not versions.tells_of_sleep(), reason="before 0.33 connectors do not hear of sleep")
+needs_sleep = pytest.mark.skipif(
+    not versions.tells_of_sleep(), reason="before 0.33 connectors do not hear of sleep"
+)
 
 
 class SleepyEngine(Engine):
@@ -47,7 +52,9 @@ class SleepyEngine(Engine):
         extra |= {"kvkeep.lookup_deadline_ms": 5_000}
         self.is_sleeping = False
         self.old: list[torch.Tensor] = []  # memory that was taken away
-        cache: Any = SimpleNamespace(pass_time=lambda steps: time.sleep(0.001), check_nothing_held=lambda: None)
+        cache: Any = SimpleNamespace(
+            pass_time=lambda steps: time.sleep(0.001), check_nothing_held=lambda: None
+        )
         super().__init__(cache, *specs, extra=extra, **options)
 
     def _start(self) -> None:
@@ -76,7 +83,8 @@ class SleepyEngine(Engine):
             self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.handshake})
 
     def ask(self, prompt: list[int] = PROMPT) -> int:
-        """Serves it. Whatever happened before, the answer is right; how many of its tokens came from the server."""
+        """Serves it. Whatever happened before, the answer is right; how many of its tokens came
+        from the server."""
         asked = request(prompt, params={KEY: True})
         self.run(asked, most=20_000)
         assert self.answers[asked.request_id] == answer_to(prompt)
@@ -222,8 +230,11 @@ def gated(name: str, gate: threading.Event, arrived: threading.Event) -> Any:
 
 
 def sleep_while(engine: SleepyEngine, gate: threading.Event) -> None:
-    """Sleeps and wakes up, with a copy under way that goes on when vLLM has said that it takes the memory."""
-    opener = threading.Thread(target=lambda: (wait_until(lambda: engine.adapter._is_unregistered), gate.set()))
+    """Sleeps and wakes up, with a copy under way that goes on when vLLM has said that it takes the
+    memory."""
+    opener = threading.Thread(
+        target=lambda: (wait_until(lambda: engine.adapter._is_unregistered), gate.set())
+    )
     opener.start()
     engine.take_memory()
     opener.join(30)
@@ -255,7 +266,8 @@ def test_a_store_under_way_is_withdrawn(start: Start) -> None:
 
 
 def test_a_load_under_way_has_failed_and_is_computed(start: Start) -> None:
-    """vLLM says that there is none when it sleeps. If there is, what it brought is gone with the memory."""
+    """vLLM says that there is none when it sleeps. If there is, what it brought is gone with the
+    memory."""
     engine, gate, arrived = start(), threading.Event(), threading.Event()
     engine.ask()
     engine.forget()
@@ -321,7 +333,9 @@ def test_an_engine_whose_tensors_are_others_after_it_slept_is_served_without_the
         engine.step()
     else:
         engine.shake_hands()
-    assert "from now on this engine is served without the cache: after vLLM had slept" in caplog.text
+    assert (
+        "from now on this engine is served without the cache: after vLLM had slept" in caplog.text
+    )
     assert engine.forget().ask() == 0
     assert engine.forget().ask() == 0
 
@@ -331,7 +345,9 @@ def test_if_it_cannot_be_unregistered_nothing_is_copied_any_more(
 ) -> None:
     engine = start()
     engine.ask()
-    with mock.patch.object(engine.adapter, "withdraw", side_effect=RuntimeError("as the test says")):
+    with mock.patch.object(
+        engine.adapter, "withdraw", side_effect=RuntimeError("as the test says")
+    ):
         engine.take_memory()
     assert "could not be unregistered" in caplog.text and engine.adapter._closing
     assert engine.rank._worker is not None and engine.rank._worker.faults == 1
@@ -341,7 +357,7 @@ def test_if_it_cannot_be_unregistered_nothing_is_copied_any_more(
     assert engine.forget().ask() == 0
 
 
-# --- what vLLM asks and does ------------------------------------------------------------------------------------
+# --- what vLLM asks and does ----------------------------------------------------------------------
 
 
 def test_kvkeep_follows_sleep_mode() -> None:

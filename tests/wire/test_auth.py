@@ -1,4 +1,5 @@
-"""Tests for secrets and lists in files: what is made can be read, by its owner alone; other files are refused."""
+"""Tests for secrets and lists in files: what is made can be read, by its owner alone; other files
+are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def secret_file(path: Path, text: str, mode: int = 0o600) -> Path:
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o601, 0o666, 0o644])
-def test_a_secret_that_others_can_reach_is_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_others_can_reach_is_refused_with_the_remedy(
+    tmp_path: Path, mode: int
+) -> None:
     path = secret_file(tmp_path / "token", "t" * 43, mode)
     with pytest.raises(SettingsError, match=f"open to others .mode {mode:04o}") as caught:
         read_token(path)
@@ -42,7 +45,12 @@ def test_what_is_no_small_text_file_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     secret_file(tmp_path / "long", "x" * (MAX_FILE_BYTES + 1))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name, words in (("pipe", "is no file"), ("long", "is no text"), ("bytes", "is no text"), ("none", "No such")):
+    for name, words in (
+        ("pipe", "is no file"),
+        ("long", "is no text"),
+        ("bytes", "is no text"),
+        ("none", "No such"),
+    ):
         with pytest.raises(SettingsError, match=words) as caught:
             read_text(tmp_path / name)
         assert str(tmp_path / name) in caught.value.message and caught.value.hint
@@ -83,7 +91,9 @@ def test_a_home_directory_that_is_none_is_refused(tmp_path: Path) -> None:
         at_home("~no-such-user/a")
 
 
-def test_a_file_that_we_may_not_read_comes_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_we_may_not_read_comes_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 

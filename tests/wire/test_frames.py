@@ -1,4 +1,5 @@
-"""Tests for messages as bytes and back: what is said arrives, and nothing that a peer sends can do more than fail."""
+"""Tests for messages as bytes and back: what is said arrives, and nothing that a peer sends can do
+more than fail."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ REPLIES = [
 ]
 
 
-def sealed(body: bytes, *, session: int = 7, number: int = 9, version: int = m.PROTOCOL_VERSION) -> list[bytes]:
+def sealed(
+    body: bytes, *, session: int = 7, number: int = 9, version: int = m.PROTOCOL_VERSION
+) -> list[bytes]:
     """Any bytes as the body of a message whose header and CRC are right."""
     return [bytes(frame) for frame in seal(Header(session, number, version), body)]
 
@@ -104,7 +107,10 @@ def test_the_bytes_of_a_message_are_these() -> None:
     """A known answer: what other versions and other languages rely on."""
     header, body = encode(Header(session=0x0102030405060708, number=0x11), m.Ping())
     assert body == b"\x81\xa4type\xa4Ping"
-    assert header.hex() == "4b564b5003000000080706050403020111000000000000000b0000000000000000000000149b5769"
+    assert (
+        header.hex()
+        == "4b564b5003000000080706050403020111000000000000000b0000000000000000000000149b5769"
+    )
     assert len(header) == HEADER_BYTES == 40
 
 
@@ -210,7 +216,10 @@ def test_a_message_without_its_body_is_refused() -> None:
         (packed(type="Release", leases=[0] * (m.MAX_LIST_ITEMS + 1)), "leases"),
         (packed(type="AbandonStore", writes=[0] * (m.MAX_LIST_ITEMS + 1)), "writes"),
         (packed(type="OpenLayout", fingerprint="text", shard_bytes=[1]), "fingerprint"),
-        (packed(type="OpenLayout", fingerprint=b"f", shard_bytes=[1] * (m.MAX_LIST_ITEMS + 1)), "shard_bytes"),
+        (
+            packed(type="OpenLayout", fingerprint=b"f", shard_bytes=[1] * (m.MAX_LIST_ITEMS + 1)),
+            "shard_bytes",
+        ),
         (packed(type="Lookup", tenant="default", layout=1, keys="text"), "keys"),
         (packed(type="Welcome", session=1), "type"),
     ],
@@ -220,7 +229,9 @@ def test_a_bad_field_is_named(frames: list[bytes], field: str) -> None:
     assert (error.code, error.field) == ("bad_message", field)
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80\x80", b"\x93\x01\x02\x03", b"\x81\xa4type\xa4\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x80\x80", b"\x93\x01\x02\x03", b"\x81\xa4type\xa4\xff\xff\xff\xff"]
+)
 def test_bytes_that_are_no_message_name_no_field(body: bytes) -> None:
     error = refusal_of(sealed(body))
     assert error.code == "bad_message"
@@ -251,9 +262,13 @@ def test_a_length_that_is_not_there_reserves_no_memory() -> None:
 
 def test_a_reply_of_another_version_says_so() -> None:
     with pytest.raises(
-        ProtocolError, match=f"protocol version {m.PROTOCOL_VERSION + 1}, this client {m.PROTOCOL_VERSION}"
+        ProtocolError,
+        match=f"protocol version {m.PROTOCOL_VERSION + 1}, this client {m.PROTOCOL_VERSION}",
     ):
-        decode_reply(Header(1, 1, version=m.PROTOCOL_VERSION + 1), sealed(b"", version=m.PROTOCOL_VERSION + 1))
+        decode_reply(
+            Header(1, 1, version=m.PROTOCOL_VERSION + 1),
+            sealed(b"", version=m.PROTOCOL_VERSION + 1),
+        )
 
 
 def test_a_reply_without_its_body_says_so() -> None:
@@ -278,7 +293,9 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
             case 0 if changed:
                 changed[at % len(changed)] ^= 1 << rng.randrange(8)
             case 1 if changed:
-                changed[at % len(changed)] = rng.choice([0x00, 0x7F, 0x80, 0xC0, 0xC1, 0xC6, 0xDD, 0xDF, 0xFF])
+                changed[at % len(changed)] = rng.choice(
+                    [0x00, 0x7F, 0x80, 0xC0, 0xC1, 0xC6, 0xDD, 0xDF, 0xFF]
+                )
             case 2:
                 del changed[at : at + rng.randrange(8)]
             case 3:
@@ -289,7 +306,8 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 def hostile_frames(seed: int, count: int) -> Iterator[list[bytes]]:
-    """Some damaged after they were sealed, which the CRC sees; most before, so that decoding has to."""
+    """Some damaged after they were sealed, which the CRC sees; most before, so that decoding has
+    to."""
     rng = random.Random(seed)
     for _ in range(count):
         frames = [bytes(frame) for frame in encode(HEADER, rng.choice([*REQUESTS, *REPLIES]))]
@@ -301,7 +319,9 @@ def hostile_frames(seed: int, count: int) -> Iterator[list[bytes]]:
             case 1:
                 yield [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(4))]
             case 2:
-                yield sealed(rng.randbytes(rng.randrange(64)), version=rng.choice([0, 2, 2, 1, 65535]))
+                yield sealed(
+                    rng.randbytes(rng.randrange(64)), version=rng.choice([0, 2, 2, 1, 65535])
+                )
             case _:
                 yield sealed(mutated(rng, frames[1]))
 

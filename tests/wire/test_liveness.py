@@ -36,7 +36,9 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
 def holder(watch: Watch) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock."""
     command = [sys.executable, "-c", HOLDER, str(watch.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
@@ -119,7 +121,9 @@ os._exit(0)
 def test_a_forked_child_holds_on_after_its_parent(watch: Watch) -> None:
     """It has the pool mapped as its parent had, and may be in the middle of a copy."""
     command = [sys.executable, "-c", FORKER, str(watch.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         assert int(parent.stdout.readline()) > 0
         parent.wait()

@@ -24,7 +24,7 @@ def test_the_prose_mentions_every_message(message: type[m.Message]) -> None:
 
 @pytest.mark.parametrize("message", REQUESTS, ids=name_of)
 def test_a_request_says_what_answers_it(message: type[m.Message]) -> None:
-    said = re.findall(r"Answered by (\w+)", message.__doc__ or "")
+    said = re.findall(r"Answered by\s+(\w+)", message.__doc__ or "")
     assert len(said) == 1
     assert said[0] in {name_of(reply) for reply in REPLIES} - {"Refused"}
 
@@ -41,7 +41,9 @@ def test_a_message_is_frozen_and_takes_no_unknown_field(message: type[m.Message]
 
 
 def test_every_message_is_a_request_a_reply_or_part_of_one() -> None:
-    defined = {each for each in vars(m).values() if isinstance(each, type) and issubclass(each, m.Message)}
+    defined = {
+        each for each in vars(m).values() if isinstance(each, type) and issubclass(each, m.Message)
+    }
     assert defined - {m.Message} == {*REQUESTS, *REPLIES, m.PoolPlace, m.WireLimits}
 
 

@@ -17,7 +17,8 @@ from kvkeep.wire.peer_user import find_uid, peer_uid
 
 OTHER_UID = 54321
 needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can be another user, with setpriv"
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="only root can be another user, with setpriv",
 )
 
 
@@ -49,14 +50,23 @@ def listen_both() -> socket.socket:
 
 
 needs_6 = pytest.mark.skipif(not has_6(), reason="this host has no IPv6")
-KINDS = [listen_unix, listen_4, pytest.param(listen_6, marks=needs_6), pytest.param(listen_both, marks=needs_6)]
+KINDS = [
+    listen_unix,
+    listen_4,
+    pytest.param(listen_6, marks=needs_6),
+    pytest.param(listen_both, marks=needs_6),
+]
 
 
 def where_to(listening: socket.socket) -> tuple[int, object]:
     if listening.family == socket.AF_UNIX:
         return socket.AF_UNIX, listening.getsockname()
     host, port = listening.getsockname()[:2]
-    return (socket.AF_INET, ("127.0.0.1", port)) if host == "::" else (int(listening.family), (host, port))
+    return (
+        (socket.AF_INET, ("127.0.0.1", port))
+        if host == "::"
+        else (int(listening.family), (host, port))
+    )
 
 
 @pytest.mark.parametrize("listen", KINDS)
@@ -78,7 +88,16 @@ def test_another_user_who_connects_is_seen(listen: Callable[[], socket.socket]) 
     with listen() as listening:
         family, where = where_to(listening)
         program = f"import socket, sys; s = socket.socket({int(family)}); s.connect({where!r}); sys.stdin.read()"
-        as_other = ["setpriv", "--reuid", str(OTHER_UID), "--clear-groups", sys.executable, "-S", "-c", program]
+        as_other = [
+            "setpriv",
+            "--reuid",
+            str(OTHER_UID),
+            "--clear-groups",
+            sys.executable,
+            "-S",
+            "-c",
+            program,
+        ]
         with subprocess.Popen(as_other, stdin=subprocess.PIPE) as other:
             server, _ = listening.accept()
             with server:
@@ -98,7 +117,9 @@ def test_a_connection_that_is_gone_is_nobodys() -> None:
 
 
 def reply(uid: int, inode: int, ports: tuple[int, int] = (5555, 0xC001), kind: int = 20) -> bytes:
-    found = struct.pack(">4sHH44s", bytes([2, 1, 0, 0]), *ports, bytes(44)) + struct.pack("=5I", 0, 0, 0, uid, inode)
+    found = struct.pack(">4sHH44s", bytes([2, 1, 0, 0]), *ports, bytes(44)) + struct.pack(
+        "=5I", 0, 0, 0, uid, inode
+    )
     return struct.pack("=IHHII", 16 + len(found), kind, 0, 0, 0) + found
 
 
@@ -106,6 +127,10 @@ def test_only_the_other_end_counts_and_only_if_somebody_has_it() -> None:
     assert find_uid(reply(1001, 222), 5555, 0xC001) == 1001
     assert find_uid(reply(0, 0), 5555, 0xC001) is None, "not accepted: its uid of 0 means nothing"
     assert find_uid(reply(1000, 111, (5555, 0)), 5555, 0xC001) is None, "that one listens"
-    assert find_uid(reply(1001, 222, (0xC001, 5555)), 5555, 0xC001) is None, "our own end is not the other one"
-    assert find_uid(struct.pack("=IHHIIi", 36, 2, 0, 0, 0, -2) + bytes(16), 5555, 0xC001) is None, "an error"
+    assert find_uid(reply(1001, 222, (0xC001, 5555)), 5555, 0xC001) is None, (
+        "our own end is not the other one"
+    )
+    assert find_uid(struct.pack("=IHHIIi", 36, 2, 0, 0, 0, -2) + bytes(16), 5555, 0xC001) is None, (
+        "an error"
+    )
     assert find_uid(reply(1001, 222, kind=2), 5555, 0xC001) is None

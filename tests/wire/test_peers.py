@@ -31,7 +31,9 @@ def _not_root(monkeypatch: pytest.MonkeyPatch) -> None:
         (OVERFLOW_UID, (OVERFLOW_UID,), False),
     ],
 )
-def test_our_own_roots_and_those_who_were_named(uid: int, trusted: tuple[int, ...], expected: bool) -> None:
+def test_our_own_roots_and_those_who_were_named(
+    uid: int, trusted: tuple[int, ...], expected: bool
+) -> None:
     assert is_trusted(uid, trusted) is expected
 
 
@@ -54,16 +56,26 @@ print(os.geteuid(), is_trusted(os.geteuid(), ()), is_trusted(0, ()), is_trusted(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), f"{OVERFLOW_UID} False True False"),  # nobody is mapped: all look alike, ourselves among them
+        (
+            (),
+            f"{OVERFLOW_UID} False True False",
+        ),  # nobody is mapped: all look alike, ourselves among them
         (("--map-root-user",), "0 True True False"),
         (("--map-user", str(OVERFLOW_UID)), f"{OVERFLOW_UID} False True False"),
     ],
 )
-def test_in_a_user_namespace_the_overflow_uid_may_be_anybody(flags: tuple[str, ...], said: str) -> None:
+def test_in_a_user_namespace_the_overflow_uid_may_be_anybody(
+    flags: tuple[str, ...], said: str
+) -> None:
     command = ["unshare", "--user", *flags, sys.executable, "-c", _IN_A_NAMESPACE]
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "--user", *flags, "true"]).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "--user", *flags, "true"]).returncode
+    ):
         pytest.skip("user namespaces cannot be made here")
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == said
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == said
+    )
 
 
 def test_what_to_do_depends_on_whether_the_user_is_known_here() -> None:
@@ -95,7 +107,18 @@ def test_users_are_read_by_id_or_name(text: str, users: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["-1", "4294967295", "1,,2", ",", "no such user", "1.5", "0x10", "²", str(OVERFLOW_UID), f"1,{OVERFLOW_UID}"],
+    [
+        "-1",
+        "4294967295",
+        "1,,2",
+        ",",
+        "no such user",
+        "1.5",
+        "0x10",
+        "²",
+        str(OVERFLOW_UID),
+        f"1,{OVERFLOW_UID}",
+    ],
 )
 def test_what_is_no_user_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"no user|not a user|stands for every user"):

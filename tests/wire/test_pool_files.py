@@ -36,7 +36,9 @@ def directory(tmp_path: Path) -> Path:
 def belongs_to(monkeypatch: pytest.MonkeyPatch, uid: int) -> None:
     """As if every file were that user's."""
     right = os.fstat
-    monkeypatch.setattr(module.os, "fstat", lambda fd: os.stat_result([*right(fd)[:4], uid, *right(fd)[5:]]))
+    monkeypatch.setattr(
+        module.os, "fstat", lambda fd: os.stat_result([*right(fd)[:4], uid, *right(fd)[5:]])
+    )
 
 
 def test_a_file_of_ours_is_opened(directory: Path) -> None:
@@ -66,10 +68,17 @@ def test_what_others_may_write_is_not_opened(directory: Path, mode: int) -> None
         PoolFiles(directory).check()
 
 
-def test_what_belongs_to_another_user_is_not_opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_belongs_to_another_user_is_not_opened(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     belongs_to(monkeypatch, STRANGER)
-    for attempt in (PoolFiles(directory).check, lambda: PoolFiles(directory).open("segment-00000", os.O_RDWR)):
-        with pytest.raises(UntrustedPool, match=rf"belongs to another user \(uid {STRANGER}\)") as told:
+    for attempt in (
+        PoolFiles(directory).check,
+        lambda: PoolFiles(directory).open("segment-00000", os.O_RDWR),
+    ):
+        with pytest.raises(
+            UntrustedPool, match=rf"belongs to another user \(uid {STRANGER}\)"
+        ) as told:
             attempt()
         assert f"name {STRANGER} in trusted_users" in told.value.hint
     trusting = PoolFiles(directory, (STRANGER,))
@@ -77,7 +86,9 @@ def test_what_belongs_to_another_user_is_not_opened(directory: Path, monkeypatch
     os.close(trusting.open("segment-00000", os.O_RDWR))
 
 
-def test_a_user_who_cannot_be_mapped_is_nobody_we_know(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_who_cannot_be_mapped_is_nobody_we_know(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     belongs_to(monkeypatch, OVERFLOW_UID)
     monkeypatch.setattr(module, "is_trusted", lambda uid, trusted: uid != OVERFLOW_UID)
     with pytest.raises(UntrustedPool) as told:
@@ -89,8 +100,12 @@ def link(path: Path) -> None:
     path.symlink_to(path.with_name("segment-00000"))
 
 
-@pytest.mark.parametrize(("make", "error"), [(os.mkfifo, UntrustedPool), (os.mkdir, UntrustedPool), (link, OSError)])
-def test_only_a_plain_file_is_opened(directory: Path, make: Callable[[Path], None], error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("make", "error"), [(os.mkfifo, UntrustedPool), (os.mkdir, UntrustedPool), (link, OSError)]
+)
+def test_only_a_plain_file_is_opened(
+    directory: Path, make: Callable[[Path], None], error: type[Exception]
+) -> None:
     make(directory / "odd")
     with pytest.raises(error):
         PoolFiles(directory).open("odd", os.O_RDONLY)
@@ -103,7 +118,8 @@ def test_a_link_to_a_directory_is_none(directory: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_checked_is_what_is_opened(directory: Path, tmp_path: Path) -> None:
-    """Somebody who may rename the directory puts another in its place: the names lead to the first one still."""
+    """Somebody who may rename the directory puts another in its place: the names lead to the first
+    one still."""
     files = PoolFiles(directory)
     files.check()
     directory.rename(tmp_path / "away")
@@ -127,13 +143,17 @@ def test_what_was_checked_is_what_is_opened(directory: Path, tmp_path: Path) -> 
         (b"000000000000004d" * 9, False),
     ],
 )
-def test_the_epoch_tells_whether_the_pool_is_here(directory: Path, content: bytes, epoch: bool) -> None:
+def test_the_epoch_tells_whether_the_pool_is_here(
+    directory: Path, content: bytes, epoch: bool
+) -> None:
     (directory / EPOCH_FILE).write_bytes(content)
     assert PoolFiles(directory).is_of(77) is epoch
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: None])
-def test_an_epoch_that_cannot_be_read_is_no_epoch(directory: Path, make: Callable[[Path], None]) -> None:
+def test_an_epoch_that_cannot_be_read_is_no_epoch(
+    directory: Path, make: Callable[[Path], None]
+) -> None:
     (directory / EPOCH_FILE).unlink()
     make(directory / EPOCH_FILE)
     assert not PoolFiles(directory).is_of(77)

@@ -34,7 +34,9 @@ def test_what_was_added_is_not_lacking_until_the_last_of_it_is_removed(tmp_path:
     assert engine.lacks(first)
 
 
-@pytest.mark.parametrize(("pool_bytes", "cells"), [(1 << 16, 1 << 12), (100 << 20, 1 << 17), (1 << 40, 1 << 20)])
+@pytest.mark.parametrize(
+    ("pool_bytes", "cells"), [(1 << 16, 1 << 12), (100 << 20, 1 << 17), (1 << 40, 1 << 20)]
+)
 def test_it_is_as_large_as_its_pool_makes_it(tmp_path: Path, pool_bytes: int, cells: int) -> None:
     make_presence(tmp_path, 7, pool_bytes)
     file = presence_path(tmp_path, 7).stat()
@@ -50,11 +52,15 @@ def test_each_server_has_its_own(tmp_path: Path) -> None:
     old, new = open_presence(PoolFiles(tmp_path), 7), open_presence(PoolFiles(tmp_path), 8)
     assert old is not None and new is not None
     assert not old.lacks(key) and new.lacks(key)
-    assert open_presence(PoolFiles(tmp_path), 9) is None, "what another server has left says nothing"
+    assert open_presence(PoolFiles(tmp_path), 9) is None, (
+        "what another server has left says nothing"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 3, b"\0" * 12, None, "pipe"])
-def test_what_is_nothing_of_the_kind_is_not_used(tmp_path: Path, content: bytes | str | None) -> None:
+def test_what_is_nothing_of_the_kind_is_not_used(
+    tmp_path: Path, content: bytes | str | None
+) -> None:
     if content == "pipe":
         os.mkfifo(presence_path(tmp_path, 7))
     elif isinstance(content, bytes):
@@ -83,7 +89,9 @@ def test_an_engine_sees_every_cell_and_can_change_none(
     keys = [cell.to_bytes(8, sys.byteorder) + bytes(8) for cell in range(1 << 12)]
     server.add(heads(b"".join(keys[::3])))
     engine = open_presence(PoolFiles(tmp_path), 7)
-    assert engine is not None and [engine.lacks(key) for key in keys] == [at % 3 > 0 for at in range(len(keys))]
+    assert engine is not None and [engine.lacks(key) for key in keys] == [
+        at % 3 > 0 for at in range(len(keys))
+    ]
     assert not engine._cells.flags.writeable
 
 
@@ -102,7 +110,9 @@ def test_one_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     assert open_presence(PoolFiles(tmp_path), 7) is None
 
 
-def test_without_memory_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

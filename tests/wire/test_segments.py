@@ -34,7 +34,9 @@ def segments(tmp_path: Path) -> Iterator[Segments]:
     (tmp_path / EPOCH_FILE).write_text(f"{EPOCH:016x}")
     content = (np.arange(POOL) % 251).astype(np.uint8).tobytes()
     for number in range(3):
-        segment_path(tmp_path, number).write_bytes(content[number * SEGMENT : (number + 1) * SEGMENT])
+        segment_path(tmp_path, number).write_bytes(
+            content[number * SEGMENT : (number + 1) * SEGMENT]
+        )
     segments = Segments(PoolFiles(tmp_path), SEGMENT, POOL, EPOCH)
     yield segments
     segments.close()
@@ -82,7 +84,9 @@ def test_addresses_stay_the_same(segments: Segments) -> None:
         (POOL, 0),
     ],
 )
-def test_what_is_not_inside_one_segment_is_refused(segments: Segments, offset: int, nbytes: int) -> None:
+def test_what_is_not_inside_one_segment_is_refused(
+    segments: Segments, offset: int, nbytes: int
+) -> None:
     with pytest.raises(PoolError, match="not in the pool"):
         segments.addresses(offsets(offset), nbytes)
     with pytest.raises(PoolError, match="not in the pool"):
@@ -107,7 +111,9 @@ def test_a_view_writes_through_to_every_process(segments: Segments, tmp_path: Pa
     other.close()
 
 
-def test_the_file_of_a_server_that_took_its_place_is_not_mapped(segments: Segments, tmp_path: Path) -> None:
+def test_the_file_of_a_server_that_took_its_place_is_not_mapped(
+    segments: Segments, tmp_path: Path
+) -> None:
     assert len(segments.view(0, 16)) == 16, "mapped while the pool was ours"
     (tmp_path / EPOCH_FILE).write_text(f"{EPOCH + 1:016x}")
     with pytest.raises(PoolError, match="another server"):
@@ -115,7 +121,9 @@ def test_the_file_of_a_server_that_took_its_place_is_not_mapped(segments: Segmen
     assert len(segments.view(0, 16)) == 16
 
 
-def test_memory_is_mapped_ahead_as_far_as_the_pool_is_there(segments: Segments, tmp_path: Path) -> None:
+def test_memory_is_mapped_ahead_as_far_as_the_pool_is_there(
+    segments: Segments, tmp_path: Path
+) -> None:
     last = segment_path(tmp_path, 2).read_bytes()
     segment_path(tmp_path, 2).unlink()
     assert [segments.populate_next() for _ in range(4)] == [True, True, False, False]
@@ -153,14 +161,22 @@ def pool_of(directory: Path, *lengths: int) -> Segments:
     (directory / EPOCH_FILE).write_text(f"{EPOCH:016x}")
     for number, count in enumerate(lengths):
         segment_path(directory, number).write_bytes(bytes(count * OS_PAGE_BYTES))
-    return Segments(PoolFiles(directory), lengths[0] * OS_PAGE_BYTES, sum(lengths) * OS_PAGE_BYTES, EPOCH)
+    return Segments(
+        PoolFiles(directory), lengths[0] * OS_PAGE_BYTES, sum(lengths) * OS_PAGE_BYTES, EPOCH
+    )
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 @pytest.mark.parametrize(
     ("lengths", "pins"),
-    [([4], [4]), ([3], [3]), ([9], [4, 4, 1]), ([8, 8, 2], [4, 4, 4, 4, 2]), ([10, 10, 5], [4, 4, 2, 4, 4, 2, 4, 1])],
+    [
+        ([4], [4]),
+        ([3], [3]),
+        ([9], [4, 4, 1]),
+        ([8, 8, 2], [4, 4, 4, 4, 2]),
+        ([10, 10, 5], [4, 4, 2, 4, 4, 2, 4, 1]),
+    ],
     ids=str,
 )
 def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
@@ -174,7 +190,9 @@ def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
     monkeypatch.setattr(module, "_PIN_BYTES", 4 * OS_PAGE_BYTES)
     monkeypatch.setattr(module, "_POPULATE_BYTES", ahead * OS_PAGE_BYTES)
     if old_kernel:
-        monkeypatch.setattr(module, "_MADV_POPULATE_WRITE", 9999)  # as a kernel answers that does not know it
+        monkeypatch.setattr(
+            module, "_MADV_POPULATE_WRITE", 9999
+        )  # as a kernel answers that does not know it
     segments, driver = pool_of(tmp_path, *lengths), Pins()
     while segments.populate_next(driver.pin, driver.unpin):
         pass
@@ -183,11 +201,13 @@ def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
     bases = segments.addresses(offsets(*starts), 1).tolist()
     covered = sorted(driver.asked)
     for base, count in zip(bases, lengths, strict=True):
-        inside = [(at, nbytes) for at, nbytes in covered if base <= at < base + count * OS_PAGE_BYTES]
+        inside = [
+            (at, nbytes) for at, nbytes in covered if base <= at < base + count * OS_PAGE_BYTES
+        ]
         assert inside[0][0] == base and sum(nbytes for _, nbytes in inside) == count * OS_PAGE_BYTES
-        assert all(at + nbytes == after for (at, nbytes), (after, _) in itertools.pairwise(inside)), (
-            "no gap, no overlap"
-        )
+        assert all(
+            at + nbytes == after for (at, nbytes), (after, _) in itertools.pairwise(inside)
+        ), "no gap, no overlap"
     assert driver.freed == []
     segments.close()
     assert sorted(driver.freed) == [address for address, _ in covered]
@@ -195,7 +215,9 @@ def test_memory_is_pinned_once_part_by_part_and_what_is_left_of_each_segment(
     assert len(driver.freed) == len(pins), "each once"
 
 
-def test_what_could_not_be_pinned_is_not_unpinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_pinned_is_not_unpinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_PIN_BYTES", OS_PAGE_BYTES)
     monkeypatch.setattr(module, "_POPULATE_BYTES", OS_PAGE_BYTES)
     segments, driver = pool_of(tmp_path, 2, 2), Pins(refused=(0, 2))
@@ -205,12 +227,16 @@ def test_what_could_not_be_pinned_is_not_unpinned(tmp_path: Path, monkeypatch: p
     assert driver.freed == [driver.asked[1][0], driver.asked[3][0]]
 
 
-def test_pinning_goes_on_where_the_server_had_not_got_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_goes_on_where_the_server_had_not_got_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_PIN_BYTES", 4 * OS_PAGE_BYTES)
     segments, driver = pool_of(tmp_path, 5, 5), Pins()
     segment_path(tmp_path, 1).unlink()
     monkeypatch.setattr(module, "_POPULATE_BYTES", OS_PAGE_BYTES)
-    assert [segments.populate_next(driver.pin, driver.unpin) for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [segments.populate_next(driver.pin, driver.unpin) for _ in range(7)] == [True] * 5 + [
+        False
+    ] * 2
     segment_path(tmp_path, 1).write_bytes(bytes(5 * OS_PAGE_BYTES))
     while segments.populate_next(driver.pin, driver.unpin):
         pass

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
-from kvkeep.wire.strangers import HTTP, REDIS, SSH, TLS, UNKNOWN, ZMQ, Stranger, recognise, recognise_server
+from kvkeep.wire.strangers import (
+    HTTP,
+    REDIS,
+    SSH,
+    TLS,
+    UNKNOWN,
+    ZMQ,
+    Stranger,
+    recognise,
+    recognise_server,
+)
 
 BROWSER = b"GET /favicon.ico HTTP/1.1\r\nHost: localhost:5555\r\nUser-Agent: Mozilla/5.0\r\n\r\n"
 
@@ -41,7 +51,9 @@ def test_our_own_are_no_strangers_unless_they_are_of_another_version() -> None:
     assert recognise(same[0]) is None
     assert recognise(b"KVKP") is None, "the rest has not come"
     found = recognise(other[0])
-    assert found is not None and found.kind == f"a kvkeep of protocol version {m.PROTOCOL_VERSION + 1}"
+    assert (
+        found is not None and found.kind == f"a kvkeep of protocol version {m.PROTOCOL_VERSION + 1}"
+    )
     assert "install the same kvkeep release on both sides" in found.hint
 
 

@@ -48,7 +48,9 @@ def all_of(stream: Stream) -> list[list[bytes]]:
 
 payloads = st.integers(0, 4).flatmap(
     lambda count: st.integers(1, 40).flatmap(
-        lambda size: st.lists(st.binary(min_size=size, max_size=size), min_size=count, max_size=count)
+        lambda size: st.lists(
+            st.binary(min_size=size, max_size=size), min_size=count, max_size=count
+        )
     )
 )
 messages = st.builds(
@@ -63,20 +65,34 @@ families = st.sampled_from((socket.AF_UNIX, socket.AF_INET))
 
 @settings(deadline=None)
 @given(sent=st.lists(messages, max_size=6), sizes=pieces, family=families)
-def test_whatever_the_pieces_the_same_messages_come_out(sent: list[list[bytes]], sizes: list[int], family: int) -> None:
+def test_whatever_the_pieces_the_same_messages_come_out(
+    sent: list[list[bytes]], sizes: list[int], family: int
+) -> None:
     data = b"".join(b"".join(frames) for frames in sent)
     assert read_stream(data, sizes, family) == sent
 
 
 @settings(deadline=None)
-@given(data=st.binary(max_size=300) | st.binary(max_size=300).map(lambda rest: MAGIC + rest), sizes=pieces)
-def test_arbitrary_bytes_raise_nothing_and_hold_no_more_than_they_announce(data: bytes, sizes: list[int]) -> None:
+@given(
+    data=st.binary(max_size=300) | st.binary(max_size=300).map(lambda rest: MAGIC + rest),
+    sizes=pieces,
+)
+def test_arbitrary_bytes_raise_nothing_and_hold_no_more_than_they_announce(
+    data: bytes, sizes: list[int]
+) -> None:
     assert read_stream(data, sizes) == messages_in(data)[0]
 
 
 @settings(deadline=None)
-@given(sent=st.lists(messages, min_size=1, max_size=3), at=st.integers(0), bit=st.integers(0, 7), sizes=pieces)
-def test_nor_do_messages_with_a_flipped_bit(sent: list[list[bytes]], at: int, bit: int, sizes: list[int]) -> None:
+@given(
+    sent=st.lists(messages, min_size=1, max_size=3),
+    at=st.integers(0),
+    bit=st.integers(0, 7),
+    sizes=pieces,
+)
+def test_nor_do_messages_with_a_flipped_bit(
+    sent: list[list[bytes]], at: int, bit: int, sizes: list[int]
+) -> None:
     data = bytearray(b"".join(b"".join(frames) for frames in sent))
     data[at % len(data)] ^= 1 << bit
     assert read_stream(bytes(data), sizes) == messages_in(bytes(data))[0]
@@ -106,7 +122,9 @@ class Narrow:
 
 @settings(deadline=None)
 @given(sent=st.lists(messages, min_size=1, max_size=5), sizes=pieces, flushes=st.integers(0, 3))
-def test_however_little_a_socket_takes_all_of_it_goes(sent: list[list[bytes]], sizes: list[int], flushes: int) -> None:
+def test_however_little_a_socket_takes_all_of_it_goes(
+    sent: list[list[bytes]], sizes: list[int], flushes: int
+) -> None:
     narrow = Narrow(sizes)
     stream = Stream(narrow, MOST)  # type: ignore[arg-type]
     for head, body, *payload in sent:
@@ -126,7 +144,9 @@ def test_however_little_a_socket_takes_all_of_it_goes(sent: list[list[bytes]], s
 def test_what_is_sent_is_what_comes(ends: Ends) -> None:
     stream, other_end = ends
     other = Stream(other_end, MOST)
-    for number, message in enumerate([m.Ping(), m.Lookup("default", 1, os.urandom(70_000)), m.Ping()]):
+    for number, message in enumerate(
+        [m.Ping(), m.Lookup("default", 1, os.urandom(70_000)), m.Ping()]
+    ):
         frames = encode(Header(7, number), message)
         other.send(frames)
         assert all_of(stream) == [frames]
@@ -141,11 +161,20 @@ def test_a_message_that_is_too_long_ends_it_before_it_is_read(ends: Ends) -> Non
     other.sendall(raw(bytes(MOST + 1))[: 100 << 10])
     for _ in range(3):
         stream.read()
-        assert stream.is_over and stream.held_bytes == 0 and stream.next() is None and not stream.has_next
+        assert (
+            stream.is_over
+            and stream.held_bytes == 0
+            and stream.next() is None
+            and not stream.has_next
+        )
 
 
-@pytest.mark.parametrize("first", [b"G", b"GET / HTTP/1.1\r\n", b"\xff\x00\x00\x00", b"KVKp", b"KVKP" + bytes(36)])
-def test_first_bytes_that_are_not_ours_end_it_at_once_and_are_kept_for_the_log(ends: Ends, first: bytes) -> None:
+@pytest.mark.parametrize(
+    "first", [b"G", b"GET / HTTP/1.1\r\n", b"\xff\x00\x00\x00", b"KVKp", b"KVKP" + bytes(36)]
+)
+def test_first_bytes_that_are_not_ours_end_it_at_once_and_are_kept_for_the_log(
+    ends: Ends, first: bytes
+) -> None:
     stream, other = ends
     other.sendall(first)
     stream.read()

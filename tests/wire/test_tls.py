@@ -1,4 +1,5 @@
-"""Mutual TLS over real sockets: who gets in, what each side says when it does not, and which files are refused."""
+"""Mutual TLS over real sockets: who gets in, what each side says when it does not, and which files
+are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from cryptography.x509.oid import NameOID
 from kvkeep.cli.certificates import Issued, issue, new_authority
 from kvkeep.errors import SettingsError
 from kvkeep.testing.process import wait_for
-from kvkeep.wire.tls import TlsFiles, client_context, handshake_problem, peer_names, server_context, tls_files
+from kvkeep.wire.tls import (
+    TlsFiles,
+    client_context,
+    handshake_problem,
+    peer_names,
+    server_context,
+    tls_files,
+)
 
 HOSTS = ("cache.example", "127.0.0.1", "::1")
 CA, OTHER_CA = new_authority(10), new_authority(10)
@@ -38,7 +46,11 @@ def write(tmp_path: Path) -> Write:
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         directory.mkdir()
         files = TlsFiles(directory / "cert.pem", directory / "own.key", directory / "ca.pem")
-        for path, text in ((files.cert, issued.cert), (files.key, key or issued.key), (files.ca, ca.cert)):
+        for path, text in (
+            (files.cert, issued.cert),
+            (files.key, key or issued.key),
+            (files.ca, ca.cert),
+        ):
             path.write_text(text)
             path.chmod(0o600)
         return files
@@ -74,7 +86,9 @@ class Side:
             pass
 
 
-def connect(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "cache.example") -> tuple[Side, Side]:
+def connect(
+    server: ssl.SSLContext, client: ssl.SSLContext, host: str = "cache.example"
+) -> tuple[Side, Side]:
     """Both ends after all has been said. The test closes them by losing them."""
     here, there = socket.socketpair()
     for end in (here, there):
@@ -91,10 +105,14 @@ def connect(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "cache.e
     return sides
 
 
-def problems(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "cache.example") -> tuple[str, str]:
+def problems(
+    server: ssl.SSLContext, client: ssl.SSLContext, host: str = "cache.example"
+) -> tuple[str, str]:
     """What each side says is wrong; neither hears a word of the other's."""
     sides = connect(server, client, host)
-    assert not any(side.read for side in sides[:1]), "the server listened to a client that it does not know"
+    assert not any(side.read for side in sides[:1]), (
+        "the server listened to a client that it does not know"
+    )
     said = [handshake_problem(side.error) if side.error else "" for side in sides]
     for side in sides:
         side.socket.close()
@@ -128,7 +146,9 @@ def test_who_does_not_speak_tls_1_3_gets_no_further(write: Write) -> None:
 def test_no_session_is_resumed(write: Write) -> None:
     """A ticket would let in a certificate that was verified under another CA."""
     server, client = connect(server_context(write(SERVER)), client_context(write(CLIENT)))
-    assert client.read and client.socket.session is not None and not client.socket.session.has_ticket
+    assert (
+        client.read and client.socket.session is not None and not client.socket.session.has_ticket
+    )
     server.socket.close()
     client.socket.close()
 
@@ -185,7 +205,9 @@ def test_a_certificate_serves_its_own_purpose_alone(write: Write) -> None:
     assert "for another purpose" in problems(posing, client_context(write(CLIENT)))[1]
 
 
-@pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", bytes(64), b"\x16\x03\x01"])
+@pytest.mark.parametrize(
+    "first", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", bytes(64), b"\x16\x03\x01"]
+)
 def test_who_does_not_speak_tls_is_told_apart(write: Write, first: bytes) -> None:
     for wrap in (
         lambda end: server_context(write(SERVER)).wrap_socket(end, server_side=True),
@@ -197,7 +219,9 @@ def test_who_does_not_speak_tls_is_told_apart(write: Write, first: bytes) -> Non
         with pytest.raises(ssl.SSLError) as caught:
             wrap(here)
         said = handshake_problem(caught.value)
-        assert "it does not speak TLS (" in said or (len(first) == 3 and "closed the connection" in said)
+        assert "it does not speak TLS (" in said or (
+            len(first) == 3 and "closed the connection" in said
+        )
         here.close()
         there.close()
 
@@ -220,9 +244,16 @@ def odd_certificate(common_name: str, others: list[x509.GeneralName]) -> Issued:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     now = datetime.now(UTC)
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(ca.subject).public_key(key.public_key())
     builder = (
-        builder.serial_number(7).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(ca.subject)
+        .public_key(key.public_key())
+    )
+    builder = (
+        builder.serial_number(7)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
     )
     builder = builder.add_extension(x509.SubjectAlternativeName(others), critical=False)
     pem = builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
@@ -232,10 +263,14 @@ def odd_certificate(common_name: str, others: list[x509.GeneralName]) -> Issued:
     return Issued(pem.decode(), secret.decode())
 
 
-def test_names_come_in_order_and_none_passes_for_a_fingerprint_or_breaks_a_log(write: Write) -> None:
+def test_names_come_in_order_and_none_passes_for_a_fingerprint_or_breaks_a_log(
+    write: Write,
+) -> None:
     uri = "spiffe://example/engine"
     others = [x509.UniformResourceIdentifier(each) for each in (CLIENT.fingerprint, uri, "x" * 257)]
-    odd = odd_certificate("two\nlines", [*others, x509.DNSName("b.example"), x509.RFC822Name("a@b.example")])
+    odd = odd_certificate(
+        "two\nlines", [*others, x509.DNSName("b.example"), x509.RFC822Name("a@b.example")]
+    )
     server, client = connect(server_context(write(SERVER)), client_context(write(odd)))
     assert peer_names(server.socket) == (odd.fingerprint, "b.example", uri)
     server.socket.close()
@@ -267,7 +302,9 @@ def fitting(context: Context) -> Issued:
 
 @BOTH
 @pytest.mark.parametrize("mode", [0o604, 0o620, 0o644, 0o666])
-def test_a_key_that_others_can_reach_is_refused_with_the_remedy(write: Write, context: Context, mode: int) -> None:
+def test_a_key_that_others_can_reach_is_refused_with_the_remedy(
+    write: Write, context: Context, mode: int
+) -> None:
     files = write(fitting(context))
     files.key.chmod(mode)
     said = refusal(lambda: context(files))
@@ -326,7 +363,9 @@ BROKEN = "-----BEGIN {0}-----\nAAAA\n-----END {0}-----\n"
         ("key", BROKEN.format("CERTIFICATE"), "holds no private key"),
     ],
 )
-def test_a_file_that_is_no_pem_is_named(write: Write, context: Context, which: str, text: str, words: str) -> None:
+def test_a_file_that_is_no_pem_is_named(
+    write: Write, context: Context, which: str, text: str, words: str
+) -> None:
     files = write(fitting(context))
     getattr(files, which).write_text(text)
     said = refusal(lambda: context(files))
@@ -341,7 +380,9 @@ def test_a_missing_file_is_named(write: Write, context: Context) -> None:
 
 
 @BOTH
-def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(write: Write, context: Context) -> None:
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
+    write: Write, context: Context
+) -> None:
     files = write(fitting(context))
     key = serialization.load_pem_private_key(files.key.read_bytes(), None)
     files.key.write_bytes(
@@ -355,11 +396,16 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(write: Wr
 
 
 def test_a_server_does_not_start_with_a_certificate_that_no_client_would_take(write: Write) -> None:
-    for now, words in ((LONG_AGO, "certificate has expired"), (LATER, "certificate is not yet valid")):
+    for now, words in (
+        (LONG_AGO, "certificate has expired"),
+        (LATER, "certificate is not yet valid"),
+    ):
         files = write(issue(CA, "kvkeep server", HOSTS, days=1, now=now))
         said = refusal(lambda files=files: server_context(files))  # type: ignore[misc]
         assert f"tls_cert: {files.cert} cannot be used by a server: {words}" in said
-    server_context(write(issue(OTHER_CA, "kvkeep server", HOSTS, days=1), ca=CA))  # clients may trust another CA
+    server_context(
+        write(issue(OTHER_CA, "kvkeep server", HOSTS, days=1), ca=CA)
+    )  # clients may trust another CA
 
 
 def test_comments_around_certificates_may_be_in_any_language(write: Write) -> None:
@@ -397,7 +443,11 @@ def test_no_descriptor_stays_open(write: Write) -> None:
 def test_all_three_files_or_none() -> None:
     assert tls_files(SimpleNamespace(tls_cert=None, tls_key=None, tls_ca=None)) is None
     given = {"tls_cert": "/a", "tls_key": Path("/b"), "tls_ca": "~/c"}
-    assert tls_files(SimpleNamespace(**given)) == TlsFiles(Path("/a"), Path("/b"), Path.home() / "c")
+    assert tls_files(SimpleNamespace(**given)) == TlsFiles(
+        Path("/a"), Path("/b"), Path.home() / "c"
+    )
     for missing in given:
-        said = refusal(lambda missing=missing: tls_files(SimpleNamespace(**{**given, missing: None})))  # type: ignore[misc]
+        said = refusal(
+            lambda missing=missing: tls_files(SimpleNamespace(**{**given, missing: None}))
+        )  # type: ignore[misc]
         assert f"is set and {missing} is not" in said and "kvkeep keygen" in said

@@ -1,14 +1,15 @@
-"""A chart of what `bench transfer`, `vllm` or `vllm-load` measured, from its JSON: an SVG file that needs nothing else.
+"""A chart of what `bench transfer`, `vllm` or `vllm-load` measured, from its JSON: an SVG file that
+needs nothing else.
 
     transfer   a group of bars for each model (on a CPU, each size of a block): the fraction of the floor that a store,
                a load and both at once reach, without verification (pale) and with it
     vllm       a group for each length of a prompt, on a scale of its own: the time to the first token, by connector
     vllm-load  a group for each scenario, likewise: throughput, or the time between tokens at the 99th percentile
 
-The floor is a dashed line. For vLLM's external hits it is a local hit without a connector, and the KV's bytes at the
-rate of a plain copy, which must be given; for all else it is what the engine without a connector takes. A chart has the
-colours of the reader's screen, light or dark, and a ground of its own, so that it can be read on any.
-"""
+The floor is a dashed line. For vLLM's external hits it is a local hit without a connector, and the
+KV's bytes at the rate of a plain copy, which must be given; for all else it is what the engine
+without a connector takes. A chart has the colours of the reader's screen, light or dark, and a
+ground of its own, so that it can be read on any."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ _SCENARIOS = {
     "decode_stores": "decoding while prompts are stored",
 }
 _DIRECTIONS = {"store": 0, "load": 1, "both": 2}
-_CONNECTORS = {"kvkeep": 0, "native": 1, "lmcache": 2, "none": 3}  # each has its colour, whichever are there
+_CONNECTORS = {
+    "kvkeep": 0,
+    "native": 1,
+    "lmcache": 2,
+    "none": 3,
+}  # each has its colour, whichever are there
 
 # The colours differ in lightness too, for those who do not tell them apart by hue.
 _COLOURS = ("#2563eb", "#0d9488", "#d97706", "#6b7280", "#9333ea")
@@ -98,7 +104,8 @@ def run(
     floor_gbps: float = 0.0,
     token_bytes: int = 128 * KIB,
 ) -> dict[str, Any]:
-    """Draws the result in `file` into `out`. SettingsError for what is no result of these benchmarks."""
+    """Draws the result in `file` into `out`. SettingsError for what is no result of these
+    benchmarks."""
     try:
         result = json.loads(Path(file).read_text())
         chart = chart_of(result, case, floor_gbps, token_bytes)
@@ -108,14 +115,20 @@ def run(
         raise SettingsError(f"--file {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "give a file with what kvkeep bench transfer, vllm or vllm-load printed with --json"
-        raise SettingsError(f"--file {file} is no result of one of these benchmarks: {error!r}", hint) from error
+        raise SettingsError(
+            f"--file {file} is no result of one of these benchmarks: {error!r}", hint
+        ) from error
     if title != "auto":
         chart = Chart(title, chart.subtitle, chart.series, chart.groups)
     try:
         Path(out).write_text(draw(chart))
     except OSError as error:
         raise SettingsError(f"--out {out}: {error.strerror}") from error
-    return {"out": out, "groups": len(chart.groups), "bars": sum(len(group.bars) for group in chart.groups)}
+    return {
+        "out": out,
+        "groups": len(chart.groups),
+        "bars": sum(len(group.bars) for group in chart.groups),
+    }
 
 
 def chart_of(result: Mapping[str, Any], case: str, floor_gbps: float, token_bytes: int) -> Chart:
@@ -136,13 +149,20 @@ def transfer_chart(result: Mapping[str, Any]) -> Chart:
     """Fractions of the floor, all on one scale."""
     named: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["rows"]:
-        named.setdefault(row.get("geometry") or f"blocks of {format_size(row['block_bytes'])}", []).append(row)
+        named.setdefault(
+            row.get("geometry") or f"blocks of {format_size(row['block_bytes'])}", []
+        ).append(row)
     full = max(1.0, *(row["fraction_of_floor"] for row in result["rows"]))
     groups = []
     for name, rows in named.items():
         rows = sorted(rows, key=lambda row: (_DIRECTIONS[row["direction"]], row["verify"]))
         bars = [
-            Bar(row["direction"], row["fraction_of_floor"], f"{row['fraction_of_floor']:.2f}", not row["verify"])
+            Bar(
+                row["direction"],
+                row["fraction_of_floor"],
+                f"{row['fraction_of_floor']:.2f}",
+                not row["verify"],
+            )
             for row in rows
         ]
         verified = [f"{row['direction']} {row['gbps']:.1f}" for row in rows if row["verify"]]
@@ -163,7 +183,11 @@ def vllm_chart(result: Mapping[str, Any], case: str, floor_gbps: float, token_by
         times = {name: row[f"{case}_ms"] for name, row in rows.items()}
         bars = _bars(times)
         floor = _floor_ms(rows["none"], case, floor_gbps, token_bytes) if "none" in rows else None
-        note = f"recomputing: {rows['none']['cold_ms']:,.0f} ms" if case != "cold" and "none" in rows else ""
+        note = (
+            f"recomputing: {rows['none']['cold_ms']:,.0f} ms"
+            if case != "cold" and "none" in rows
+            else ""
+        )
         if bars:
             full = max([bar.value for bar in bars] + [floor or 0.0])
             label = "" if floor is None else f"floor {floor:,.1f} ms"
@@ -175,14 +199,16 @@ def vllm_chart(result: Mapping[str, Any], case: str, floor_gbps: float, token_by
 
 
 def load_chart(result: Mapping[str, Any]) -> Chart:
-    """Tokens a second or milliseconds, each scenario on a scale of its own. The floor is the engine without a
-    connector, which finds in its own cache what others load while requests decode."""
+    """Tokens a second or milliseconds, each scenario on a scale of its own. The floor is the engine
+    without a connector, which finds in its own cache what others load while requests decode."""
     groups = []
     for scenario in dict.fromkeys(row["scenario"] for row in result["rows"]):
         key, note = "output_tokens_per_s", "output tokens/s, more is better"
         if scenario.startswith("decode"):
             key, note = "itl_p99_ms", "ms between two tokens, 99th percentile, less is better"
-        values = {row["connector"]: row[key] for row in result["rows"] if row["scenario"] == scenario}
+        values = {
+            row["connector"]: row[key] for row in result["rows"] if row["scenario"] == scenario
+        }
         if bars := _bars(values):
             name, full = _SCENARIOS.get(scenario, scenario), max(bar.value for bar in bars)
             groups.append(Group(name, bars, full, values.get("none"), note=note))
@@ -195,7 +221,10 @@ def load_chart(result: Mapping[str, Any]) -> Chart:
 def _bars(values: Mapping[str, float | None]) -> list[Bar]:
     """One for each connector that has a figure."""
     there = {name: value for name, value in values.items() if value is not None}
-    return [Bar(name, value, f"{value:,.0f}" if value >= 100 else f"{value:.1f}") for name, value in there.items()]
+    return [
+        Bar(name, value, f"{value:,.0f}" if value >= 100 else f"{value:.1f}")
+        for name, value in there.items()
+    ]
 
 
 def _engine(result: Mapping[str, Any]) -> str:
@@ -207,7 +236,9 @@ def _connectors(groups: Sequence[Group]) -> dict[str, int]:
     return {bar.series: _CONNECTORS.get(bar.series, 4) for group in groups for bar in group.bars}
 
 
-def _floor_ms(none: Mapping[str, Any], case: str, floor_gbps: float, token_bytes: int) -> float | None:
+def _floor_ms(
+    none: Mapping[str, Any], case: str, floor_gbps: float, token_bytes: int
+) -> float | None:
     """None where there is nothing to compute it from."""
     if case != "external_hit":
         return float(none[f"{case}_ms"])
@@ -223,11 +254,19 @@ def draw(chart: Chart) -> str:
     """The chart as an SVG document."""
     widths = [_group_width(group) for group in chart.groups]
     text_width = int(6.6 * max(len(chart.subtitle), len(chart.title) * 1.4))
-    width = max(_LEAST_WIDTH, text_width + 2 * _LEFT, sum(widths) + (len(widths) - 1) * _GROUP_GAP + 2 * _LEFT)
+    width = max(
+        _LEAST_WIDTH,
+        text_width + 2 * _LEFT,
+        sum(widths) + (len(widths) - 1) * _GROUP_GAP + 2 * _LEFT,
+    )
     height = _TOP + _PLOT_HEIGHT + 72
     spare = width - 2 * _LEFT - sum(widths) - (len(widths) - 1) * _GROUP_GAP
     at = _LEFT + spare / 2
-    parts = [_text(_LEFT, 36, chart.title, "title"), _text(_LEFT, 57, chart.subtitle, "soft"), *_key(chart.series)]
+    parts = [
+        _text(_LEFT, 36, chart.title, "title"),
+        _text(_LEFT, 57, chart.subtitle, "soft"),
+        *_key(chart.series),
+    ]
     for group, group_width in zip(chart.groups, widths, strict=True):
         parts += _draw_group(group, chart.series, at, group_width)
         at += group_width + _GROUP_GAP
@@ -235,7 +274,9 @@ def draw(chart: Chart) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(chart.title)}">'
     )
-    ground = f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="10"/>'
+    ground = (
+        f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="10"/>'
+    )
     return "\n".join([head, f"<style>{_style()}</style>", ground, *parts, "</svg>", ""])
 
 
@@ -261,7 +302,9 @@ def _draw_group(group: Group, series: Mapping[str, int], left: float, width: flo
     middle = left + width / 2
     notes = [note for note in (group.floor_label, group.note) if note]
     labels.append(_text(middle, bottom + 22, group.name, "name"))
-    labels += [_text(middle, bottom + 40 + 17 * line, note, "note") for line, note in enumerate(notes)]
+    labels += [
+        _text(middle, bottom + 40 + 17 * line, note, "note") for line, note in enumerate(notes)
+    ]
     return [*bars, *lines, *labels]
 
 
@@ -280,7 +323,9 @@ def _bars_width(group: Group) -> float:
 
 
 def _group_width(group: Group) -> float:
-    return max(_bars_width(group) + 16, 6.4 * max(len(group.name), len(group.note), len(group.floor_label)))
+    return max(
+        _bars_width(group) + 16, 6.4 * max(len(group.name), len(group.note), len(group.floor_label))
+    )
 
 
 def _key(series: Mapping[str, int]) -> list[str]:

@@ -2,10 +2,10 @@
 
     python -m kvkeep_lab.bench.checksum [--json] [--device cuda]
 
-Speed is taken over blocks that lie one after the other in 128 MiB, so mostly from memory, as blocks do in use. Damage
-is real: each trial damages a block of KV-like data (bfloat16 normals), and a candidate misses it when its value stays
-the same. Candidates that are not installed are left out by name. docs/decisions/0003-checksum.md decides.
-"""
+Speed is taken over blocks that lie one after the other in 128 MiB, so mostly from memory, as blocks
+do in use. Damage is real: each trial damages a block of KV-like data (bfloat16 normals), and a
+candidate misses it when its value stays the same. Candidates that are not installed are left out by
+name. docs/decisions/0003-checksum.md decides."""
 
 from __future__ import annotations
 
@@ -50,13 +50,16 @@ def run(
     seed: int = 0,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Measure all candidates; with device "cuda" also our kernel on the GPU, compared with the CPU's values first.
+    """Measure all candidates; with device "cuda" also our kernel on the GPU, compared with the
+    CPU's values first.
 
-    Returns the parameters, `gb_per_s` by name and size, `missed` by name and kind of damage, and the names `left_out`.
-    SettingsError for a device that is not here, before anything is measured.
+    Returns the parameters, `gb_per_s` by name and size, `missed` by name and kind of damage, and
+    the names `left_out`. SettingsError for a device that is not here, before anything is measured.
     """
     if any(size % 8 for size in block_bytes):
-        raise SettingsError("--block-bytes: expected multiples of 8, because some candidates take words")
+        raise SettingsError(
+            "--block-bytes: expected multiples of 8, because some candidates take words"
+        )
     if device != "cpu":
         _check_gpu(device)
     candidates, left_out = _candidates()
@@ -71,7 +74,9 @@ def run(
         "left_out": left_out,
     }
     if device != "cpu":
-        result["gpu_gb_per_s"] = {_label(size): _gpu_speed(size, device, repeats) for size in block_bytes}
+        result["gpu_gb_per_s"] = {
+            _label(size): _gpu_speed(size, device, repeats) for size in block_bytes
+        }
     return result
 
 
@@ -95,7 +100,9 @@ def _candidates() -> tuple[dict[str, Candidate], list[str]]:
     every["CRC-32"] = Candidate(lambda d: zlib.crc32(d.data), 32, "pieces, joined by matrices")
     every["Adler-32"] = Candidate(lambda d: zlib.adler32(d.data), 32, "weighted sums")
     every["sum of words"] = Candidate(lambda d: int(d.view(np.uint64).sum()), 64, "sums, any order")
-    every["xor of words"] = Candidate(lambda d: int(np.bitwise_xor.reduce(d.view(np.uint64))), 64, "xor, any order")
+    every["xor of words"] = Candidate(
+        lambda d: int(np.bitwise_xor.reduce(d.view(np.uint64))), 64, "xor, any order"
+    )
     return every, left_out
 
 
@@ -103,7 +110,7 @@ def _digest(constructor: Callable[[Bytes], Any]) -> Callable[[Bytes], object]:
     return lambda data: constructor(data).digest()
 
 
-# --- speed --------------------------------------------------------------------------------------------------------
+# --- speed ----------------------------------------------------------------------------------------
 
 
 def _label(nbytes: int) -> str:
@@ -113,7 +120,8 @@ def _label(nbytes: int) -> str:
 def _speeds(
     candidates: dict[str, Candidate], sizes: tuple[int, ...], repeats: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """GB/s, the median of the rounds. In rounds, so that a slow moment of the machine hits all alike."""
+    """GB/s, the median of the rounds. In rounds, so that a slow moment of the machine hits all
+    alike."""
     area = np.random.default_rng(seed).integers(0, 256, max(AREA_BYTES, *sizes), dtype=np.uint8)
     speeds: dict[str, dict[str, float]] = {name: {} for name in candidates}
     for size in sizes:
@@ -143,11 +151,14 @@ def _check_gpu(device: str) -> None:
         ) from None
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(device.partition(":")[2] or 0) >= found:
-        raise SettingsError(f"--device {device} is not here: torch finds {found} CUDA devices", remedy)
+        raise SettingsError(
+            f"--device {device} is not here: torch finds {found} CUDA devices", remedy
+        )
 
 
 def _gpu_speed(size: int, device: str, repeats: int) -> float:
-    """GB/s of our kernel, which copies 1 GiB of blocks with their checksums; RuntimeError if one is not the CPU's."""
+    """GB/s of our kernel, which copies 1 GiB of blocks with their checksums; RuntimeError if one is
+    not the CPU's."""
     import torch
 
     from kvkeep.gpu.kernels import Units
@@ -173,7 +184,7 @@ def _gpu_speed(size: int, device: str, repeats: int) -> float:
     return round(blocks.numel() / float(np.median(taken[1:])) / 1e9, 1)
 
 
-# --- damage -------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def _flip_bits(block: Bytes, other: Bytes, rng: Rng) -> None:
@@ -226,13 +237,20 @@ DAMAGE: dict[str, Callable[[Bytes, Bytes, Rng], None]] = {
 
 
 def _missed(candidates: dict[str, Candidate], trials: int, seed: int) -> dict[str, dict[str, int]]:
-    """How many damaged blocks kept their value. Both roads of ours give one number, so only the first is tried."""
-    tried = {name: c.take for name, c in candidates.items() if name != "kvkeep, numpy" or not native.available}
+    """How many damaged blocks kept their value. Both roads of ours give one number, so only the
+    first is tried."""
+    tried = {
+        name: c.take
+        for name, c in candidates.items()
+        if name != "kvkeep, numpy" or not native.available
+    }
     missed = {name: dict.fromkeys(DAMAGE, 0) for name in tried}
     rng = np.random.default_rng(seed)
     for kind, damage in DAMAGE.items():
         for trial in range(trials):
-            if trial % 100 == 0:  # a fresh pair of blocks now and then: making them costs more than a trial
+            if (
+                trial % 100 == 0
+            ):  # a fresh pair of blocks now and then: making them costs more than a trial
                 good, other = _kv_like(rng), _kv_like(rng)
                 values = {name: take(good) for name, take in tried.items()}
             bad = good.copy()
@@ -250,7 +268,7 @@ def _kv_like(rng: Rng) -> Bytes:
     return np.ascontiguousarray((numbers.view(np.uint32) >> 16).astype("<u2")).view(np.uint8)
 
 
-# --- for people ---------------------------------------------------------------------------------------------------
+# --- for people -----------------------------------------------------------------------------------
 
 
 def table(result: dict[str, Any]) -> str:
@@ -260,16 +278,30 @@ def table(result: dict[str, Any]) -> str:
     heads = " | ".join(f"{size}, GB/s" for size in sizes)
     lines = [f"| checksum | bits | {heads} | on a GPU |", "|---" * (len(sizes) + 3) + "|"]
     for name, taken in speeds.items():
-        cells = [name, str(result["bits"][name]), *(f"{taken[size]:.2f}" for size in sizes), result["on_gpu"][name]]
+        cells = [
+            name,
+            str(result["bits"][name]),
+            *(f"{taken[size]:.2f}" for size in sizes),
+            result["on_gpu"][name],
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     if "gpu_gb_per_s" in result:
-        cells = ["kvkeep, GPU", "64", *(f"{result['gpu_gb_per_s'][size]:.1f}" for size in sizes), ""]
+        cells = [
+            "kvkeep, GPU",
+            "64",
+            *(f"{result['gpu_gb_per_s'][size]:.1f}" for size in sizes),
+            "",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     names = list(result["missed"])
     missed = f"missed of {result['trials']:,} damaged blocks"
     lines += ["", f"| {missed} | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for kind in DAMAGE:
-        lines.append(f"| {kind} | " + " | ".join(f"{result['missed'][name][kind]:,}" for name in names) + " |")
+        lines.append(
+            f"| {kind} | "
+            + " | ".join(f"{result['missed'][name][kind]:,}" for name in names)
+            + " |"
+        )
     if result["left_out"]:
         lines += ["", "Left out, not installed: " + ", ".join(result["left_out"])]
     return "\n".join(lines)
@@ -278,8 +310,12 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Checksums compared: speed, and damage missed.")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda to measure the GPU kernel too")
-    parser.add_argument("--trials", type=int, default=20_000, help="damaged blocks per kind of damage")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, or cuda to measure the GPU kernel too"
+    )
+    parser.add_argument(
+        "--trials", type=int, default=20_000, help="damaged blocks per kind of damage"
+    )
     arguments = parser.parse_args()
     result = run(device=arguments.device, trials=arguments.trials)
     print(json.dumps(result, indent=2) if arguments.json else table(result))

@@ -1,11 +1,11 @@
-"""What it costs to move blocks between engine memory and slots, beside one plain memcpy of the same bytes.
+"""What it costs to move blocks between engine memory and slots, beside one plain memcpy of the same
+bytes.
 
     python -m kvkeep_lab.bench.copy [--json]
 
-Blocks are spread over many layers, so a block of 64 KiB is 32 pieces of 2 KiB; block numbers and slots are shuffled.
-All ways run in rounds on one thread, and speeds are given as parts of that round's memcpy: the machine's mood cancels
-out. docs/decisions/0004-native-copy.md decides.
-"""
+Blocks are spread over many layers, so a block of 64 KiB is 32 pieces of 2 KiB; block numbers and
+slots are shuffled. All ways run in rounds on one thread, and speeds are given as parts of that
+round's memcpy: the machine's mood cancels out. docs/decisions/0004-native-copy.md decides."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ def run(
     repeats: int = 7,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Measure every way; returns `memcpy_gb_per_s` by block size and `of_memcpy` by way and size, medians of rounds."""
+    """Measure every way; returns `memcpy_gb_per_s` by block size and `of_memcpy` by way and size,
+    medians of rounds."""
     if any(size % layers or total_bytes % size for size in block_bytes):
-        raise SettingsError("--block-bytes: expected multiples of --layers that divide --total-bytes")
+        raise SettingsError(
+            "--block-bytes: expected multiples of --layers that divide --total-bytes"
+        )
     memcpy: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
     left_out: list[str] = [] if native.available else ["C"]
@@ -51,7 +54,9 @@ def run(
                 start = perf_counter()
                 way()
                 rounds[name].append(total_bytes / (perf_counter() - start) / 1e9)
-        speeds = {name: np.array(taken[1:]) for name, taken in rounds.items()}  # the first one touches new memory
+        speeds = {
+            name: np.array(taken[1:]) for name, taken in rounds.items()
+        }  # the first one touches new memory
         reference = speeds.pop("memcpy")
         memcpy[label] = round(float(np.median(reference)), 2)
         for name, speed in speeds.items():
@@ -123,7 +128,8 @@ def _with_torch(
     layers, slots = [torch.from_numpy(layer) for layer in engine], torch.from_numpy(pool)
 
     def move() -> None:
-        """Block by block: the fastest of its ways here, index_select and index_copy_ or index_put_ are slower."""
+        """Block by block: the fastest of its ways here, index_select and index_copy_ or index_put_
+        are slower."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         for block, place in zip(ids.tolist(), places.tolist(), strict=True):
@@ -137,7 +143,9 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     sizes = list(result["memcpy_gb_per_s"])
     lines = ["| blocks of | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    lines.append("| memcpy | " + " | ".join(f"{result['memcpy_gb_per_s'][s]:.1f} GB/s" for s in sizes) + " |")
+    lines.append(
+        "| memcpy | " + " | ".join(f"{result['memcpy_gb_per_s'][s]:.1f} GB/s" for s in sizes) + " |"
+    )
     for name, parts in result["of_memcpy"].items():
         lines.append(f"| {name} | " + " | ".join(f"{parts[s]:.0%} of memcpy" for s in sizes) + " |")
     if result["left_out"]:

@@ -1,19 +1,21 @@
-"""What a cache costs an engine that never finds anything in it, and what it saves one that does. On the demo's model.
+"""What a cache costs an engine that never finds anything in it, and what it saves one that does. On
+the demo's model.
 
-Without reuse the same fresh prompts go through an engine without any cache and through one with a server, one after the
-other, in changing order, so that noise of the machine meets both. Ratios are medians of the rounds' ratios. The time
-with a cache ends when the last block is stored. The floor is one copy of the KV out of the engine: `copy_floor_ms`,
-8 KiB a token at memcpy's bandwidth (some 10 GB/s: 1 µs) against 0.4 ms to compute it, so far below 1 %. Copies run in
-a thread beside the computation; what they can take from it is the interpreter's lock and memory bandwidth.
+Without reuse the same fresh prompts go through an engine without any cache and through one with a
+server, one after the other, in changing order, so that noise of the machine meets both. Ratios are
+medians of the rounds' ratios. The time with a cache ends when the last block is stored. The floor
+is one copy of the KV out of the engine: `copy_floor_ms`, 8 KiB a token at memcpy's bandwidth (some
+10 GB/s: 1 µs) against 0.4 ms to compute it, so far below 1 %. Copies run in a thread beside the
+computation; what they can take from it is the interpreter's lock and memory bandwidth.
 
-With reuse a follow-up (the first prompt again and a few tokens more) is asked of both. Neither engine has a prefix
-cache of its own here, so whatever is not computed came from the server. The floor of warm TTFT is one copy of the
-prompt's KV into the engine, and computing the last tokens: those after the last full block.
+With reuse a follow-up (the first prompt again and a few tokens more) is asked of both. Neither
+engine has a prefix cache of its own here, so whatever is not computed came from the server. The
+floor of warm TTFT is one copy of the prompt's KV into the engine, and computing the last tokens:
+those after the last full block.
 
-With many requests at once, of short prompts and longer answers, blocks become full one by one, in different steps, and
-most are stored when all requests have ended: `many_requests_ratio` is the time with a cache, those stores included, to
-that without. Here, too, none is found.
-"""
+With many requests at once, of short prompts and longer answers, blocks become full one by one, in
+different steps, and most are stored when all requests have ended: `many_requests_ratio` is the time
+with a cache, those stores included, to that without. Here, too, none is found."""
 
 from __future__ import annotations
 
@@ -58,8 +60,8 @@ def run(
     threads: int = 1,
     layers: int = MODEL.num_layers,
 ) -> dict[str, Any]:
-    """Starts a server and serves fresh prompts, with it and without; then one of them with a few tokens more; then many
-    short ones."""
+    """Starts a server and serves fresh prompts, with it and without; then one of them with a few
+    tokens more; then many short ones."""
     settings = replace(MODEL, num_layers=layers)
     longest = prompt_tokens + _FOLLOW_UP_TOKENS + _ANSWER_TOKENS
     num_blocks = prompts * (longest // BLOCK_TOKENS + 2) + 1
@@ -74,7 +76,9 @@ def run(
         bench = _Bench(demo_model(settings), server.address, max(num_blocks, _MANY_BLOCKS + 1))
         for turn in range(_WARM_UP + rounds):
             sample, same = bench.round(turn, prompts, prompt_tokens)
-            sample["copy_floor_ms"] = _copy_ms(prompts * (prompt_tokens + _ANSWER_TOKENS) * kv_token_bytes(settings))
+            sample["copy_floor_ms"] = _copy_ms(
+                prompts * (prompt_tokens + _ANSWER_TOKENS) * kv_token_bytes(settings)
+            )
             same_tokens &= same
             for name, value in sample.items() if turn >= _WARM_UP else ():
                 samples.setdefault(name, []).append(value)
@@ -153,8 +157,8 @@ class _Served:
 
 @dataclass(frozen=True)
 class _Bench:
-    """The parts that all rounds share. Engines are made anew: the one without a cache must not have the threads of the
-    other beside it."""
+    """The parts that all rounds share. Engines are made anew: the one without a cache must not have
+    the threads of the other beside it."""
 
     model: Model
     address: str
@@ -182,7 +186,8 @@ class _Bench:
 
     def _serve(self, address: str | None, asked: _Asked) -> _Served:
         with make_llm(self.model, address, self.num_blocks, prefix_caching=False) as llm:
-            # Shorter than a block, so nothing of it is stored: meanwhile the pool is mapped, as in an engine that runs.
+            # Shorter than a block, so nothing of it is stored: meanwhile the pool is mapped, as in
+            # an engine that runs.
             llm.generate([asked.fresh[0][: BLOCK_TOKENS - 1]], SamplingParams(max_tokens=1))
             llm.generate([asked.fresh[0][:1]], SamplingParams(max_tokens=BLOCK_TOKENS - 1))
             fresh_ms, fresh = _timed(llm, asked.fresh, _ANSWER_TOKENS)
@@ -202,9 +207,13 @@ def _timed(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[float, 
 def _check_reuse(cached: _Served) -> None:
     """Only the follow-up may find something, and it must."""
     if hits := _external_tokens([*cached.fresh, *cached.many]):
-        raise AssertionError(f"{hits} tokens of prompts that nobody sent before came from the cache")
+        raise AssertionError(
+            f"{hits} tokens of prompts that nobody sent before came from the cache"
+        )
     if not _external_tokens(cached.follow_up):
-        raise Unavailable("a prompt that was just served is not in the cache", "the machine may be too busy")
+        raise Unavailable(
+            "a prompt that was just served is not in the cache", "the machine may be too busy"
+        )
 
 
 def _external_tokens(answers: list[Completion]) -> int:
@@ -212,7 +221,9 @@ def _external_tokens(answers: list[Completion]) -> int:
 
 
 def _ttft_ms(answers: list[Completion]) -> float:
-    return float(np.median([each.metrics.ttft_ms for each in answers if each.metrics.ttft_ms is not None]))
+    return float(
+        np.median([each.metrics.ttft_ms for each in answers if each.metrics.ttft_ms is not None])
+    )
 
 
 def _copy_ms(nbytes: int) -> float:

@@ -1,9 +1,10 @@
-"""What the index costs: memory a block, time to store and time to evict one, at a million blocks and at ten thousand.
+"""What the index costs: memory a block, time to store and time to evict one, at a million blocks
+and at ten thousand.
 
-Conversations of 64 blocks are stored turn by turn; groups of them begin with the same system prompt. Evictions are
-measured by storing on into the full pool, so they include the store that asks for the room. The two sizes take turns
-in one process, so that whatever else the machine is doing slows both.
-"""
+Conversations of 64 blocks are stored turn by turn; groups of them begin with the same system
+prompt. Evictions are measured by storing on into the full pool, so they include the store that asks
+for the room. The two sizes take turns in one process, so that whatever else the machine is doing
+slows both."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class _Load:
         return len(self.store.blocks.table)
 
     def put(self, at_least: int) -> tuple[int, float]:
-        """Stores conversations with that many new blocks or a few more; returns how many, and the seconds it took."""
+        """Stores conversations with that many new blocks or a few more; returns how many, and the
+        seconds it took."""
         coming, planned = [], 0
         while planned < at_least:
             coming.append(self._next_conversation())

@@ -1,10 +1,11 @@
-"""What a key costs: microseconds per block for each hash we could have taken, and for the whole `KeyChain`.
+"""What a key costs: microseconds per block for each hash we could have taken, and for the whole
+`KeyChain`.
 
     python -m kvkeep_lab.bench.keys
 
-Each candidate runs the same chain (16 bytes of parent, then a block's tokens) in the fastest way of calling
-it that we know. Candidates that are not installed are left out by name. docs/decisions/0005-keys.md decides.
-"""
+Each candidate runs the same chain (16 bytes of parent, then a block's tokens) in the fastest way of
+calling it that we know. Candidates that are not installed are left out by name.
+docs/decisions/0005-keys.md decides."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from kvkeep.kv.keys import KEY_BYTES, TOKEN_BYTES, KeyChain
 Chain = Callable[[bytes, int], object]
 
 
-def run(*, blocks: int = 8192, block_tokens: int = 16, repeats: int = 15, seed: int = 0) -> dict[str, Any]:
+def run(
+    *, blocks: int = 8192, block_tokens: int = 16, repeats: int = 15, seed: int = 0
+) -> dict[str, Any]:
     """Measure all candidates in turn, `repeats` rounds; the best round of each counts.
 
     Returns the parameters, `us_per_block` by name and the names `left_out`.
@@ -44,7 +47,8 @@ def run(*, blocks: int = 8192, block_tokens: int = 16, repeats: int = 15, seed: 
     runs["KeyChain, from numpy"] = lambda: KeyChain(bytes(KEY_BYTES), block_tokens).extend(row)
 
     best = dict.fromkeys(runs, float("inf"))
-    # In rounds, not one candidate after the other: a slow moment of the machine then hits all alike.
+    # In rounds, not one candidate after the other: a slow moment of the machine then hits all
+    # alike.
     for _ in range(repeats):
         for name, measured in runs.items():
             start = perf_counter()
@@ -66,7 +70,9 @@ def _candidates() -> tuple[dict[str, Chain], list[str]]:
     }
     left_out = []
     if native.available:
-        chains["blake2b-128, in C"] = lambda raw, width: native.chain(bytes(KEY_BYTES), raw, width, KEY_BYTES)
+        chains["blake2b-128, in C"] = lambda raw, width: native.chain(
+            bytes(KEY_BYTES), raw, width, KEY_BYTES
+        )
     else:
         left_out.append("blake2b-128, in C")
     try:

@@ -1,13 +1,13 @@
 """What TLS costs, and what time tells one tenant about another.
 
-Two servers, one with TLS and one without, are asked in turns, so that noise of the machine meets both: a handshake
-(from a new socket to the first Welcome), a ping, a lookup that misses, and blocks over the network plane.
+Two servers, one with TLS and one without, are asked in turns, so that noise of the machine meets
+both: a handshake (from a new socket to the first Welcome), a ping, a lookup that misses, and blocks
+over the network plane.
 
-Time: a lookup of a key that only another tenant has must take as long as one of a key that nobody has, or one tenant
-could ask what another one is talking about. `told_apart` is the chance of guessing right which of two lookups was
-which, from their times alone: 0.5 is a coin. Lookups that hit are the control: can those be told apart, the clock is
-good.
-"""
+Time: a lookup of a key that only another tenant has must take as long as one of a key that nobody
+has, or one tenant could ask what another one is talking about. `told_apart` is the chance of
+guessing right which of two lookups was which, from their times alone: 0.5 is a coin. Lookups that
+hit are the control: can those be told apart, the clock is good."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ _ZEROS = bytes(_BLOCK_BYTES)
 
 
 def run(rounds: int = 300, repeats: int = 50) -> dict[str, Any]:
-    """`rounds` pings, lookups and moves of blocks, `repeats` handshakes, for each of the two servers."""
+    """`rounds` pings, lookups and moves of blocks, `repeats` handshakes, for each of the two
+    servers."""
     measured: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
         servers = {name: stack.enter_context(_server(name == "tls")) for name in ("none", "tls")}
         for _ in range(repeats):
             for name, options in servers.items():
-                measured.setdefault(name, {}).setdefault("handshake_us", []).append(_handshake_us(options))
+                measured.setdefault(name, {}).setdefault("handshake_us", []).append(
+                    _handshake_us(options)
+                )
         open_ones = {name: _connect(options) for name, options in servers.items()}
         for connection in open_ones.values():
             stack.callback(connection.close)
@@ -97,7 +100,10 @@ def timing(samples: int) -> dict[str, Any]:
             times[name].append(_lookup_ns(service.handle, peer, m.Lookup(mine, layout, key)))
     return {
         "samples": samples,
-        **{f"{name}_us": round(float(np.median(values)) / 1000, 2) for name, values in times.items()},
+        **{
+            f"{name}_us": round(float(np.median(values)) / 1000, 2)
+            for name, values in times.items()
+        },
         "told_apart": told_apart(times["absent"], times["other_tenant"]),
         "told_apart_absent_from_absent": told_apart(times["absent"], times["absent_again"]),
         "told_apart_hit_from_absent": told_apart(times["absent"], times["hit"]),
@@ -105,7 +111,8 @@ def timing(samples: int) -> dict[str, Any]:
 
 
 def told_apart(one: list[int], two: list[int]) -> float:
-    """The chance to guess right which of a pair is which by which took longer; 0.5 for a coin, 1 for certainty."""
+    """The chance to guess right which of a pair is which by which took longer; 0.5 for a coin, 1
+    for certainty."""
     values = np.concatenate([np.asarray(one), np.asarray(two)])
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # ties share a rank
@@ -130,23 +137,42 @@ def _server(tls: bool) -> Iterator[ClientOptions]:
     with tempfile.TemporaryDirectory(prefix="kvkeep-") as directory:
         flags, files = make_certificates(Path(directory)) if tls else ([], {})
         with ServerProcess("--pool-size", "256MiB", *flags) as server:
-            yield ClientOptions(address=server.address, shared_memory=False, lookup_deadline_ms=10_000, **files)
+            yield ClientOptions(
+                address=server.address, shared_memory=False, lookup_deadline_ms=10_000, **files
+            )
 
 
 def make_certificates(where: Path) -> tuple[list[str], dict[str, Any]]:
     """The server's flags and the client's options for TLS. SettingsError if none can be made."""
-    command = [sys.executable, "-m", "kvkeep.cli.main", "keygen", "--dir", str(where), "--name", "bench", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvkeep.cli.main",
+        "keygen",
+        "--dir",
+        str(where),
+        "--name",
+        "bench",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SettingsError("`kvkeep keygen` made no certificates", done.stderr.strip())
     made = json.loads(done.stdout)
-    flags = [word for name, value in made["server"].items() for word in (f"--{name.replace('_', '-')}", value)]
+    flags = [
+        word
+        for name, value in made["server"].items()
+        for word in (f"--{name.replace('_', '-')}", value)
+    ]
     return flags, {name: made["clients"][0][name] for name in ("tls_cert", "tls_key", "tls_ca")}
 
 
 def _connect(options: ClientOptions) -> Connection:
-    identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, content="bench security")
-    # TCP is compared with TLS over TCP, so the Unix socket is left out that a client on this host would use.
+    identity = ModelIdentity(
+        model="bench", revision="1", kv_dtype="uint8", block_tokens=16, content="bench security"
+    )
+    # TCP is compared with TLS over TCP, so the Unix socket is left out that a client on this host
+    # would use.
     transport = StreamTransport(options.address, tls_files(options), may_use_unix_socket=False)
     connection = Connection(BlockShape(identity, (_BLOCK_BYTES,)), options, transport)
     if not connection.wait_until_up(_PATIENCE_MS):
@@ -184,7 +210,9 @@ def _round(connection: Connection) -> dict[str, float]:
     return times
 
 
-def _timed(connection: Connection, message: m.Message, payload: list[bytes] | None = None) -> tuple[float, Any, int]:
+def _timed(
+    connection: Connection, message: m.Message, payload: list[bytes] | None = None
+) -> tuple[float, Any, int]:
     started = time.perf_counter()
     call = connection.call(message, _PATIENCE_MS, payload or ())
     reply = connection.wait(call)

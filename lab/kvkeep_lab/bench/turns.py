@@ -1,10 +1,10 @@
 """How long the server's loop is held, by which request, with a million blocks in the index.
 
-The loop answers one request at a time, so the longest turn is what every other engine may have to wait. Each operation
-is carried out on a store of its own process, without pool and sockets: the request first, then what it has begun, turn
-by turn (`Store.tidy`), as the loop does it. `longest_ms` is on the clock, `longest_cpu_ms` on the processor: on a
-machine that does other things too, the second one is the loop's own.
-"""
+The loop answers one request at a time, so the longest turn is what every other engine may have to
+wait. Each operation is carried out on a store of its own process, without pool and sockets: the
+request first, then what it has begun, turn by turn (`Store.tidy`), as the loop does it.
+`longest_ms` is on the clock, `longest_cpu_ms` on the processor: on a machine that does other things
+too, the second one is the loop's own."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class _World:
     def keys(self, blocks: int) -> bytes:
         return self._random.randbytes(blocks * KEY_BYTES)
 
-    def put(self, tenant: str, parent: bytes, keys: bytes, ttl_ms: int = 0, turns: _Turns | None = None) -> int:
+    def put(
+        self, tenant: str, parent: bytes, keys: bytes, ttl_ms: int = 0, turns: _Turns | None = None
+    ) -> int:
         """Stores a chain; returns how many of its blocks were refused."""
         turns = turns or _Turns()
         self._number += 1
@@ -108,7 +110,8 @@ class _World:
 
 
 def run(blocks: int = 1_000_000) -> dict[str, Any]:
-    """Fills several stores one after the other, and measures what takes much out of use at once or makes room."""
+    """Fills several stores one after the other, and measures what takes much out of use at once or
+    makes room."""
     rows: list[dict[str, Any]] = []
     for measure in (_one_tenant, _many_tenants, _layouts, _full_pool):
         rows += measure(blocks)
@@ -132,10 +135,18 @@ def _one_tenant(blocks: int) -> list[dict[str, Any]]:
     ask = (1, 1 << 40, "reader", world.layout, longest, 0, _NOW_MS)
     world.measure(f"lookup of {count} blocks", count, lambda: store.lookup(*ask))
     world.measure(f"release of {count} blocks", count, lambda: store.release(1, 1 << 40, _NOW_MS))
-    world.measure("first quota of a tenant", 2 * part, lambda: operators.set_quota(store, "greedy", 1, _NOW_MS))
+    world.measure(
+        "first quota of a tenant",
+        2 * part,
+        lambda: operators.set_quota(store, "greedy", 1, _NOW_MS),
+    )
     operators.set_quota(store, "greedy", 0, _NOW_MS)
     _end_of_a_session(world)
-    world.measure("a bad block with all below it", 2 * part, lambda: operators.drop_block(store, "greedy", root))
+    world.measure(
+        "a bad block with all below it",
+        2 * part,
+        lambda: operators.drop_block(store, "greedy", root),
+    )
     world.fill("limited", part, _CHAIN_BLOCKS)
     world.measure("limit of 0", part, lambda: operators.set_limit(store, "limited", 0, _NOW_MS))
     world.fill("short", part // 2, 4, _TTL_MS)
@@ -175,8 +186,16 @@ def _many_tenants(blocks: int) -> list[dict[str, Any]]:
     world.note(f"{_NAMES} tenants beyond max_tenants", blocks // 2, turns)
     store = world.store
     default = _SLOT_BYTES * each
-    world.measure("default quota of all tenants", blocks // 2, lambda: operators.set_default_quota(store, default, 0))
-    world.measure("default limit of all tenants", blocks // 2, lambda: operators.set_default_limit(store, default, 0))
+    world.measure(
+        "default quota of all tenants",
+        blocks // 2,
+        lambda: operators.set_default_quota(store, default, 0),
+    )
+    world.measure(
+        "default limit of all tenants",
+        blocks // 2,
+        lambda: operators.set_default_limit(store, default, 0),
+    )
     return world.rows
 
 
@@ -188,7 +207,9 @@ def _layouts(blocks: int) -> list[dict[str, Any]]:
     world.layout = cold
     world.fill("t", blocks, _CHAIN_BLOCKS)
     store.close_session(2, _NOW_MS)
-    world.measure("a layout beyond max_layouts", blocks, lambda: store.open_layout(1, b"new", (64,)))
+    world.measure(
+        "a layout beyond max_layouts", blocks, lambda: store.open_layout(1, b"new", (64,))
+    )
     return world.rows
 
 

@@ -1,7 +1,8 @@
-"""How much traffic fits a GPU and a host when the engines of all connectors are alive at the same time.
+"""How much traffic fits a GPU and a host when the engines of all connectors are alive at the same
+time.
 
-An engine with less KV memory loses a prefix sooner, so there need be fewer prefixes, and pools may be smaller.
-"""
+An engine with less KV memory loses a prefix sooner, so there need be fewer prefixes, and pools may
+be smaller."""
 
 from __future__ import annotations
 
@@ -23,15 +24,17 @@ def pool_bytes(traffic: Traffic, station: Station) -> int:
 
 
 def fitted(traffic: Traffic, stations: Sequence[Station], free: FreeMemory) -> Traffic | None:
-    """The traffic for engines that all live at the same time: as much KV as fits for each, not more than one alone has,
-    and as many prefixes as have room in pools. None if that is too little to measure anything, and then that is
-    said."""
+    """The traffic for engines that all live at the same time: as much KV as fits for each, not more
+    than one alone has, and as many prefixes as have room in pools. None if that is too little to
+    measure anything, and then that is said."""
     tokens = free.engine_tokens(traffic.model, len(stations), _SHARED)
     decodes = any(scenario in DECODE for station in stations for scenario in station.scenarios)
     least = traffic.sizes.least_engine_tokens(decodes)
     for prefixes in traffic.sizes.fewer_prefixes():
         sizes = replace(traffic.sizes, prefixes=prefixes)
-        sizes = replace(sizes, engine_tokens=min(sizes.engine_tokens, sizes.lost_after_tokens, tokens))
+        sizes = replace(
+            sizes, engine_tokens=min(sizes.engine_tokens, sizes.lost_after_tokens, tokens)
+        )
         smaller = replace(traffic, sizes=sizes)
         pools = ((station.connector, pool_bytes(smaller, station)) for station in stations)
         if sizes.engine_tokens >= least and free.hold(pools):

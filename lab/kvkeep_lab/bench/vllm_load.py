@@ -1,20 +1,22 @@
-"""Real vLLM under load, without a connector, with kvkeep's, and with its peers: throughput, and the pace of decoding.
+"""Real vLLM under load, without a connector, with kvkeep's, and with its peers: throughput, and the
+pace of decoding.
 
     mixed           many requests at a time, half of them with a prefix that was stored, and that the engine has lost
     fresh           the same with nothing to find: what storing costs
     decode_loads    time between tokens of requests that decode, while large prompts arrive that were stored
     decode_stores   the same, while large prompts arrive that are new
 
-Every connector serves the same requests with the same number of blocks. How many those are of mixed and fresh, the
-engine without a connector says: what it begins in a third of the time, since those under way then take about the rest.
+Every connector serves the same requests with the same number of blocks. How many those are of mixed
+and fresh, the engine without a connector says: what it begins in a third of the time, since those
+under way then take about the rest.
 
-What is loaded while others decode must cost no computing, and must be loaded every time. So the engine without a
-connector finds those prompts in its own prefix cache, and that of the others is off: they have an engine of their own
-for decode.
+What is loaded while others decode must cost no computing, and must be loaded every time. So the
+engine without a connector finds those prompts in its own prefix cache, and that of the others is
+off: they have an engine of their own for decode.
 
-All engines live at the same time and take turns, in changing order, one at work while others are silent; each gets as
-much of a GPU as fits. Where that is too little they come one after the other. Ratios are those of the same repeat.
-"""
+All engines live at the same time and take turns, in changing order, one at work while others are
+silent; each gets as much of a GPU as fits. Where that is too little they come one after the other.
+Ratios are those of the same repeat."""
 
 from __future__ import annotations
 
@@ -56,7 +58,12 @@ from kvkeep_lab.bench.vllm_stations import DECODE, Plan, Station
 from kvkeep_lab.bench.vllm_traffic import SIZES, Traffic
 
 # Of kvkeep, at least and at most.
-TARGETS = {"fresh_ratio": 0.98, "mixed_ratio": 1.0, "itl_p99_ratio": 1.05, "itl_decode_p99_ratio": 1.05}
+TARGETS = {
+    "fresh_ratio": 0.98,
+    "mixed_ratio": 1.0,
+    "itl_p99_ratio": 1.05,
+    "itl_decode_p99_ratio": 1.05,
+}
 
 OPTIONS = {
     "device": "auto, cpu or cuda; auto takes a GPU where there is one.",
@@ -75,7 +82,9 @@ OPTIONS = {
 _BEGINS_IN = 1 / 3  # of the time
 _GIVES_UP_AFTER = 4  # times the time
 _WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
-_LEAST_DECODED = 0.05  # of the times between tokens: with fewer, prompts come faster than they are computed
+_LEAST_DECODED = (
+    0.05  # of the times between tokens: with fewer, prompts come faster than they are computed
+)
 
 
 # -- the run
@@ -91,8 +100,11 @@ def run(
     interleave: bool = True,
     eager: bool = False,
 ) -> dict[str, Any]:
-    """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
-    plan = Plan.make(Choice.make(device, connectors), scenarios, seconds, repeats, interleave, eager)
+    """Starts what each connector needs, and an engine with each; all are gone at the end, also
+    after a signal."""
+    plan = Plan.make(
+        Choice.make(device, connectors), scenarios, seconds, repeats, interleave, eager
+    )
     device = plan.choice.device
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), device) if model == "auto" else given_model(model, device)
@@ -125,7 +137,9 @@ class Bench:
     traffic: Traffic
     vllm: str = ""
     said: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
-    requests: dict[str, int] = field(default_factory=dict)  # of a scenario, as the engine without a connector began
+    requests: dict[str, int] = field(
+        default_factory=dict
+    )  # of a scenario, as the engine without a connector began
     spares: dict[Station, ImportingProcess] = field(default_factory=dict)
 
     @property
@@ -139,7 +153,9 @@ class Bench:
             subjects: list[Subject] = []
             for station in stations:
                 with self._forgiving(station, station.scenarios[0]), turns.turn(station):
-                    say(f"starting vLLM, connector: {station.connector}, for {', '.join(station.scenarios)}")
+                    say(
+                        f"starting vLLM, connector: {station.connector}, for {', '.join(station.scenarios)}"
+                    )
                     subjects.append(stack.enter_context(self._subject(station, len(stations))))
                     self.vllm = subjects[-1].engine.vllm
             say("waiting until their pools are as fast as they will be")
@@ -150,7 +166,10 @@ class Bench:
                 for turn in range(self.plan.repeats):
                     first = turn % max(len(asked), 1)
                     for subject in [*asked[first:], *asked[:first]]:
-                        with self._forgiving(subject.station, scenario), turns.turn(subject.station):
+                        with (
+                            self._forgiving(subject.station, scenario),
+                            turns.turn(subject.station),
+                        ):
                             self._measure(subject, scenario, turn)
 
     def _measure(self, subject: Subject, scenario: str, turn: int) -> None:
@@ -158,7 +177,9 @@ class Bench:
         if turn and len(self._all(name, scenario)) != turn:
             return  # it has failed before
         self._warm_up(subject, scenario in DECODE)
-        subject.engine.ask(self.traffic.prefixes().prompts[0][:_WAKING_TOKENS])  # after a pause it begins late
+        subject.engine.ask(
+            self.traffic.prefixes().prompts[0][:_WAKING_TOKENS]
+        )  # after a pause it begins late
         if scenario in DECODE:
             figures = self._decode(subject, scenario, turn)
         else:
@@ -167,7 +188,8 @@ class Bench:
         say(f"{scenario}, {turn + 1} of {self.plan.repeats}: {name}: {_told(figures)}")
 
     def _warm_up(self, subject: Subject, decode: bool) -> None:
-        """Prefixes are stored once. Those of decode stay in the prefix cache of the one engine that has it on then."""
+        """Prefixes are stored once. Those of decode stay in the prefix cache of the one engine that
+        has it on then."""
         if decode not in subject.warm:
             lane = self.traffic.large_prefixes() if decode else self.traffic.prefixes()
             subject.engine.load([lane], _GIVES_UP_AFTER * self.plan.seconds)
@@ -245,7 +267,9 @@ class Bench:
             if self.plan.graphs:
                 made |= decoding_with_graphs(traffic.sizes.at_a_time, traffic.sizes.own_tokens)
             config = made.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
-            if station.decodes and "kvkeep.address" in config:  # loads are what is watched, whether they pay or not
+            if (
+                station.decodes and "kvkeep.address" in config
+            ):  # loads are what is watched, whether they pay or not
                 config["kvkeep.load_when"] = "always"
             spare = self.spares.get(station)
             with EngineProcess(
@@ -287,11 +311,22 @@ class Bench:
         """Medians of the repeats, but all that failed."""
         mine = self.said[name, scenario]
         figures = {
-            key: median([each[key] for each in mine if each[key] is not None], 3) for key in mine[0] if key != "answers"
+            key: median([each[key] for each in mine if each[key] is not None], 3)
+            for key in mine[0]
+            if key != "answers"
         }
         counted = {"failed": sum(each["failed"] for each in mine), "requests": mine[0]["requests"]}
-        same = [self._same(ours, none) for ours, none in zip(mine, self.said["none", scenario], strict=True)]
-        return {"connector": name, "scenario": scenario, **figures, **counted, "same_answers": median(same, 3)}
+        same = [
+            self._same(ours, none)
+            for ours, none in zip(mine, self.said["none", scenario], strict=True)
+        ]
+        return {
+            "connector": name,
+            "scenario": scenario,
+            **figures,
+            **counted,
+            "same_answers": median(same, 3),
+        }
 
     def _same(self, ours: dict[str, Any], none: dict[str, Any]) -> float:
         """The share of requests that both answered, and alike."""
@@ -309,10 +344,15 @@ class Bench:
         kinds |= {"ttft_mean_ratio": "ttft_mean_ms"}
         repeats = list(zip(self.said[name, scenario], self.said["none", scenario], strict=True))
         every = {
-            ratio: [mine[key] / none[key] if mine[key] and none[key] else None for mine, none in repeats]
+            ratio: [
+                mine[key] / none[key] if mine[key] and none[key] else None for mine, none in repeats
+            ]
             for ratio, key in kinds.items()
         }
-        medians = {ratio: median([each for each in own if each is not None], 3) for ratio, own in every.items()}
+        medians = {
+            ratio: median([each for each in own if each is not None], 3)
+            for ratio, own in every.items()
+        }
         return {
             "connector": name,
             "scenario": scenario,
@@ -338,35 +378,69 @@ def table(result: dict[str, Any]) -> str:
     facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
     ratios = {(each["connector"], each["scenario"]): each for each in result["ratios"]}
     lines = []
-    load = ["connector", "scenario", "requests", "output", "against none", "with prompts", "TTFT", "TTFT p99"]
+    load = [
+        "connector",
+        "scenario",
+        "requests",
+        "output",
+        "against none",
+        "with prompts",
+        "TTFT",
+        "TTFT p99",
+    ]
     rows = [row for row in result["rows"] if row["scenario"] not in DECODE]
     if rows:
-        keys = ["requests", "output_tokens_per_s", "output_ratio", "total_tokens_per_s", "ttft_mean_ms", "ttft_p99_ms"]
+        keys = [
+            "requests",
+            "output_tokens_per_s",
+            "output_ratio",
+            "total_tokens_per_s",
+            "ttft_mean_ms",
+            "ttft_p99_ms",
+        ]
         lines += ["", *_drawn(rows, ratios, load, keys)]
-    decode = ["connector", "scenario", "prompts", "between tokens", "p99", "against none", "decoding alone"]
+    decode = [
+        "connector",
+        "scenario",
+        "prompts",
+        "between tokens",
+        "p99",
+        "against none",
+        "decoding alone",
+    ]
     decode += ["p99", "against none"]
     rows = [row for row in result["rows"] if row["scenario"] in DECODE]
     if rows:
         keys = ["requests", "itl_p50_ms", "itl_p99_ms", "itl_p99_ratio"]
         keys += ["itl_decode_p50_ms", "itl_decode_p99_ms", "itl_decode_p99_ratio"]
         lines += ["", *_drawn(rows, ratios, decode, keys)]
-    left_out = [f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()]
+    left_out = [
+        f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()
+    ]
     verdicts = [
         line
         for each in result["ratios"]
         if each["connector"] == "kvkeep"
         for line in _verdicts(result["targets"], each)
     ]
-    return "\n".join([*facts, *lines, *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts])
+    return "\n".join(
+        [*facts, *lines, *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts]
+    )
 
 
 def _drawn(
-    rows: Sequence[dict[str, Any]], ratios: dict[tuple[str, str], Any], head: list[str], keys: Sequence[str]
+    rows: Sequence[dict[str, Any]],
+    ratios: dict[tuple[str, str], Any],
+    head: list[str],
+    keys: Sequence[str],
 ) -> list[str]:
     lines = [[*head, "found", "failed requests", "same answers"]]
     for row in rows:
         figures = row | ratios.get((row["connector"], row["scenario"]), {})
-        cells = [with_unit(key, figures.get(key)) for key in (*keys, "cached_share", "failed", "same_answers")]
+        cells = [
+            with_unit(key, figures.get(key))
+            for key in (*keys, "cached_share", "failed", "same_answers")
+        ]
         lines.append([row["connector"], row["scenario"], *cells])
     return draw(lines)
 
@@ -377,10 +451,19 @@ def _verdicts(targets: dict[str, float], ratios: dict[str, Any]) -> list[str]:
         least, ratio = targets[f"{scenario}_ratio"], ratios["output_ratio"]
         text = f"{scenario}: {with_unit('ratio', ratio)} the throughput of none, at least {least:g}× is wanted"
         return [verdict(ratio is not None and ratio >= least, text)]
-    if ratios["itl_decode_p99_ratio"] is None:  # times of steps that compute prompts are alike, whatever else there is
-        return [verdict(False, f"{scenario}: nothing was seen, prompts come faster than they are computed")]
+    if (
+        ratios["itl_decode_p99_ratio"] is None
+    ):  # times of steps that compute prompts are alike, whatever else there is
+        return [
+            verdict(
+                False, f"{scenario}: nothing was seen, prompts come faster than they are computed"
+            )
+        ]
     lines = []
-    for key, what in {"itl_p99_ratio": "between tokens", "itl_decode_p99_ratio": "where no prompt is computed"}.items():
+    for key, what in {
+        "itl_p99_ratio": "between tokens",
+        "itl_decode_p99_ratio": "where no prompt is computed",
+    }.items():
         most, ratio = targets[key], ratios[key]
         text = f"{scenario}: p99 {what} is {with_unit('ratio', ratio)} none's, at most {most:g}× is wanted"
         lines.append(verdict(ratio is not None and ratio <= most, text))

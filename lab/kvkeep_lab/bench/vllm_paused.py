@@ -5,10 +5,9 @@
     kvkeep              pause ↓ load │      │ load │      │ load │                   │ answers, and a hit
                               └ in the middle of the first window
 
-Both engines serve the same stream of requests, in windows that take turns, so that noise of the machine meets both,
-one at work while the other is silent: a few conversations that begin alike, always several under way. Of requests that
-both finished, the tokens are compared.
-"""
+Both engines serve the same stream of requests, in windows that take turns, so that noise of the
+machine meets both, one at work while the other is silent: a few conversations that begin alike,
+always several under way. Of requests that both finished, the tokens are compared."""
 
 from __future__ import annotations
 
@@ -25,7 +24,14 @@ import numpy as np
 
 from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_session import Choice, Turns, say, signals_end_the_block
-from kvkeep.bench.vllm_setup import ServedModel, Stored, arguments, environment, kvkeep_arguments, own_model
+from kvkeep.bench.vllm_setup import (
+    ServedModel,
+    Stored,
+    arguments,
+    environment,
+    kvkeep_arguments,
+    own_model,
+)
 from kvkeep.errors import Unavailable
 from kvkeep.testing.process import ServerProcess
 
@@ -46,7 +52,11 @@ _RESUMES_WITHIN_S = 30.0
 
 def run(seconds: int = 30, requests: int = 8) -> dict[str, Any]:
     Choice.make("cpu", "none,kvkeep")  # refuses without vLLM
-    with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder, ExitStack() as stack:
+    with (
+        signals_end_the_block(),
+        tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder,
+        ExitStack() as stack,
+    ):
         model = own_model(Path(folder), "cpu")
         server = stack.enter_context(ServerProcess("--pool-size", "2GiB"))
         engines = {}
@@ -54,7 +64,9 @@ def run(seconds: int = 30, requests: int = 8) -> dict[str, Any]:
             say(f"starting vLLM, connector: {name}")
             longest = _PREFIX_TOKENS + _OWN_TOKENS
             made = arguments(model, longest, 2, extra)
-            engines[name] = stack.enter_context(EngineProcess(name, made, environment(model, 2048), _counting(name)))
+            engines[name] = stack.enter_context(
+                EngineProcess(name, made, environment(model, 2048), _counting(name))
+            )
         return _measure(server, engines, _stream(model), seconds, requests)
 
 
@@ -70,7 +82,11 @@ def _stream(model: ServedModel) -> list[list[int]]:
 
 
 def _measure(
-    server: ServerProcess, engines: dict[str, EngineProcess], stream: Sequence[list[int]], seconds: int, requests: int
+    server: ServerProcess,
+    engines: dict[str, EngineProcess],
+    stream: Sequence[list[int]],
+    seconds: int,
+    requests: int,
 ) -> dict[str, Any]:
     totals = {name: {"tokens": 0, "seconds": 0.0, "failed": 0} for name in engines}
     answers: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
@@ -82,7 +98,11 @@ def _measure(
     while totals["kvkeep"]["seconds"] < seconds:
         for name, engine in engines.items():
             rest = stream[began[name] :]
-            pause = _pause(server, _PAUSES_AFTER_S) if name == "kvkeep" and not paused else nullcontext()
+            pause = (
+                _pause(server, _PAUSES_AFTER_S)
+                if name == "kvkeep" and not paused
+                else nullcontext()
+            )
             with turns.turn(name), pause:
                 served = engine.serve(rest, requests, _WINDOW_S, _ANSWER_TOKENS)
             paused = paused or name == "kvkeep"
@@ -102,7 +122,8 @@ def _measure(
         "tokens_per_s": {name: round(_rate(total), 1) for name, total in totals.items()},
         "ratio": round(_rate(totals["kvkeep"]) / _rate(totals["none"]), 3),
         "compared_requests": len(both),
-        "same_tokens": all(answers["none"][at] == answers["kvkeep"][at] for at in both) and resumed["same_tokens"],
+        "same_tokens": all(answers["none"][at] == answers["kvkeep"][at] for at in both)
+        and resumed["same_tokens"],
         "cached_tokens_after": resumed["cached_tokens"],
         "resumed_after_ms": resumed["ms"],
         "targets": dict(TARGETS),
@@ -124,7 +145,9 @@ def _pause(server: ServerProcess, after_s: float) -> Iterator[None]:
         timer.join()
 
 
-def _resumes(server: ServerProcess, engines: dict[str, EngineProcess], stream: Sequence[list[int]]) -> dict[str, Any]:
+def _resumes(
+    server: ServerProcess, engines: dict[str, EngineProcess], stream: Sequence[list[int]]
+) -> dict[str, Any]:
     """Asks for prompts that nobody has sent until one is stored, and then loaded."""
     started = time.monotonic()
     engine, same = engines["kvkeep"], True
@@ -136,7 +159,9 @@ def _resumes(server: ServerProcess, engines: dict[str, EngineProcess], stream: S
         engines["none"].drop_local_cache()
         time.sleep(0.2)
         hit = engine.ask(prompt, _ANSWER_TOKENS)
-        same = same and cold.tokens == hit.tokens == engines["none"].ask(prompt, _ANSWER_TOKENS).tokens
+        same = (
+            same and cold.tokens == hit.tokens == engines["none"].ask(prompt, _ANSWER_TOKENS).tokens
+        )
         if hit.cached_tokens:
             ms = round((time.monotonic() - started) * 1e3)
             return {"same_tokens": same, "cached_tokens": hit.cached_tokens, "ms": ms}

@@ -43,12 +43,20 @@ class Plan:
 
     @classmethod
     def make(
-        cls, choice: Choice, scenarios: str, seconds: int, repeats: int, interleave: bool, eager: bool = False
+        cls,
+        choice: Choice,
+        scenarios: str,
+        seconds: int,
+        repeats: int,
+        interleave: bool,
+        eager: bool = False,
     ) -> Plan:
         names = scenarios.split(",")
         for name in names:
             if name not in SCENARIOS:
-                raise SettingsError(f'--scenarios "{name}": expected some of {", ".join(SCENARIOS)}')
+                raise SettingsError(
+                    f'--scenarios "{name}": expected some of {", ".join(SCENARIOS)}'
+                )
         chosen = tuple(each for name, parts in SCENARIOS.items() if name in names for each in parts)
         graphs = choice.has_graphs(eager)
         return cls(choice, chosen, seconds, repeats, interleave or choice.device == "cpu", graphs)

@@ -5,9 +5,8 @@
     decode_loads    a few short prompts with long answers, and meanwhile, at a steady pace, large prefix + own
     decode_stores   the same, and meanwhile large prompts that are all their own
 
-Prefixes come back in turns. What is sent between two requests with the same prefix is more than the engine has blocks
-for, so that its own cache has lost the prefix by then.
-"""
+Prefixes come back in turns. What is sent between two requests with the same prefix is more than the
+engine has blocks for, so that its own cache has lost the prefix by then."""
 
 from __future__ import annotations
 
@@ -23,7 +22,9 @@ from kvkeep.units import MIB
 _GRAIN_TOKENS = 32  # prefixes end with a block, on a CPU and on a GPU
 _WARM_ANSWER_TOKENS = 8  # together with the prompt's last token less than a block
 _POOL_SPARE = 1.5  # for peers that evict before their memory is full
-_LOST_SPARE = 1.5  # what comes between a prefix and its return, as a multiple of what the engine holds
+_LOST_SPARE = (
+    1.5  # what comes between a prefix and its return, as a multiple of what the engine holds
+)
 _STRIDE = 5  # from one request's length to that of the next with a prefix
 _DECODED_TOKENS = 1024  # of an answer, in some 20 s
 _PROMPTS, _PREFIXES, _LARGE_PREFIXES, _DECODERS, _LARGE = range(5)  # kinds of random numbers
@@ -71,10 +72,13 @@ class Sizes:
         return int(2 * sum(self.lengths()) / _LOST_SPARE)
 
     def least_engine_tokens(self, decodes: bool) -> int:
-        """An engine must hold one request; if it decodes, those that do, and the large prefixes in its own cache."""
+        """An engine must hold one request; if it decodes, those that do, and the large prefixes in
+        its own cache."""
         if not decodes:
             return self.most_tokens
-        decoding = self.decoders * (self.decoder_tokens + min(self.decoder_answer_tokens, _DECODED_TOKENS))
+        decoding = self.decoders * (
+            self.decoder_tokens + min(self.decoder_answer_tokens, _DECODED_TOKENS)
+        )
         return max(self.most_tokens, decoding + (self.large_prefixes + 1) * self.large_tokens)
 
     def fewer_prefixes(self) -> Iterator[int]:
@@ -82,7 +86,8 @@ class Sizes:
         return (prefixes for prefixes in range(self.prefixes, 1, -1) if prefixes % _STRIDE)
 
     def lengths(self) -> list[int]:
-        """Of one prompt for each prefix: as many between 4,000 and 8,000 as between 8,000 and 16,000."""
+        """Of one prompt for each prefix: as many between 4,000 and 8,000 as between 8,000 and
+        16,000."""
         at = (np.arange(self.prefixes) + 0.5) / self.prefixes
         lengths = self.shortest_tokens * (self.longest_tokens / self.shortest_tokens) ** at
         return [_whole(length) for length in lengths]
@@ -123,30 +128,52 @@ class Traffic:
         prompts, answers = [], []
         for at in range(count):
             rng = np.random.default_rng([_PROMPTS, int(scenario == "mixed"), turn, at])
-            prefix = self._prefix(at // 2 % self.sizes.prefixes) if scenario == "mixed" and at % 2 == 0 else []
+            prefix = (
+                self._prefix(at // 2 % self.sizes.prefixes)
+                if scenario == "mixed" and at % 2 == 0
+                else []
+            )
             prompts.append(prefix + self._tokens(rng, self._length(at) - len(prefix)))
-            answers.append(int(np.random.default_rng([turn, at]).integers(*self.sizes.answer_tokens, endpoint=True)))
+            answers.append(
+                int(
+                    np.random.default_rng([turn, at]).integers(
+                        *self.sizes.answer_tokens, endpoint=True
+                    )
+                )
+            )
         return Lane(prompts, answers, self.sizes.at_a_time)
 
     def reused_tokens(self, scenario: str, count: int) -> int:
         """What could be found of the first so many prompts."""
         if scenario == "mixed":
             return sum(self._length(at) - self.sizes.own_tokens for at in range(0, count, 2))
-        return count * (self.sizes.large_tokens - self.sizes.own_tokens) if scenario == "decode_loads" else 0
+        return (
+            count * (self.sizes.large_tokens - self.sizes.own_tokens)
+            if scenario == "decode_loads"
+            else 0
+        )
 
     def decode(self, scenario: str, turn: int, seconds: float) -> list[Lane]:
-        """Those that decode, and the large prompts that arrive meanwhile; `scenario` is one of the two kinds."""
+        """Those that decode, and the large prompts that arrive meanwhile; `scenario` is one of the
+        two kinds."""
         sizes = self.sizes
         rng = np.random.default_rng([_DECODERS, turn])
-        short = [self._tokens(rng, sizes.decoder_tokens) for _ in range(sizes.decoders * (1 + int(seconds)))]
+        short = [
+            self._tokens(rng, sizes.decoder_tokens)
+            for _ in range(sizes.decoders * (1 + int(seconds)))
+        ]
         large = []
         for at in range(int(seconds / sizes.every_s) + 1):
-            prefix = self._large_prefix(at % sizes.large_prefixes) if scenario == "decode_loads" else []
+            prefix = (
+                self._large_prefix(at % sizes.large_prefixes) if scenario == "decode_loads" else []
+            )
             rng = np.random.default_rng([_LARGE, int(scenario == "decode_loads"), turn, at])
             large.append(prefix + self._tokens(rng, sizes.large_tokens - len(prefix)))
         return [
             Lane(short, [sizes.decoder_answer_tokens] * len(short), sizes.decoders),
-            Lane(large, [1] * len(large), every_s=sizes.every_s, is_new=scenario == "decode_stores"),
+            Lane(
+                large, [1] * len(large), every_s=sizes.every_s, is_new=scenario == "decode_stores"
+            ),
         ]
 
     # -- memory
@@ -165,7 +192,8 @@ class Traffic:
     # -- tokens
 
     def _length(self, at: int) -> int:
-        """Pairs of a reused and a fresh prompt are as long as each other; neighbouring pairs are not."""
+        """Pairs of a reused and a fresh prompt are as long as each other; neighbouring pairs are
+        not."""
         lengths = self.sizes.lengths()
         return lengths[at // 2 * _STRIDE % len(lengths)]
 

@@ -23,8 +23,12 @@ _OVERDUE_MS = 4_000  # a client polls its connections at least that often, also 
 class Checks:
     """Looks at everything; raises Violation."""
 
-    def __init__(self, server: ChaosServer, clients: Sequence[ChaosClient], truth: Truth, record: Record) -> None:
-        self.flipped: set[tuple[bytes, int]] = set()  # key and slot of blocks in which we have flipped a bit
+    def __init__(
+        self, server: ChaosServer, clients: Sequence[ChaosClient], truth: Truth, record: Record
+    ) -> None:
+        self.flipped: set[tuple[bytes, int]] = (
+            set()
+        )  # key and slot of blocks in which we have flipped a bit
         self._server = server
         self._clients = clients
         self._truth = truth
@@ -62,20 +66,28 @@ class Checks:
             key, layout = table.keys[row], store.layouts[table.layout[row]]
             known = self._truth.of(key)
             if known is None:
-                raise Violation("wrong_bytes", f"a block is ready under a key that nobody has: {key.hex()}")
+                raise Violation(
+                    "wrong_bytes", f"a block is ready under a key that nobody has: {key.hex()}"
+                )
             tenant, sums = known
             if store.tenants.by_number[table.tenant[row]].name != tenant:
                 raise Violation("wrong_bytes", f"block {key.hex()} is ready for another tenant")
             if (key, table.slot[row]) in self.flipped:
                 continue
             for shard, expected in enumerate(sums.tolist()):
-                area = view(table.slot[row] + layout.shard_offsets[shard], layout.shard_bytes[shard])
+                area = view(
+                    table.slot[row] + layout.shard_offsets[shard], layout.shard_bytes[shard]
+                )
                 if checksum(area) != expected:
                     place = f"shard {shard} in slot {table.slot[row]}"
-                    raise Violation("wrong_bytes", f"block {key.hex()} is ready with other bytes than its own, {place}")
+                    raise Violation(
+                        "wrong_bytes",
+                        f"block {key.hex()} is ready with other bytes than its own, {place}",
+                    )
 
     def before_copy(self, client: ChaosClient, address: int, is_store: bool) -> None:
-        """Whoever writes to a slot, or reads from it, has it, or had it before its server ended: nobody else does."""
+        """Whoever writes to a slot, or reads from it, has it, or had it before its server ended:
+        nobody else does."""
         server, place = self._server, client.place_of(address)
         if not server.is_up or place is None or place[0] != server.memory:
             return  # memory of its own, or of a pool that is gone
@@ -86,7 +98,9 @@ class Checks:
                 row = each
         allowed = (WRITING, EVICTING) if is_store else (READY, EVICTING)
         # A write pins its blocks, a lease the last one of a chain: what is above it stays, too.
-        held = row != NO_ROW and any(table.pins[each] for each in ([row] if is_store else subtree(table, row)))
+        held = row != NO_ROW and any(
+            table.pins[each] for each in ([row] if is_store else subtree(table, row))
+        )
         if not held or table.state[row] not in allowed:
             state = "free" if row == NO_ROW else STATE_NAMES[table.state[row]]
             doing = "writes to" if is_store else "reads"
@@ -97,16 +111,33 @@ class Checks:
     def _check_quotas(self) -> None:
         """Nobody within its own quota loses a block to somebody else's store."""
         store = self._server.store
-        indexed = {t.name: (t.usage_bytes - t.unindexed_bytes, t.own_quota_bytes) for t in store.tenants}
+        indexed = {
+            t.name: (t.usage_bytes - t.unindexed_bytes, t.own_quota_bytes) for t in store.tenants
+        }
         moves, usage = store.room.slab_moves, indexed
         evicted = store.room.evictions
         if self._usage and moves == self._moves and evicted > self._evictions:
-            growing = [name for name, (now, _) in usage.items() if now > self._usage.get(name, (0, None))[0]]
+            growing = [
+                name
+                for name, (now, _) in usage.items()
+                if now > self._usage.get(name, (0, None))[0]
+            ]
             for name, (before, quota) in self._usage.items():
                 now = usage.get(name, (0, None))[0]
-                if quota is not None and now < min(before, quota) and growing and name not in growing:
-                    raise Violation("broken_rules", f"tenant {name} lost blocks within its quota to {growing}")
-        self._usage, self._moves, self._evictions = {} if store.has_to_tidy else usage, moves, evicted
+                if (
+                    quota is not None
+                    and now < min(before, quota)
+                    and growing
+                    and name not in growing
+                ):
+                    raise Violation(
+                        "broken_rules", f"tenant {name} lost blocks within its quota to {growing}"
+                    )
+        self._usage, self._moves, self._evictions = (
+            {} if store.has_to_tidy else usage,
+            moves,
+            evicted,
+        )
 
     def begin_anew(self) -> None:
         """There is another server, with what it found."""
@@ -127,16 +158,21 @@ class Checks:
         for connection in client.connections:
             overdue = len(connection._calls.overdue(now_ms - _OVERDUE_MS))
             if overdue and not jumped:
-                text = f"{client.process.name} waits for {overdue} replies long after their deadlines"
+                text = (
+                    f"{client.process.name} waits for {overdue} replies long after their deadlines"
+                )
                 raise Violation("broken_rules", text)
             owed = sum(map(len, connection._debts._owed.values()))
             if owed > _MOST_DEBTS:
-                raise Violation("broken_rules", f"{client.process.name} owes {owed} leases and writes")
+                raise Violation(
+                    "broken_rules", f"{client.process.name} owes {owed} leases and writes"
+                )
 
     # -- at the end
 
     def answers(self) -> int:
-        """Every request of every engine that lives has ended as it would have without a cache. Returns how many."""
+        """Every request of every engine that lives has ended as it would have without a cache.
+        Returns how many."""
         count = 0
         for client in self._clients:
             for arrival, request in client.turns:
@@ -155,13 +191,25 @@ class Checks:
             if client.engine is not None:
                 pool = client.engine.scheduler.pool
                 if pool.num_free != pool.num_blocks - 1:
-                    raise Violation("leaked_blocks", f"{client.process.name} keeps blocks of requests that are over")
+                    raise Violation(
+                        "leaked_blocks",
+                        f"{client.process.name} keeps blocks of requests that are over",
+                    )
 
     def leases(self) -> list[str]:
-        """What is leased, or to be given back. Empty when everybody is idle and some time has passed."""
+        """What is leased, or to be given back. Empty when everybody is idle and some time has
+        passed."""
         sessions = self._server.store.sessions.items()
-        leases = [f"session {number} holds lease {lease}" for number, held in sessions for lease in held.leases]
-        owed = [c.client.process.name for c in self._connections() if any(c._debts._owed.values()) or c._debts._said]
+        leases = [
+            f"session {number} holds lease {lease}"
+            for number, held in sessions
+            for lease in held.leases
+        ]
+        owed = [
+            c.client.process.name
+            for c in self._connections()
+            if any(c._debts._owed.values()) or c._debts._said
+        ]
         return leases + [f"{name} owes something" for name in owed]
 
     def writes(self) -> list[str]:
@@ -169,16 +217,26 @@ class Checks:
         store = self._server.store
         table, sessions = store.blocks.table, store.sessions.items()
         evicting = sum(table.state[row] == EVICTING for row in table.live_rows().tolist())
-        writes = [f"session {number} holds write {write}" for number, held in sessions for write in held.writes]
+        writes = [
+            f"session {number} holds write {write}"
+            for number, held in sessions
+            for write in held.writes
+        ]
         return writes + ([f"{evicting} blocks are evicting"] if evicting else [])
 
     def strays(self) -> list[str]:
         """Sessions that nobody has. Empty when those that are silent have timed out."""
         known = {each.welcome.session for each in self._connections() if each.welcome is not None}
-        return [f"session {s.number}" for s in self._server.service.sessions.all() if s.token not in known]
+        return [
+            f"session {s.number}"
+            for s in self._server.service.sessions.all()
+            if s.token not in known
+        ]
 
     def _connections(self) -> list[ChaosConnection]:
-        return [each for client in self._clients if not client.closed for each in client.connections]
+        return [
+            each for client in self._clients if not client.closed for each in client.connections
+        ]
 
     def pool_is_whole(self) -> None:
         """With all blocks gone, all memory can be used again."""
@@ -187,9 +245,13 @@ class Checks:
         while store.tidy(self._server.process.now_ms()):
             pass
         if len(store.blocks.table):
-            raise Violation("leaked_blocks", f"{len(store.blocks.table)} blocks are left after all were cleared")
+            raise Violation(
+                "leaked_blocks", f"{len(store.blocks.table)} blocks are left after all were cleared"
+            )
         for slot_bytes in {layout.slot_bytes for layout in store.layouts}:
             room = store.slabs.available(slot_bytes)
             fit = store.pool_bytes // store.slabs.slab_bytes * store.slabs.per_slab(slot_bytes)
             if room != fit:
-                raise Violation("leaked_blocks", f"{fit - room} slots of {slot_bytes} bytes are lost")
+                raise Violation(
+                    "leaked_blocks", f"{fit - room} slots of {slot_bytes} bytes are lost"
+                )

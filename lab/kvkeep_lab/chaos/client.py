@@ -1,8 +1,9 @@
-"""An engine process of a chaos run: the real engine, adapters, threads and copies, on a simulated network.
+"""An engine process of a chaos run: the real engine, adapters, threads and copies, on a simulated
+network.
 
-The tier that is slow or fails is the pool's memory: a copy takes long, or raises. Copies go block by block and in two
-halves each, so that others run, and processes stop, while a slot is half written or half read.
-"""
+The tier that is slow or fails is the pool's memory: a copy takes long, or raises. Copies go block
+by block and in two halves each, so that others run, and processes stop, while a slot is half
+written or half read."""
 
 from __future__ import annotations
 
@@ -51,8 +52,11 @@ _OPTIONS = ClientOptions(
     ping_interval_ms=200,
     reconnect_interval_ms=40,
 )
-# Where a thread may be stopped at any line: what the threads of a client share. (outage.py has a lock of its own.)
-CLIENT_FILES = frozenset(str(file) for file in Path(client_code.__file__).parent.glob("*.py") if file.stem != "outage")
+# Where a thread may be stopped at any line: what the threads of a client share. (outage.py has a
+# lock of its own.)
+CLIENT_FILES = frozenset(
+    str(file) for file in Path(client_code.__file__).parent.glob("*.py") if file.stem != "outage"
+)
 _SLOW_US = (5_000, 400_000)
 _SHORTEST_STEP_US = 100
 _IDLE_US = 5_000
@@ -61,8 +65,8 @@ _ASK_AGAIN_US = 1_000
 
 @dataclass(frozen=True)
 class Stop:
-    """Something that happens in the middle of a copy, or of a store only. `action` returns for how many microseconds
-    that copy stops, and nothing else does."""
+    """Something that happens in the middle of a copy, or of a store only. `action` returns for how
+    many microseconds that copy stops, and nothing else does."""
 
     action: Callable[[ChaosClient], int]
     in_store: bool = False
@@ -71,7 +75,9 @@ class Stop:
 class ChaosClient:
     """One engine, and whatever takes its place when it has crashed."""
 
-    def __init__(self, number: int, item: EngineItem, cut: Cut, network: ChaosNetwork, record: Record) -> None:
+    def __init__(
+        self, number: int, item: EngineItem, cut: Cut, network: ChaosNetwork, record: Record
+    ) -> None:
         self.number = number
         self.item = item
         self.cut = cut
@@ -88,7 +94,9 @@ class ChaosClient:
         self.memories: dict[int, int] = {}  # inode of the pool's memory behind each fence
         self.closed = False
         self.asked_to_close = False
-        self.before_copy: Callable[[ChaosClient, int, bool], None] = lambda client, address, is_store: None
+        self.before_copy: Callable[[ChaosClient, int, bool], None] = (
+            lambda client, address, is_store: None
+        )
         self.stops: deque[Stop] = deque()  # what is to happen in the middle of the next copies
         self._lives = 0
         self.start()
@@ -115,7 +123,9 @@ class ChaosClient:
         for fence in self.fences:
             if fence._holders and fence._descriptor >= 0:
                 os.close(fence._descriptor)
-                fence._descriptor = -1  # what the threads do on their way out is not done by a process any more
+                fence._descriptor = (
+                    -1
+                )  # what the threads do on their way out is not done by a process any more
         self.dead_fences += self.fences
         self.fences = []
 
@@ -167,7 +177,9 @@ class ChaosClient:
                 if engine.busy or engine.has_jobs:
                     engine.step()
                     engine.check_integrity()
-                    simulation.sleep(self.random.randint(_SHORTEST_STEP_US, self.item.longest_step_us))
+                    simulation.sleep(
+                        self.random.randint(_SHORTEST_STEP_US, self.item.longest_step_us)
+                    )
                 else:
                     simulation.sleep(_IDLE_US)
             engine.close()
@@ -175,7 +187,9 @@ class ChaosClient:
         except WrongBytes as error:
             raise Violation("wrong_bytes", str(error)) from error
         except Exception as error:  # guard: raised again as what it is, a finding
-            raise Violation("engine_errors", f"{self.process.name}: {type(error).__name__}: {error}") from error
+            raise Violation(
+                "engine_errors", f"{self.process.name}: {type(error).__name__}: {error}"
+            ) from error
 
     def _add(self, engine: Engine, arrival: Arrival) -> None:
         request = engine.add(list(arrival.tokens), arrival.sampling, salt=arrival.salt)
@@ -196,10 +210,13 @@ class ChaosConnection(Connection):
         self._taken = fence
         if fence is not None:
             self.client.fences.append(fence)
-            self.client.memories[id(fence)] = os.stat(segment_path(fence.segments.files.path, 0)).st_ino
+            self.client.memories[id(fence)] = os.stat(
+                segment_path(fence.segments.files.path, 0)
+            ).st_ino
 
     def __del__(self) -> None:
-        """Nothing: a process that was killed says no more, and when that is noticed is no matter of the seed."""
+        """Nothing: a process that was killed says no more, and when that is noticed is no matter of
+        the seed."""
 
 
 class _Backend:
@@ -234,7 +251,9 @@ class _Backend:
     def _connection(self, shape: BlockShape) -> ChaosConnection:
         client = self._client
         transport = client.network.transport(client.process)
-        connection = ChaosConnection(shape, self._options, transport, client.process.now_ms, self._threads)
+        connection = ChaosConnection(
+            shape, self._options, transport, client.process.now_ms, self._threads
+        )
         connection.client = client
         client.connections.append(connection)
         return connection
@@ -314,6 +333,8 @@ class ChaosReading(HostReading):
     def gather(self, block_ids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> None:
         row = np.empty((1, self._runs.nbytes), dtype=np.uint8)
         for at, address in enumerate(addresses.tolist()):
-            sums = gather(self._runs, block_ids[at : at + 1], row_addresses(row), verify=self._verify)
+            sums = gather(
+                self._runs, block_ids[at : at + 1], row_addresses(row), verify=self._verify
+            )
             self._sums.append(np.zeros(1, dtype=np.uint64) if sums is None else sums)
             self._copier.move(address, int(row.ctypes.data), self._runs.nbytes, is_store=True)

@@ -1,4 +1,5 @@
-"""The faults that come at a moment of a chaos run: each does what its name says, to whomever its seed picks."""
+"""The faults that come at a moment of a chaos run: each does what its name says, to whomever its
+seed picks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _JUMP_US = (500_000, 86_400_000_000)
 
 
 class Faults:
-    """Carries out moments. What is impossible just then (a crash of a server that is down) does not happen."""
+    """Carries out moments. What is impossible just then (a crash of a server that is down) does not
+    happen."""
 
     def __init__(
         self,
@@ -73,7 +75,10 @@ class Faults:
     def _server_crash_in_request(self, chance: random.Random) -> bool:
         if not self._server.is_up:
             return False
-        self._server.crash_in_request = (int(chance.expovariate(1 / 80)), lambda: self._start_later(chance))
+        self._server.crash_in_request = (
+            int(chance.expovariate(1 / 80)),
+            lambda: self._start_later(chance),
+        )
         return True
 
     def _torn_index(self, chance: random.Random) -> bool:
@@ -86,8 +91,13 @@ class Faults:
             return False
         row, column = chance.choice(ready), chance.choice(_PROVEN_COLUMNS)
         if column == "slot" and table.many.pins.any():
-            return False  # only a reader's checksum can tell then that it reads what is another's by now
-        cells = table.keys.words[row : row + 1] if column == "keys" else getattr(table.many, column)[row : row + 1]
+            # only a reader's checksum can tell then that it reads what is another's by now
+            return False
+        cells = (
+            table.keys.words[row : row + 1]
+            if column == "keys"
+            else getattr(table.many, column)[row : row + 1]
+        )
         octets = cells.view("u1").reshape(-1)
         octets[chance.randrange(len(octets))] ^= chance.randrange(1, 256)
         self._server.crash()
@@ -113,12 +123,14 @@ class Faults:
         if not server.is_up or process.paused:
             return False
         server.pause()
-        self._simulation.after(chance.randint(*_PAUSE_US), lambda: server.resume() if process.paused else None)
+        self._simulation.after(
+            chance.randint(*_PAUSE_US), lambda: server.resume() if process.paused else None
+        )
         return True
 
     def _server_of_other_user(self, chance: random.Random) -> bool:
-        """The server ends, and somebody else listens in its place: on both sockets, or on one of them, and then beside
-        the next server."""
+        """The server ends, and somebody else listens in its place: on both sockets, or on one of
+        them, and then beside the next server."""
         if not self._server.is_up or self.strangers:
             return False
         self._server.crash()
@@ -141,9 +153,13 @@ class Faults:
         self._server.process.jump(chance.randint(*_JUMP_US))
         return True
 
-    def _start_later(self, chance: random.Random, down_us: tuple[int, int] = _DOWN_US, *, fresh: bool = False) -> None:
+    def _start_later(
+        self, chance: random.Random, down_us: tuple[int, int] = _DOWN_US, *, fresh: bool = False
+    ) -> None:
         def start() -> None:
-            if self._network.is_taken(socket.AF_INET):  # by a stranger: a server without its port does not start
+            if self._network.is_taken(
+                socket.AF_INET
+            ):  # by a stranger: a server without its port does not start
                 self._simulation.after(_TRY_AGAIN_US, start)
             elif not self._server.is_up:
                 self._server.start(fresh=fresh)
@@ -162,10 +178,18 @@ class Faults:
             row = chance.choice(ready)
             layout = store.layouts[table.layout[row]]
             shard = chance.randrange(layout.shards)
-            at = table.slot[row] + layout.shard_offsets[shard] + chance.randrange(layout.shard_bytes[shard])
+            at = (
+                table.slot[row]
+                + layout.shard_offsets[shard]
+                + chance.randrange(layout.shard_bytes[shard])
+            )
         self._server.pool.segments.view(at, 1)[0] ^= 1 << chance.randrange(8)
         for row in rows:
-            if table.slot[row] <= at < table.slot[row] + store.layouts[table.layout[row]].slot_bytes:
+            if (
+                table.slot[row]
+                <= at
+                < table.slot[row] + store.layouts[table.layout[row]].slot_bytes
+            ):
                 self._checks.flipped.add((table.keys[row], table.slot[row]))
         return True
 
@@ -175,13 +199,19 @@ class Faults:
         if not self._server.is_up:
             return False
         store, now_ms = self._server.store, self._server.process.now_ms()
-        nbytes = chance.choice((None, 0, store.pool_bytes // 4, store.pool_bytes // 2, 2 * 4096 + 1, 4 * 4096 - 1))
+        nbytes = chance.choice(
+            (None, 0, store.pool_bytes // 4, store.pool_bytes // 2, 2 * 4096 + 1, 4 * 4096 - 1)
+        )
         tenant, is_own = tenant_of(chance.choice(SALTS)), chance.random() < 0.8
         try:
             if chance.random() < 0.6:
-                set_quota(store, tenant, nbytes, now_ms) if is_own else set_default_quota(store, nbytes, now_ms)
+                set_quota(store, tenant, nbytes, now_ms) if is_own else set_default_quota(
+                    store, nbytes, now_ms
+                )
             else:
-                set_limit(store, tenant, nbytes, now_ms) if is_own else set_default_limit(store, nbytes, now_ms)
+                set_limit(store, tenant, nbytes, now_ms) if is_own else set_default_limit(
+                    store, nbytes, now_ms
+                )
         except RequestError:  # it does not fit what others were promised, or what the tenant was
             return False
         return True
@@ -244,8 +274,8 @@ class Faults:
         return self._stop_in_copy(self._client(chance), [Stop(pause)])
 
     def _server_crash_in_copy(self, chance: random.Random) -> bool:
-        """The next server is there before the copy goes on, and others are at work with it. Before and after it other
-        copies are slow, so that more of them wait."""
+        """The next server is there before the copy goes on, and others are at work with it. Before
+        and after it other copies are slow, so that more of them wait."""
 
         def slow(count: int) -> list[Stop]:
             stops_us = [chance.randint(*_SHORT_US) for _ in range(count)]
@@ -264,9 +294,19 @@ class Faults:
             return stop_us
 
         stop_us = chance.randint(*_LONG_US)
-        stops = [*slow(chance.choice((0, 2, 7))), Stop(crash, in_store=True), *slow(chance.choice((0, 3, 9)))]
-        shared = [client for client in self._clients if client.item.shared_memory and not client.process.dead]
-        client = chance.choice([each for each in shared if each.item.kept] or shared) if shared else None
+        stops = [
+            *slow(chance.choice((0, 2, 7))),
+            Stop(crash, in_store=True),
+            *slow(chance.choice((0, 3, 9))),
+        ]
+        shared = [
+            client
+            for client in self._clients
+            if client.item.shared_memory and not client.process.dead
+        ]
+        client = (
+            chance.choice([each for each in shared if each.item.kept] or shared) if shared else None
+        )
         return self._stop_in_copy(client, stops)
 
     def _stop_in_copy(self, client: ChaosClient | None, stops: list[Stop]) -> bool:

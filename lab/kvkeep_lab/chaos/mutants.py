@@ -1,4 +1,5 @@
-"""Bugs to plant: each is one that somebody could have written. `kvkeep chaos --mutants` finds the seed that sees it.
+"""Bugs to plant: each is one that somebody could have written. `kvkeep chaos --mutants` finds the
+seed that sees it.
 
 A simulation that finds nothing wrong proves nothing until it is known what it would find.
 """
@@ -327,7 +328,9 @@ def _quota_off_by_one() -> list[Patch]:
     def may_lose(self: Tenant, nbytes: int) -> bool:
         return self.quota_bytes is None or self.usage_bytes >= self.quota_bytes
 
-    def limit(self: Room, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int) -> int:
+    def limit(
+        self: Room, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int
+    ) -> int:
         return wanted - available
 
     return [(Tenant, "may_lose", may_lose), (Room, "_limit", limit)]
@@ -359,17 +362,23 @@ def _skip_ghost() -> list[Patch]:
 
 MUTANTS = {
     "skip-fence": Mutant("a session's lock falls while its copies are under way", _skip_fence),
-    "ignore-epoch": Mutant("slots that an earlier server gave are used with the next one", _ignore_epoch),
+    "ignore-epoch": Mutant(
+        "slots that an earlier server gave are used with the next one", _ignore_epoch
+    ),
     "free-on-timeout": Mutant("silence ends a session that may still write", _free_on_timeout),
     "miss-checksum": Mutant("loads are not verified", _miss_checksum),
     "believe-bad-blocks": Mutant("blocks that do not match are used", _believe_bad_blocks),
-    "trust-the-network": Mutant("bytes that came by Put are not compared with their checksums", _trust_the_network),
+    "trust-the-network": Mutant(
+        "bytes that came by Put are not compared with their checksums", _trust_the_network
+    ),
     "skip-crc": Mutant("damaged messages are read", _skip_crc),
     "skip-proof": Mutant("a server of another user is spoken to", _skip_proof),
     "prove-too-late": Mutant("a server is spoken to before its user is known", _prove_too_late),
     "half-is-whole": Mutant("half a message is taken for a whole one", _half_is_whole),
     "drop-unsent": Mutant("bytes that a socket did not take at once are dropped", _drop_unsent),
-    "keep-lost-bytes": Mutant("bytes of a lost connection are read with those of the next", _keep_lost_bytes),
+    "keep-lost-bytes": Mutant(
+        "bytes of a lost connection are read with those of the next", _keep_lost_bytes
+    ),
     "stay-deaf": Mutant("a connection on which nothing comes is kept", _stay_deaf),
     "read-on": Mutant("a peer that does not take its replies is read from", _read_on),
     "accept-stale-answer": Mutant("an answer of an earlier session is taken", _accept_stale_answer),
@@ -379,7 +388,9 @@ MUTANTS = {
     "reuse-session-number": Mutant("two sessions have one number", _reuse_session_number),
     "no-deadline": Mutant("a call waits for its reply for ever", _no_deadline),
     "report-early": Mutant("a load is reported before it has arrived", _report_early),
-    "reuse-engine-blocks": Mutant("engine blocks are reused while they are loaded into", _reuse_engine_blocks),
+    "reuse-engine-blocks": Mutant(
+        "engine blocks are reused while they are loaded into", _reuse_engine_blocks
+    ),
     "overwrite-unread-blocks": Mutant(
         "engine blocks are reused before stores have read them", _overwrite_unread_blocks
     ),
@@ -389,5 +400,7 @@ MUTANTS = {
     "skip-seal": Mutant("what a server left is adopted unproven", _skip_seal),
     "skip-ghost": Mutant("a new server reuses what old processes still write to", _skip_ghost),
     "quota-off-by-one": Mutant("a tenant loses one block too many to others", _quota_off_by_one),
-    "drop-under-readers": Mutant("cleared blocks are reused while somebody reads or writes them", _drop_under_readers),
+    "drop-under-readers": Mutant(
+        "cleared blocks are reused while somebody reads or writes them", _drop_under_readers
+    ),
 }

@@ -1,8 +1,8 @@
-"""The network of a chaos run: connections between processes of a simulation, and what befalls the bytes on their way.
+"""The network of a chaos run: connections between processes of a simulation, and what befalls the
+bytes on their way.
 
-A client has its real transport: only the operating system under it is simulated (chaos_sockets.py). A server is found
-by its Unix socket and by TCP, as on one host.
-"""
+A client has its real transport: only the operating system under it is simulated (chaos_sockets.py).
+A server is found by its Unix socket and by TCP, as on one host."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ _CONNECT_US = (50, 20_000)
 
 
 class ChaosNetwork:
-    """Any number of clients, and whoever listens. `rates` are those of chaos_plan.RATES that are in force."""
+    """Any number of clients, and whoever listens. `rates` are those of chaos_plan.RATES that are in
+    force."""
 
-    def __init__(self, simulation: Simulation, seed: int, rates: Mapping[str, float], record: Record) -> None:
+    def __init__(
+        self, simulation: Simulation, seed: int, rates: Mapping[str, float], record: Record
+    ) -> None:
         self.simulation = simulation
         self.rates = dict(rates)
         self.record = record
@@ -50,7 +53,9 @@ class ChaosNetwork:
     def transport(self, process: Process) -> ChaosTransport:
         return ChaosTransport(self, process)
 
-    def listen(self, process: Process, family: int, uid: int, on_change: Callable[[], None]) -> ChaosListener:
+    def listen(
+        self, process: Process, family: int, uid: int, on_change: Callable[[], None]
+    ) -> ChaosListener:
         """OSError if another process listens there."""
         if family in self._listeners:
             raise OSError(errno.EADDRINUSE, "another process listens there")
@@ -75,7 +80,9 @@ class ChaosNetwork:
             client.uid = listener.uid
         else:
             client.is_connected = False
-            delay_us = self._random.randint(*(_LATE_US if self._befalls("late_message") else _CONNECT_US))
+            delay_us = self._random.randint(
+                *(_LATE_US if self._befalls("late_message") else _CONNECT_US)
+            )
             self.simulation.after(delay_us, lambda: self._arrive(client))
         return client
 
@@ -89,7 +96,11 @@ class ChaosNetwork:
 
     def stall(self, chance: random.Random, duration_us: int) -> bool:
         """Nothing moves in one direction of some connection for so long. False if there is none."""
-        ends = [each for each in self._open.values() if isinstance(each, ChaosSocket) and each.other is not None]
+        ends = [
+            each
+            for each in self._open.values()
+            if isinstance(each, ChaosSocket) and each.other is not None
+        ]
         if not ends:
             return False
         pipe = chance.choice(ends).incoming
@@ -140,7 +151,9 @@ class ChaosNetwork:
 
     def forget(self, closed: ChaosSocket | ChaosListener) -> None:
         self._open = {number: each for number, each in self._open.items() if each is not closed}
-        self._listeners = {family: each for family, each in self._listeners.items() if each is not closed}
+        self._listeners = {
+            family: each for family, each in self._listeners.items() if each is not closed
+        }
 
     # -- on their way
 
@@ -149,7 +162,9 @@ class ChaosNetwork:
         return end
 
     def _join(self, client: ChaosSocket, listener: ChaosListener) -> None:
-        server = ChaosSocket(self, listener.process, client.family, client.outgoing, client.incoming)
+        server = ChaosSocket(
+            self, listener.process, client.family, client.outgoing, client.incoming
+        )
         client.other, server.other = server, client
         try:
             listener.add(self._opened(server), OWN_UID)
@@ -254,8 +269,8 @@ class ChaosTransport(StreamTransport):
 
 
 class Stranger:
-    """A process of another user that listens where the server did. It takes connections, and says something that a
-    server might say. Nobody may speak to it, nor believe it."""
+    """A process of another user that listens where the server did. It takes connections, and says
+    something that a server might say. Nobody may speak to it, nor believe it."""
 
     NAME: Final = "a stranger"
 

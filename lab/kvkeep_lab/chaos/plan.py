@@ -1,8 +1,8 @@
 """What happens in a chaos run, drawn from its seed before anything runs: engines, requests, faults.
 
-A plan is a list of items, each of which can be left out without changing the others: that is how a failing run is made
-small (chaos_shrink.py). What an item does in detail (which message, which bit) it draws from a seed of its own.
-"""
+A plan is a list of items, each of which can be left out without changing the others: that is how a
+failing run is made small (chaos_shrink.py). What an item does in detail (which message, which bit)
+it draws from a seed of its own."""
 
 from __future__ import annotations
 
@@ -64,13 +64,15 @@ class Cut:
     use_mla: bool
 
     def model(self) -> OracleModel:
-        return OracleModel(vocab_size=VOCABULARY, use_mla=self.use_mla, words=4 if self.use_mla else 8)
+        return OracleModel(
+            vocab_size=VOCABULARY, use_mla=self.use_mla, words=4 if self.use_mla else 8
+        )
 
 
 @dataclass(frozen=True)
 class EngineItem:
-    """An engine process. `kept`: its workers' connections are polled by a thread of their own, too, as those of
-    `kvkeep.connect` are, so that a session may end in the middle of a copy."""
+    """An engine process. `kept`: its workers' connections are polled by a thread of their own, too,
+    as those of `kvkeep.connect` are, so that a session may end in the middle of a copy."""
 
     cut: int
     shared_memory: bool
@@ -155,7 +157,9 @@ def draw(seed: int) -> Plan:
 
 
 def _engine(chance: random.Random, cut: int) -> EngineItem:
-    return EngineItem(cut, chance.random() < 0.75, chance.random() < 0.4, chance.choice((3_000, 20_000, 60_000)))
+    return EngineItem(
+        cut, chance.random() < 0.75, chance.random() < 0.4, chance.choice((3_000, 20_000, 60_000))
+    )
 
 
 def _cut(chance: random.Random) -> Cut:
@@ -175,13 +179,17 @@ def _cut(chance: random.Random) -> Cut:
 
 def _rates(chance: random.Random) -> list[Rate]:
     few = chance.choice((0.0, 0.2, 0.5))
-    return [Rate(fault, chance.choice(rates)) for fault, rates in RATES.items() if chance.random() < few]
+    return [
+        Rate(fault, chance.choice(rates)) for fault, rates in RATES.items() if chance.random() < few
+    ]
 
 
 def _moments(chance: random.Random, duration_ms: int) -> list[Moment]:
     kinds = chance.sample(list(MOMENTS), chance.choice((1, 3, 6, len(MOMENTS))))
     count = chance.choice((0, 3, 8, 16))
-    if chance.random() < 0.25:  # what is rarest and worst: a copy under way while everything changes
+    if (
+        chance.random() < 0.25
+    ):  # what is rarest and worst: a copy under way while everything changes
         kinds, count = [kind for kind in MOMENTS if kind.endswith("in_copy")], 5
     weights = [MOMENTS[kind] for kind in kinds]
     quotas = chance.choice((0, 0, 0, 4))
@@ -194,10 +202,16 @@ def _moments(chance: random.Random, duration_ms: int) -> list[Moment]:
 
 
 def _arrivals(chance: random.Random, cut: Cut, engines: int, duration_ms: int) -> list[Arrival]:
-    """Conversations in rounds: each turn continues one that was answered before, or begins like one."""
+    """Conversations in rounds: each turn continues one that was answered before, or begins like
+    one."""
     reference = Engine(cut.model(), _roomy(cut.config))
-    stems = [tuple(chance.randrange(VOCABULARY) for _ in range(chance.choice((10, 30, 60)))) for _ in range(2)]
-    histories: list[tuple[str | None, tuple[int, ...]]] = [(chance.choice(SALTS), stem) for stem in stems]
+    stems = [
+        tuple(chance.randrange(VOCABULARY) for _ in range(chance.choice((10, 30, 60))))
+        for _ in range(2)
+    ]
+    histories: list[tuple[str | None, tuple[int, ...]]] = [
+        (chance.choice(SALTS), stem) for stem in stems
+    ]
     histories += [(salt, stems[0]) for salt in SALTS]  # the same words of several tenants
     arrivals: list[Arrival] = []
     rounds = 3
@@ -208,7 +222,9 @@ def _arrivals(chance: random.Random, cut: Cut, engines: int, duration_ms: int) -
             tail = tuple(chance.randrange(VOCABULARY) for _ in range(chance.choice((1, 3, 9, 20))))
             tokens = history[:110] + tail
             sampling = SamplingParams(
-                max_tokens=chance.choice((1, 4, 12)), temperature=chance.choice((0.0, 0.8)), seed=chance.randrange(1000)
+                max_tokens=chance.choice((1, 4, 12)),
+                temperature=chance.choice((0.0, 0.8)),
+                seed=chance.randrange(1000),
             )
             asked.append((salt, tokens, sampling, reference.add(list(tokens), sampling, salt=salt)))
         while reference.busy:
@@ -217,7 +233,9 @@ def _arrivals(chance: random.Random, cut: Cut, engines: int, duration_ms: int) -
         place = (0, 0)
         for number, (salt, tokens, sampling, request) in enumerate(asked):
             if not (together and number):
-                at_ms = duration_ms * turn // rounds + chance.randrange(max(1, duration_ms // rounds))
+                at_ms = duration_ms * turn // rounds + chance.randrange(
+                    max(1, duration_ms // rounds)
+                )
                 place = (at_ms, chance.randrange(engines))
             answer = tuple(request.output_tokens)
             arrivals.append(Arrival(*place, salt, tokens, sampling, answer))

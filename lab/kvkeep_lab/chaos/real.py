@@ -1,18 +1,21 @@
-"""Chaos with real processes: a server, engines, shared memory and signals, under the faults of a plan.
+"""Chaos with real processes: a server, engines, shared memory and signals, under the faults of a
+plan.
 
-    plan ──► KILL, STOP, CONT ──► server: started again by its name, and adopts what is left (now and then with --fresh)
+    plan ──► KILL, STOP, CONT ──► server: started again by its name, and adopts what is left (now
+    and then with --fresh)
          │                   └──► engines: started again, each a new process with prompts of its own
          └─► flipped bits in the pool while it is in use, and in the index while no server has it
 
-An engine judges each of its answers (`chaos_real_engine`). Here they are counted, and at the end it is seen what is
-left over: after the last fault every engine must find blocks again; when they have ended the server must hold nothing
-for anybody, and when that has ended, nothing may be there at all.
+An engine judges each of its answers (`chaos_real_engine`). Here they are counted, and at the end it
+is seen what is left over: after the last fault every engine must find blocks again; when they have
+ended the server must hold nothing for anybody, and when that has ended, nothing may be there at
+all.
 
-Time to the first token: each prompt goes through an engine with a cache and one without, one right after the other. Of
-the pairs whose cached request arrived while the server was paused or not there, and whose engine was not paused itself,
-the 99th percentiles are compared, in windows of `_WINDOW` pairs in the order of their times; the ratio is the median of
-the windows' ratios, so that a burst of other work on the machine costs one window.
-"""
+Time to the first token: each prompt goes through an engine with a cache and one without, one right
+after the other. Of the pairs whose cached request arrived while the server was paused or not there,
+and whose engine was not paused itself, the 99th percentiles are compared, in windows of `_WINDOW`
+pairs in the order of their times; the ratio is the median of the windows' ratios, so that a burst
+of other work on the machine costs one window."""
 
 from __future__ import annotations
 
@@ -75,7 +78,8 @@ class RealRun:
     violations: list[str] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
-        """Starts everything, does what the plan says, ends everything. Whatever happens, nothing is left running."""
+        """Starts everything, does what the plan says, ends everything. Whatever happens, nothing is
+        left running."""
         began = time.monotonic()
         self._chance = random.Random(f"flips {self.seed}")
         self._all: list[RealEngine] = []
@@ -86,7 +90,11 @@ class RealRun:
             self._directory = Path("/dev/shm") / f"kvkeep-{self._server.name}"
             try:
                 self._seats = [self._start_engine(number, 0) for number in range(self.engines)]
-                self._await("engines do not start", _READY_WITHIN_S, lambda: all(each.ready for each in self._seats))
+                self._await(
+                    "engines do not start",
+                    _READY_WITHIN_S,
+                    lambda: all(each.ready for each in self._seats),
+                )
                 self._carry_out(draw(self.seed, self.seconds, self.engines, self.counts))
                 self._look_for_hits()
                 self._end()
@@ -101,16 +109,21 @@ class RealRun:
     # -- faults
 
     def _carry_out(self, plan: Sequence[Event]) -> None:
-        """Event by event; what a pause or an absence leaves to be done is put on the agenda in its turn."""
+        """Event by event; what a pause or an absence leaves to be done is put on the agenda in its
+        turn."""
         self._began_s = time.monotonic()
-        self._agenda: list[tuple[float, Callable[[], None]]] = [(each.at_s, self._action(each)) for each in plan]
+        self._agenda: list[tuple[float, Callable[[], None]]] = [
+            (each.at_s, self._action(each)) for each in plan
+        ]
         next_word = _WORD_EVERY_S
         while self._agenda:
             passed = time.monotonic() - self._began_s
             self._check_engines()
             if passed >= next_word:
                 next_word += _WORD_EVERY_S
-                self.on_progress(f"{passed:.0f} s, {self._requests():,} requests, {dict(self.tally)}")
+                self.on_progress(
+                    f"{passed:.0f} s, {self._requests():,} requests, {dict(self.tally)}"
+                )
             first = min(self._agenda, key=lambda entry: entry[0])
             if passed < first[0]:
                 time.sleep(min(first[0] - passed, 0.1))
@@ -191,9 +204,13 @@ class RealRun:
         self._after(event.seconds, lambda: engine.go_on() if engine.alive else None)
 
     def _flip(self, files: str) -> None:
-        """One bit, in some file of these that is not empty. The index's header is left alone: it would end adoption
-        altogether, for which there are other tests."""
-        paths = [path for path in self._directory.glob(files) if path.name != "index-header" and path.stat().st_size]
+        """One bit, in some file of these that is not empty. The index's header is left alone: it
+        would end adoption altogether, for which there are other tests."""
+        paths = [
+            path
+            for path in self._directory.glob(files)
+            if path.name != "index-header" and path.stat().st_size
+        ]
         if not paths:
             return
         path = self._chance.choice(sorted(paths))
@@ -233,9 +250,13 @@ class RealRun:
     def _check_engines(self) -> None:
         """None may end by itself, or fall silent."""
         for engine in self._seats:
-            silent_s = time.monotonic() - max(engine.heard_s, *(end for _, end in engine.paused), 0.0)
+            silent_s = time.monotonic() - max(
+                engine.heard_s, *(end for _, end in engine.paused), 0.0
+            )
             if not engine.alive:
-                raise RunFailed(f"engine {engine.job.number} ended by itself:\n{engine.log().strip()}")
+                raise RunFailed(
+                    f"engine {engine.job.number} ended by itself:\n{engine.log().strip()}"
+                )
             if silent_s > (_SILENT_AT_MOST_S if engine.ready else _READY_WITHIN_S):
                 raise RunFailed(f"engine {engine.job.number} has said nothing for {silent_s:.0f} s")
 
@@ -277,9 +298,13 @@ class RealRun:
             time.sleep(0.05)
         self.tally["leaked_leases"] += held
         self.tally["leaked_shm_files"] += len(list(self._directory.glob("session-*.lock")))
-        self._server_log += self._server.stop(signal.SIGINT)  # as from a terminal: it removes its pool
+        self._server_log += self._server.stop(
+            signal.SIGINT
+        )  # as from a terminal: it removes its pool
         self.tally["server_errors"] += self._server_log.count("Traceback")
-        self.tally["leaked_shm_files"] += len(list(Path("/dev/shm").glob(f"kvkeep-{self._server.name}*")))
+        self.tally["leaked_shm_files"] += len(
+            list(Path("/dev/shm").glob(f"kvkeep-{self._server.name}*"))
+        )
 
     def _held(self) -> int:
         """Leases, writes and sessions that the server keeps for somebody."""
@@ -295,11 +320,19 @@ class RealRun:
         tally["wrong_tokens"] += sum(answer.wrong_tokens for answer in answers)
         tally["wrong_bytes"] += sum("wrong_bytes" in engine.said for engine in self._all)
         tally["failed_requests"] += sum(answer.finish_reason != "length" for answer in answers)
-        pairs = [pair for engine in self._all for pair in pairs_during(engine.answers, self.outages, engine.paused)]
+        pairs = [
+            pair
+            for engine in self._all
+            for pair in pairs_during(engine.answers, self.outages, engine.paused)
+        ]
         times = ttft(pairs)
-        self.violations += [f"{name} is {tally[name]}" for name in (*_ZEROS, *_MORE_ZEROS) if tally[name]]
+        self.violations += [
+            f"{name} is {tally[name]}" for name in (*_ZEROS, *_MORE_ZEROS) if tally[name]
+        ]
         if len(pairs) >= PAIRS_TO_JUDGE and times["ttft_p99_outage_ratio"] > MOST_TTFT_RATIO:
-            self.violations.append(f"ttft_p99_outage_ratio is {times['ttft_p99_outage_ratio']}, not {MOST_TTFT_RATIO}")
+            self.violations.append(
+                f"ttft_p99_outage_ratio is {times['ttft_p99_outage_ratio']}, not {MOST_TTFT_RATIO}"
+            )
         faults = ("server_kills", "server_pauses", "engine_kills", "engine_pauses", "bit_flips")
         return {
             "minutes": round(self.seconds / 60, 2),
@@ -315,7 +348,10 @@ class RealRun:
             "outage_seconds": round(sum(end - begin for begin, end in self.outages), 1),
             "outage_pairs": len(pairs),
             "failed_loads": sum(answer.failed_loads for answer in answers),
-            **{name: tally[name] for name in ("index_bit_flips", "fresh_starts", "checked_bytes", *_MORE_ZEROS)},
+            **{
+                name: tally[name]
+                for name in ("index_bit_flips", "fresh_starts", "checked_bytes", *_MORE_ZEROS)
+            },
             "violations": self.violations,
         }
 
@@ -325,11 +361,15 @@ class RunFailed(AssertionError):
 
 
 def pairs_during(answers: Sequence[Answer], outages: Spans, paused: Spans) -> list[Answer]:
-    """Those that arrived in an outage, in an engine that was never paused between their arrivals and first tokens."""
+    """Those that arrived in an outage, in an engine that was never paused between their arrivals
+    and first tokens."""
     found = []
     for answer in answers:
         began = min(answer.arrived_s, answer.plain_arrived_s)
-        ended = max(answer.arrived_s + answer.ttft_ms / 1e3, answer.plain_arrived_s + answer.plain_ttft_ms / 1e3)
+        ended = max(
+            answer.arrived_s + answer.ttft_ms / 1e3,
+            answer.plain_arrived_s + answer.plain_ttft_ms / 1e3,
+        )
         in_outage = any(begin <= answer.arrived_s < end for begin, end in outages)
         if in_outage and not any(begin < ended and began < end for begin, end in paused):
             found.append(answer)
@@ -337,17 +377,22 @@ def pairs_during(answers: Sequence[Answer], outages: Spans, paused: Spans) -> li
 
 
 def ttft(pairs: Sequence[Answer]) -> dict[str, float]:
-    """The 99th percentiles of all pairs, and the median of the windows' ratios. 0 where there are none."""
+    """The 99th percentiles of all pairs, and the median of the windows' ratios. 0 where there are
+    none."""
     pairs = sorted(pairs, key=lambda pair: pair.arrived_s)
     count = max(1, len(pairs) // _WINDOW)
-    windows = [pairs[len(pairs) * at // count : len(pairs) * (at + 1) // count] for at in range(count)]
+    windows = [
+        pairs[len(pairs) * at // count : len(pairs) * (at + 1) // count] for at in range(count)
+    ]
     ratios = [
         _p99([pair.ttft_ms for pair in window]) / _p99([pair.plain_ttft_ms for pair in window])
         for window in windows
         if window
     ]
     return {
-        "ttft_p99_ms_none": round(_p99([pair.plain_ttft_ms for pair in pairs]), 1) if pairs else 0.0,
+        "ttft_p99_ms_none": round(_p99([pair.plain_ttft_ms for pair in pairs]), 1)
+        if pairs
+        else 0.0,
         "ttft_p99_ms_outage": round(_p99([pair.ttft_ms for pair in pairs]), 1) if pairs else 0.0,
         "ttft_p99_outage_ratio": round(statistics.median(ratios), 3) if ratios else 0.0,
     }

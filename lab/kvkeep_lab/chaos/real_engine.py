@@ -7,11 +7,10 @@
     finish                           ────►  (no more input) ends the round, stores what is left, and goes
                                      ◄────  {"checked_bytes": …}
 
-Both compute with the oracle model, so every byte of KV that is read is compared with what it must be; tokens are
-compared with those of the engine without a cache. Computing takes its time, `_SECONDS_A_TOKEN` for each new token, in
-which the processor is free: as if a GPU did it. Without that the model would be so fast that its time to the first
-token is noise.
-"""
+Both compute with the oracle model, so every byte of KV that is read is compared with what it must
+be; tokens are compared with those of the engine without a cache. Computing takes its time,
+`_SECONDS_A_TOKEN` for each new token, in which the processor is free: as if a GPU did it. Without
+that the model would be so fast that its time to the first token is noise."""
 
 from __future__ import annotations
 
@@ -49,7 +48,8 @@ _WORDS = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What an engine is to be. `life` counts the processes in its place: each has prompts of its own."""
+    """What an engine is to be. `life` counts the processes in its place: each has prompts of its
+    own."""
 
     address: str
     seed: int
@@ -63,7 +63,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt through both engines. Times are of the clock that all processes of a host share."""
+    """One prompt through both engines. Times are of the clock that all processes of a host
+    share."""
 
     wrong_tokens: bool
     finish_reason: str
@@ -76,7 +77,8 @@ class Answer:
 
 
 class RealEngine:
-    """The parent's end: hears what the process says in a thread, and remembers when it was paused."""
+    """The parent's end: hears what the process says in a thread, and remembers when it was
+    paused."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -91,7 +93,9 @@ class RealEngine:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")},
+            env={
+                name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")
+            },
         )
         self._ear = threading.Thread(target=self._hear, daemon=True)
         self._ear.start()
@@ -169,7 +173,9 @@ class RealEngine:
 class PacedOracle(OracleModel):
     """The oracle, at the pace of a small GPU."""
 
-    def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
         time.sleep(_SECONDS_A_TOKEN * sum(segment.count for segment in segments))
         return super().forward(segments, ranks, block_tokens)
 
@@ -180,7 +186,10 @@ class Traffic:
     def __init__(self, job: Job) -> None:
         shared = random.Random(f"prefixes {job.seed}")
         self._prefixes = [
-            (shared.choice(_TENANTS), [shared.randrange(_VOCABULARY) for _ in range(shared.randint(*_PREFIX_TOKENS))])
+            (
+                shared.choice(_TENANTS),
+                [shared.randrange(_VOCABULARY) for _ in range(shared.randint(*_PREFIX_TOKENS))],
+            )
             for _ in range(_PREFIXES)
         ]
         self._chance = random.Random(f"{job.seed} {job.number} {job.life}")
@@ -197,7 +206,9 @@ class Traffic:
 
     def _one(self) -> tuple[str, list[int]]:
         chance = self._chance
-        salt, said = chance.choice(self._talks if self._talks and chance.random() < 0.6 else self._prefixes)
+        salt, said = chance.choice(
+            self._talks if self._talks and chance.random() < 0.6 else self._prefixes
+        )
         more = [chance.randrange(_VOCABULARY) for _ in range(chance.randint(8, 96))]
         if len(said) + len(more) > _MOST_TOKENS:
             salt, said = chance.choice(self._prefixes)
@@ -222,7 +233,9 @@ def _engine(job: Job, *, cached: bool) -> LLM:
         num_blocks=job.num_blocks,
         tensor_parallel_size=job.tp,
         enable_prefix_caching=False,  # so that what is not computed came from the server
-        kv_transfer_config={"kv_connector": "KVKeepConnector", "kv_connector_extra_config": extra} if cached else None,
+        kv_transfer_config={"kv_connector": "KVKeepConnector", "kv_connector_extra_config": extra}
+        if cached
+        else None,
     )
 
 
@@ -232,7 +245,10 @@ def _round(number: int, engines: dict[str, LLM], traffic: Traffic) -> list[Answe
     from kvkeep.engine.models.sampling import SamplingParams
 
     drawn = traffic.next()
-    prompts = [Prompt(tokens, salt=salt or None, sampling=SamplingParams(max_tokens=4)) for salt, tokens in drawn]
+    prompts = [
+        Prompt(tokens, salt=salt or None, sampling=SamplingParams(max_tokens=4))
+        for salt, tokens in drawn
+    ]
     given: dict[str, list[Completion]] = {}
     for name in ("plain", "cached") if number % 2 else ("cached", "plain"):
         given[name] = engines[name].generate(prompts)
@@ -273,7 +289,12 @@ def _main(job: Job) -> None:
         _say(ready=True)
         try:
             while ends.empty():
-                _say(answers=[asdict(each) for each in _round(number, {"cached": cached, "plain": plain}, traffic)])
+                _say(
+                    answers=[
+                        asdict(each)
+                        for each in _round(number, {"cached": cached, "plain": plain}, traffic)
+                    ]
+                )
                 cached.engine.check_integrity()
                 number += 1
         except WrongBytes as error:

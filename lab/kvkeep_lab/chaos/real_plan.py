@@ -1,8 +1,8 @@
 """What happens in a run with real processes, and when: drawn from a seed before anything starts.
 
-Processes and the machine have a will of their own, so a seed gives the same faults at the same moments, and not the
-same run. Faults of the server come one after the other, each in a span of its own; those of engines whenever they like.
-"""
+Processes and the machine have a will of their own, so a seed gives the same faults at the same
+moments, and not the same run. Faults of the server come one after the other, each in a span of its
+own; those of engines whenever they like."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ FLIP_BIT = "flip_bit"
 
 _FRESH = 0.1  # of the servers after a kill begin empty
 _KILLED_PAUSED = 0.2  # of the processes that are killed were paused before
-_FLIP_WHILE_DOWN = 0.6  # of the kills: then the index is at rest, and any of its bits may have changed
+_FLIP_WHILE_DOWN = (
+    0.6  # of the kills: then the index is at rest, and any of its bits may have changed
+)
 _LONGEST_PAUSE_S, _LONGEST_DOWN_S, _LONGEST_ENGINE_PAUSE_S = 8.0, 4.0, 3.0
 
 
@@ -41,8 +43,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Event:
-    """One fault. `seconds` is how long a pause lasts, or a killed process is not there; `paused` says that it is
-    stopped before it is killed."""
+    """One fault. `seconds` is how long a pause lasts, or a killed process is not there; `paused`
+    says that it is stopped before it is killed."""
 
     at_s: float
     kind: str
@@ -62,7 +64,9 @@ def draw(seed: int, seconds: float, engines: int, counts: Counts) -> list[Event]
             span = seconds / count
             paused = kind == KILL_ENGINE and chance.random() < _KILLED_PAUSED
             lasts = chance.uniform(0.1, _LONGEST_ENGINE_PAUSE_S)
-            events.append(Event(span * (at + chance.random() * 0.8), kind, at % engines, lasts, paused=paused))
+            events.append(
+                Event(span * (at + chance.random() * 0.8), kind, at % engines, lasts, paused=paused)
+            )
     while_down = sum(event.flips for event in events)
     for _ in range(max(0, counts.bit_flips - while_down)):
         events.append(Event(chance.uniform(0, seconds), FLIP_BIT))
@@ -77,7 +81,9 @@ def _of_server(chance: random.Random, seconds: float, counts: Counts) -> list[Ev
         span = seconds / len(kinds)
         begins = span * (at + chance.uniform(0.05, 0.3))
         if kind == PAUSE_SERVER:
-            events.append(Event(begins, kind, seconds=chance.uniform(0.2, min(_LONGEST_PAUSE_S, span * 0.6))))
+            events.append(
+                Event(begins, kind, seconds=chance.uniform(0.2, min(_LONGEST_PAUSE_S, span * 0.6)))
+            )
             continue
         flips = min(flips_left, 1) if chance.random() < _FLIP_WHILE_DOWN else 0
         flips_left -= flips

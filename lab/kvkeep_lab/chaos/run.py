@@ -1,11 +1,12 @@
-"""A chaos run: engines, clients, threads, network, server and store in simulated time, and faults of every kind.
+"""A chaos run: engines, clients, threads, network, server and store in simulated time, and faults
+of every kind.
 
     outcome = ChaosRun(draw(7)).run()
 
-Everything is the real code, and all that is not in it comes from the seed: who runs next, what becomes of a message,
-when which process stops. During the run nothing may be wrong that a reader, an engine or an operator could notice
-(chaos_checks.py). Then the faults end and some time passes: every request has its answer, nothing is held.
-"""
+Everything is the real code, and all that is not in it comes from the seed: who runs next, what
+becomes of a message, when which process stops. During the run nothing may be wrong that a reader,
+an engine or an operator could notice (chaos_checks.py). Then the faults end and some time passes:
+every request has its answer, nothing is held."""
 
 from __future__ import annotations
 
@@ -55,13 +56,17 @@ class ChaosRun:
         try:
             return self._run()
         finally:
-            vars(self).clear()  # servers, engines and simulation know each other, and have files open and mapped:
+            vars(
+                self
+            ).clear()  # servers, engines and simulation know each other, and have files open and mapped:
             gc.collect()  # only a collection ends them, and by itself it may come after many runs
 
     def _run(self) -> Outcome:
         memory = Path("/dev/shm")
         directory = Path(
-            tempfile.mkdtemp(prefix=f"kvkeep-chaos-{os.getpid()}-", dir=memory if memory.is_dir() else None)
+            tempfile.mkdtemp(
+                prefix=f"kvkeep-chaos-{os.getpid()}-", dir=memory if memory.is_dir() else None
+            )
         )
         outcome = Outcome(self._plan.seed)
         sys.unraisablehook, before = _ignoring_the_killed(sys.unraisablehook), sys.unraisablehook
@@ -75,9 +80,13 @@ class ChaosRun:
         except Violation as violation:
             outcome.finding, outcome.violation = violation.finding, violation.text
             self.record.tell("violation", str(violation))
-        except Exception as error:  # guard: whatever left a thread or an event, it is a finding, and other seeds run
+        except Exception as error:
+            # guard: whatever left a thread or an event, it is a finding, and other seeds run
             place = "".join(traceback.format_tb(error.__traceback__)[-2:])
-            outcome.finding, outcome.violation = "engine_errors", f"{type(error).__name__}: {error}\n{place}"
+            outcome.finding, outcome.violation = (
+                "engine_errors",
+                f"{type(error).__name__}: {error}\n{place}",
+            )
             self.record.tell("violation", outcome.violation)
         finally:
             outcome.simulated_ms = self._simulation.now_us // 1000
@@ -100,18 +109,23 @@ class ChaosRun:
     def _set_up(self, directory: Path) -> None:
         plan, simulation, record = self._plan, self._simulation, self.record
         pool_bytes = -(-plan.pool_blocks * _SLOT_BYTES // _SLAB_BYTES) * _SLAB_BYTES
-        self._server = ChaosServer(simulation, self._network, record, directory, pool_bytes, _SLAB_BYTES, plan.seed)
+        self._server = ChaosServer(
+            simulation, self._network, record, directory, pool_bytes, _SLAB_BYTES, plan.seed
+        )
         self._server.start()
         engines = [item for item in plan.items if isinstance(item, EngineItem)]
         self._clients = [
-            ChaosClient(number, item, plan.cuts[item.cut], self._network, record) for number, item in enumerate(engines)
+            ChaosClient(number, item, plan.cuts[item.cut], self._network, record)
+            for number, item in enumerate(engines)
         ]
         self._checks = Checks(self._server, self._clients, self._truth, record)
         self._server.after_request = self._after_request
         self._server.after_start = self._checks.begin_anew
         for client in self._clients:
             client.before_copy = self._checks.before_copy
-        faults = self._faults = Faults(simulation, self._network, self._server, self._clients, self._checks, record)
+        faults = self._faults = Faults(
+            simulation, self._network, self._server, self._clients, self._checks, record
+        )
         for item in plan.items:
             if isinstance(item, Arrival):
                 simulation.at(item.at_ms * 1000, lambda item=item: self._arrive(item))  # type: ignore[misc]
@@ -123,7 +137,9 @@ class ChaosRun:
         self._truth.learn(arrival, client.cut)
         client.arriving.append(arrival)
         self._requests += 1
-        self.record.tell("request", f"{len(arrival.tokens)} tokens to {client.process.name}, salt {arrival.salt}")
+        self.record.tell(
+            "request", f"{len(arrival.tokens)} tokens to {client.process.name}, salt {arrival.salt}"
+        )
 
     def _after_request(self) -> None:
         counters = self._server.service.counters
@@ -179,7 +195,9 @@ class ChaosRun:
         self._pass_time(lambda: not open_sessions(), "leaked_leases", open_sessions)
         self._checks.pool_is_whole()
 
-    def _pass_time(self, done: Callable[[], bool], finding: str, left: Callable[[], list[str]]) -> None:
+    def _pass_time(
+        self, done: Callable[[], bool], finding: str, left: Callable[[], list[str]]
+    ) -> None:
         until_us = self._simulation.now_us + _PATIENCE_US
         while not done():
             if self._simulation.now_us >= until_us:

@@ -1,4 +1,5 @@
-"""The server process of a chaos run: the real service, store and pool, on a simulated network, and its ends."""
+"""The server process of a chaos run: the real service, store and pool, on a simulated network, and
+its ends."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ _FRAME_BYTES = 1 << 20
 _MOST_CONNECTIONS = 64
 _READ_AHEAD_BYTES = 1 << 20  # beyond a message: the largest read
 _TURN_US = (10, 200)  # from a change to the loop's turn
-_LOOK_US = (*range(0, 300, 10), 15_000)  # from one look at the clock to the next; now and then something takes long
+_LOOK_US = (
+    *range(0, 300, 10),
+    15_000,
+)  # from one look at the clock to the next; now and then something takes long
 
 
 class _CutOff(BaseException):
@@ -62,12 +66,21 @@ class ChaosConnections(Connections):
         """What it holds is counted, and a peer whose replies wait is waited for."""
         for peer in self._peers.values():
             stream = peer.stream
-            if bool(stream.unsent_bytes) != peer.waits_to_send or (stream.is_over and not stream.has_next):
+            if bool(stream.unsent_bytes) != peer.waits_to_send or (
+                stream.is_over and not stream.has_next
+            ):
                 raise Violation(
-                    "broken_rules", f"the server forgets a connection with {stream.unsent_bytes} bytes unsent"
+                    "broken_rules",
+                    f"the server forgets a connection with {stream.unsent_bytes} bytes unsent",
                 )
-            if peer.held_bytes != stream.held_bytes or len(stream._read) > self._most_message_bytes + _READ_AHEAD_BYTES:
-                raise Violation("broken_rules", f"{stream.held_bytes} bytes are held, and {peer.held_bytes} counted")
+            if (
+                peer.held_bytes != stream.held_bytes
+                or len(stream._read) > self._most_message_bytes + _READ_AHEAD_BYTES
+            ):
+                raise Violation(
+                    "broken_rules",
+                    f"{stream.held_bytes} bytes are held, and {peer.held_bytes} counted",
+                )
 
 
 def cut_off_after(lines: int, action: Callable[[], object]) -> None:
@@ -115,7 +128,8 @@ class ChaosServer:
         self._directory = directory
         self._sizes = (pool_bytes, slab_bytes)
         self._random = random.Random(f"server {seed}")
-        # The next request is cut off after so many lines of the store's code: the process is gone, and this is next.
+        # The next request is cut off after so many lines of the store's code: the process is gone,
+        # and this is next.
         self.crash_in_request: tuple[int, Callable[[], None]] | None = None
         self._turn_is_due = False
         self._spent_us = 0  # in this turn
@@ -143,7 +157,9 @@ class ChaosServer:
         self.epoch = self._random.getrandbits(62) + 1
         pool_bytes, slab_bytes = self._sizes
         limits = Limits()
-        self.pool = Pool(self._directory, "chaos", pool_bytes, slab_bytes, self.epoch, keep=True, fresh=fresh)
+        self.pool = Pool(
+            self._directory, "chaos", pool_bytes, slab_bytes, self.epoch, keep=True, fresh=fresh
+        )
         self.store, warm = open_store(self.pool, limits, self.process.now_ms())
         if not self.pool.filled_bytes:
             self.store.add_slabs(*self.pool.fill_next())
@@ -166,7 +182,9 @@ class ChaosServer:
         )
         self._answer = self.service._answer
         self.service._answer = self._answer_or_tell  # type: ignore[method-assign, assignment]
-        self._scrub = Scrub(self.store, self.pool.segments, self.service.counters, warm.adoption.rows)
+        self._scrub = Scrub(
+            self.store, self.pool.segments, self.service.counters, warm.adoption.rows
+        )
         self.adopted_blocks += warm.adoption.blocks
         self.memory = os.stat(segment_path(self.pool.directory, 0)).st_ino
         self._answered.clear()
@@ -182,16 +200,26 @@ class ChaosServer:
         )
         self._look_after_sessions(self.process)
         adoption = warm.adoption
-        found = f"{adoption.blocks} blocks adopted, {adoption.dropped} dropped, {adoption.held} held"
-        self._record.tell(self.process.name, f"serves, {found}" if self.pool.is_left else "serves, empty")
+        found = (
+            f"{adoption.blocks} blocks adopted, {adoption.dropped} dropped, {adoption.held} held"
+        )
+        self._record.tell(
+            self.process.name, f"serves, {found}" if self.pool.is_left else "serves, empty"
+        )
         self.after_start()
 
     def _listen(self) -> list[Listening]:
         """By TCP, and by its Unix socket unless another process has that name."""
         process, listening = self.process, []
         for family in FAMILIES:
-            with contextlib.suppress(OSError) if family == socket.AF_UNIX else contextlib.nullcontext():
-                listener: Any = self._network.listen(process, family, OWN_UID, lambda: self._rouse(process))
+            with (
+                contextlib.suppress(OSError)
+                if family == socket.AF_UNIX
+                else contextlib.nullcontext()
+            ):
+                listener: Any = self._network.listen(
+                    process, family, OWN_UID, lambda: self._rouse(process)
+                )
                 listening.append(Listening(listener, f"simulated {family}"))
         return listening
 
@@ -259,7 +287,9 @@ class ChaosServer:
             return
         self.connections.check()
         if self.service.counters.internal_errors:
-            raise Violation("broken_rules", f"the server failed inside on a request: {self._stumble}")
+            raise Violation(
+                "broken_rules", f"the server failed inside on a request: {self._stumble}"
+            )
         if self.connections._ready or self._epoll.poll():
             self._rouse(process)
 
@@ -285,7 +315,8 @@ class ChaosServer:
         return reply
 
     def _tidy(self) -> None:
-        """Carries on with what a request has begun: sometimes before the next one comes, sometimes not."""
+        """Carries on with what a request has begun: sometimes before the next one comes, sometimes
+        not."""
         if self.store.has_to_tidy and self._random.random() < 0.7:
             self.store.tidy(self.process.now_ms())
 
@@ -297,11 +328,14 @@ class ChaosServer:
             raise
         except Exception as error:  # guard: raised again
             place = traceback.extract_tb(error.__traceback__)[-1]
-            self._stumble = f"{type(error).__name__}: {error}, at {Path(place.filename).name}:{place.lineno}"
+            self._stumble = (
+                f"{type(error).__name__}: {error}, at {Path(place.filename).name}:{place.lineno}"
+            )
             raise
 
     def _note_reply(self, reply: list[bytes]) -> None:
-        """Every request gets one reply. Only one of no session, or none any more, may be told so twice."""
+        """Every request gets one reply. Only one of no session, or none any more, may be told so
+        twice."""
         header = decode_header(reply)
         said = decode_reply(header, reply)
         request = (header.session, header.number)

@@ -1,4 +1,5 @@
-"""Makes a failing chaos run small: items of its plan are left out for as long as it fails in the same way."""
+"""Makes a failing chaos run small: items of its plan are left out for as long as it fails in the
+same way."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def shrink(plan: Plan, finding: str) -> tuple[list[int], Outcome]:
     best: dict[tuple[int, ...], Outcome] = {}
 
     def fails_without(dropped: Sequence[int]) -> bool:
-        if not any(isinstance(plan.items[at], EngineItem) for at in numbers if at not in set(dropped)):
+        if not any(
+            isinstance(plan.items[at], EngineItem) for at in numbers if at not in set(dropped)
+        ):
             return False
         outcome = ChaosRun(plan.without(dropped)).run()
         if outcome.finding == finding:
@@ -30,9 +33,12 @@ def shrink(plan: Plan, finding: str) -> tuple[list[int], Outcome]:
 
 
 def minimise(
-    numbers: Sequence[int], fails_without: Callable[[Sequence[int]], bool], runs_at_most: int = RUNS_AT_MOST
+    numbers: Sequence[int],
+    fails_without: Callable[[Sequence[int]], bool],
+    runs_at_most: int = RUNS_AT_MOST,
 ) -> list[int]:
-    """The numbers that are not needed for the failure: first many at a time, then fewer, then one by one."""
+    """The numbers that are not needed for the failure: first many at a time, then fewer, then one
+    by one."""
     needed, dropped = list(numbers), list[int]()
     size, runs = len(needed) // 2, 0
     while size and runs < runs_at_most:

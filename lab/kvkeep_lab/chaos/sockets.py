@@ -1,11 +1,12 @@
-"""Sockets of a simulation: byte pipes between processes, with the faults of streams, and listeners and epoll for them.
+"""Sockets of a simulation: byte pipes between processes, with the faults of streams, and listeners
+and epoll for them.
 
     client's end ── Pipe: sent, on its way, arrived ──► server's end
                  ◄── Pipe ───────────────────────────
 
-A pipe keeps the order of bytes and loses none, as TCP and Unix sockets do. What it does choose: how many bytes a send
-takes and a recv gives, when bytes arrive, and when the connection ends. A pipe that is full takes no more.
-"""
+A pipe keeps the order of bytes and loses none, as TCP and Unix sockets do. What it does choose: how
+many bytes a send takes and a recv gives, when bytes arrive, and when the connection ends. A pipe
+that is full takes no more."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Hub(Protocol):
 
 
 class Pipe:
-    """One direction of a connection. `capacity` counts bytes on their way and bytes that nobody has read."""
+    """One direction of a connection. `capacity` counts bytes on their way and bytes that nobody has
+    read."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -56,10 +58,12 @@ class Pipe:
 
 
 class ChaosSocket:
-    """One end of a connection: what `Stream` needs of a `socket.socket`. `uid`: of the user that runs the other end,
-    None while no process has the other end."""
+    """One end of a connection: what `Stream` needs of a `socket.socket`. `uid`: of the user that
+    runs the other end, None while no process has the other end."""
 
-    def __init__(self, hub: Hub, process: Process, family: int, incoming: Pipe, outgoing: Pipe) -> None:
+    def __init__(
+        self, hub: Hub, process: Process, family: int, incoming: Pipe, outgoing: Pipe
+    ) -> None:
         self.process, self.family = process, family
         self.incoming, self.outgoing = incoming, outgoing
         self.other: ChaosSocket | None = None
@@ -117,7 +121,8 @@ class ChaosSocket:
         return data
 
     def close(self) -> None:
-        """What was sent still arrives, then the end. With bytes unread the other end is told of a reset instead."""
+        """What was sent still arrives, then the end. With bytes unread the other end is told of a
+        reset instead."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -128,7 +133,8 @@ class ChaosSocket:
     # -- for the simulation
 
     def is_ready(self, events: int) -> bool:
-        """Whether poll would report the socket: for these events, or because the connection has ended."""
+        """Whether poll would report the socket: for these events, or because the connection has
+        ended."""
         if self.is_reset or self.error:
             return True
         if not self.is_connected:
@@ -137,7 +143,11 @@ class ChaosSocket:
         is_gone = self.other is None or self.other.is_closed
         writable = self.outgoing.room > 0 or is_gone
         hung_up = self.incoming.is_ended and (is_gone or bool(events & select.POLLRDHUP))
-        return hung_up or bool(events & select.POLLIN and readable) or bool(events & select.POLLOUT and writable)
+        return (
+            hung_up
+            or bool(events & select.POLLIN and readable)
+            or bool(events & select.POLLOUT and writable)
+        )
 
     def wait(self, timeout_us: int) -> None:
         """Blocks the thread until something changes here, or for so long."""
@@ -155,7 +165,8 @@ class ChaosSocket:
         self.on_change()
 
     def reset(self) -> None:
-        """The connection is gone, for this end. Bytes that have arrived can be read, as on Linux."""
+        """The connection is gone, for this end. Bytes that have arrived can be read, as on
+        Linux."""
         if not self.is_closed and not self.is_reset:
             self.is_reset = True
             self.notify()
@@ -212,7 +223,8 @@ class ChaosListener:
 
 
 class ChaosEpoll:
-    """`select.epoll` for sockets of a simulation. It never waits: whoever owns it is told of changes."""
+    """`select.epoll` for sockets of a simulation. It never waits: whoever owns it is told of
+    changes."""
 
     def __init__(self, find: Callable[[int], ChaosSocket | ChaosListener | None]) -> None:
         self._find = find

@@ -16,7 +16,8 @@ from kvkeep_lab.chaos.plan import Arrival, Cut
 
 
 class Truth:
-    """Checksums of each shard by the block's address at the server. `learn` every request before it can be stored."""
+    """Checksums of each shard by the block's address at the server. `learn` every request before it
+    can be stored."""
 
     def __init__(self) -> None:
         self._sums: dict[bytes, tuple[str, NDArray[np.uint64]]] = {}
@@ -28,7 +29,9 @@ class Truth:
         count = -(-len(tokens) // config.block_tokens)
         ranks = []
         for number in range(config.world_size):
-            strategy = model.strategy(config.tensor_parallel_size, config.pipeline_parallel_size, number)
+            strategy = model.strategy(
+                config.tensor_parallel_size, config.pipeline_parallel_size, number
+            )
             ranks.append(Rank(strategy, model.allocate_kv(strategy, count, config.block_tokens)))
         shape = shape_of(model, ranks, count, config.block_tokens)
         chain = KeyChain(root_key(shape.identity, arrival.salt), config.block_tokens)

@@ -1,1 +1,2 @@
-"""Commands of development: `kvkeep chaos`, `kvkeep fuzz`, `kvkeep engine-fuzz` and research benchmarks."""
+"""Commands of development: `kvkeep chaos`, `kvkeep fuzz`, `kvkeep engine-fuzz` and research
+benchmarks."""

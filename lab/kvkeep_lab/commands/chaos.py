@@ -1,4 +1,5 @@
-"""`kvkeep chaos`: whole clusters in simulated time under faults of every kind, replayable from a seed alone."""
+"""`kvkeep chaos`: whole clusters in simulated time under faults of every kind, replayable from a
+seed alone."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ _SHRUNK = 2  # violations that are made small; the others are only named
 _SHOWN_VIOLATIONS = 10
 _SEEDS_A_MUTANT = 200
 _MINUTES_AT_MOST = 24 * 60
-_OUTDATED = ("TypeError", "AttributeError", "KeyError: '")  # a bug that could have been written runs
+_OUTDATED = (
+    "TypeError",
+    "AttributeError",
+    "KeyError: '",
+)  # a bug that could have been written runs
 
 
 def chaos(
@@ -33,29 +38,40 @@ def chaos(
             "for example 2,5:9."
         ),
     ] = "",
-    story: Annotated[bool, typer.Option(help="With --seed: print what happens, event by event.")] = False,
+    story: Annotated[
+        bool, typer.Option(help="With --seed: print what happens, event by event.")
+    ] = False,
     mutant: Annotated[str, typer.Option(help="Run with this bug planted.")] = "",
     mutants: Annotated[
-        bool, typer.Option(help="Plant one bug after the other, and find the seed that notices each.")
+        bool,
+        typer.Option(help="Plant one bug after the other, and find the seed that notices each."),
     ] = False,
     real: Annotated[
-        bool, typer.Option(help="Real processes, signals and shared memory instead of a simulation.")
+        bool,
+        typer.Option(help="Real processes, signals and shared memory instead of a simulation."),
     ] = False,
-    minutes: Annotated[float | None, typer.Option(help="With --real: how long faults go on; 10 if not given.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="With --real: how long faults go on; 10 if not given.")
+    ] = None,
     jobs: Jobs = 0,
     json: Json = False,
 ) -> None:
-    """Run engines, clients and a server in simulated time under faults. Exit code 1 if anything was wrong."""
+    """Run engines, clients and a server in simulated time under faults. Exit code 1 if anything was
+    wrong."""
     if real:
         if seeds is not None or mutant or mutants or without or story or jobs:
-            raise SettingsError("--real takes --minutes, --seed and --json only", "leave the others out")
+            raise SettingsError(
+                "--real takes --minutes, --seed and --json only", "leave the others out"
+            )
         _with_real_processes(seed or 0, 10.0 if minutes is None else minutes, json)
         return
     if minutes is not None:
         raise SettingsError("--minutes is for --real", "say --real, or leave it out")
     if mutants:
         if seed is not None or mutant or without or story:
-            raise SettingsError("--mutants takes --seeds, --jobs and --json only", "leave the others out")
+            raise SettingsError(
+                "--mutants takes --seeds, --jobs and --json only", "leave the others out"
+            )
         _hunt(chosen(None, seeds or f"0:{_SEEDS_A_MUTANT}"), jobs, json)
         return
     _check_mutant(mutant)
@@ -75,7 +91,9 @@ def chaos(
             violations.append(_explained(outcome, mutant, shrink=len(violations) < _SHRUNK))
         if time.monotonic() - last_word > _PROGRESS_EVERY_S:
             last_word = time.monotonic()
-            note(f"{len(outcomes):,} of {counted(len(span), 'run')}, {counted(len(violations), 'violation')}")
+            note(
+                f"{len(outcomes):,} of {counted(len(span), 'run')}, {counted(len(violations), 'violation')}"
+            )
     totals = _totals(outcomes, time.monotonic() - started)
     totals["violations"] = violations[:_SHOWN_VIOLATIONS]
     if json:
@@ -173,7 +191,12 @@ def _explained(outcome: dict[str, Any], mutant: str, *, shrink: bool) -> dict[st
     replay = f"kvkeep chaos --seed {seed}" + (f" --without {left_out}" if left_out else "")
     replay += (f" --mutant {mutant}" if mutant else "") + " --story"
     note(f"replay: {replay}")
-    found = {"seed": seed, "finding": outcome["finding"], "violation": outcome["violation"], "replay": replay}
+    found = {
+        "seed": seed,
+        "finding": outcome["finding"],
+        "violation": outcome["violation"],
+        "replay": replay,
+    }
     return found | ({"story": story} if shrink else {})
 
 
@@ -188,7 +211,13 @@ def _replay(seed: int, left_out: str, story: bool, mutant: str, json: bool) -> N
     without = numbers_in(left_out, len(plan.items))
     with planted(mutant):
         outcome = asdict(
-            next(iter(in_processes(lambda _: ChaosRun(plan.without(without), detailed=story).run(), [0], 1)))
+            next(
+                iter(
+                    in_processes(
+                        lambda _: ChaosRun(plan.without(without), detailed=story).run(), [0], 1
+                    )
+                )
+            )
         )
     totals = _totals([outcome], time.monotonic() - started)
     totals["violations"] = [outcome["violation"]] if outcome["violation"] else []
@@ -198,7 +227,11 @@ def _replay(seed: int, left_out: str, story: bool, mutant: str, json: bool) -> N
     else:
         for line in totals["story"]:
             print(line)
-        print(f"{outcome['finding']}: {outcome['violation']}" if outcome["violation"] else "nothing is wrong")
+        print(
+            f"{outcome['finding']}: {outcome['violation']}"
+            if outcome["violation"]
+            else "nothing is wrong"
+        )
     if outcome["violation"]:
         sys.exit(1)
 
@@ -208,12 +241,18 @@ def _with_real_processes(seed: int, minutes: float, json: bool) -> None:
     from kvkeep_lab.chaos.real_plan import Counts
 
     if not 0 < minutes <= _MINUTES_AT_MOST:
-        raise SettingsError(f"--minutes is {minutes:g}", f"write a number above 0, {_MINUTES_AT_MOST} at most")
+        raise SettingsError(
+            f"--minutes is {minutes:g}", f"write a number above 0, {_MINUTES_AT_MOST} at most"
+        )
     result = RealRun(seed, minutes * 60, Counts.of_minutes(minutes), on_progress=note).run()
     if json:
         show_json(result)
     else:
-        show_facts((name.replace("_", " "), str(value)) for name, value in result.items() if name != "violations")
+        show_facts(
+            (name.replace("_", " "), str(value))
+            for name, value in result.items()
+            if name != "violations"
+        )
     for violation in result["violations"]:
         note(f"violation: {violation}")
     if result["violations"]:
@@ -245,7 +284,10 @@ def _hunt(span: range, jobs: int, json: bool) -> None:
     else:
         show_table(
             ("mutant", "bug", "seed", "finding"),
-            [(each["mutant"], each["bug"], each["seed"], each["finding"] or "not noticed") for each in caught],
+            [
+                (each["mutant"], each["bug"], each["seed"], each["finding"] or "not noticed")
+                for each in caught
+            ],
         )
     if missed:
         sys.exit(1)
@@ -256,7 +298,13 @@ def _find(what: tuple[str, range]) -> dict[str, Any]:
     from kvkeep_lab.chaos.mutants import MUTANTS
 
     name, span = what
-    found: dict[str, Any] = {"mutant": name, "bug": MUTANTS[name].bug, "seed": None, "finding": "", "violation": ""}
+    found: dict[str, Any] = {
+        "mutant": name,
+        "bug": MUTANTS[name].bug,
+        "seed": None,
+        "finding": "",
+        "violation": "",
+    }
     bad = next((outcome for seed in span if (outcome := _run((seed, name)))["violation"]), {})
     if any(error in bad.get("violation", "") for error in _OUTDATED):
         raise RuntimeError(f"the mutant {name} does not fit the code any more: {bad['violation']}")
@@ -279,7 +327,14 @@ def _show(totals: dict[str, Any], span: range) -> None:
         f"{counted(totals['hit_blocks'], 'block')} found in the cache"
     )
     show_table(("fault", "times"), sorted(totals["faults"].items()))
-    names = ("wrong_tokens", "wrong_bytes", "engine_errors", "stuck_requests", "leaked_blocks", "leaked_leases")
+    names = (
+        "wrong_tokens",
+        "wrong_bytes",
+        "engine_errors",
+        "stuck_requests",
+        "leaked_blocks",
+        "leaked_leases",
+    )
     show_facts((name.replace("_", " "), f"{totals[name]:,}") for name in (*names, "broken_rules"))
     for violation in totals["violations"]:
         for line in violation.get("story", ()):

@@ -1,4 +1,5 @@
-"""`kvkeep engine-fuzz`: random lives of the reference engine under faults, judged by an engine without a cache."""
+"""`kvkeep engine-fuzz`: random lives of the reference engine under faults, judged by an engine
+without a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def engine_fuzz(
     jobs: Jobs = 0,
     json: Json = False,
 ) -> None:
-    """Run random schedules under faults; the tokens must be those without a cache. Exit code 1 if they are not."""
+    """Run random schedules under faults; the tokens must be those without a cache. Exit code 1 if
+    they are not."""
     if model not in _MODELS:
         raise SettingsError(f"--model is {model!r}", f"allowed are {', '.join(_MODELS)}")
     span = chosen(seed, seeds)
@@ -49,7 +51,9 @@ def engine_fuzz(
             totals.update({name: count for name, count in result.items() if name != "seed"})
         if time.monotonic() - last_word > _PROGRESS_EVERY_S:
             last_word = time.monotonic()
-            note(f"{done:,} of {counted(len(span), 'run')}, {counted(len(violations), 'violation')}")
+            note(
+                f"{done:,} of {counted(len(span), 'run')}, {counted(len(violations), 'violation')}"
+            )
     outcome = {
         "model": model,
         "seeds": f"{span.start}:{span.stop}",
@@ -74,9 +78,15 @@ def _show(outcome: dict[str, Any]) -> None:
         f"{counted(outcome.get('requests', 0), 'request')}, {counted(outcome.get('tokens', 0), 'token')}, "
         f"{counted(outcome.get('external_cached_tokens', 0), 'token')} from the cache"
     )
-    happened = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in outcome["faults"].items() if count)
+    happened = ", ".join(
+        f"{name.replace('_', ' ')} {count:,}" for name, count in outcome["faults"].items() if count
+    )
     print(f"what happened on the way: {happened or 'nothing'}")
-    print(counted(outcome["violation_count"], "violation") if outcome["violation_count"] else "every answer is right")
+    print(
+        counted(outcome["violation_count"], "violation")
+        if outcome["violation_count"]
+        else "every answer is right"
+    )
 
 
 def _run(what: tuple[int, str]) -> dict[str, Any]:
@@ -87,6 +97,10 @@ def _run(what: tuple[int, str]) -> dict[str, Any]:
         return asdict(Fuzz(seed, model).run())
     except Violation as violation:
         return {"seed": seed, "violation": str(violation)}
-    except Exception as error:  # guard: whatever it is, it is a finding, and the other seeds still run
+    except Exception as error:
+        # guard: whatever it is, it is a finding, and the other seeds still run
         place = "".join(traceback.format_tb(error.__traceback__)[-2:])
-        return {"seed": seed, "violation": f"seed {seed}, model {model}: {type(error).__name__}: {error}\n{place}"}
+        return {
+            "seed": seed,
+            "violation": f"seed {seed}, model {model}: {type(error).__name__}: {error}\n{place}",
+        }

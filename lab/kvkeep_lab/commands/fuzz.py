@@ -1,4 +1,5 @@
-"""`kvkeep fuzz`: inputs that nobody would send, guided by coverage or fast, against all that reads input."""
+"""`kvkeep fuzz`: inputs that nobody would send, guided by coverage or fast, against all that reads
+input."""
 
 from __future__ import annotations
 
@@ -20,13 +21,22 @@ _SECONDS = 60.0
 
 
 def fuzz(
-    target: Annotated[str, typer.Option(help="wire, service, index, config, http, or all of them.")] = "all",
-    seconds: Annotated[float | None, typer.Option(help="How long, shared evenly by the targets. Without: 60.")] = None,
-    inputs: Annotated[int, typer.Option(help="Stop a target after so many inputs. 0: when its time is over.")] = 0,
+    target: Annotated[
+        str, typer.Option(help="wire, service, index, config, http, or all of them.")
+    ] = "all",
+    seconds: Annotated[
+        float | None, typer.Option(help="How long, shared evenly by the targets. Without: 60.")
+    ] = None,
+    inputs: Annotated[
+        int, typer.Option(help="Stop a target after so many inputs. 0: when its time is over.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Where the fuzzer's random numbers begin.")] = 0,
-    corpus: Annotated[Path | None, typer.Option(help="Directory of TARGET.txt: lines of base64 to begin with.")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Directory of TARGET.txt: lines of base64 to begin with.")
+    ] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Directory that keeps inputs which reached new code, for the next run.")
+        Path | None,
+        typer.Option(help="Directory that keeps inputs which reached new code, for the next run."),
     ] = None,
     malformed_frames: Annotated[
         int | None,
@@ -54,7 +64,11 @@ def fuzz(
         _tell(result)
     totals = total(results)
     if json:
-        show_json(totals if target != "all" else totals | {"targets": [asdict(result) for result in results]})
+        show_json(
+            totals
+            if target != "all"
+            else totals | {"targets": [asdict(result) for result in results]}
+        )
     else:
         columns = [column for column in asdict(results[0]) if column != "findings"]
         show_table(columns, [[asdict(result)[column] for column in columns] for result in results])
@@ -71,13 +85,19 @@ def _check(
     malformed_frames: int | None,
 ) -> None:
     if seconds is not None and not 0 < seconds < math.inf:
-        raise SettingsError(f"--seconds is {seconds:g}", "it is a number above 0, or left out for 60")
+        raise SettingsError(
+            f"--seconds is {seconds:g}", "it is a number above 0, or left out for 60"
+        )
     if inputs < 0:
-        raise SettingsError(f"--inputs is {inputs}", "it is a number above 0, or left out for no limit")
+        raise SettingsError(
+            f"--inputs is {inputs}", "it is a number above 0, or left out for no limit"
+        )
     if seed < 0:
         raise SettingsError(f"--seed is {seed}", "seeds begin with 0")
     if corpus is not None and not corpus.is_dir():
-        raise SettingsError(f"--corpus is {corpus}, which is no directory", "name one with files like wire.txt")
+        raise SettingsError(
+            f"--corpus is {corpus}, which is no directory", "name one with files like wire.txt"
+        )
     if malformed_frames is None:
         return
     if malformed_frames < 1:
@@ -86,11 +106,16 @@ def _check(
     for option, value in guided.items():
         if value:
             raise SettingsError(
-                f"{option} does not go with --malformed-frames", "leave one of them out: only coverage has use for it"
+                f"{option} does not go with --malformed-frames",
+                "leave one of them out: only coverage has use for it",
             )
 
 
 def _tell(result: FuzzResult) -> None:
     for found in result.findings:
-        note(f"{result.target}: {found['kind']}, input {found['input'] or '(none)'}\n{found['said']}")
-    note(f"{result.target}: {counted(result.inputs, 'input')}, {counted(len(result.findings), 'finding')}")
+        note(
+            f"{result.target}: {found['kind']}, input {found['input'] or '(none)'}\n{found['said']}"
+        )
+    note(
+        f"{result.target}: {counted(result.inputs, 'input')}, {counted(len(result.findings), 'finding')}"
+    )

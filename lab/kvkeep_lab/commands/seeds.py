@@ -21,7 +21,8 @@ _AT_A_TIME = 4  # seeds that a process takes
 
 Seed = Annotated[int | None, typer.Option(help="Run this one seed, in this process.")]
 Seeds = Annotated[
-    str | None, typer.Option(help="Run these seeds: FIRST:END, without END itself; 0:100 if neither is given.")
+    str | None,
+    typer.Option(help="Run these seeds: FIRST:END, without END itself; 0:100 if neither is given."),
 ]
 Jobs = Annotated[int, typer.Option(help="Processes. 0: one for each core.")]
 
@@ -42,7 +43,9 @@ def span(text: str) -> range:
     return range(int(first), int(end))
 
 
-def in_processes(run: Callable[[T], R], items: Sequence[T], jobs: int, at_a_time: int = _AT_A_TIME) -> Iterator[R]:
+def in_processes(
+    run: Callable[[T], R], items: Sequence[T], jobs: int, at_a_time: int = _AT_A_TIME
+) -> Iterator[R]:
     """The result of each item, in their order. One job: in this process."""
     if jobs < 0:
         raise SettingsError(f"--jobs is {jobs}", "write 0 for one process for each core")

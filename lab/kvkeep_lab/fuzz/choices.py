@@ -1,4 +1,5 @@
-"""An input of a fuzzer, read as a series of choices: every byte string is some test, and near ones are near tests."""
+"""An input of a fuzzer, read as a series of choices: every byte string is some test, and near ones
+are near tests."""
 
 from __future__ import annotations
 
@@ -50,15 +51,16 @@ _DEEPEST = 4
 
 
 def random_inputs(seed: int, count: int, longest: int = 200) -> Iterator[bytes]:
-    """Inputs of no guidance at all, the same for the same seed: enough to see whether a target notices anything."""
+    """Inputs of no guidance at all, the same for the same seed: enough to see whether a target
+    notices anything."""
     random = Random(seed)
     for _ in range(count):
         yield random.randbytes(random.randrange(longest + 1))
 
 
 def memory_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory in memory for the files of inputs. Who runs us in a process that may end at any moment says by TMPDIR
-    where it will clean up."""
+    """A directory in memory for the files of inputs. Who runs us in a process that may end at any
+    moment says by TMPDIR where it will clean up."""
     return tempfile.TemporaryDirectory(prefix="kvkeep-fuzz-", dir=os.environ.get("TMPDIR", MEMORY))
 
 
@@ -67,9 +69,10 @@ class Leak(AssertionError):
 
 
 class Ran(NamedTuple):
-    """What an input came to. An input may have many messages: frames, requests or files. Of these `malformed_frames`
-    were refused by the decoder: no header or CRC of ours, a frame missing or too long, a body that is no message. What
-    counts is the refusal, not what the input meant; a message of another protocol version is not malformed."""
+    """What an input came to. An input may have many messages: frames, requests or files. Of these
+    `malformed_frames` were refused by the decoder: no header or CRC of ours, a frame missing or too
+    long, a body that is no message. What counts is the refusal, not what the input meant; a message
+    of another protocol version is not malformed."""
 
     messages: int
     malformed_frames: int = 0
@@ -115,11 +118,19 @@ class Choices:
         kind = self.byte()
         if kind < 128:
             return kind % 8
-        return self.pick(NUMBERS) if kind < 224 else int.from_bytes(self.take(8), "little", signed=kind < 240)
+        return (
+            self.pick(NUMBERS)
+            if kind < 224
+            else int.from_bytes(self.take(8), "little", signed=kind < 240)
+        )
 
     def text(self) -> str:
         kind = self.byte()
-        return self.pick(TEXTS) if kind < 128 else self.take(kind % 64).decode(errors="surrogateescape")
+        return (
+            self.pick(TEXTS)
+            if kind < 128
+            else self.take(kind % 64).decode(errors="surrogateescape")
+        )
 
     def value(self, depth: int = 0) -> Any:
         """Anything that JSON, TOML or MessagePack can say."""

@@ -1,4 +1,5 @@
-"""Fuzz target of everything that is read once at the edge: settings, connector options, params, keys, quotas, units."""
+"""Fuzz target of everything that is read once at the edge: settings, connector options, params,
+keys, quotas, units."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def _settings(choices: Choices) -> None:
     except SettingsError:
         return
     for row in settings.describe():
-        assert TABLE[row.name].parse(row.name, row.value, "again") == getattr(settings, row.name), row
+        assert TABLE[row.name].parse(row.name, row.value, "again") == getattr(settings, row.name), (
+            row
+        )
 
 
 def _toml(choices: Choices) -> None:
@@ -121,7 +124,10 @@ def _params(choices: Choices) -> None:
 
 
 def _keys(choices: Choices) -> None:
-    lines = [choices.pick(_LINES) if choices.byte() % 3 else choices.text() for _ in range(choices.byte() % 5)]
+    lines = [
+        choices.pick(_LINES) if choices.byte() % 3 else choices.text()
+        for _ in range(choices.byte() % 5)
+    ]
     content = "\n".join(lines).encode(errors="surrogatepass" if choices.byte() % 2 else "replace")
     _scratch().write_bytes(content + choices.take(choices.byte()))
     os.chmod(_scratch(), choices.pick((0o600, 0o600, 0o644, 0o666)))
@@ -151,7 +157,11 @@ def _quotas(choices: Choices) -> None:
 
 
 def _units(choices: Choices) -> None:
-    text = choices.pick(_VALUES) if choices.byte() % 2 else choices.rest().decode(errors="surrogateescape")
+    text = (
+        choices.pick(_VALUES)
+        if choices.byte() % 2
+        else choices.rest().decode(errors="surrogateescape")
+    )
     for parse in (parse_size, parse_duration, parse_address, split_host):
         with contextlib.suppress(ValueError):
             parse(text)
@@ -161,4 +171,12 @@ def _units(choices: Choices) -> None:
         assert parse_duration(format_duration(parse_duration(text))) >= 0
 
 
-_READERS: tuple[Callable[[Choices], None], ...] = (_settings, _options, _params, _keys, _quotas, _units, _toml)
+_READERS: tuple[Callable[[Choices], None], ...] = (
+    _settings,
+    _options,
+    _params,
+    _keys,
+    _quotas,
+    _units,
+    _toml,
+)

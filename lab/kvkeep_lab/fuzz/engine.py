@@ -1,11 +1,12 @@
-"""Random lives of an engine with an external cache, each from one seed, each judged by an engine without.
+"""Random lives of an engine with an external cache, each from one seed, each judged by an engine
+without.
 
-A run draws a model's cut, an engine's sizes, faults, and a few conversations whose turns share prefixes and continue
-what was generated before. Then, step by step: requests arrive, are aborted or preempted; the server restarts, falls
-silent, loses bits; loads fail, in whole or in part, now or later. At every step nothing may contradict itself; at the
-end every answer equals the one without a cache, every request was told how much the cache gave it, and every block,
-lease and job has been given back. The same seed gives the same run.
-"""
+A run draws a model's cut, an engine's sizes, faults, and a few conversations whose turns share
+prefixes and continue what was generated before. Then, step by step: requests arrive, are aborted or
+preempted; the server restarts, falls silent, loses bits; loads fail, in whole or in part, now or
+later. At every step nothing may contradict itself; at the end every answer equals the one without a
+cache, every request was told how much the cache gave it, and every block, lease and job has been
+given back. The same seed gives the same run."""
 
 from __future__ import annotations
 
@@ -66,22 +67,31 @@ class _Turn:
 
 
 class _Watch:
-    """Reads what an engine's workers were asked and what they reported, to know what the cache gave each request."""
+    """Reads what an engine's workers were asked and what they reported, to know what the cache gave
+    each request."""
 
     def __init__(self, engine: Engine) -> None:
         self.given = Given(engine.config.block_tokens)
         self._engine, self._run = engine, engine.workers.run
-        self._loads: dict[Any, tuple[str, int, list[int]]] = {}  # job -> whose, from which block on, into which
+        self._loads: dict[
+            Any, tuple[str, int, list[int]]
+        ] = {}  # job -> whose, from which block on, into which
         self._bad: dict[Any, set[int]] = {}
         self._reports: dict[Any, set[int]] = {}  # the ranks that have reported a job
         engine.workers.run = self.run  # type: ignore[method-assign]
 
     def run(self, step: Step) -> StepOutput:
-        started = {name: step.metadata.loads[job].skip for job, name in step.metadata.requests.items()}
+        started = {
+            name: step.metadata.loads[job].skip for job, name in step.metadata.requests.items()
+        }
         for job, load in step.metadata.loads.items():
             self._loads[job] = step.metadata.requests[job], load.skip, load.block_ids.tolist()
         for segment in step.segments:  # what it had when the step began
-            tokens = started[name] * self._block_tokens if (name := segment.request_id) in started else segment.start
+            tokens = (
+                started[name] * self._block_tokens
+                if (name := segment.request_id) in started
+                else segment.start
+            )
             self.given.computed(name, tokens)
         output = self._run(step)
         for report in output.reports:
@@ -89,7 +99,10 @@ class _Watch:
                 self._bad.setdefault(number, set()).update(block_ids)
             for number in report.loaded:
                 self._reports.setdefault(number, set()).add(report.rank)
-                if number in self._loads and len(self._reports[number]) == self._engine.config.world_size:
+                if (
+                    number in self._loads
+                    and len(self._reports[number]) == self._engine.config.world_size
+                ):
                     self._end_load(number)
         return output
 
@@ -117,7 +130,8 @@ class Fuzz:
     def __init__(self, seed: int, model: str = "oracle") -> None:
         self.seed = seed
         self._random = random.Random(f"{model} {seed}")
-        # In some lives, users with one prompt come together and load it inside the step: what fails then is shared.
+        # In some lives, users with one prompt come together and load it inside the step: what fails
+        # then is shared.
         self._bursts = self._random.random() < 0.2
         self._config = self._draw_config()
         self._model_name = model
@@ -130,7 +144,9 @@ class Fuzz:
         self._stumbles = self._random.choice((0.0, 0.0, 0.05))
         for _ in range(self._random.choice((1, 1, 2))):
             self._add_engine()
-        self._histories: list[list[int]] = [[]]  # what somebody may continue, or somebody else repeat
+        self._histories: list[list[int]] = [
+            []
+        ]  # what somebody may continue, or somebody else repeat
         self._turns: list[_Turn] = []
         self._live: list[tuple[Engine, _Turn]] = []
         self.outcome = Outcome(seed)
@@ -140,7 +156,9 @@ class Fuzz:
         try:
             for _ in range(self._random.randint(3, 14)):
                 self._arrive()
-                for _ in range(self._random.choice((60, 60, 10) if self._bursts else (0, 1, 1, 3, 10, 40))):
+                for _ in range(
+                    self._random.choice((60, 60, 10) if self._bursts else (0, 1, 1, 3, 10, 40))
+                ):
                     self._step()
                     self._disturb()
             self._finish()
@@ -203,7 +221,8 @@ class Fuzz:
     # -- events
 
     def _arrive(self) -> None:
-        """A new conversation, another branch of one, or its next turn; sometimes several at once that begin alike."""
+        """A new conversation, another branch of one, or its next turn; sometimes several at once
+        that begin alike."""
         chance = self._random
         salt, beginning = self._beginning()
         engine = chance.choice(self._engines)
@@ -217,11 +236,15 @@ class Fuzz:
             tail = chance.choice((1, 2, 20) if self._bursts else (1, 3, 9, 30))
             tokens = beginning + [chance.randrange(_VOCABULARY) for _ in range(tail)]
             sampling = SamplingParams(
-                max_tokens=chance.choice((1, 4, 18)), temperature=chance.choice((0.0, 0.8)), seed=chance.randrange(1000)
+                max_tokens=chance.choice((1, 4, 18)),
+                temperature=chance.choice((0.0, 0.8)),
+                seed=chance.randrange(1000),
             )
             reference = self._answer_without_cache(tokens, salt, sampling)
             priority, params = chance.choice((0, 0, 1)), dict.fromkeys(EXTRA_CACHED_TOKENS)
-            request = engine.add(tokens, sampling, salt=salt or None, priority=priority, kv_transfer_params=params)
+            request = engine.add(
+                tokens, sampling, salt=salt or None, priority=priority, kv_transfer_params=params
+            )
             turn = _Turn(request, reference, self._watches[engine])
             self._turns.append(turn)
             self._live.append((engine, turn))
@@ -232,9 +255,13 @@ class Fuzz:
         chance = self._random
         salt = chance.choice(("",) if self._bursts else ("", "", "alice", "bob"))
         tokens = chance.choice(self._histories[-2 if self._bursts else -9 :])
-        return salt, tokens[: chance.choice((len(tokens), len(tokens), chance.randint(0, len(tokens))))][:140]
+        return salt, tokens[
+            : chance.choice((len(tokens), len(tokens), chance.randint(0, len(tokens))))
+        ][:140]
 
-    def _answer_without_cache(self, tokens: list[int], salt: str, sampling: SamplingParams) -> list[int]:
+    def _answer_without_cache(
+        self, tokens: list[int], salt: str, sampling: SamplingParams
+    ) -> list[int]:
         request = self._reference.add(tokens, sampling, salt=salt or None)
         while self._reference.busy:
             self._reference.step()
@@ -249,7 +276,9 @@ class Fuzz:
             engine.check_integrity()
             self._watches[engine].after_step()
             self.outcome.steps += 1
-        self._live = [(engine, turn) for engine, turn in self._live if not turn.request.finish_reason]
+        self._live = [
+            (engine, turn) for engine, turn in self._live if not turn.request.finish_reason
+        ]
         self.cache.pass_time(self._random.choice((0, 1, 5, 20)))
         self.cache.maybe_flip_a_bit()
 
@@ -282,7 +311,9 @@ class Fuzz:
                 break
             self._step()
         else:
-            raise AssertionError(f"requests are stuck: {[turn.request.id for _, turn in self._live]}")
+            raise AssertionError(
+                f"requests are stuck: {[turn.request.id for _, turn in self._live]}"
+            )
         for turn in self._turns:
             self._judge(turn)
         for engine in self._engines:
@@ -299,18 +330,29 @@ class Fuzz:
         metrics = request.metrics
         given = request.output_tokens
         if request.finish_reason in ("abort", "error"):
-            assert given == turn.reference[: len(given)], f"{request.id}: wrong tokens before its end: {given}"
-            assert request.finish_reason == "abort" or self._config.kv_load_failure_policy == "fail", request.error
+            assert given == turn.reference[: len(given)], (
+                f"{request.id}: wrong tokens before its end: {given}"
+            )
+            assert (
+                request.finish_reason == "abort" or self._config.kv_load_failure_policy == "fail"
+            ), request.error
         else:
             assert given == turn.reference, f"{request.id}: {given} instead of {turn.reference}"
         cached = metrics.external_cached_tokens
-        assert 0 <= cached <= request.prompt_tokens and metrics.local_cached_tokens >= 0, f"{request.id}: counted wrong"
-        if request.finish_reason not in ("abort", "error"):  # else a load may have ended after the request was told
+        assert 0 <= cached <= request.prompt_tokens and metrics.local_cached_tokens >= 0, (
+            f"{request.id}: counted wrong"
+        )
+        if request.finish_reason not in (
+            "abort",
+            "error",
+        ):  # else a load may have ended after the request was told
             right = turn.watch.given.tokens(request.id, request.prompt_tokens)
             assert request.reply_params == dict.fromkeys(EXTRA_CACHED_TOKENS, right), (
                 f"{request.id}: told {request.reply_params}, but the cache gave it {right} tokens"
             )
-            assert cached == right, f"{request.id}: {cached} external tokens, but the cache gave it {right}"
+            assert cached == right, (
+                f"{request.id}: {cached} external tokens, but the cache gave it {right}"
+            )
         outcome.requests += 1
         outcome.tokens += len(given)
         outcome.aborted += request.finish_reason == "abort"

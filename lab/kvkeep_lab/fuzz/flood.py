@@ -1,11 +1,14 @@
-"""A flood of malformed frames: inputs from a seed, without Atheris and its guidance, at the full speed of the code.
+"""A flood of malformed frames: inputs from a seed, without Atheris and its guidance, at the full
+speed of the code.
 
-    kvkeep fuzz --malformed-frames N ──► flood() ──► python, plain kvkeep ──► drown() ──► a target's function
-                                             └────◄ counts and the input under way, in a small shared file
+    kvkeep fuzz --malformed-frames N ──► flood() ──► python, plain kvkeep ──► drown() ──► a target's
+    function
+                                             └────◄ counts and the input under way, in a small
+                                             shared file
 
-It ends when N frames were refused. An input that makes a target raise, or its process end, is a crash; one that takes
-longer than HANG_AFTER_S is a hang. Memory that grows by more than MOST_GROWTH_MIB after the first inputs is a leak.
-"""
+It ends when N frames were refused. An input that makes a target raise, or its process end, is a
+crash; one that takes longer than HANG_AFTER_S is a hang. Memory that grows by more than
+MOST_GROWTH_MIB after the first inputs is a leak."""
 
 from __future__ import annotations
 
@@ -34,15 +37,20 @@ MOST_GROWTH_MIB = 64
 LONGEST_INPUT_BYTES = 1 << 14
 _WARM_INPUTS = 100  # until then memory grows because caches fill
 _LOOK_EVERY = 50  # inputs
-_STATE = struct.Struct("<QQQQI")  # inputs, messages, malformed frames, leaks; bytes of the input under way, then itself
+_STATE = struct.Struct(
+    "<QQQQI"
+)  # inputs, messages, malformed frames, leaks; bytes of the input under way, then itself
 _CHILD = "import sys; from kvkeep_lab.fuzz import flood; flood.drown(*sys.argv[1:])"
 
 
 def flood(target: str, frames: int, seed: int = 0) -> FuzzResult:
-    """Inputs of that seed until so many malformed frames were refused, in a process that may die of it; then another
-    one goes on with the next seed."""
+    """Inputs of that seed until so many malformed frames were refused, in a process that may die of
+    it; then another one goes on with the next seed."""
     if target not in FLOODS:
-        raise SettingsError(f"--target is {target!r}, which takes no frames", f"there are {', '.join(FLOODS)}, and all")
+        raise SettingsError(
+            f"--target is {target!r}, which takes no frames",
+            f"there are {', '.join(FLOODS)}, and all",
+        )
     result, started = FuzzResult(target), time.monotonic()
     with memory_directory() as name:
         while result.malformed_frames < frames and len(result.findings) < MOST_FINDINGS:
@@ -57,13 +65,17 @@ def _process(result: FuzzResult, state: Path, frames: int, seed: int) -> None:
     command = [sys.executable, "-c", _CHILD, result.target, str(state), str(frames), str(seed)]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         environment = {**os.environ, "TMPDIR": str(state.parent)}
-        process = subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(
+            command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=environment
+        )
         try:
             code = process.wait()  # an alarm ends it if an input does not
         finally:
             process.kill()
             process.wait()
-        inputs, messages, malformed, leaks, nbytes = _STATE.unpack_from(content := state.read_bytes())
+        inputs, messages, malformed, leaks, nbytes = _STATE.unpack_from(
+            content := state.read_bytes()
+        )
         result.inputs += inputs
         result.messages += messages
         result.malformed_frames += malformed
@@ -73,12 +85,14 @@ def _process(result: FuzzResult, state: Path, frames: int, seed: int) -> None:
             result.leaks += kind == "leak"
             result.crashes += kind == "crash"
             said.seek(0)
-            result.findings.append(finding(kind, content[_STATE.size : _STATE.size + nbytes], said.read()))
+            result.findings.append(
+                finding(kind, content[_STATE.size : _STATE.size + nbytes], said.read())
+            )
 
 
 def drown(target: str, state: str, frames: str, seed: str) -> None:
-    """In a process of its own: inputs until so many frames were refused. The file always says how far it came and with
-    what, whatever becomes of the process."""
+    """In a process of its own: inputs until so many frames were refused. The file always says how
+    far it came and with what, whatever becomes of the process."""
     import logging
 
     logging.disable(logging.CRITICAL)  # what is wrong with inputs is wanted
@@ -90,13 +104,17 @@ def drown(target: str, state: str, frames: str, seed: str) -> None:
         memory[_STATE.size : _STATE.size + len(data)] = data
         inputs += 1
         _STATE.pack_into(memory, 0, inputs, messages, malformed, 0, len(data))
-        signal.alarm(HANG_AFTER_S)  # nobody handles it: the kernel ends even what is stuck outside of Python
+        signal.alarm(
+            HANG_AFTER_S
+        )  # nobody handles it: the kernel ends even what is stuck outside of Python
         try:
             ran = run(data)
             if inputs % _LOOK_EVERY == 0:
                 warm_mib = warm_mib if inputs > _WARM_INPUTS else _own_memory_mib()
                 if _own_memory_mib() - warm_mib > MOST_GROWTH_MIB:
-                    raise Leak(f"{inputs} inputs, and memory grew by more than {MOST_GROWTH_MIB} MiB")
+                    raise Leak(
+                        f"{inputs} inputs, and memory grew by more than {MOST_GROWTH_MIB} MiB"
+                    )
         except Leak:
             _STATE.pack_into(memory, 0, inputs, messages, malformed, 1, len(data))
             raise
@@ -105,7 +123,9 @@ def drown(target: str, state: str, frames: str, seed: str) -> None:
         _STATE.pack_into(memory, 0, inputs, messages, malformed, 0, 0)
         if malformed >= wanted:
             return
-    raise AssertionError(f"{inputs} inputs, and only {malformed} malformed frames: this is not what they are made for")
+    raise AssertionError(
+        f"{inputs} inputs, and only {malformed} malformed frames: this is not what they are made for"
+    )
 
 
 def _inputs(seed: int, most: int) -> Iterator[bytes]:

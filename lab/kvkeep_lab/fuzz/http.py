@@ -1,6 +1,5 @@
-"""Fuzz target of the admin API: requests made from its own OpenAPI description, and nearly so, to the real application
-over a real daemon. Every answer is one that the description promises.
-"""
+"""Fuzz target of the admin API: requests made from its own OpenAPI description, and nearly so, to
+the real application over a real daemon. Every answer is one that the description promises."""
 
 from __future__ import annotations
 
@@ -25,7 +24,17 @@ _MOST_REQUESTS = 6
 _MOST_TENANTS = 64
 _TOKEN = b"a-token-for-fuzzing"
 WITH_TOKEN = (b"authorization", b"Bearer " + _TOKEN)
-_TENANTS = ("default", tenant_of("a"), tenant_of("b"), "t-" + "0" * 31, "salt", "..", "%00", "a/b", "é")
+_TENANTS = (
+    "default",
+    tenant_of("a"),
+    tenant_of("b"),
+    "t-" + "0" * 31,
+    "salt",
+    "..",
+    "%00",
+    "a/b",
+    "é",
+)
 _METHODS = ("GET", "PUT", "POST", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "x")
 _HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"host", b"evil.example"),
@@ -61,21 +70,31 @@ class App:
         self._directory = memory_directory()
         base = Path(self._directory.name)
         flags = {"pool-size": "1MiB", "slab-size": "64KiB", "address": "tcp://127.0.0.1:0"}
-        flags |= {"http-address": "127.0.0.1:0", "shm-dir": str(base), "state-dir": str(base / "state")}
+        flags |= {
+            "http-address": "127.0.0.1:0",
+            "shm-dir": str(base),
+            "state-dir": str(base / "state"),
+        }
         flags |= {"max-tenants": str(_MOST_TENANTS)}
         argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
         self.daemon = _Unstoppable(Settings.load(None, {}, argv))
         self._thread = threading.Thread(target=self.daemon.run, daemon=True)
         self._thread.start()
         assert self.daemon.ready.wait(60)
-        self._app = make_app(Admin(self.daemon), Access(lambda: _TOKEN, for_reading=False), RefusalLog())
+        self._app = make_app(
+            Admin(self.daemon), Access(lambda: _TOKEN, for_reading=False), RefusalLog()
+        )
         self.description: dict[str, Any] = self._app.openapi()
         self._loop = asyncio.new_event_loop()
 
-    def ask(self, method: str, path: str, query: bytes, headers: list[Any], body: bytes) -> tuple[int, bytes]:
+    def ask(
+        self, method: str, path: str, query: bytes, headers: list[Any], body: bytes
+    ) -> tuple[int, bytes]:
         return self._loop.run_until_complete(self._ask(method, path, query, headers, body))
 
-    async def _ask(self, method: str, path: str, query: bytes, headers: list[Any], body: bytes) -> tuple[int, bytes]:
+    async def _ask(
+        self, method: str, path: str, query: bytes, headers: list[Any], body: bytes
+    ) -> tuple[int, bytes]:
         told: list[Message] = []
         waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -132,13 +151,19 @@ def run_http(data: bytes) -> Ran:
 def _request(choices: Choices, app: App) -> None:
     template = choices.pick(sorted(app.description["paths"]))
     operations = app.description["paths"][template]
-    method = choices.pick(_METHODS).upper() if choices.seldom() else choices.pick(sorted(operations)).upper()
+    method = (
+        choices.pick(_METHODS).upper()
+        if choices.seldom()
+        else choices.pick(sorted(operations)).upper()
+    )
     operation = operations.get(method.lower(), {})
     path, query = template, []
     for parameter in operation.get("parameters", ()):
         value = _text(choices, app, parameter["schema"])
         if parameter["in"] == "path":
-            path = path.replace("{" + parameter["name"] + "}", choices.pick((*_TENANTS[:3], choices.pick(_TENANTS))))
+            path = path.replace(
+                "{" + parameter["name"] + "}", choices.pick((*_TENANTS[:3], choices.pick(_TENANTS)))
+            )
         else:
             query.append(f"{parameter['name']}={value}")
     if choices.seldom():
@@ -158,7 +183,12 @@ def _body(choices: Choices, app: App, operation: dict[str, Any]) -> bytes:
         return choices.take(choices.byte())
     if choices.seldom():
         return b"[" * 10_000
-    schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    schema = (
+        operation.get("requestBody", {})
+        .get("content", {})
+        .get("application/json", {})
+        .get("schema", {})
+    )
     return json.dumps(_value(choices, app, schema), default=repr).encode(errors="replace")
 
 
@@ -167,7 +197,11 @@ def _value(choices: Choices, app: App, schema: dict[str, Any]) -> Any:
     if choices.seldom():
         return choices.value()
     if "$ref" in schema:
-        return _value(choices, app, app.description["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+        return _value(
+            choices,
+            app,
+            app.description["components"]["schemas"][schema["$ref"].rpartition("/")[2]],
+        )
     if "anyOf" in schema:
         return _value(choices, app, choices.pick(schema["anyOf"]))
     match schema.get("type"):
@@ -175,7 +209,10 @@ def _value(choices: Choices, app: App, schema: dict[str, Any]) -> Any:
             return {name: _value(choices, app, each) for name, each in schema["properties"].items()}
         case "object":
             inner = schema.get("additionalProperties", {})
-            return {choices.pick(_SETTINGS): _value(choices, app, inner) for _ in range(choices.byte() % 4)}
+            return {
+                choices.pick(_SETTINGS): _value(choices, app, inner)
+                for _ in range(choices.byte() % 4)
+            }
         case "integer":
             return choices.number()
         case "string":
@@ -201,7 +238,12 @@ def _check(app: App, operation: dict[str, Any], method: str, status: int, conten
         problem = json.loads(content)
         assert {"error", "message", "field", "hint"} <= problem.keys() and problem["error"], problem
     if status == 200 and method != "HEAD":
-        described = operation["responses"]["200"].get("content", {}).get("application/json", {}).get("schema")
+        described = (
+            operation["responses"]["200"]
+            .get("content", {})
+            .get("application/json", {})
+            .get("schema")
+        )
         if described is not None:
             _conform(app, json.loads(content), described)
 

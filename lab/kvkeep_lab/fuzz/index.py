@@ -1,4 +1,5 @@
-"""Fuzz target of warm restarts: an index that a server left, damaged anywhere, and the next server that reads it."""
+"""Fuzz target of warm restarts: an index that a server left, damaged anywhere, and the next server
+that reads it."""
 
 from __future__ import annotations
 
@@ -45,20 +46,25 @@ class LeftColumns(PlainColumns):
 
 @cache
 def left_behind() -> tuple[dict[str, NDArray[Any]], frozenset[Block]]:
-    """What a server has left that was killed: ready, leased, half-written and expiring blocks of two tenants and two
-    layouts. And the blocks that were true."""
+    """What a server has left that was killed: ready, leased, half-written and expiring blocks of
+    two tenants and two layouts. And the blocks that were true."""
     columns = LeftColumns()
     store = Store(_POOL_BYTES, _SLAB_BYTES, _LIMITS, columns=columns)
     store.add_slabs(0, _SLABS)
     store.open_session(_OLD)
-    layouts = [store.open_layout(_OLD, name, shards).number for name, shards in ((b"one", (64,)), (b"two", (64, 4096)))]
+    layouts = [
+        store.open_layout(_OLD, name, shards).number
+        for name, shards in ((b"one", (64,)), (b"two", (64, 4096)))
+    ]
     write = 0
     for tenant in _TENANTS:
         for layout in layouts:
             keys = chain(f"{tenant[:3]}{layout}", 3)
             for shard in range(store.layouts[layout].shards):
                 write += 1
-                plan = store.prepare_store(_OLD, write, tenant, layout, shard, b"", keys, 10, 50, 100 * layout)
+                plan = store.prepare_store(
+                    _OLD, write, tenant, layout, shard, b"", keys, 10, 50, 100 * layout
+                )
                 checks = np.arange(1, len(plan.slots) + 1, dtype=np.uint64) * np.uint64(write)
                 store.complete_store(_OLD, write, checks, 10)
             store.lookup(_OLD, 100 + write, tenant, layout, keys, 0, 11)
@@ -70,7 +76,12 @@ def blocks_of(store: Store) -> list[Block]:
     """Tenant, key, slot and checksums of all that a lookup could find."""
     table = store.blocks.table
     return [
-        (tenant.name, key, table.slot[row], store.layouts[table.layout[row]].checks[table.check[row]].tobytes())
+        (
+            tenant.name,
+            key,
+            table.slot[row],
+            store.layouts[table.layout[row]].checks[table.check[row]].tobytes(),
+        )
         for tenant in store.tenants
         for key, row in tenant.index.items()
         if table.state[row] == READY
@@ -138,7 +149,10 @@ def _damage(choices: Choices, columns: dict[str, NDArray[Any]]) -> None:
 
 
 def _adopt_files(
-    choices: Choices, columns: dict[str, NDArray[Any]], true_blocks: frozenset[Block], old_sessions: bool
+    choices: Choices,
+    columns: dict[str, NDArray[Any]],
+    true_blocks: frozenset[Block],
+    old_sessions: bool,
 ) -> None:
     """The same from files, whose header and lengths may be wrong too."""
     with memory_directory() as name:

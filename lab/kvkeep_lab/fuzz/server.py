@@ -1,12 +1,13 @@
-"""A flood of malformed frames over raw sockets, against a real server process: beside it a good client is served.
+"""A flood of malformed frames over raw sockets, against a real server process: beside it a good
+client is served.
 
     flood = ServerFlood(server.address, server.pid, seed=1)
     flood.run(seconds=10)
     flood.frames, flood.connections, flood.grown_kib
 
-A connection brings frames under right headers whose CRC or body is wrong, and in the end bytes that are no header: the
-server must close it. Others bring half a message and stay, or go away without reading.
-"""
+A connection brings frames under right headers whose CRC or body is wrong, and in the end bytes that
+are no header: the server must close it. Others bring half a message and stay, or go away without
+reading."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _WARM_CONNECTIONS = 200
 
 
 class ServerFlood:
-    """Counts malformed frames that were sent. Raises AssertionError if the server does not do as it should."""
+    """Counts malformed frames that were sent. Raises AssertionError if the server does not do as it
+    should."""
 
     def __init__(self, address: str, pid: int, seed: int) -> None:
         self.frames = self.connections = self.pings = 0
@@ -57,7 +59,9 @@ class ServerFlood:
             while time.monotonic() < until_s:
                 self._attack()
                 if self.connections % 20 == 0:
-                    assert isinstance(self._good.say(m.Ping()), m.Done), "a good client is not served"
+                    assert isinstance(self._good.say(m.Ping()), m.Done), (
+                        "a good client is not served"
+                    )
                     self.pings += 1
                     self._look_at_memory()
         finally:
@@ -75,7 +79,9 @@ class ServerFlood:
             last = broken(chance, b"GET / HTTP/1.1\r\n\r\n".ljust(HEADER_BYTES))
             last = b"\0" + last if MAGIC.startswith(last[: len(MAGIC)]) else last
         self.frames += len(parts) + 1
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # closed before all was sent
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # closed before all was sent
             attacker.sendall(b"".join((*parts, last)))
             while kind > 1 and attacker.recv(1 << 16):
                 pass  # until the server closes it
@@ -84,13 +90,22 @@ class ServerFlood:
             self._staying.pop(-1 if kind else 0).close()
 
     def _malformed(self) -> bytes:
-        """One that leaves the connection open: of the right length, and wrong in its CRC or its body."""
+        """One that leaves the connection open: of the right length, and wrong in its CRC or its
+        body."""
         chance = self._random
         whole = bytearray(chance.choice(self._bases))
         sizes = decode_sizes(whole) if len(whole) > HEADER_BYTES else None
-        if sizes is None or len(whole) != HEADER_BYTES + sizes.total_bytes or chance.randrange(3) == 0:
-            return b"".join(seal(Header(chance.getrandbits(64), 1), chance.randbytes(1 + chance.randrange(60))))
-        whole[chance.randrange(HEADER_BYTES, HEADER_BYTES + sizes.body_bytes)] ^= 1 << chance.randrange(8)
+        if (
+            sizes is None
+            or len(whole) != HEADER_BYTES + sizes.total_bytes
+            or chance.randrange(3) == 0
+        ):
+            return b"".join(
+                seal(Header(chance.getrandbits(64), 1), chance.randbytes(1 + chance.randrange(60)))
+            )
+        whole[chance.randrange(HEADER_BYTES, HEADER_BYTES + sizes.body_bytes)] ^= (
+            1 << chance.randrange(8)
+        )
         return bytes(whole)
 
     def _connect(self) -> socket.socket:

@@ -1,6 +1,6 @@
-"""Fuzz target of the server: a whole service with hostile sessions beside a good one. After every message limits hold;
-in the end the good client gets its own bytes or a miss, everybody leaves, and nothing stays behind.
-"""
+"""Fuzz target of the server: a whole service with hostile sessions beside a good one. After every
+message limits hold; in the end the good client gets its own bytes or a miss, everybody leaves, and
+nothing stays behind."""
 
 from __future__ import annotations
 
@@ -16,21 +16,48 @@ from kvkeep.store.plans import Limits
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode, seal
 from kvkeep_lab.fuzz.choices import Choices, Leak, Ran
-from kvkeep_lab.fuzz.wire import FRAME_BYTES, PLANES, REQUESTS, SHARD_BYTES, Fields, damaged, pack, spoiled
+from kvkeep_lab.fuzz.wire import (
+    FRAME_BYTES,
+    PLANES,
+    REQUESTS,
+    SHARD_BYTES,
+    Fields,
+    damaged,
+    pack,
+    spoiled,
+)
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
 
 LIMITS = Limits(
-    blocks_per_request=32, leases_per_session=8, writing_blocks_per_session=24, sessions=6, layouts=6, tenants=16
+    blocks_per_request=32,
+    leases_per_session=8,
+    writing_blocks_per_session=24,
+    sessions=6,
+    layouts=6,
+    tenants=16,
 )
 MOST_MESSAGES, MOST_MESSAGES_OF_A_FLOOD = 40, 1_000  # of an input
-_MALFORMED = ("bad_frame", "frame_too_large", "bad_message")  # refusals of the decoder; of what has no header: silence
+_MALFORMED = (
+    "bad_frame",
+    "frame_too_large",
+    "bad_message",
+)  # refusals of the decoder; of what has no header: silence
 _SLAB_BYTES, _POOL_BYTES = 4 * 4096, 24 * 4096
 _NETWORK_TIMEOUT_MS = 10_000
-_CALLERS = (ANYONE, Caller("k" * 40, "one", ("default",)), Caller("j" * 40, "two", ()), Caller("i" * 40, revoked=True))
+_CALLERS = (
+    ANYONE,
+    Caller("k" * 40, "one", ("default",)),
+    Caller("j" * 40, "two", ()),
+    Caller("i" * 40, revoked=True),
+)
 # What goes deep is said more often than what ends a session.
 _OFTEN = (m.PrepareStore, m.Lookup, m.CompleteStore, m.Put, m.Fetch, m.Release, m.AbandonStore)
-_KINDS: tuple[type[Any], ...] = (*(kind for kind in REQUESTS if kind is not m.Goodbye), *_OFTEN * 2, m.Goodbye)
+_KINDS: tuple[type[Any], ...] = (
+    *(kind for kind in REQUESTS if kind is not m.Goodbye),
+    *_OFTEN * 2,
+    m.Goodbye,
+)
 _GOOD_TENANT = tenant_of("a good client's salt")
 
 
@@ -53,8 +80,9 @@ class Held:
 
 
 class Siege:
-    """One server, one good client, and everything else that an input says. In a flood half the messages are spoiled
-    and half of all are damaged; otherwise few are, so that the others go deep."""
+    """One server, one good client, and everything else that an input says. In a flood half the
+    messages are spoiled and half of all are damaged; otherwise few are, so that the others go
+    deep."""
 
     def __init__(self, data: bytes, *, flood: bool = False) -> None:
         self._most_messages = MOST_MESSAGES_OF_A_FLOOD if flood else MOST_MESSAGES
@@ -134,9 +162,14 @@ class Siege:
         answer = self._say(encode(Header(0, 1), m.Hello("hostile", 7)), caller)
         if isinstance(answer, m.Welcome):
             self.tokens.append((answer.session, caller))
-            for number, first in ((2, m.Attach(self.choices.pick(PLANES[:2]))), (3, m.OpenLayout(b"a" * 16, [64]))):
+            for number, first in (
+                (2, m.Attach(self.choices.pick(PLANES[:2]))),
+                (3, m.OpenLayout(b"a" * 16, [64])),
+            ):
                 opened = self._say(encode(Header(answer.session, number), first), caller)
-                self.fields.layout = opened.layout if isinstance(opened, m.LayoutOpened) else self.fields.layout
+                self.fields.layout = (
+                    opened.layout if isinstance(opened, m.LayoutOpened) else self.fields.layout
+                )
             self.fields.used.append(3)
 
     def _attack(self, kind: type[Any]) -> None:
@@ -148,7 +181,9 @@ class Siege:
         message = self.fields.message(kind)
         number = self.fields.earlier() & (1 << 64) - 1 if choices.seldom() else self._next_number()
         header = Header(token, number)
-        payload = [bytes(choices.pick((64, 64, 63, 0)))] * (choices.byte() % 4) if kind is m.Put else []
+        payload = (
+            [bytes(choices.pick((64, 64, 63, 0)))] * (choices.byte() % 4) if kind is m.Put else []
+        )
         body = spoiled(choices, message) if choices.byte() >= self._wrong_from else pack(message)
         frames = seal(header, body, payload)
         if choices.byte() >= self._wrong_from:
@@ -157,10 +192,16 @@ class Siege:
         self.fields.used.append(number)
         if isinstance(answer, m.Welcome):
             self.tokens.append((answer.session, caller))
-        if isinstance(answer, m.Refused) and answer.code == "unknown_session" and (token, caller) in self.tokens[1:]:
+        if (
+            isinstance(answer, m.Refused)
+            and answer.code == "unknown_session"
+            and (token, caller) in self.tokens[1:]
+        ):
             self.tokens.remove((token, caller))
         if isinstance(answer, m.Prepared) and answer.positions:
-            self.half_stored.append((token, m.CompleteStore(number, bytes(2 * len(answer.positions)))))
+            self.half_stored.append(
+                (token, m.CompleteStore(number, bytes(2 * len(answer.positions))))
+            )
 
     def _next_number(self) -> int:
         return (self.fields.used[-1] + 1) % (1 << 63)
@@ -168,12 +209,18 @@ class Siege:
     def _store(self) -> None:
         """A store as it should be, by one who may do other things next."""
         token, caller = self.tokens[-1]
-        keys, number = chain(self.choices.pick("ab"), 1 + self.choices.below(5)), self._next_number()
+        keys, number = (
+            chain(self.choices.pick("ab"), 1 + self.choices.below(5)),
+            self._next_number(),
+        )
         prepare = m.PrepareStore("default", self.fields.layout, 0, b"", keys)
         plan = self._say(encode(Header(token, number), prepare), caller)
         if isinstance(plan, m.Prepared) and plan.positions:
             blocks = len(plan.positions) // 4
-            self._say(encode(Header(token, number + 1), m.Put(number, 0), [bytes(SHARD_BYTES)] * blocks), caller)
+            self._say(
+                encode(Header(token, number + 1), m.Put(number, 0), [bytes(SHARD_BYTES)] * blocks),
+                caller,
+            )
             sums = checksum(bytes(SHARD_BYTES)).to_bytes(8, "little") * blocks
             if self.choices.seldom():
                 self.half_stored.append((token, m.CompleteStore(number, sums)))
@@ -190,7 +237,9 @@ class Siege:
             self.fields.used.append(number)
 
     def _wait(self) -> None:
-        self.now_ms += self.choices.pick((1, 100, _NETWORK_TIMEOUT_MS // 2, _NETWORK_TIMEOUT_MS + 1))
+        self.now_ms += self.choices.pick(
+            (1, 100, _NETWORK_TIMEOUT_MS // 2, _NETWORK_TIMEOUT_MS + 1)
+        )
         if self.choices.seldom():
             for lock in self.locks:
                 lock.alive = False
@@ -205,14 +254,18 @@ class Siege:
 
     def _check_limits(self) -> None:
         service, store = self.server.service, self.server.store
-        if len(service.sessions) > LIMITS.sessions or len(store.layouts._by_number) > LIMITS.layouts:
+        if (
+            len(service.sessions) > LIMITS.sessions
+            or len(store.layouts._by_number) > LIMITS.layouts
+        ):
             raise Leak("more sessions or layouts than are allowed")
         for session in service.sessions.all():
             held = store.sessions[session.number]
             _check_session(session, len(held.leases), held.writing_blocks)
 
     def _check_good(self) -> None:
-        """The good client gets its own bytes or a miss. It may have been silent for too long, and then it says so."""
+        """The good client gets its own bytes or a miss. It may have been silent for too long, and
+        then it says so."""
         reply = self.good.say(m.Ping())
         if isinstance(reply, m.Refused):
             assert reply.code == "unknown_session", reply
@@ -238,7 +291,10 @@ class Siege:
 def _check_session(session: ServerSession, leases: int, writing_blocks: int) -> None:
     if leases > LIMITS.leases_per_session or len(session.network_leases) > leases:
         raise Leak("more leases than are allowed")
-    if writing_blocks > LIMITS.writing_blocks_per_session or len(session.network_writes) > writing_blocks:
+    if (
+        writing_blocks > LIMITS.writing_blocks_per_session
+        or len(session.network_writes) > writing_blocks
+    ):
         raise Leak("more writes than are allowed")
 
 

@@ -1,13 +1,16 @@
-"""Coverage-guided fuzzing: which targets there are, and how each is run by Atheris in a process of its own.
+"""Coverage-guided fuzzing: which targets there are, and how each is run by Atheris in a process of
+its own.
 
-    kvkeep fuzz ──► fuzz() ──► python, Atheris, instrumented kvkeep ──► run_one() ──► a target's function
-                        └────◄ counts in a small shared file, findings as files, edges in libFuzzer's log
+    kvkeep fuzz ──► fuzz() ──► python, Atheris, instrumented kvkeep ──► run_one() ──► a target's
+    function
+                        └────◄ counts in a small shared file, findings as files, edges in
+                        libFuzzer's log
 
-An input that makes a target raise is a crash (`Leak`: a leak), one that takes longer than HANG_AFTER_S is a hang, and
-more memory than MOST_MEMORY_MIB is a leak. The process ends with a finding, or when it has grown to RENEW_AT_MIB;
-another goes on with what it has learned in the time that is left.
-Inputs of a corpus are lines of base64, so that they can be read, compared and commented in a text file.
-"""
+An input that makes a target raise is a crash (`Leak`: a leak), one that takes longer than
+HANG_AFTER_S is a hang, and more memory than MOST_MEMORY_MIB is a leak. The process ends with a
+finding, or when it has grown to RENEW_AT_MIB; another goes on with what it has learned in the time
+that is left. Inputs of a corpus are lines of base64, so that they can be read, compared and
+commented in a text file."""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ TARGETS = {
 }
 HANG_AFTER_S = 30
 MOST_MEMORY_MIB = 2048
-RENEW_AT_MIB = 1024  # Atheris 3.0 leaks what a comparison of arrays gives: 0.3 MiB with each input of `service`
+# Atheris 3.0 leaks what a comparison of arrays gives: 0.3 MiB with each input of `service`
+RENEW_AT_MIB = 1024
 _LOOK_EVERY = 100  # inputs
 LONGEST_INPUT_BYTES = 1024
 MOST_FINDINGS = 20  # of one run: whatever is wrong by then is wrong often
@@ -49,7 +53,8 @@ _COUNTS = struct.Struct("<QQQQ")  # inputs, messages, malformed frames, leaks
 _EDGES = re.compile(r"\bcov: (\d+)")
 _START_S = 120  # what a process may take over its time, to start and to end
 
-# The child: instruments kvkeep, and how messages are made of an input, as they are imported. So Atheris comes first.
+# The child: instruments kvkeep, and how messages are made of an input, as they are imported. So
+# Atheris comes first.
 _CHILD = """
 import sys, atheris
 with atheris.instrument_imports(include=["kvkeep", "kvkeep_lab"]):
@@ -91,19 +96,32 @@ def load(target: str, among: Mapping[str, tuple[str, str]] | None = None) -> Cal
 
 
 def read_corpus(path: Path) -> list[bytes]:
-    """The inputs in a file: lines of base64; empty ones and those that begin with # are for people."""
+    """The inputs in a file: lines of base64; empty ones and those that begin with # are for
+    people."""
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
-        return [base64.b64decode(line, validate=True) for line in lines if line and not line.startswith("#")]
+        return [
+            base64.b64decode(line, validate=True)
+            for line in lines
+            if line and not line.startswith("#")
+        ]
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} is no corpus: {error}", "it has lines of base64, and comments") from error
+        raise SettingsError(
+            f"{path} is no corpus: {error}", "it has lines of base64, and comments"
+        ) from error
 
 
 def fuzz(
-    target: str, seconds: float, inputs: int = 0, seed: int = 0, corpus: Path | None = None, keep: Path | None = None
+    target: str,
+    seconds: float,
+    inputs: int = 0,
+    seed: int = 0,
+    corpus: Path | None = None,
+    keep: Path | None = None,
 ) -> FuzzResult:
-    """Runs one target for so long, or for so many inputs if that is not 0. `corpus`: a directory with TARGET.txt to
-    begin from; `keep`: one whose folder TARGET is to have what was found to reach new code, for the next run."""
+    """Runs one target for so long, or for so many inputs if that is not 0. `corpus`: a directory
+    with TARGET.txt to begin from; `keep`: one whose folder TARGET is to have what was found to
+    reach new code, for the next run."""
     load(target)
     if importlib.util.find_spec("atheris") is None:
         raise SettingsError(
@@ -126,7 +144,9 @@ def fuzz(
 class _Run:
     """Processes of one target, one after the other, that share what they have learned."""
 
-    def __init__(self, result: FuzzResult, scratch: Path, corpus: Path | None, keep: Path | None) -> None:
+    def __init__(
+        self, result: FuzzResult, scratch: Path, corpus: Path | None, keep: Path | None
+    ) -> None:
         self._result = result
         self._scratch = scratch
         self._learned = (keep or scratch / "learned") / result.target
@@ -159,8 +179,13 @@ class _Run:
         command += [f"-{name}={value}" for name, value in flags.items()]
         command += [str(self._learned), str(self._seeds)]
         with tempfile.TemporaryFile("w+", errors="replace") as said:
-            environment = {**os.environ, "TMPDIR": str(self._scratch)}  # libFuzzer ends its process without a word
-            child = subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=environment)
+            environment = {
+                **os.environ,
+                "TMPDIR": str(self._scratch),
+            }  # libFuzzer ends its process without a word
+            child = subprocess.Popen(
+                command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=environment
+            )
             try:
                 code = child.wait(seconds + HANG_AFTER_S + _START_S)
             except subprocess.TimeoutExpired:
@@ -191,21 +216,29 @@ class _Run:
             if kind != "slow":
                 result.findings.append(finding(kind, path.read_bytes(), said))
             path.unlink()
-        if code and not found:  # no input is to blame: the process itself could not start, or could not end
+        if (
+            code and not found
+        ):  # no input is to blame: the process itself could not start, or could not end
             result.crashes += code != -1
             result.hangs += code == -1
             result.findings.append(finding("process", b"", said))
 
 
 def finding(kind: str, data: bytes, said: str) -> dict[str, str]:
-    """What is told of an input that found something: the input as a line of a corpus, and what its process said."""
+    """What is told of an input that found something: the input as a line of a corpus, and what its
+    process said."""
     text = said.partition("Uncaught Python exception")[2] or said
-    lines = [line for line in text.splitlines() if line.strip() and not re.match(r"#\d+|MS:|INFO|WARNING", line)]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.strip() and not re.match(r"#\d+|MS:|INFO|WARNING", line)
+    ]
     return {"kind": kind, "input": base64.b64encode(data).decode(), "said": "\n".join(lines[:40])}
 
 
 def child(target: str, counts: str) -> Callable[[bytes], None]:
-    """In the process that Atheris has: the target with its counts in the file that its parent reads."""
+    """In the process that Atheris has: the target with its counts in the file that its parent
+    reads."""
     import logging
 
     logging.disable(logging.CRITICAL)  # what is wrong with inputs is wanted
@@ -237,6 +270,18 @@ def _resident_mib() -> float:
 
 def total(results: Sequence[FuzzResult]) -> dict[str, Any]:
     """All targets as one, in the words of one."""
-    names = ("inputs", "messages", "malformed_frames", "crashes", "hangs", "leaks", "edges", "seconds")
+    names = (
+        "inputs",
+        "messages",
+        "malformed_frames",
+        "crashes",
+        "hangs",
+        "leaks",
+        "edges",
+        "seconds",
+    )
     target = results[0].target if len(results) == 1 else "all"
-    return {"target": target, **{name: round(sum(getattr(each, name) for each in results), 1) for name in names}}
+    return {
+        "target": target,
+        **{name: round(sum(getattr(each, name) for each in results), 1) for name in names},
+    }

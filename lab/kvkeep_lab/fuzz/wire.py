@@ -1,4 +1,5 @@
-"""Fuzz target of framing and decoders, and how messages are made from an input: right, nearly right, or damaged."""
+"""Fuzz target of framing and decoders, and how messages are made from an input: right, nearly
+right, or damaged."""
 
 from __future__ import annotations
 
@@ -40,7 +41,16 @@ _LONGEST_ERROR_CHARS = 400
 
 REQUESTS: tuple[type[Any], ...] = get_args(m.Request)
 _REPLIES: tuple[type[Any], ...] = get_args(m.Reply)
-_TENANTS = ("default", tenant_of("a"), tenant_of("b"), tenant_of("c"), "", "salt", "t-" + "0" * 31, "x" * 3000)
+_TENANTS = (
+    "default",
+    tenant_of("a"),
+    tenant_of("b"),
+    tenant_of("c"),
+    "",
+    "salt",
+    "t-" + "0" * 31,
+    "x" * 3000,
+)
 _KEY_RUNS = [chain(name, length) for name in "ab" for length in (1, 2, 5, 9, 33, 0)]
 _KEY_RUNS += [_KEY_RUNS[1][:-1], _KEY_RUNS[1] * 2, chain("a", 5)[16:], b"k", bytes(64)]
 PLANES = (m.NETWORK, m.SHARED_MEMORY, "", "x" * 2000)
@@ -55,9 +65,16 @@ def _packable(value: Any) -> Any:
     match value:
         case str():
             encoded = value.encode(errors="surrogatepass")
-            return value if value.isascii() else msgspec.Raw(b"\xda" + len(encoded).to_bytes(2, "big") + encoded)
+            return (
+                value
+                if value.isascii()
+                else msgspec.Raw(b"\xda" + len(encoded).to_bytes(2, "big") + encoded)
+            )
         case dict():
-            return {key.encode(errors="replace").decode(): _packable(each) for key, each in value.items()}
+            return {
+                key.encode(errors="replace").decode(): _packable(each)
+                for key, each in value.items()
+            }
         case list():
             return [_packable(each) for each in value]
         case _:
@@ -90,13 +107,18 @@ class Fields:
             case "count":
                 return choices.pick((1, 1, 2, self.number()))
             case "key" | "parent":
-                return choices.pick([b"", *(run[-16:] for run in _KEY_RUNS[:5]), b"short", choices.take(16)])
+                return choices.pick(
+                    [b"", *(run[-16:] for run in _KEY_RUNS[:5]), b"short", choices.take(16)]
+                )
             case "plane":
                 return choices.pick(PLANES)
             case "fingerprint":
                 return choices.pick((b"a" * 16, b"b" * 16, choices.take(16), b""))
             case "shard_bytes":
-                return [choices.pick((SHARD_BYTES, 64, 100, 4096, self.number())) for _ in range(choices.byte() % 5)]
+                return [
+                    choices.pick((SHARD_BYTES, 64, 100, 4096, self.number()))
+                    for _ in range(choices.byte() % 5)
+                ]
             case "lease" | "write":
                 return self.earlier()
             case "leases" | "writes":
@@ -114,7 +136,10 @@ class Fields:
             case "role":
                 return choices.text()[: m.MAX_ROLE_CHARS]
             case "parts":
-                return {choices.text()[: m.MAX_PART_NAME_CHARS]: choices.text() for _ in range(choices.byte() % 4)}
+                return {
+                    choices.text()[: m.MAX_PART_NAME_CHARS]: choices.text()
+                    for _ in range(choices.byte() % 4)
+                }
             case "pool" | "limits":
                 return self.message(m.PoolPlace if name == "pool" else m.WireLimits)
             case "capabilities" | "shard_offsets":
@@ -134,7 +159,8 @@ class Fields:
 
 
 def spoiled(choices: Choices, fields: dict[str, Any]) -> bytes:
-    """A message with a field of another type, missing, unknown or doubled; or with bytes changed."""
+    """A message with a field of another type, missing, unknown or doubled; or with bytes
+    changed."""
     name = choices.pick(list(fields))
     match choices.below(6):
         case 0:
@@ -205,8 +231,8 @@ class Pieces:
 
 
 def messages_in(data: bytes) -> tuple[list[list[bytes]], bool]:
-    """The messages that follow each other in these bytes, and whether something is left that is none: written another
-    way than `Stream`, which is to find the same."""
+    """The messages that follow each other in these bytes, and whether something is left that is
+    none: written another way than `Stream`, which is to find the same."""
     found, at = [], 0
     while len(data) - at >= HEADER_BYTES:
         magic, body, count, each = struct.unpack_from("<4s20xIII", data, at)
@@ -220,17 +246,25 @@ def messages_in(data: bytes) -> tuple[list[list[bytes]], bool]:
     return found, at < len(data)
 
 
-def read_stream(data: bytes, sizes: Sequence[int], family: int = socket.AF_UNIX) -> list[list[bytes]]:
-    """What a Stream makes of these bytes in these pieces. It holds no more than the message under way has announced,
-    and what one read takes beyond it."""
+def read_stream(
+    data: bytes, sizes: Sequence[int], family: int = socket.AF_UNIX
+) -> list[list[bytes]]:
+    """What a Stream makes of these bytes in these pieces. It holds no more than the message under
+    way has announced, and what one read takes beyond it."""
     stream = Stream(Pieces(data, sizes, family), MOST_MESSAGE_BYTES)  # type: ignore[arg-type]
     found = []
     while True:
         stream.read()
         announced = HEADER_BYTES
-        if stream.held_bytes >= HEADER_BYTES and (follows := decode_sizes(stream._read)) is not None:
+        if (
+            stream.held_bytes >= HEADER_BYTES
+            and (follows := decode_sizes(stream._read)) is not None
+        ):
             announced += follows.total_bytes
-        if stream.held_bytes > min(announced, HEADER_BYTES + MOST_MESSAGE_BYTES) + _READ_AHEAD_BYTES:
+        if (
+            stream.held_bytes
+            > min(announced, HEADER_BYTES + MOST_MESSAGE_BYTES) + _READ_AHEAD_BYTES
+        ):
             raise Leak(f"{stream.held_bytes} bytes are held for a message of {announced}")
         while (message := stream.next()) is not None:
             found.append(message)
@@ -243,8 +277,8 @@ def read_stream(data: bytes, sizes: Sequence[int], family: int = socket.AF_UNIX)
 
 
 def run_decoder(data: bytes) -> Ran:
-    """Requests and replies from one input, as they come over connections: each is read or refused, and what is read is
-    what was meant."""
+    """Requests and replies from one input, as they come over connections: each is read or refused,
+    and what is read is what was meant."""
     choices, messages, malformed = Choices(data), 0, 0
     fields = Fields(choices)
     while choices.left and messages < _MOST_MESSAGES:
@@ -257,8 +291,8 @@ def run_decoder(data: bytes) -> Ran:
 
 
 def flood_decoder(data: bytes) -> Ran:
-    """Many connections from one input, each with a few of its messages, nearly all of them spoiled by a bit, a cut or
-    foreign bytes: less to choose for coverage, and ten times as fast."""
+    """Many connections from one input, each with a few of its messages, nearly all of them spoiled
+    by a bit, a cut or foreign bytes: less to choose for coverage, and ten times as fast."""
     choices, random, malformed, messages = Choices(data), Random(data), 0, 0
     fields = Fields(choices)
     bases = [b"".join(frames_of(choices, fields, number)) for number in range(_BASES_OF_A_FLOOD)]
@@ -266,13 +300,17 @@ def flood_decoder(data: bytes) -> Ran:
         parts = [broken(random, random.choice(bases)) for _ in range(random.choice((1, 1, 3)))]
         messages += len(parts)
         sent = b"".join(parts)
-        sizes = [random.choice((len(sent), HEADER_BYTES, HEADER_BYTES + 1, 1 + len(sent) // 3)), len(sent)]
+        sizes = [
+            random.choice((len(sent), HEADER_BYTES, HEADER_BYTES + 1, 1 + len(sent) // 3)),
+            len(sent),
+        ]
         malformed += _refused(sent, sizes, socket.AF_UNIX)
     return Ran(messages, malformed)
 
 
 def broken(random: Random, whole: bytes) -> bytes:
-    """These bytes cut, with others between or in their place, or with a flipped bit; near their beginning."""
+    """These bytes cut, with others between or in their place, or with a flipped bit; near their
+    beginning."""
     at = random.randrange(min(len(whole), 2 * HEADER_BYTES) or 1)
     match random.randrange(5):
         case 0:
@@ -298,11 +336,13 @@ def frames_of(choices: Choices, fields: Fields, number: int) -> list[bytes]:
 
 
 def _receive(sent: bytes, choices: Choices) -> int:
-    """Bytes of one connection, in pieces that the input chooses. Returns how many messages were refused: what ends the
-    connection, and what is not whole when it ends, counts as one."""
+    """Bytes of one connection, in pieces that the input chooses. Returns how many messages were
+    refused: what ends the connection, and what is not whole when it ends, counts as one."""
     least = len(sent) // _MOST_PIECES
     sizes = [size + least for size in choices.take(1 + choices.byte() % 4)] or [least + 1]
-    return _refused(sent, sizes if any(sizes) else [1], choices.pick((socket.AF_UNIX, socket.AF_INET)))
+    return _refused(
+        sent, sizes if any(sizes) else [1], choices.pick((socket.AF_UNIX, socket.AF_INET))
+    )
 
 
 def _refused(sent: bytes, sizes: Sequence[int], family: int) -> int:
@@ -313,14 +353,18 @@ def _refused(sent: bytes, sizes: Sequence[int], family: int) -> int:
 
 
 def _decode(frames: list[bytes]) -> bool:
-    """Whatever it is: a message that says the same when it is sent again, or one of our own errors. False if neither
-    server nor client could read it: then it is malformed, unless it is of another version."""
+    """Whatever it is: a message that says the same when it is sent again, or one of our own errors.
+    False if neither server nor client could read it: then it is malformed, unless it is of another
+    version."""
     try:
         header = decode_header(frames)
     except ProtocolError:
         return False
     is_read = header.version != m.PROTOCOL_VERSION
-    for read in (lambda given: decode_request(header, given, FRAME_BYTES), lambda given: decode_reply(header, given)):
+    for read in (
+        lambda given: decode_request(header, given, FRAME_BYTES),
+        lambda given: decode_reply(header, given),
+    ):
         try:
             message: m.Message = read(frames)
         except RequestError as error:

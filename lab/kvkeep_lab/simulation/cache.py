@@ -1,11 +1,12 @@
-"""An external cache in simulated time for the reference engine: a whole server, and workers that do as they are told.
+"""An external cache in simulated time for the reference engine: a whole server, and workers that do
+as they are told.
 
     cache = SimulatedCache(seed=7, faults=CacheFaults(load_failure=0.2))
     engine = Engine(OracleModel(), config, cache)
 
-Jobs run inside `poll`, some polls after they were handed over, in an order that the seed decides; nothing runs in
-between. So a block that the engine reuses too early is read, or written, too late: the oracle sees it.
-"""
+Jobs run inside `poll`, some polls after they were handed over, in an order that the seed decides;
+nothing runs in between. So a block that the engine reuses too early is read, or written, too late:
+the oracle sees it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class CacheFaults:
     """Probabilities: of a job, or of a moment for what concerns the server. `delay` is in polls."""
 
     network: Faults = field(default_factory=Faults)
-    load_failure: float = 0.0  # some of its blocks are filled with garbage and reported, perhaps before the others
+    load_failure: float = (
+        0.0  # some of its blocks are filled with garbage and reported, perhaps before the others
+    )
     load_loss: float = 0.0  # none of its blocks is loaded
     store_loss: float = 0.0
     bit_flip: float = 0.0  # of a byte in the pool, whosever it is
@@ -46,16 +49,29 @@ class CacheFaults:
 
 
 class SimulatedCache:
-    """The CacheBackend of one or several engines. All of it follows from the seed, so nothing from measured time:
-    engines load whatever they can, unless `load_when` is changed before they are made."""
+    """The CacheBackend of one or several engines. All of it follows from the seed, so nothing from
+    measured time: engines load whatever they can, unless `load_when` is changed before they are
+    made."""
 
-    def __init__(self, seed: int, faults: CacheFaults | None = None, *, pool_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, seed: int, faults: CacheFaults | None = None, *, pool_bytes: int = 1 << 20
+    ) -> None:
         self.load_when: LoadWhen = "always"
         self.is_seen = False  # what the server lacks, as by an engine that shares memory with it
         self.faults = faults or CacheFaults()
         self.random = random.Random(seed)
         self.counts = dict.fromkeys(
-            ("loads", "stores", "failed_blocks", "lost_loads", "lost_stores", "bit_flips", "restarts", "outages"), 0
+            (
+                "loads",
+                "stores",
+                "failed_blocks",
+                "lost_loads",
+                "lost_stores",
+                "bit_flips",
+                "restarts",
+                "outages",
+            ),
+            0,
         )
         self.network = SimulatedNetwork(seed, self.faults.network)
         self._pool_bytes = pool_bytes
@@ -155,17 +171,22 @@ class SeeingAdapter(SchedulerAdapter):
 class SimulatedWorker:
     """A WorkerAdapter without a thread: jobs run in `poll`, when they are due."""
 
-    def __init__(self, cache: SimulatedCache, connection: Connection, strategy: ParallelStrategy) -> None:
+    def __init__(
+        self, cache: SimulatedCache, connection: Connection, strategy: ParallelStrategy
+    ) -> None:
         self._cache = cache
         self._connection = connection
         self._strategy = strategy
         self._transfer: Transfer | None = None
         self._layers: Sequence[Any] = ()
-        # How many polls are left, the job, and what is to be done: a list are blocks that are known to have failed.
+        # How many polls are left, the job, and what is to be done: a list are blocks that are known
+        # to have failed.
         self._waiting: list[tuple[int, Hashable, LoadRequest | StoreRequest | list[int]]] = []
         self._finished = Finished(strategy.rank)
 
-    def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
+    def register_kv_caches(
+        self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0
+    ) -> None:
         assert isinstance(layers, Mapping) and block_dim == 0
         runs = BlockRuns.of(layers)
         self._layers = list(layers.values())
@@ -181,7 +202,9 @@ class SimulatedWorker:
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
         if self._strategy.stores:
-            self._waiting.append((self._cache.random.randint(*self._cache.faults.delay), job, request))
+            self._waiting.append(
+                (self._cache.random.randint(*self._cache.faults.delay), job, request)
+            )
         else:
             self._finished.stored[job] = 0
 
@@ -202,7 +225,9 @@ class SimulatedWorker:
 
     def poll(self) -> Finished:
         due = [entry for entry in self._waiting if entry[0] <= 0]
-        self._waiting = [(polls - 1, job, request) for polls, job, request in self._waiting if polls > 0]
+        self._waiting = [
+            (polls - 1, job, request) for polls, job, request in self._waiting if polls > 0
+        ]
         self._cache.random.shuffle(due)
         for _, job, request in due:
             match request:
@@ -233,7 +258,9 @@ class SimulatedWorker:
         failed = request.ids_of(~loaded)
         self._fill_with_garbage(failed)
         counts["failed_blocks"] += len(failed)
-        if failed and chance.random() < faults.load_failure:  # some bad news now, the rest with the end of the job
+        if (
+            failed and chance.random() < faults.load_failure
+        ):  # some bad news now, the rest with the end of the job
             chance.shuffle(failed)
             now = chance.randrange(len(failed)) + 1
             self._finished.failed[job] = failed[:now]

@@ -28,25 +28,39 @@ class Peer:
         self.payload: list[bytes] = []  # of the last reply
         self._exchange = exchange
 
-    def say(self, message: m.Message, payload: Sequence[bytes] = (), *, number: int | None = None) -> m.Reply | None:
-        """Sends a message, under the next number unless told otherwise. Returns the reply, None if none came."""
+    def say(
+        self, message: m.Message, payload: Sequence[bytes] = (), *, number: int | None = None
+    ) -> m.Reply | None:
+        """Sends a message, under the next number unless told otherwise. Returns the reply, None if
+        none came."""
         self.number = self.number + 1 if number is None else number
         frames = encode(Header(self.session, self.number), message, payload)
         reply = self._exchange([bytes(frame) for frame in frames])
         if reply is None:
             return None
         header = decode_header(reply)
-        assert (header.session, header.number) == (self.session, self.number), "a reply to another request"
+        assert (header.session, header.number) == (self.session, self.number), (
+            "a reply to another request"
+        )
         self.payload = [bytes(frame) for frame in reply[2:]]
         return decode_reply(header, reply)
 
-    def ask(self, kind: type[R], message: m.Message, payload: Sequence[bytes] = (), *, number: int | None = None) -> R:
+    def ask(
+        self,
+        kind: type[R],
+        message: m.Message,
+        payload: Sequence[bytes] = (),
+        *,
+        number: int | None = None,
+    ) -> R:
         """Says a message and expects a reply of that kind."""
         reply = self.say(message, payload, number=number)
         assert isinstance(reply, kind), f"{type(message).__name__} was answered by {reply}"
         return reply
 
-    def refusal(self, message: m.Message, payload: Sequence[bytes] = (), *, number: int | None = None) -> str:
+    def refusal(
+        self, message: m.Message, payload: Sequence[bytes] = (), *, number: int | None = None
+    ) -> str:
         """Says a message and expects to be refused. Returns the code."""
         return self.ask(m.Refused, message, payload, number=number).code
 
@@ -61,12 +75,21 @@ class Peer:
         return self
 
     def open_layout(self, *shard_bytes: int, fingerprint: bytes = b"a test's layout.") -> int:
-        return self.ask(m.LayoutOpened, m.OpenLayout(fingerprint, list(shard_bytes or (64,)))).layout
+        return self.ask(
+            m.LayoutOpened, m.OpenLayout(fingerprint, list(shard_bytes or (64,)))
+        ).layout
 
     def store(
-        self, layout: int, keys: bytes, blocks: Sequence[bytes], *, tenant: str = "default", shard: int = 0
+        self,
+        layout: int,
+        keys: bytes,
+        blocks: Sequence[bytes],
+        *,
+        tenant: str = "default",
+        shard: int = 0,
     ) -> int:
-        """Stores one shard of a chain by the network plane. Returns how many blocks were written."""
+        """Stores one shard of a chain by the network plane. Returns how many blocks were
+        written."""
         plan = self.ask(m.Prepared, m.PrepareStore(tenant, layout, shard, b"", keys))
         write = self.number
         wanted = [blocks[at] for at in np.frombuffer(plan.positions, "<i4").tolist()]
@@ -76,7 +99,9 @@ class Peer:
         checksums = np.array([checksum(block) for block in wanted], dtype="<u8").tobytes()
         return self.ask(m.Done, m.CompleteStore(write, checksums)).count
 
-    def load(self, layout: int, keys: bytes, *, tenant: str = "default", shard: int = 0) -> list[bytes]:
+    def load(
+        self, layout: int, keys: bytes, *, tenant: str = "default", shard: int = 0
+    ) -> list[bytes]:
         """The leading blocks that the server has, by the network plane."""
         found = self.ask(m.Found, m.Lookup(tenant, layout, keys))
         lease = self.number
@@ -90,4 +115,6 @@ class Peer:
 
 def chain(name: str, length: int) -> bytes:
     """Keys of a chain: two of the same name share their beginning."""
-    return b"".join(f"{name}/{at}".encode().rjust(KEY_BYTES, b".")[-KEY_BYTES:] for at in range(length))
+    return b"".join(
+        f"{name}/{at}".encode().rjust(KEY_BYTES, b".")[-KEY_BYTES:] for at in range(length)
+    )

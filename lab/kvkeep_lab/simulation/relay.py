@@ -13,8 +13,8 @@ _BLOCKS = 4096  # bytes: what arrives from a server in pieces larger than this a
 
 
 class Relay:
-    """Clients connect to `address`, and all is passed on to the server; `sent` is what they said to it. With
-    `bytes_a_second`, each direction of each connection is that slow."""
+    """Clients connect to `address`, and all is passed on to the server; `sent` is what they said to
+    it. With `bytes_a_second`, each direction of each connection is that slow."""
 
     def __init__(self, server: str, bytes_a_second: int | None = None) -> None:
         host, _, port = server.removeprefix("tcp://").rpartition(":")
@@ -29,7 +29,8 @@ class Relay:
         self._accept(self._listener, lambda: socket.create_connection((host, int(port))))
 
     def hold_blocks(self) -> None:
-        """From now on a connection on which blocks come from the server is stuck; the others are not."""
+        """From now on a connection on which blocks come from the server is stuck; the others are
+        not."""
         self._free.clear()
 
     def let_go(self) -> None:
@@ -38,7 +39,9 @@ class Relay:
     def close(self) -> None:
         self.let_go()
         for end in self._ends:
-            with contextlib.suppress(OSError):  # or who waits in one of our threads would keep the connection
+            with contextlib.suppress(
+                OSError
+            ):  # or who waits in one of our threads would keep the connection
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
@@ -60,7 +63,9 @@ class Relay:
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _pass(self, source: socket.socket, to: socket.socket, look: Callable[[bytes], None]) -> None:
+    def _pass(
+        self, source: socket.socket, to: socket.socket, look: Callable[[bytes], None]
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE_BYTES):
                 look(data)

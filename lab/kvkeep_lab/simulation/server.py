@@ -1,4 +1,5 @@
-"""A whole server in this process, without sockets, threads or shared memory: store, service, a pool of plain bytes."""
+"""A whole server in this process, without sockets, threads or shared memory: store, service, a pool
+of plain bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class PlainMemory:
 
 
 class SimulatedServer:
-    """A server that clients on a SimulatedNetwork can talk to. They all use the network data plane."""
+    """A server that clients on a SimulatedNetwork can talk to. They all use the network data
+    plane."""
 
     def __init__(
         self,
@@ -43,8 +45,8 @@ class SimulatedServer:
         old_sessions: Callable[[], int] = lambda: 0,
         now_ms: int = 0,
     ) -> None:
-        """`before` is a server that was killed: its memory is taken over and what it had is adopted. `old_sessions`
-        says how many of its clients may still touch that memory."""
+        """`before` is a server that was killed: its memory is taken over and what it had is
+        adopted. `old_sessions` says how many of its clients may still touch that memory."""
         limits = limits or Limits()
         slabs = pool_bytes // slab_bytes
         self.adoption = Adoption(contradiction=True)  # unless there is something to adopt

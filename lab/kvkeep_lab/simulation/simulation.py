@@ -6,15 +6,15 @@
     simulation.after(20_000, crash)        # something that happens in 20 ms
     simulation.run(1_000_000)              # one second, in no time
 
-Threads are real ones, so the code that runs in them is the real one. But only the one that has the baton runs, and it
-passes the baton on only where it waits, sleeps, takes or lets go of a lock, sends, or copies (`step`, `block`), or, if
-told so, at any line of some files: there the seed says who is next. So a run is the same every time. What happens at a
-time (`at`, `after`) happens between two steps of whoever has the baton; it may not wait. Time passes with each step,
-and when everybody waits.
+Threads are real ones, so the code that runs in them is the real one. But only the one that has the
+baton runs, and it passes the baton on only where it waits, sleeps, takes or lets go of a lock,
+sends, or copies (`step`, `block`), or, if told so, at any line of some files: there the seed says
+who is next. So a run is the same every time. What happens at a time (`at`, `after`) happens between
+two steps of whoever has the baton; it may not wait. Time passes with each step, and when everybody
+waits.
 
-A process that is killed ends where its threads are: `Killed` is raised there, and whatever they do on their way out
-(`finally`, `with`) reaches nobody. One that is paused stays where it is.
-"""
+A process that is killed ends where its threads are: `Killed` is raised there, and whatever they do
+on their way out (`finally`, `with`) reaches nobody. One that is paused stays where it is."""
 
 from __future__ import annotations
 
@@ -81,11 +81,15 @@ class Task:
 
 
 class Simulation:
-    """See the module's docstring. `switch_chance`: how often a step passes the baton on. `stops_in`: files of which
-    each line may be a step, too; none of them may hold a real lock."""
+    """See the module's docstring. `switch_chance`: how often a step passes the baton on.
+    `stops_in`: files of which each line may be a step, too; none of them may hold a real lock."""
 
     def __init__(
-        self, seed: object, switch_chance: float = 0.3, step_us: int = 5, stops_in: frozenset[str] = frozenset()
+        self,
+        seed: object,
+        switch_chance: float = 0.3,
+        step_us: int = 5,
+        stops_in: frozenset[str] = frozenset(),
     ) -> None:
         self.now_us = 0
         self.steps = 0
@@ -114,7 +118,8 @@ class Simulation:
         self.at(self.now_us + delay_us, action)
 
     def run(self, duration_us: int) -> None:
-        """Lets so much time pass. Raises what was raised in an event, or left a thread; then there is only `close`."""
+        """Lets so much time pass. Raises what was raised in an event, or left a thread; then there
+        is only `close`."""
         assert self._current is None, "only the thread that made the simulation runs it"
         self._until_us = self.now_us + duration_us
         first = self._next()
@@ -221,7 +226,8 @@ class Simulation:
             raise Killed
 
     def _next(self) -> Task | None:
-        """Whose turn it is. None: that of whoever runs the simulation, because the time is over or something failed."""
+        """Whose turn it is. None: that of whoever runs the simulation, because the time is over or
+        something failed."""
         while self._failure is None and self.now_us < self._until_us:
             if self._events and self._events[0][0] <= self.now_us:
                 self._happen(heapq.heappop(self._events)[2])
@@ -239,7 +245,8 @@ class Simulation:
         self._in_event = True
         try:
             action()
-        except BaseException as error:  # guard: raised by `run`; here it would meet the code of whoever has the baton
+        except BaseException as error:
+            # guard: raised by `run`; here it would meet the code of whoever has the baton
             self.fail(error)
         finally:
             self._in_event = False
@@ -260,7 +267,8 @@ class Simulation:
                 task.target()
         except Killed:
             pass
-        except BaseException as error:  # guard: raised by `run`; a thread's end must pass the baton on
+        except BaseException as error:
+            # guard: raised by `run`; a thread's end must pass the baton on
             if not task.process.dead:
                 self.fail(error)
         task.alive = False

@@ -1,8 +1,8 @@
 """The store as anyone would write it who had no regard for speed: lists, loops and sums.
 
-It is written from the docstrings of `kvkeep.store`, so that state machines can drive both and find where they differ.
-All blocks have one size here. With several sizes, which slab moves when is a matter of policy, not of promises.
-"""
+It is written from the docstrings of `kvkeep.store`, so that state machines can drive both and find
+where they differ. All blocks have one size here. With several sizes, which slab moves when is a
+matter of policy, not of promises."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ class ModelPlan:
 
 
 class StoreModel:
-    """What a Store must do. Refusals are RequestErrors with the store's codes, raised before anything has changed."""
+    """What a Store must do. Refusals are RequestErrors with the store's codes, raised before
+    anything has changed."""
 
-    def __init__(self, pool_slots: int, slot_bytes: int, limits: Limits, default_quota_bytes: int | None) -> None:
+    def __init__(
+        self, pool_slots: int, slot_bytes: int, limits: Limits, default_quota_bytes: int | None
+    ) -> None:
         self.pool_slots = pool_slots
         self.slot_bytes = slot_bytes
         self.limits = limits
@@ -69,10 +72,12 @@ class StoreModel:
         self.blocks: list[ModelBlock] = []
         self.sessions: dict[int, ModelSession] = {}
         self.layouts: dict[int, int] = {}  # number -> shards
-        self.idle: list[str] = []  # tenants that may make way for a new name, the one held longest ago first
+        self.idle: list[
+            str
+        ] = []  # tenants that may make way for a new name, the one held longest ago first
         self._uses = 0
 
-    # -- what can be asked -----------------------------------------------------------------------------------------
+    # -- what can be asked -------------------------------------------------------------------------
 
     def find(self, tenant: str, key: bytes) -> ModelBlock | None:
         for block in self.blocks:
@@ -90,8 +95,13 @@ class StoreModel:
         return self.own_limits.get(tenant, self.default_limit_bytes)
 
     def quota(self, tenant: str) -> int | None:
-        """In force: scaled down where all own quotas exceed the pool, and never more than the limit."""
-        quota, pool_bytes, promised = self.default_quota_bytes, self.pool_bytes, sum(self.own_quotas.values())
+        """In force: scaled down where all own quotas exceed the pool, and never more than the
+        limit."""
+        quota, pool_bytes, promised = (
+            self.default_quota_bytes,
+            self.pool_bytes,
+            sum(self.own_quotas.values()),
+        )
         if tenant in self.own_quotas:
             quota = self.own_quotas[tenant]
             if promised > pool_bytes:
@@ -105,16 +115,20 @@ class StoreModel:
 
     def held(self, tenant: str) -> int:
         """Bytes of its blocks that somebody reads or writes, and of all that these hang on."""
-        held = {id(each) for block in self.blocks if self._held(block) for each in self.chain(block)}
-        return sum(self.slot_bytes for block in self.blocks if block.tenant == tenant and id(block) in held)
+        held = {
+            id(each) for block in self.blocks if self._held(block) for each in self.chain(block)
+        }
+        return sum(
+            self.slot_bytes for block in self.blocks if block.tenant == tenant and id(block) in held
+        )
 
     def share(self, tenant: str) -> int:
         """What the tenant may hold by right: its own quota."""
         return self.quota(tenant) or 0 if tenant in self.own_quotas else 0
 
     def may_hold(self, tenant: str) -> int:
-        """How much more: what is left of its share, and of the memory that nobody has a right to. Without own quotas
-        that is all there is, and what can be had is a matter of room alone."""
+        """How much more: what is left of its share, and of the memory that nobody has a right to.
+        Without own quotas that is all there is, and what can be had is a matter of room alone."""
         if not any(self.share(each) for each in self.own_quotas):
             return 2 * self.pool_bytes
         beyond = sum(max(0, self.held(each) - self.share(each)) for each in self.tenants())
@@ -133,12 +147,16 @@ class StoreModel:
         found: list[ModelBlock] = []
         for key in keys:
             block = self.find(tenant, key)
-            if block is None or block.state != "ready" or block.parent is not (found[-1] if found else None):
+            if (
+                block is None
+                or block.state != "ready"
+                or block.parent is not (found[-1] if found else None)
+            ):
                 break
             found.append(block)
         return found
 
-    # -- what engines do -------------------------------------------------------------------------------------------
+    # -- what engines do ---------------------------------------------------------------------------
 
     def open_session(self, session: int) -> None:
         if session in self.sessions:
@@ -167,7 +185,9 @@ class StoreModel:
         if len(state.leases) >= self.limits.leases_per_session:
             _refuse("too_many_leases")
 
-    def lookup(self, session: int, lease: int, tenant: str, keys: list[bytes], skip: int) -> list[ModelBlock]:
+    def lookup(
+        self, session: int, lease: int, tenant: str, keys: list[bytes], skip: int
+    ) -> list[ModelBlock]:
         """For keys that form a chain: the blocks of the hit, leased if they reach beyond `skip`."""
         self.check_lookup(session, lease, keys, skip)
         found = self.hit(tenant, keys)
@@ -222,7 +242,11 @@ class StoreModel:
         if len(lacking) > may_write:
             joined, taken, room = lacking[:may_write], lacking[may_write], 0
         else:
-            joined, taken, room = lacking, len(known), min(len(keys) - len(known), may_write - len(lacking))
+            joined, taken, room = (
+                lacking,
+                len(known),
+                min(len(keys) - len(known), may_write - len(lacking)),
+            )
         limit = self.limit(tenant)
         room = 0 if limit is not None and limit < self.slot_bytes else room
         may_hold = self.may_hold(tenant) // self.slot_bytes - self._not_held(above)
@@ -240,11 +264,15 @@ class StoreModel:
         use = self._next_use()
         for key in keys[taken : taken + room]:
             expires_ms = now_ms + ttl_ms if ttl_ms else 0
-            above = ModelBlock(tenant, key, layout, self.layouts[layout], above, priority, expires_ms, use)
+            above = ModelBlock(
+                tenant, key, layout, self.layouts[layout], above, priority, expires_ms, use
+            )
             self.blocks.append(above)
             work.blocks.append(above)
         awaited = [b for b in self.blocks if b.state == "writing" and b.shards > 1 and not b.late]
-        for block in awaited[: max(0, len(awaited) - max(8, len(self.blocks) // 8))] if room else ():
+        for block in (
+            awaited[: max(0, len(awaited) - max(8, len(self.blocks) // 8))] if room else ()
+        ):
             block.late = True
         if not work.blocks:
             del state.writes[write]
@@ -267,31 +295,39 @@ class StoreModel:
             if block.state == "writing" and len(block.checksums) == block.shards:
                 block.state = "waiting"
         for block in self.blocks:
-            if block.state == "waiting" and all(b.state in ("waiting", "ready") for b in self.chain(block)):
+            if block.state == "waiting" and all(
+                b.state in ("waiting", "ready") for b in self.chain(block)
+            ):
                 block.state = "ready"
         self._let_go(work.blocks)
         return len(work.blocks)
 
     def _not_held(self, block: ModelBlock | None) -> int:
         """How many blocks a lease that ends in this one would hold that are not held."""
-        held = {id(each) for other in self.blocks if self._held(other) for each in self.chain(other)}
+        held = {
+            id(each) for other in self.blocks if self._held(other) for each in self.chain(other)
+        }
         return sum(id(each) not in held for each in self.chain(block))
 
     def _note_idle(self) -> None:
         names = sorted({block.tenant for block in self.blocks} - self.named())
         idle = [name for name in names if not self.held(name)]
-        self.idle = [name for name in self.idle if name in idle] + [name for name in idle if name not in self.idle]
+        self.idle = [name for name in self.idle if name in idle] + [
+            name for name in idle if name not in self.idle
+        ]
 
     def abandon_store(self, session: int, write: int) -> bool:
         abandoned = self._session(session).writes.pop(write, None)
         self._let_go(abandoned.blocks if abandoned else [])
         return abandoned is not None
 
-    # -- what operators do -----------------------------------------------------------------------------------------
+    # -- what operators do -------------------------------------------------------------------------
 
     def drop_block(self, tenant: str, key: bytes) -> int:
         block = self.find(tenant, key)
-        return 0 if block is None else self._drop([b for b in self.blocks if block in self.chain(b)])
+        return (
+            0 if block is None else self._drop([b for b in self.blocks if block in self.chain(b)])
+        )
 
     def clear(self, tenant: str | None) -> int:
         if tenant is not None and tenant not in self.tenants():
@@ -317,7 +353,11 @@ class StoreModel:
         self._note_idle()
 
     def restore(
-        self, quotas: dict[str, int], limits: dict[str, int], default_quota: int | None, default_limit: int | None
+        self,
+        quotas: dict[str, int],
+        limits: dict[str, int],
+        default_quota: int | None,
+        default_limit: int | None,
     ) -> None:
         """At a start, with no blocks: quotas may exceed the pool and the limits."""
         self.own_quotas, self.own_limits = dict(quotas), dict(limits)
@@ -345,7 +385,9 @@ class StoreModel:
 
     def set_default_limit(self, limit_bytes: int | None, now_ms: int) -> None:
         if limit_bytes is not None and any(
-            quota > limit_bytes for name, quota in self.own_quotas.items() if name not in self.own_limits
+            quota > limit_bytes
+            for name, quota in self.own_quotas.items()
+            if name not in self.own_limits
         ):
             _refuse("limit_below_quota")
         self.default_limit_bytes = limit_bytes
@@ -353,7 +395,7 @@ class StoreModel:
             self._shrink_to_limit(tenant, now_ms)
         self._note_idle()
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _session(self, session: int) -> ModelSession:
         if session not in self.sessions:
@@ -387,8 +429,11 @@ class StoreModel:
         if write in state.writes or write in state.leases:
             _refuse("write_exists")
 
-    def _known_part(self, tenant: str, layout: int, above: ModelBlock | None, keys: list[bytes]) -> list[ModelBlock]:
-        """The leading keys that have blocks, each a child of the one before; no key after them may be known."""
+    def _known_part(
+        self, tenant: str, layout: int, above: ModelBlock | None, keys: list[bytes]
+    ) -> list[ModelBlock]:
+        """The leading keys that have blocks, each a child of the one before; no key after them may
+        be known."""
         known: list[ModelBlock] = []
         for key in keys:
             block = self.find(tenant, key)
@@ -414,7 +459,9 @@ class StoreModel:
     def _held(self, block: ModelBlock) -> bool:
         """Whether a lease ends here or somebody is writing here."""
         for session in self.sessions.values():
-            if block in session.leases.values() or any(block in write.blocks for write in session.writes.values()):
+            if block in session.leases.values() or any(
+                block in write.blocks for write in session.writes.values()
+            ):
                 return True
         return False
 
@@ -423,7 +470,9 @@ class StoreModel:
 
     def _rank(self, block: ModelBlock, now_ms: int) -> tuple[int, int, int]:
         is_half = block.state == "writing"
-        is_late = block.late or block.shards == 1  # of a single shard there is no other that could still come
+        is_late = (
+            block.late or block.shards == 1
+        )  # of a single shard there is no other that could still come
         if 0 < block.expires_ms <= now_ms or (is_half and is_late):
             order_class = 0
         elif block.finished == block.used:
@@ -435,14 +484,22 @@ class StoreModel:
     def _make_room(self, tenant: str, wanted: int, above: ModelBlock | None, now_ms: int) -> int:
         wanted = self._within_limit(tenant, wanted, above, now_ms)
         while self.pool_slots - len(self.blocks) < wanted:
-            leaves = [b for b in self.blocks if b.state != "evicting" and b is not above and self._free_leaf(b)]
+            leaves = [
+                b
+                for b in self.blocks
+                if b.state != "evicting" and b is not above and self._free_leaf(b)
+            ]
             own = [b for b in leaves if b.tenant == tenant]
             borrowed = [b for b in leaves if self._may_lose_one(b.tenant)]
             free, quota = self.pool_slots - len(self.blocks), self.quota(tenant)
             if quota is None:
                 choice = borrowed
             elif self.usage(tenant) + (free + 1) * self.slot_bytes <= quota:
-                by_default = [b for b in leaves if tenant in self.own_quotas and b.tenant not in self.own_quotas]
+                by_default = [
+                    b
+                    for b in leaves
+                    if tenant in self.own_quotas and b.tenant not in self.own_quotas
+                ]
                 choice = borrowed or by_default or own
             else:
                 choice = own
@@ -453,7 +510,11 @@ class StoreModel:
 
     def _leaves_of(self, tenant: str) -> list[ModelBlock]:
         """Its blocks that can be evicted."""
-        return [b for b in self.blocks if b.tenant == tenant and b.state != "evicting" and self._free_leaf(b)]
+        return [
+            b
+            for b in self.blocks
+            if b.tenant == tenant and b.state != "evicting" and self._free_leaf(b)
+        ]
 
     def _within_limit(self, tenant: str, wanted: int, above: ModelBlock | None, now_ms: int) -> int:
         """How many more blocks the tenant may have, after its own have made way for them."""
@@ -473,9 +534,13 @@ class StoreModel:
     def _shrink_to_limit(self, tenant: str, now_ms: int) -> None:
         """First what can be evicted; if that is not enough, all that is left leaves the index."""
         limit = self.limit(tenant)
-        while limit is not None and self.usage(tenant) > limit and (leaves := self._leaves_of(tenant)):
+        while (
+            limit is not None and self.usage(tenant) > limit and (leaves := self._leaves_of(tenant))
+        ):
             self._evict(min(leaves, key=lambda b: self._rank(b, now_ms)))
-        indexed = [block for block in self.blocks if block.tenant == tenant and block.state != "evicting"]
+        indexed = [
+            block for block in self.blocks if block.tenant == tenant and block.state != "evicting"
+        ]
         if limit is not None and len(indexed) * self.slot_bytes > limit:
             self._drop(indexed)
 
@@ -505,7 +570,8 @@ class StoreModel:
         return len(leaving)
 
     def _let_go(self, blocks: list[ModelBlock]) -> None:
-        """These are no longer held. Evicting leaves go, and leaves that nothing was ever written to; upwards too."""
+        """These are no longer held. Evicting leaves go, and leaves that nothing was ever written
+        to; upwards too."""
         for block in reversed(blocks):
             each: ModelBlock | None = block
             while each is not None and each in self.blocks and self._free_leaf(each):

@@ -1,4 +1,5 @@
-"""Servers that are not as they should be: of another version, or in this process so that they can be broken."""
+"""Servers that are not as they should be: of another version, or in this process so that they can
+be broken."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from kvkeep.wire.frames import Header, decode_header, encode
 
 @contextlib.contextmanager
 def server_of_version(version: int) -> Iterator[str]:
-    """The address of one that speaks another version of the protocol, and answers everything in it."""
+    """The address of one that speaks another version of the protocol, and answers everything in
+    it."""
     listeners, ending = Listeners("tcp://127.0.0.1:0"), threading.Event()
     connections = Connections(listeners, 16, 1 << 20)
 
@@ -42,7 +44,14 @@ def server_of_version(version: int) -> Iterator[str]:
 @contextlib.contextmanager
 def daemon_in_thread(directory: Path, *flags: str) -> Iterator[Daemon]:
     """A real daemon, whose store can be broken."""
-    places = ("--address", "tcp://127.0.0.1:0", "--shm-dir", str(directory), "--state-dir", str(directory / "state"))
+    places = (
+        "--address",
+        "tcp://127.0.0.1:0",
+        "--shm-dir",
+        str(directory),
+        "--state-dir",
+        str(directory / "state"),
+    )
     made = Daemon(Settings.load(None, {}, [*flags, *places, "--shutdown-grace", "0s"]))
     thread = threading.Thread(target=made.run)
     thread.start()

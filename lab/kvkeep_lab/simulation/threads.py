@@ -1,4 +1,5 @@
-"""`threading` in simulated time: what `kvkeep.client.threads.Threads` asks for, for the threads of one process."""
+"""`threading` in simulated time: what `kvkeep.client.threads.Threads` asks for, for the threads of
+one process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ class SimulatedThreads:
         self._process = process
         self._simulation = process.simulation
 
-    def Thread(self, target: Callable[[], object], name: str = "", daemon: bool = True) -> SimulatedThread:
+    def Thread(
+        self, target: Callable[[], object], name: str = "", daemon: bool = True
+    ) -> SimulatedThread:
         return SimulatedThread(self._process, target)
 
     def Lock(self) -> SimulatedLock:
@@ -136,8 +139,11 @@ class SimulatedCondition:
         self._waiting.append(task)
         for _ in range(depth):
             self._lock.release()
-        # Whoever notified between the two has taken the task off the list: then there is nothing to wait for.
-        woken = task not in self._waiting or self._simulation.block(None if timeout is None else int(timeout * 1e6))
+        # Whoever notified between the two has taken the task off the list: then there is nothing to
+        # wait for.
+        woken = task not in self._waiting or self._simulation.block(
+            None if timeout is None else int(timeout * 1e6)
+        )
         if task in self._waiting:
             self._waiting.remove(task)
         for _ in range(depth):

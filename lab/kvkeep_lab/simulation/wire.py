@@ -1,13 +1,12 @@
-"""A network in memory that loses, delays and corrupts messages, all by one seed. As on a connection, those that arrive
-do so once and in the order in which they were sent.
+"""A network in memory that loses, delays and corrupts messages, all by one seed. As on a
+connection, those that arrive do so once and in the order in which they were sent.
 
     network = SimulatedNetwork(seed=7, faults=Faults(loss=0.1, delay_ms=(0, 40)))
     network.serve(service)
     connection = Connection(shape, options, transport=network.transport(), clock=network.clock)
 
-Time is simulated: waiting for an answer lets the network deliver what is due, and takes no real time. The same seed
-gives the same run, message by message.
-"""
+Time is simulated: waiting for an answer lets the network deliver what is due, and takes no real
+time. The same seed gives the same run, message by message."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities for each message, in each direction. A message that is delayed delays those behind it."""
+    """Probabilities for each message, in each direction. A message that is delayed delays those
+    behind it."""
 
     loss: float = 0.0
     corruption: float = 0.0
@@ -49,7 +49,8 @@ class SimulatedNetwork:
         self._next_event = 0
 
     def serve(self, server: Server | None) -> None:
-        """From now on this server gets the messages; None: nobody does, as when a server is down."""
+        """From now on this server gets the messages; None: nobody does, as when a server is
+        down."""
         self._server = server
 
     def transport(self) -> SimulatedTransport:
@@ -73,7 +74,9 @@ class SimulatedNetwork:
 
         self._post(sender.there, deliver, frames)
 
-    def _post(self, way: _Way, deliver: Callable[[list[bytes]], None], frames: Sequence[Any]) -> None:
+    def _post(
+        self, way: _Way, deliver: Callable[[list[bytes]], None], frames: Sequence[Any]
+    ) -> None:
         self.counts["sent"] += 1
         message = [bytes(frame) for frame in frames]
         if self._random.random() < self.faults.loss:
@@ -81,7 +84,9 @@ class SimulatedNetwork:
             return
         damaged = self._random.random() < self.faults.corruption and any(message)
         arriving = self._corrupted(message) if damaged else message
-        way.due_ms = max(way.due_ms, self.clock.now_ms + self._random.randint(*self.faults.delay_ms))
+        way.due_ms = max(
+            way.due_ms, self.clock.now_ms + self._random.randint(*self.faults.delay_ms)
+        )
         heapq.heappush(self._events, (way.due_ms, self._next_event, lambda: deliver(arriving)))
         self._next_event += 1
 
@@ -119,7 +124,9 @@ class SimulatedTransport:
 
     def wait(self, timeout_ms: int) -> None:
         """Lets the network run until something has arrived here or the time is over."""
-        self._network.run_until(self._network.clock.now_ms + timeout_ms, stop=lambda: bool(self.inbox))
+        self._network.run_until(
+            self._network.clock.now_ms + timeout_ms, stop=lambda: bool(self.inbox)
+        )
 
     def lost(self) -> bool:
         return False  # this network has no connections to lose, only messages

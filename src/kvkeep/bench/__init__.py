@@ -1,1 +1,2 @@
-"""Benchmarks: each module measures one thing and returns its numbers; the command line prints them."""
+"""Benchmarks: each module measures one thing and returns its numbers; the command line prints
+them."""

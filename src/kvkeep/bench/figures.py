@@ -1,8 +1,7 @@
 """A benchmark's figures as people read them: each with its unit.
 
-In JSON the unit is in the name, for programs: from `own_ping_us` and 118.4 comes `118.4 µs`. A name that ends in what
-it counts (`prompt_tokens`) needs nothing more.
-"""
+In JSON the unit is in the name, for programs: from `own_ping_us` and 118.4 comes `118.4 µs`. A name
+that ends in what it counts (`prompt_tokens`) needs nothing more."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ _UNITS: Final = tuple(
 
 
 def unit_of(name: str) -> str | None:
-    """What stands behind a figure of this name; empty if the name itself says what is counted, None if nobody knows."""
+    """What stands behind a figure of this name; empty if the name itself says what is counted, None
+    if nobody knows."""
     for ending, unit in _UNITS:
         if found := ending.fullmatch(name):
             return unit.format(*found.groups())
@@ -44,7 +44,8 @@ def unit_of(name: str) -> str | None:
 
 
 def with_unit(name: str, value: Any, outer: str = "") -> str:
-    """A value for people. In a mapping whose own name has a unit, `outer`, that is the unit of all its values."""
+    """A value for people. In a mapping whose own name has a unit, `outer`, that is the unit of all
+    its values."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,8 +1,8 @@
 """What a lookup costs, against a ping to the same server, in the same run.
 
-The floor is a ping: one round trip with a tiny message. A miss should cost little more, a full hit (slots and checksums
-of every block, leased) a few pings, and neither should grow with what is stored. Pings and lookups alternate, so that
-noise of the machine meets both; ratios are of medians.
+The floor is a ping: one round trip with a tiny message. A miss should cost little more, a full hit
+(slots and checksums of every block, leased) a few pings, and neither should grow with what is
+stored. Pings and lookups alternate, so that noise of the machine meets both; ratios are of medians.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _DEADLINE_MS = 10_000
 
 
 def run(resident: tuple[int, ...] = (10_000, 1_000_000), rounds: int = 300) -> dict[str, Any]:
-    """Starts a server for each number of resident blocks and measures misses and full hits of several lengths."""
+    """Starts a server for each number of resident blocks and measures misses and full hits of
+    several lengths."""
     if min(resident) < _LONGEST:
-        raise SettingsError(f"--resident must be at least {_LONGEST}: the longest lookup hits so many blocks")
+        raise SettingsError(
+            f"--resident must be at least {_LONGEST}: the longest lookup hits so many blocks"
+        )
     rows: list[dict[str, Any]] = []
     pings: list[float] = []
     for blocks in resident:
@@ -46,8 +49,12 @@ def run(resident: tuple[int, ...] = (10_000, 1_000_000), rounds: int = 300) -> d
 
 
 def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[dict[str, Any]]:
-    identity = ModelIdentity(model="bench", revision="1", kv_dtype="uint8", block_tokens=16, content="bench lookup")
-    connection = Connection(BlockShape(identity, (_SLOT_BYTES,)), ClientOptions(address, lookup_deadline_ms=10_000))
+    identity = ModelIdentity(
+        model="bench", revision="1", kv_dtype="uint8", block_tokens=16, content="bench lookup"
+    )
+    connection = Connection(
+        BlockShape(identity, (_SLOT_BYTES,)), ClientOptions(address, lookup_deadline_ms=10_000)
+    )
     if not connection.wait_until_up(10_000):
         raise Unavailable(f"no session with {address}: {connection.refusal}")
     chains = _fill(connection, resident)
@@ -63,7 +70,9 @@ def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[
                     "kind": kind,
                     "resident": resident,
                     **{f"{name}_us": value for name, value in _percentiles(lookups).items()},
-                    "own_ping_us": round(ping, 1),  # of the pings between these lookups; the ratio is to this one
+                    "own_ping_us": round(
+                        ping, 1
+                    ),  # of the pings between these lookups; the ratio is to this one
                     "ratio_to_ping": round(p50 / ping, 2),
                 }
             )
@@ -72,8 +81,8 @@ def _rows(address: str, resident: int, rounds: int, pings: list[float]) -> list[
 
 
 def _fill(connection: Connection, resident: int) -> list[bytes]:
-    """Stores chains until so many blocks are resident, in turns as conversations grow; a quarter of the blocks are in
-    long chains, which are returned."""
+    """Stores chains until so many blocks are resident, in turns as conversations grow; a quarter of
+    the blocks are in long chains, which are returned."""
     long = [os.urandom(_LONGEST * KEY_BYTES) for _ in range(max(1, resident // 4 // _LONGEST))]
     for start in range(0, _LONGEST, _TURN):
         for chain in long:
@@ -94,7 +103,9 @@ def _store(connection: Connection, parent: bytes, keys: bytes) -> None:
             break
         connection.give_up(write)
         time.sleep(0.05)  # the pool is still being filled
-    done = connection.wait(connection.call(m.CompleteStore(write.number, bytes(8 * count)), _DEADLINE_MS))
+    done = connection.wait(
+        connection.call(m.CompleteStore(write.number, bytes(8 * count)), _DEADLINE_MS)
+    )
     assert isinstance(done, m.Done) and done.count == count
 
 
@@ -128,4 +139,7 @@ def _layout(connection: Connection) -> int:
 
 
 def _percentiles(microseconds: list[float]) -> dict[str, float]:
-    return {"p50": round(float(np.median(microseconds)), 1), "p99": round(float(np.percentile(microseconds, 99)), 1)}
+    return {
+        "p50": round(float(np.median(microseconds)), 1),
+        "p99": round(float(np.percentile(microseconds, 99)), 1),
+    }

@@ -1,10 +1,11 @@
-"""How fast blocks move between an engine's paged KV memory and the server, against a plain memcpy of the same bytes.
+"""How fast blocks move between an engine's paged KV memory and the server, against a plain memcpy
+of the same bytes.
 
-Blocks are gathered from 32 layers (separate arrays, block ids in random order) into slots, and scattered back, by a
-WorkerAdapter talking to a real daemon: asking for slots, copying, checksums, completing and looking up all count.
-Copies and memcpys alternate, so that noise of the machine meets both. Half a gigabyte is what a prompt of 4,000 tokens
-takes in a model of the size of Llama-8B. With `device` "cuda" the KV is on a GPU: see transfer_cuda.
-"""
+Blocks are gathered from 32 layers (separate arrays, block ids in random order) into slots, and
+scattered back, by a WorkerAdapter talking to a real daemon: asking for slots, copying, checksums,
+completing and looking up all count. Copies and memcpys alternate, so that noise of the machine
+meets both. Half a gigabyte is what a prompt of 4,000 tokens takes in a model of the size of
+Llama-8B. With `device` "cuda" the KV is on a GPU: see transfer_cuda."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ _BLOCK_BYTES = (64 << 10, 1 << 20, 4 << 20)
 _GEOMETRIES = tuple(transfer_cuda.GEOMETRIES)
 _LAYERS = 32
 _WARM_UP = 3  # stores that touch every page of the pool once
-_POLL_S = 0.0002  # an engine polls once a step; more often only takes the interpreter from the worker
+_POLL_S = (
+    0.0002  # an engine polls once a step; more often only takes the interpreter from the worker
+)
 
 
 def run(
@@ -48,12 +51,13 @@ def run(
     total_bytes: int = 0,
     rounds: int = 0,
 ) -> dict[str, Any]:
-    """Starts servers and measures store and load for each size of a block, with and without verification. SettingsError
-    for a device that is not here, and for options of the other one."""
+    """Starts servers and measures store and load for each size of a block, with and without
+    verification. SettingsError for a device that is not here, and for options of the other one."""
     if device != "cpu":
         if block_bytes != _BLOCK_BYTES:
             raise SettingsError(
-                "--block-bytes is for a CPU", "on a GPU a model says how large blocks are: --geometries"
+                "--block-bytes is for a CPU",
+                "on a GPU a model says how large blocks are: --geometries",
             )
         return transfer_cuda.run(device, geometries, total_bytes or 8192 * MIB, rounds or 7)
     if geometries != _GEOMETRIES:
@@ -69,7 +73,9 @@ def _on_cpu(block_bytes: tuple[int, ...], total_bytes: int, rounds: int) -> dict
     pool_mib = 2 * total_bytes // MIB + 128
     for nbytes in block_bytes:
         for verify in (False, True):
-            with ServerProcess("--pool-size", f"{pool_mib}MiB", "--slab-size", "32MiB", "--no-verify") as server:
+            with ServerProcess(
+                "--pool-size", f"{pool_mib}MiB", "--slab-size", "32MiB", "--no-verify"
+            ) as server:
                 bench = _Bench(server.address, nbytes, total_bytes, verify)
                 rows += bench.rows(rounds, floors)
                 bench.close()
@@ -113,7 +119,9 @@ class _Bench:
             "direction": direction,
             "block_bytes": self.block_bytes,
             "gbps": round(float(np.median(gbps)), 2),
-            "fraction_of_floor": round(float(np.median(np.divide(gbps, floor))), 3),  # of the memcpy just before
+            "fraction_of_floor": round(
+                float(np.median(np.divide(gbps, floor))), 3
+            ),  # of the memcpy just before
             "verify": self.verify,
         }
 
@@ -137,10 +145,13 @@ def _tensor(blocks: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result in lines: facts, a table for each list of rows, and on a GPU whether it is what it should be."""
+    """The result in lines: facts, a table for each list of rows, and on a GPU whether it is what it
+    should be."""
     lists = {name: value for name, value in result.items() if isinstance(value, list) and value}
     facts = [
-        f"{name}: {with_unit(name, value)}" for name, value in result.items() if not isinstance(value, list | dict)
+        f"{name}: {with_unit(name, value)}"
+        for name, value in result.items()
+        if not isinstance(value, list | dict)
     ]
     drawn = [line for name, rows in lists.items() for line in ["", *_aligned(name, rows)]]
     verdicts = transfer_cuda.verdicts(result) if "targets" in result else []
@@ -153,5 +164,6 @@ def _aligned(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     heading = [] if name == "rows" else [f"{name}:"]
     return heading + [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     ]

@@ -1,9 +1,9 @@
 """How long an engine's own copies wait while blocks are stored or loaded.
 
-An engine copies a step's inputs to its GPU, such as block tables, and the step's tokens to the host. A copy engine of
-the GPU may stay with our copies meanwhile. So here a thread makes one such copy after the other, in the direction of a
-transfer, for as long as that takes, and each is timed from being asked for until it has arrived.
-"""
+An engine copies a step's inputs to its GPU, such as block tables, and the step's tokens to the
+host. A copy engine of the GPU may stay with our copies meanwhile. So here a thread makes one such
+copy after the other, in the direction of a transfer, for as long as that takes, and each is timed
+from being asked for until it has arrived."""
 
 from __future__ import annotations
 

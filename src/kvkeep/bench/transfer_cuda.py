@@ -1,21 +1,24 @@
-"""The same with an engine's KV on a GPU: how fast blocks move, against a plain copy through pinned memory.
+"""The same with an engine's KV on a GPU: how fast blocks move, against a plain copy through pinned
+memory.
 
-A model's KV is one tensor a layer, as vLLM has it, in blocks of 16 tokens. Half of the blocks, in random order, are
-stored; the other half, zeroed before, are loaded into, and then compared byte for byte with the first half. A round:
+A model's KV is one tensor a layer, as vLLM has it, in blocks of 16 tokens. Half of the blocks, in
+random order, are stored; the other half, zeroed before, are loaded into, and then compared byte for
+byte with the first half. A round:
 
     floor, store        the first half goes to the server under new keys        floor: device to pinned host
     floor, load         it comes back into the second half                      floor: pinned host to device
     floor, both         a store under new keys and a load, begun together       floor: both copies, on two streams
     latency             a load of 2,000 tokens
 
-All of that is measured with an engine that computes nothing, and says so. At the end come a store and a load beside
-copies of an engine's own, to see how long those wait (transfer_beside): once more so, and with one that computes.
+All of that is measured with an engine that computes nothing, and says so. At the end come a store
+and a load beside copies of an engine's own, to see how long those wait (transfer_beside): once more
+so, and with one that computes.
 
-What is moved belongs to several requests of 4,096 tokens, all asked for at once. A floor is a plain copy of the same
-bytes just before what is compared with it. One worker does all of it, as an engine has one a GPU. For both directions
-the rate is the sum of both over the time until the later one has ended. What a GPU copies to must be registered with
-CUDA: a worker does that in the background, so nothing is counted before that is over.
-"""
+What is moved belongs to several requests of 4,096 tokens, all asked for at once. A floor is a plain
+copy of the same bytes just before what is compared with it. One worker does all of it, as an engine
+has one a GPU. For both directions the rate is the sum of both over the time until the later one has
+ended. What a GPU copies to must be registered with CUDA: a worker does that in the background, so
+nothing is counted before that is over."""
 
 from __future__ import annotations
 
@@ -54,8 +57,9 @@ _LEAST_FRACTION = 0.001  # that is told: on a machine that stands still it may b
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's KV: `memory` are a block's dims as they lie in memory, `order` the dims that the engine sees of
-    [blocks, *memory]. `target` is the fraction of the floor that a verified store or load shall reach."""
+    """A model's KV: `memory` are a block's dims as they lie in memory, `order` the dims that the
+    engine sees of [blocks, *memory]. `target` is the fraction of the floor that a verified store or
+    load shall reach."""
 
     layers: int
     memory: tuple[int, ...]
@@ -67,7 +71,8 @@ class Geometry:
         return self.layers * math.prod(self.memory) * _ITEM_BYTES
 
 
-# A head's keys and values lie together: vLLM's (blocks, heads, tokens, 2 * head size), in memory with tokens outermost.
+# A head's keys and values lie together: vLLM's (blocks, heads, tokens, 2 * head size), in memory
+# with tokens outermost.
 GEOMETRIES: Mapping[str, Geometry] = {
     "llama-8b": Geometry(32, (BLOCK_TOKENS, 8, 256), (0, 2, 1, 3), 0.97),
     "llama-70b": Geometry(80, (BLOCK_TOKENS, 8, 256), (0, 2, 1, 3), 0.97),
@@ -90,9 +95,12 @@ class Samples:
 
 @dataclass
 class Measured:
-    """What the rounds of one model took, by direction; and the loads of a short prompt, in all and looking up alone."""
+    """What the rounds of one model took, by direction; and the loads of a short prompt, in all and
+    looking up alone."""
 
-    directions: dict[str, Samples] = field(default_factory=lambda: {way: Samples() for way in DIRECTIONS})
+    directions: dict[str, Samples] = field(
+        default_factory=lambda: {way: Samples() for way in DIRECTIONS}
+    )
     small: list[float] = field(default_factory=list)
     small_lookup: list[float] = field(default_factory=list)
     own_copies: list[dict[str, Any]] = field(default_factory=list)
@@ -108,7 +116,13 @@ class KV:
         self.targets: BlockIds = ids[blocks:]
         self.layers: dict[str, Any] = {}
         for layer in range(geometry.layers):
-            bits = torch.randint(-(2**15), 2**15, (2 * blocks, *geometry.memory), dtype=torch.int16, device=gpu.device)
+            bits = torch.randint(
+                -(2**15),
+                2**15,
+                (2 * blocks, *geometry.memory),
+                dtype=torch.int16,
+                device=gpu.device,
+            )
             self.layers[str(layer)] = bits.view(torch.bfloat16).permute(geometry.order)
         self._at_sources, self._at_targets = (
             torch.from_numpy(ids).to(gpu.device) for ids in (self.sources, self.targets)
@@ -121,14 +135,17 @@ class KV:
         self.gpu.synchronize()
 
     def check_targets(self, blocks: int, what: str) -> None:
-        """KVKeepError unless the first `blocks` loaded blocks hold, bit for bit, what was stored."""
+        """KVKeepError unless the first `blocks` loaded blocks hold, bit for bit, what was
+        stored."""
         torch = self.gpu.torch
         for name, layer in self.layers.items():
             bits = layer.view(torch.int16)  # as numbers, NaN would differ from itself
             stored, loaded = (bits[ids[:blocks]] for ids in (self._at_sources, self._at_targets))
             if not torch.equal(stored, loaded):
                 bad = int((stored != loaded).flatten(1).any(1).sum())
-                raise KVKeepError(f"wrong KV after {what}: {bad} of {blocks} blocks differ in layer {name}")
+                raise KVKeepError(
+                    f"wrong KV after {what}: {bad} of {blocks} blocks differ in layer {name}"
+                )
 
 
 class Bench:
@@ -153,7 +170,9 @@ class Bench:
         measured = Measured()
         slab = f"{_SLAB_BYTES // MIB}MiB"
         sizes = ("--pool-size", f"{self.pool_bytes // MIB}MiB", "--slab-size", slab)
-        with ServerProcess(*sizes, "--no-verify") as server:  # so that the engine's own choice holds
+        with ServerProcess(
+            *sizes, "--no-verify"
+        ) as server:  # so that the engine's own choice holds
             side = EngineSide(
                 server.address,
                 self._kv.layers,
@@ -249,7 +268,9 @@ class Bench:
 
 def fraction(samples: Samples) -> float:
     """The median of the rounds' own fractions, so that what disturbs a round disturbs both."""
-    return statistics.median(floor / took for floor, took in zip(samples.floor, samples.transfer, strict=True))
+    return statistics.median(
+        floor / took for floor, took in zip(samples.floor, samples.transfer, strict=True)
+    )
 
 
 def _gbps(nbytes: int, seconds: Sequence[float]) -> float:
@@ -265,14 +286,18 @@ def run(device: str, geometries: Sequence[str], total_bytes: int, rounds: int) -
         if name not in GEOMETRIES:
             raise SettingsError(f'--geometries "{name}": expected some of {", ".join(GEOMETRIES)}')
         if total_bytes < GEOMETRIES[name].block_bytes:
-            raise SettingsError(f"--total-bytes is less than a block of {name}", "move at least one block")
+            raise SettingsError(
+                f"--total-bytes is less than a block of {name}", "move at least one block"
+            )
     check_device(device)
     return measure(Gpu(device), list(dict.fromkeys(geometries)), total_bytes, rounds)
 
 
 def measure(gpu: Gpu, geometries: Sequence[str], total_bytes: int, rounds: int) -> dict[str, Any]:
     """As `run`, on a GPU that is there."""
-    needed_bytes = 4 * total_bytes + GIB  # half of it for the KV, half for the floor; and what a worker needs
+    needed_bytes = (
+        4 * total_bytes + GIB
+    )  # half of it for the KV, half for the floor; and what a worker needs
     if needed_bytes > gpu.free_bytes:
         problem = f"the GPU has {format_size(gpu.free_bytes)} free, this takes {format_size(needed_bytes)}"
         raise SettingsError(problem, "use a smaller --total-bytes")
@@ -308,7 +333,11 @@ class Report:
         """One model, without verification and with it. Its KV is gone at the end."""
         kv = KV(gpu, GEOMETRIES[name], total_bytes // GEOMETRIES[name].block_bytes)
         for verify in (False, True):
-            print(f"{name}, {'verified' if verify else 'not verified'} ...", file=sys.stderr, flush=True)
+            print(
+                f"{name}, {'verified' if verify else 'not verified'} ...",
+                file=sys.stderr,
+                flush=True,
+            )
             bench = Bench(name, kv, floor, verify)
             self._add(bench, bench.measure(rounds))
 
@@ -319,13 +348,21 @@ class Report:
         self.own_copies += [case | row for row in measured.own_copies]
         self.warm_up.append(case | {"registered": bench.registered})
         for way in ONE_WAY:
-            self.floors_gbps += [bench.nbytes / seconds / 1e9 for seconds in measured.directions[way].floor]
+            self.floors_gbps += [
+                bench.nbytes / seconds / 1e9 for seconds in measured.directions[way].floor
+            ]
 
 
 def verification_costs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What verification takes of the speed without it; below zero it is noise."""
-    fractions = {(row["geometry"], row["direction"], row["verify"]): row["fraction_of_floor"] for row in rows}
-    plain = {(name, way): max(part, _LEAST_FRACTION) for (name, way, verify), part in fractions.items() if not verify}
+    fractions = {
+        (row["geometry"], row["direction"], row["verify"]): row["fraction_of_floor"] for row in rows
+    }
+    plain = {
+        (name, way): max(part, _LEAST_FRACTION)
+        for (name, way, verify), part in fractions.items()
+        if not verify
+    }
     return [
         {"geometry": name, "direction": way, "cost": round(1 - verified / plain[name, way], 3)}
         for (name, way, verify), verified in fractions.items()
@@ -334,7 +371,8 @@ def verification_costs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def targets(geometries: Sequence[str]) -> dict[str, Any]:
-    """At least these fractions of the floor, by direction, verified; and what verification may cost."""
+    """At least these fractions of the floor, by direction, verified; and what verification may
+    cost."""
     one_way = {name: GEOMETRIES[name].target for name in geometries}
     return {
         "store": one_way,
@@ -351,11 +389,15 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
     for row in (each for each in result["rows"] if each["verify"]):
         least, got = wanted[row["direction"]][row["geometry"]], row["fraction_of_floor"]
         what = f"{row['geometry']}, {row['direction']}, verified"
-        lines.append(f"target {_met(got >= least)}: {what}: {got:.1%} of the floor, at least {least:.0%} is wanted")
+        lines.append(
+            f"target {_met(got >= least)}: {what}: {got:.1%} of the floor, at least {least:.0%} is wanted"
+        )
     for row in result["verification"]:
         what, most = f"{row['geometry']}, {row['direction']}", wanted["cost"]
         met = _met(row["cost"] <= most)
-        lines.append(f"target {met}: {what}: verification costs {row['cost']:.1%}, at most {most:.0%} is wanted")
+        lines.append(
+            f"target {met}: {what}: verification costs {row['cost']:.1%}, at most {most:.0%} is wanted"
+        )
     return lines
 
 

@@ -1,7 +1,7 @@
 """A GPU, and how fast it copies: the floor of what is measured with an engine's KV on it.
 
-One contiguous copy between the GPU and pinned memory, synchronized at its end; both ways at once on two streams.
-"""
+One contiguous copy between the GPU and pinned memory, synchronized at its end; both ways at once on
+two streams."""
 
 from __future__ import annotations
 
@@ -53,25 +53,33 @@ def check_device(device: str) -> None:
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
-        raise SettingsError(f"--device {device} needs torch: {error}", f"install it, or {remedy}") from None
+        raise SettingsError(
+            f"--device {device} needs torch: {error}", f"install it, or {remedy}"
+        ) from None
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(device.partition(":")[2] or 0) >= found:
-        raise SettingsError(f"--device {device} is not here: torch finds {found} CUDA devices", remedy)
+        raise SettingsError(
+            f"--device {device} is not here: torch finds {found} CUDA devices", remedy
+        )
 
 
 class PlainCopy:
-    """The floor: contiguous copies between the GPU and pinned memory, of up to `most_bytes` each way."""
+    """The floor: contiguous copies between the GPU and pinned memory, of up to `most_bytes` each
+    way."""
 
     def __init__(self, gpu: Gpu, most_bytes: int) -> None:
         self._gpu = gpu
         empty = gpu.torch.empty
-        self._device = {way: empty(most_bytes, dtype=gpu.torch.uint8, device=gpu.device) for way in ONE_WAY}
+        self._device = {
+            way: empty(most_bytes, dtype=gpu.torch.uint8, device=gpu.device) for way in ONE_WAY
+        }
         self._host = {way: gpu.pinned(most_bytes) for way in ONE_WAY}
         for tensor in (*self._device.values(), *self._host.values()):
             tensor.fill_(1)
 
     def seconds(self, direction: str, nbytes: int) -> float:
-        """A store's copy goes to the host, a load's to the device, and "both" do so at once, `nbytes` each."""
+        """A store's copy goes to the host, a load's to the device, and "both" do so at once,
+        `nbytes` each."""
         ways = [way for way in ONE_WAY if direction in (way, "both")]
         self._gpu.synchronize()
         started = time.perf_counter()

@@ -1,8 +1,8 @@
 """What an engine has of kvkeep, a scheduler and a worker, and how long its stores and loads take.
 
-A store's time begins when the worker is given the blocks, a load's with the scheduler's question, and each ends when a
-poll tells so. What did not come through whole raises: a part of a transfer has no speed.
-"""
+A store's time begins when the worker is given the blocks, a load's with the scheduler's question,
+and each ends when a poll tells so. What did not come through whole raises: a part of a transfer has
+no speed."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class _Ended:
 
 
 class EngineSide:
-    """A scheduler and a worker with sessions of their own, and the KV in `layers`: block_bytes a block in all of them
-    together. An engine polls once a step; `poll_s` is how long a step takes here. `request_blocks` is how many blocks a
-    request has; 0: all are one request's."""
+    """A scheduler and a worker with sessions of their own, and the KV in `layers`: block_bytes a
+    block in all of them together. An engine polls once a step; `poll_s` is how long a step takes
+    here. `request_blocks` is how many blocks a request has; 0: all are one request's."""
 
     def __init__(
         self,
@@ -62,9 +62,13 @@ class EngineSide:
         request_blocks: int = 0,
     ) -> None:
         layout = f"bench {block_bytes}"
-        identity = ModelIdentity(model="bench", revision="1", kv_dtype=dtype, block_tokens=16, content=layout)
+        identity = ModelIdentity(
+            model="bench", revision="1", kv_dtype=dtype, block_tokens=16, content=layout
+        )
         shape = BlockShape(identity, (block_bytes,))
-        options = ClientOptions(address=address, verify=verify, lookup_deadline_ms=10_000, store_deadline_ms=60_000)
+        options = ClientOptions(
+            address=address, verify=verify, lookup_deadline_ms=10_000, store_deadline_ms=60_000
+        )
         self._poll_s = poll_s
         self._request_blocks = request_blocks
         self.scheduler = SchedulerAdapter(shape, options)
@@ -103,7 +107,9 @@ class EngineSide:
         self._check_loaded(ended, jobs)
         return LoadTime(done - started, first_found - started)
 
-    def both(self, store_keys: bytes, store_ids: BlockIds, load_keys: bytes, load_ids: BlockIds) -> float:
+    def both(
+        self, store_keys: bytes, store_ids: BlockIds, load_keys: bytes, load_ids: BlockIds
+    ) -> float:
         """Seconds until a store and a load of the same worker have both ended, begun together."""
         requests = self._stores(store_keys, store_ids)
         started = time.perf_counter()
@@ -125,14 +131,20 @@ class EngineSide:
         """Job -> keys and blocks; every request begins a prompt of its own."""
         each = self._request_blocks or len(block_ids)
         return {
-            f"request {start}": (keys[start * KEY_BYTES : (start + each) * KEY_BYTES], block_ids[start : start + each])
+            f"request {start}": (
+                keys[start * KEY_BYTES : (start + each) * KEY_BYTES],
+                block_ids[start : start + each],
+            )
             for start in range(0, len(block_ids), each)
         }
 
     def _stores(self, keys: bytes, block_ids: BlockIds) -> dict[str, StoreRequest]:
         """As an engine's scheduler makes them, before its worker is given any."""
         requests = self._requests(keys, block_ids)
-        return {job: StoreRequest(DEFAULT_TENANT, b"", some, ids) for job, (some, ids) in requests.items()}
+        return {
+            job: StoreRequest(DEFAULT_TENANT, b"", some, ids)
+            for job, (some, ids) in requests.items()
+        }
 
     def _begin_stores(self, stores: Mapping[str, StoreRequest]) -> dict[str, int]:
         """Job -> blocks."""
@@ -140,7 +152,8 @@ class EngineSide:
         return {job: store.blocks for job, store in stores.items()}
 
     def _find_and_load(self, keys: bytes, block_ids: BlockIds) -> tuple[float, dict[str, int]]:
-        """Asks for all at once and begins each load when its answer is there. When the first one was; job -> blocks."""
+        """Asks for all at once and begins each load when its answer is there. When the first one
+        was; job -> blocks."""
         requests = self._requests(keys, block_ids)
         asked: list[str] = []
         first_found = 0.0
@@ -159,8 +172,12 @@ class EngineSide:
                 first_found = first_found or time.perf_counter()
                 if answer.blocks != len(ids):
                     self._release(requests)
-                    raise Unavailable(f"{answer.blocks} of {len(ids)} blocks found: {answer.failure or 'no room'}")
-                load = LoadRequest(DEFAULT_TENANT, some, 0, ids, answer.epoch, answer.slots, answer.checksums)
+                    raise Unavailable(
+                        f"{answer.blocks} of {len(ids)} blocks found: {answer.failure or 'no room'}"
+                    )
+                load = LoadRequest(
+                    DEFAULT_TENANT, some, 0, ids, answer.epoch, answer.slots, answer.checksums
+                )
                 self.worker.load(job, load)
                 asked.remove(job)
         return first_found, {job: len(ids) for job, (_, ids) in requests.items()}
@@ -190,7 +207,9 @@ class EngineSide:
         self._release(jobs)
         failed = sum(ended.loaded.values())
         if failed:
-            raise Unavailable(f"{failed} of {sum(jobs.values())} blocks could not be loaded: {self._why()}")
+            raise Unavailable(
+                f"{failed} of {sum(jobs.values())} blocks could not be loaded: {self._why()}"
+            )
 
     def _why(self) -> str:
         return f"{self.worker.connection.counters.failures} {self.worker.connection.refusal}"

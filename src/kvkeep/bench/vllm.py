@@ -1,4 +1,5 @@
-"""Real vLLM without a connector, with kvkeep's, and with its peers: what a cold prompt costs, and what a hit saves.
+"""Real vLLM without a connector, with kvkeep's, and with its peers: what a cold prompt costs, and
+what a hit saves.
 
 Every repeat takes a prompt that nobody has sent before, of random tokens, and asks for one token:
 
@@ -6,19 +7,19 @@ Every repeat takes a prompt that nobody has sent before, of random tokens, and a
     local hit       the same prompt again: vLLM's own prefix cache has it
     external hit    and again, with that cache dropped: whatever is not computed came through the connector
 
-On a GPU a local and an external hit follow each other five times, and of a short prompt there are two more that are
-only cold.
+On a GPU a local and an external hit follow each other five times, and of a short prompt there are
+two more that are only cold.
 
-Before the next one is asked, what is still being stored has arrived. The floor of cold is the engine without a
-connector; that of an external hit is a local one, and a copy of the KV. Noise of the machine must meet all engines
-alike, so all of them live at the same time and take turns, in changing order, one at work while others are silent;
-ratios are medians of the repeats' ratios. On a GPU that has no room for all they come one after the other. On a GPU the
-floor of an external hit is told, too: the local hit without a connector, and one plain copy of the prompt's KV over the
-bus, measured at the end.
+Before the next one is asked, what is still being stored has arrived. The floor of cold is the
+engine without a connector; that of an external hit is a local one, and a copy of the KV. Noise of
+the machine must meet all engines alike, so all of them live at the same time and take turns, in
+changing order, one at work while others are silent; ratios are medians of the repeats' ratios. On a
+GPU that has no room for all they come one after the other. On a GPU the floor of an external hit is
+told, too: the local hit without a connector, and one plain copy of the prompt's KV over the bus,
+measured at the end.
 
-A round before the measured ones warms up and compares eight tokens, cold, local and external, with those of the engine
-without a connector: `same_tokens`.
-"""
+A round before the measured ones warms up and compares eight tokens, cold, local and external, with
+those of the engine without a connector: `same_tokens`."""
 
 from __future__ import annotations
 
@@ -85,11 +86,15 @@ OPTIONS = {
 _CHECKED_TOKENS = 8
 _WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
 _CASES = ("cold", "local", "external")
-# In each repeat, of either kind: on a GPU they are soon over, and noise of the host is a third of a local one.
+# In each repeat, of either kind: on a GPU they are soon over, and noise of the host is a third of a
+# local one.
 _HITS = {"cpu": 1, "cuda": 5}
 _REST_S = {"cpu": 0.0, "cuda": 0.25}
 _SHORT_TOKENS = 4000  # in a prompt whose floor is a few milliseconds
-_MORE_COLD = {"cpu": 0, "cuda": 2}  # in each repeat of such a prompt: a millisecond of noise is as much as is wanted
+_MORE_COLD = {
+    "cpu": 0,
+    "cuda": 2,
+}  # in each repeat of such a prompt: a millisecond of noise is as much as is wanted
 _LAST_TOKENS = 128  # of a prompt: that many, or twice as many, may be left to compute of a hit
 _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been running for a while
 
@@ -99,7 +104,8 @@ _PROMPTS_IN_POOL = 3  # then blocks are evicted, as in a server that has been ru
 
 @dataclass(frozen=True)
 class Plan:
-    """The options, checked. `left_out` says why a connector is not measured; `named` were asked for by name."""
+    """The options, checked. `left_out` says why a connector is not measured; `named` were asked for
+    by name."""
 
     device: str
     prompt_tokens: tuple[int, ...]
@@ -112,13 +118,23 @@ class Plan:
 
     @classmethod
     def make(
-        cls, device: str, prompt_tokens: str, connectors: str, repeats: int, interleave: bool, eager: bool = False
+        cls,
+        device: str,
+        prompt_tokens: str,
+        connectors: str,
+        repeats: int,
+        interleave: bool,
+        eager: bool = False,
     ) -> Plan:
         choice = Choice.make(device, connectors)
-        lengths = PROMPT_TOKENS[choice.device] if prompt_tokens == "auto" else _lengths(prompt_tokens)
+        lengths = (
+            PROMPT_TOKENS[choice.device] if prompt_tokens == "auto" else _lengths(prompt_tokens)
+        )
         interleave = interleave or choice.device == "cpu"
         named, left_out, graphs = choice.named, choice.left_out, choice.has_graphs(eager)
-        return cls(choice.device, lengths, choice.connectors, repeats, interleave, named, left_out, graphs)
+        return cls(
+            choice.device, lengths, choice.connectors, repeats, interleave, named, left_out, graphs
+        )
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -133,7 +149,9 @@ def _lengths(text: str) -> tuple[int, ...]:
         lengths = ()
     # Of less than two blocks there may be nothing to find.
     if not lengths or min(lengths) < 64:
-        raise SettingsError(f'--prompt-tokens "{text}": expected at least 64, such as 2000 or 2000,8000')
+        raise SettingsError(
+            f'--prompt-tokens "{text}": expected at least 64, such as 2000 or 2000,8000'
+        )
     return tuple(dict.fromkeys(lengths))
 
 
@@ -153,13 +171,21 @@ def run(
     interleave: bool = True,
     eager: bool = False,
 ) -> dict[str, Any]:
-    """Starts what each connector needs, and an engine with each; all are gone at the end, also after a signal."""
+    """Starts what each connector needs, and an engine with each; all are gone at the end, also
+    after a signal."""
     plan = Plan.make(device, prompt_tokens, connectors, repeats, interleave, eager)
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
-        served = own_model(Path(folder), plan.device) if model == "auto" else given_model(model, plan.device)
+        served = (
+            own_model(Path(folder), plan.device)
+            if model == "auto"
+            else given_model(model, plan.device)
+        )
         if plan.interleave and plan.device == "cuda":
             longest, pool = max(plan.prompt_tokens), _pool_bytes(served, plan)
-            plan = replace(plan, interleave=fit_together(served, longest, plan.connectors, pool, FreeMemory.find()))
+            plan = replace(
+                plan,
+                interleave=fit_together(served, longest, plan.connectors, pool, FreeMemory.find()),
+            )
         bench = Bench(plan, served)
         with importing(plan.connectors, bench.environment) as bench.spares:
             for group in plan.groups:
@@ -169,7 +195,8 @@ def run(
 
 @dataclass
 class Samples:
-    """What one connector took with prompts of one length. `tokens` are those of the cases, cold first."""
+    """What one connector took with prompts of one length. `tokens` are those of the cases, cold
+    first."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {case: [] for case in _CASES})
     cached_tokens: list[int] = field(default_factory=list)
@@ -178,7 +205,8 @@ class Samples:
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine that is measured. `settle(prompt_tokens)` returns when a prompt that was cold is stored."""
+    """An engine that is measured. `settle(prompt_tokens)` returns when a prompt that was cold is
+    stored."""
 
     engine: EngineProcess
     settle: Callable[[int], None]
@@ -213,18 +241,24 @@ class Bench:
                 subject.engine.wait_until_ready()
             for length in self.plan.prompt_tokens:
                 for turn in range(self.plan.repeats + 1):
-                    subjects = [each for each in subjects if each.engine.name not in self.plan.left_out]
+                    subjects = [
+                        each for each in subjects if each.engine.name not in self.plan.left_out
+                    ]
                     self._round(subjects, length, turn, turns)
 
     def _round(self, subjects: Sequence[Subject], length: int, turn: int, turns: Turns) -> None:
         """Turn 0 warms up and compares tokens, all others are measured."""
         more = _MORE_COLD[self.plan.device] if turn and length < _SHORT_TOKENS else 0
         prompts: list[list[int]] = [
-            np.random.default_rng([length, turn, number]).integers(0, self.model.vocab_size, length).tolist()
+            np.random.default_rng([length, turn, number])
+            .integers(0, self.model.vocab_size, length)
+            .tolist()
             for number in range(1 + more)
         ]
         asked = [("cold", prompt) for prompt in reversed(prompts)]
-        asked += [(case, prompts[0]) for case in _CASES[1:] * (_HITS[self.plan.device] if turn else 1)]
+        asked += [
+            (case, prompts[0]) for case in _CASES[1:] * (_HITS[self.plan.device] if turn else 1)
+        ]
         for number, (case, prompt) in enumerate(asked):
             first = (turn + (number if case == "cold" else 0)) % max(len(subjects), 1)
             for subject in [*subjects[first:], *subjects[:first]]:
@@ -243,10 +277,13 @@ class Bench:
         if case != "local":  # also before a cold one: none has more to evict than the others
             engine.drop_local_cache()
         if case == "cold":
-            # A GPU that has just computed another engine's prompt is slower. Engines wait here as long as each other.
+            # A GPU that has just computed another engine's prompt is slower. Engines wait here as
+            # long as each other.
             time.sleep(_REST_S[self.plan.device])
         if turn:
-            engine.ask(prompt[:_WAKING_TOKENS])  # an engine that has been idle for a while answers up to a second late
+            engine.ask(
+                prompt[:_WAKING_TOKENS]
+            )  # an engine that has been idle for a while answers up to a second late
         answer = engine.ask(prompt, 1 if turn else _CHECKED_TOKENS)
         if case == "cold":
             _check_cold(engine.name, answer)
@@ -263,7 +300,8 @@ class Bench:
 
     @contextmanager
     def _forgiving(self, name: str) -> Iterator[None]:
-        """A peer that was not asked for by name and fails is left out. Everything else that fails ends the run."""
+        """A peer that was not asked for by name and fails is left out. Everything else that fails
+        ends the run."""
         try:
             yield
         except KVKeepError as error:
@@ -280,7 +318,9 @@ class Bench:
             if self.plan.graphs:
                 made |= decoding_with_graphs(self.model.block_tokens, _LAST_TOKENS)
             spare = self.spares.get(name)
-            with EngineProcess(name, made, self.environment, way.counting, spare, way.ready_when) as engine:
+            with EngineProcess(
+                name, made, self.environment, way.counting, spare, way.ready_when
+            ) as engine:
                 yield Subject(engine, way.settle)
 
     # -- what came out
@@ -313,20 +353,28 @@ class Bench:
         return {
             "connector": name,
             "prompt_tokens": length,
-            **{f"{case}{'_hit' * (case != 'cold')}_ms": median(samples.ms[case], 2) for case in _CASES},
+            **{
+                f"{case}{'_hit' * (case != 'cold')}_ms": median(samples.ms[case], 2)
+                for case in _CASES
+            },
             "cached_tokens": min(samples.cached_tokens, default=0),
-            "same_tokens": len(samples.tokens) == len(_CASES) and all(each == wanted for each in samples.tokens),
+            "same_tokens": len(samples.tokens) == len(_CASES)
+            and all(each == wanted for each in samples.tokens),
             "samples_ms": {case: rounded(samples.ms[case], 1) for case in _CASES},
         }
 
     def _ratios(self, name: str, length: int, floor_gbps: float | None) -> dict[str, Any]:
-        """Cold and local hit against none, how much faster than cold an external hit is, and that against its floor."""
+        """Cold and local hit against none, how much faster than cold an external hit is, and that
+        against its floor."""
         mine, none = self.samples[name, length].ms, self.samples["none", length].ms
         repeats, hits = self.plan.repeats, len(mine["external"]) // self.plan.repeats
         colds = [statistics.median(some) for some in np.array_split(mine["cold"], repeats)]
         against_floor: dict[str, Any] = {}
         if floor_gbps:
-            floors = [local + length * self.model.kv_token_bytes / floor_gbps / 1e6 for local in none["local"]]
+            floors = [
+                local + length * self.model.kv_token_bytes / floor_gbps / 1e6
+                for local in none["local"]
+            ]
             against_floor["floor_ms"] = median(floors, 2)
             against_floor["floor_ratio"] = median_ratio(mine["external"], floors)
         return {
@@ -334,14 +382,18 @@ class Bench:
             "prompt_tokens": length,
             "cold_ratio": median_ratio(mine["cold"], none["cold"]),
             "local_hit_ratio": median_ratio(mine["local"], none["local"]),
-            "speedup": median_ratio([cold for cold in colds for _ in range(hits)], mine["external"]),
+            "speedup": median_ratio(
+                [cold for cold in colds for _ in range(hits)], mine["external"]
+            ),
             **against_floor,
         }
 
 
 def _check_cold(name: str, answer: Answer) -> None:
     if answer.cached_tokens:
-        raise AssertionError(f"{name}: {answer.cached_tokens} tokens of a prompt that nobody sent before were found")
+        raise AssertionError(
+            f"{name}: {answer.cached_tokens} tokens of a prompt that nobody sent before were found"
+        )
 
 
 def _times(ms: dict[str, list[float]]) -> str:
@@ -352,8 +404,24 @@ def table(result: dict[str, Any]) -> str:
     """The result in lines, and whether it is what it should be."""
     facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
     ratios = {(each["connector"], each["prompt_tokens"]): each for each in result["ratios"]}
-    head = ["connector", "prompt tokens", "cold", "against none", "local hit", "against none", "external hit"]
-    keys = ["prompt_tokens", "cold_ms", "cold_ratio", "local_hit_ms", "local_hit_ratio", "external_hit_ms", "speedup"]
+    head = [
+        "connector",
+        "prompt tokens",
+        "cold",
+        "against none",
+        "local hit",
+        "against none",
+        "external hit",
+    ]
+    keys = [
+        "prompt_tokens",
+        "cold_ms",
+        "cold_ratio",
+        "local_hit_ms",
+        "local_hit_ratio",
+        "external_hit_ms",
+        "speedup",
+    ]
     head.append("faster than cold")
     if "floor_gbps" in result:
         head, keys = [*head, "against its floor"], [*keys, "floor_ratio"]
@@ -362,10 +430,26 @@ def table(result: dict[str, Any]) -> str:
         figures = row | ratios.get((row["connector"], row["prompt_tokens"]), {})
         cells = [with_unit(key, figures.get(key)) for key in (*keys, "cached_tokens")]
         lines.append([row["connector"], *cells, "yes" if row["same_tokens"] else "NO"])
-    left_out = [f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()]
+    left_out = [
+        f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()
+    ]
     kvkeep = [row for row in result["rows"] if row["connector"] == "kvkeep"]
-    verdicts = [line for row in kvkeep for line in _verdicts(result, row, ratios["kvkeep", row["prompt_tokens"]])]
-    return "\n".join([*facts, "", *draw(lines), *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts])
+    verdicts = [
+        line
+        for row in kvkeep
+        for line in _verdicts(result, row, ratios["kvkeep", row["prompt_tokens"]])
+    ]
+    return "\n".join(
+        [
+            *facts,
+            "",
+            *draw(lines),
+            *[""] * bool(left_out),
+            *left_out,
+            *[""] * bool(verdicts),
+            *verdicts,
+        ]
+    )
 
 
 def _verdicts(result: dict[str, Any], row: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
@@ -377,17 +461,27 @@ def _verdicts(result: dict[str, Any], row: dict[str, Any], ratios: dict[str, Any
             cold <= targets["cold_ratio"],
             f"{where} cold takes {cold:g} times as long as with none, at most {targets['cold_ratio']:g} is wanted",
         ),
-        verdict(cached >= full, f"{where} it gives {cached:,} tokens, all {full:,} of full blocks are wanted"),
+        verdict(
+            cached >= full,
+            f"{where} it gives {cached:,} tokens, all {full:,} of full blocks are wanted",
+        ),
     ]
     if "speedup" in targets:
         got, least = ratios["speedup"], targets["speedup"]
         told = f"{where} an external hit is {got:g} times faster than cold, at least {least:g} is wanted"
         lines.append(verdict(got >= least, told))
     if "floor_ratio" in targets:
-        got, most = ratios["floor_ratio"], targets["short_floor_ratio" if length < _SHORT_TOKENS else "floor_ratio"]
+        got, most = (
+            ratios["floor_ratio"],
+            targets["short_floor_ratio" if length < _SHORT_TOKENS else "floor_ratio"],
+        )
         told = f"{where} an external hit takes {got:g} times its floor, at most {most:g} is wanted"
         lines.append(verdict(got <= most, told))
-        peers = [each for each in result["rows"] if each["connector"] in PEERS and each["prompt_tokens"] == length]
+        peers = [
+            each
+            for each in result["rows"]
+            if each["connector"] in PEERS and each["prompt_tokens"] == length
+        ]
         lines += [_against(row, peer) for peer in peers]
     return lines
 

@@ -1,11 +1,12 @@
-"""Requests that are under way together, and when each of their tokens came: what the engine process does under load.
+"""Requests that are under way together, and when each of their tokens came: what the engine process
+does under load.
 
     lane with at_a_time    begins the next request when one is done    ├──┤├────┤├───┤
                                                                        ├────┤├──┤├───┤
     lane with every_s      begins one whenever it is due               ├─┤ ├──┤  ├─┤
 
-Times are taken where vLLM hands tokens out, after each of its steps. Of many samples only figures leave the process.
-"""
+Times are taken where vLLM hands tokens out, after each of its steps. Of many samples only figures
+leave the process."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _NOTHING_DUE_S = 0.001
 
 @dataclass(frozen=True)
 class Lane:
-    """Prompts of one kind, each with the tokens wanted for it. Exactly one of `at_a_time` and `every_s` is set. With
-    `is_new` nothing is found of them: each step before their first token computes some of them."""
+    """Prompts of one kind, each with the tokens wanted for it. Exactly one of `at_a_time` and
+    `every_s` is set. With `is_new` nothing is found of them: each step before their first token
+    computes some of them."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
@@ -54,7 +56,9 @@ class _Served:
     cached_tokens: int = 0
     ttfts_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
-    decode_gaps_s: list[float] = field(default_factory=list)  # without those in which a prompt was computed
+    decode_gaps_s: list[float] = field(
+        default_factory=list
+    )  # without those in which a prompt was computed
 
     @property
     def left(self) -> bool:
@@ -129,9 +133,15 @@ def _figures(samples_s: Sequence[float]) -> dict[str, Any]:
 
 
 def serve_lanes(
-    engine: Any, sampling: Callable[[int], Any], lanes: Sequence[Lane], seconds: float, *, finish: bool
+    engine: Any,
+    sampling: Callable[[int], Any],
+    lanes: Sequence[Lane],
+    seconds: float,
+    *,
+    finish: bool,
 ) -> dict[str, Any]:
-    """Begins no more requests when the time is over; those under way are finished, or else aborted."""
+    """Begins no more requests when the time is over; those under way are finished, or else
+    aborted."""
     served, prompt_steps = [_Served(lane) for lane in lanes], 0
     started = time.perf_counter()
     while True:
@@ -140,7 +150,9 @@ def serve_lanes(
                 while each.is_due(now):
                     place = each.begin(now)
                     prompt = {"prompt_token_ids": each.lane.prompts[place]}
-                    engine.add_request(f"{number}.{place}", prompt, sampling(each.lane.max_tokens[place]))
+                    engine.add_request(
+                        f"{number}.{place}", prompt, sampling(each.lane.max_tokens[place])
+                    )
                     now = time.perf_counter() - started
         elif not finish:
             break
@@ -148,7 +160,10 @@ def serve_lanes(
             computes_prompt = any(each.computes_prompt for each in served)
             outputs = engine.step()
             now = time.perf_counter() - started
-            heard = [(*map(int, output.request_id.partition("-")[0].split(".")), output) for output in outputs]
+            heard = [
+                (*map(int, output.request_id.partition("-")[0].split(".")), output)
+                for output in outputs
+            ]
             prompt_steps += computes_prompt or any(
                 served[number].is_first(place, output) for number, place, output in heard
             )

@@ -5,9 +5,8 @@
     host      │ pool of kvkeep │ pool of a peer │ …             processes, and what is pinned │
     /dev/shm  │ pool of kvkeep │ pool of native │
 
-An engine with less KV loses a prefix sooner, so there need be fewer of them, and pools may be smaller. Engines that do
-not fit at all come one after the other.
-"""
+An engine with less KV loses a prefix sooner, so there need be fewer of them, and pools may be
+smaller. Engines that do not fit at all come one after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +23,9 @@ from kvkeep.errors import KVKeepError
 from kvkeep.tiers.free_memory import available_bytes
 from kvkeep.units import GIB, MIB
 
-_BESIDE_KV_BYTES = 3 * GIB + 512 * MIB  # activations of a step and CUDA's context; then staging memory of kvkeep
+_BESIDE_KV_BYTES = (
+    3 * GIB + 512 * MIB
+)  # activations of a step and CUDA's context; then staging memory of kvkeep
 _POOLED = 0.75  # of the host's memory
 _SHM = Path("/dev/shm")
 _IN_SHM = ("kvkeep", "native")
@@ -70,15 +71,21 @@ def _free_gpu_bytes() -> int:
     command = [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise KVKeepError(f"torch does not say how much memory the GPU has: {done.stderr.strip()[-500:]}")
+        raise KVKeepError(
+            f"torch does not say how much memory the GPU has: {done.stderr.strip()[-500:]}"
+        )
     return int(done.stdout)
 
 
 def fit_together(
-    model: ServedModel, longest_prompt: int, connectors: Sequence[str], pool_bytes: int, free: FreeMemory
+    model: ServedModel,
+    longest_prompt: int,
+    connectors: Sequence[str],
+    pool_bytes: int,
+    free: FreeMemory,
 ) -> bool:
-    """Whether an engine for each connector can be alive at the same time, with the longest prompt in its KV, and a pool
-    of its own, unless that is `none`. If not, that is said."""
+    """Whether an engine for each connector can be alive at the same time, with the longest prompt
+    in its KV, and a pool of its own, unless that is `none`. If not, that is said."""
     tokens = free.engine_tokens(model, len(connectors), GPU_SHARE)
     pools = [(name, pool_bytes) for name in connectors if name != "none"]
     fit = tokens >= longest_prompt + SPARE_TOKENS and free.hold(pools)

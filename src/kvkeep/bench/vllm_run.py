@@ -1,4 +1,5 @@
-"""One vLLM engine in a process of its own, for the benchmark: prompts go in as lines of JSON, answers come out.
+"""One vLLM engine in a process of its own, for the benchmark: prompts go in as lines of JSON,
+answers come out.
 
     parent                                     engine process: python -m kvkeep.bench.vllm_run
     ImportingProcess()                         imports vLLM
@@ -7,7 +8,8 @@
     ask(prompt, max_tokens)               ───► {"prompt": […], "max_tokens": 1, "counting": "…"}
                                           ◄─── {"ms": …, "tokens": […], "cached_tokens": …}
     load([lane, …], 5.0)                  ───► {"lanes": [{"prompts": [[…], …], …}, …], "seconds": 5.0, …}
-                                          ◄─── {"lanes": [{"answers": {"0": "…", …}, …}, …], "seconds": …}
+                                          ◄─── {"lanes": [{"answers": {"0": "…", …}, …}, …],
+                                          "seconds": …}
     drop_local_cache()                    ───► {"drop_within_s": 60}
                                           ◄─── {"dropped": true}
     end of the block                      ───► (no more input) ends; whoever is left of its group is killed
@@ -57,9 +59,9 @@ class Answer:
 
 
 class ImportingProcess:
-    """Imports vLLM, which takes a while, and then waits to be told which engine to make. Several may do so together,
-    before any engine is there to be disturbed. A session of its own: what the engine starts is in it too, and Ctrl-C
-    is ours to handle."""
+    """Imports vLLM, which takes a while, and then waits to be told which engine to make. Several
+    may do so together, before any engine is there to be disturbed. A session of its own: what the
+    engine starts is in it too, and Ctrl-C is ours to handle."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the engine)
@@ -83,7 +85,8 @@ class ImportingProcess:
         return True
 
     def end(self, within_s: float = 0.0) -> None:
-        """Gone with all that it started, in order if that takes no longer. A second time does nothing."""
+        """Gone with all that it started, in order if that takes no longer. A second time does
+        nothing."""
         if self.popen.returncode is not None:
             return
         assert self.popen.stdin is not None
@@ -99,9 +102,11 @@ class ImportingProcess:
 
 
 @contextlib.contextmanager
-def importing(engines: Iterable[Engine], environment: Mapping[str, str]) -> Iterator[dict[Engine, ImportingProcess]]:
-    """A process for each. All of them import vLLM together, before anything is measured: that is half of an engine's
-    start."""
+def importing(
+    engines: Iterable[Engine], environment: Mapping[str, str]
+) -> Iterator[dict[Engine, ImportingProcess]]:
+    """A process for each. All of them import vLLM together, before anything is measured: that is
+    half of an engine's start."""
     spares: dict[Engine, ImportingProcess] = {}
     try:
         for engine in engines:
@@ -113,10 +118,11 @@ def importing(engines: Iterable[Engine], environment: Mapping[str, str]) -> Iter
 
 
 class EngineProcess:
-    """Ready where the block begins, gone with all that it started where it ends. `counting` names what vLLM returns in
-    kv_transfer_params for tokens found; without it vLLM's own count is taken. `spare` is a process to take, or else it
-    is started here. `ready_when` is what it says in its log when what goes on behind its start is over. KVKeepError,
-    with what it wrote to stderr, if it ends or falls silent."""
+    """Ready where the block begins, gone with all that it started where it ends. `counting` names
+    what vLLM returns in kv_transfer_params for tokens found; without it vLLM's own count is taken.
+    `spare` is a process to take, or else it is started here. `ready_when` is what it says in its
+    log when what goes on behind its start is over. KVKeepError, with what it wrote to stderr, if it
+    ends or falls silent."""
 
     def __init__(
         self,
@@ -160,16 +166,19 @@ class EngineProcess:
         self._send({"prompt": list(prompt), "max_tokens": max_tokens, "counting": self._counting})
         return Answer(**self._receive(_ANSWER_WITHIN_S))
 
-    def serve(self, prompts: Sequence[list[int]], at_a_time: int, seconds: float, max_tokens: int) -> dict[str, Any]:
-        """Serves prompts, so many at a time, until the time is over and those under way are done. `answers` by the
-        prompt's place, `begun` prompts, `tokens` in the time, `failed` requests, and `seconds` that it took."""
+    def serve(
+        self, prompts: Sequence[list[int]], at_a_time: int, seconds: float, max_tokens: int
+    ) -> dict[str, Any]:
+        """Serves prompts, so many at a time, until the time is over and those under way are done.
+        `answers` by the prompt's place, `begun` prompts, `tokens` in the time, `failed` requests,
+        and `seconds` that it took."""
         said = self.load([Lane(list(prompts), [max_tokens] * len(prompts), at_a_time)], seconds)
         [served] = said["lanes"]
         return {**served, "seconds": said["seconds"]}
 
     def load(self, lanes: Sequence[Lane], seconds: float, *, finish: bool = True) -> dict[str, Any]:
-        """All lanes together, until the time is over and those under way are done, or with `finish` off are aborted:
-        what came of each lane, and `seconds` that it took."""
+        """All lanes together, until the time is over and those under way are done, or with `finish`
+        off are aborted: what came of each lane, and `seconds` that it took."""
         self._send({"lanes": [vars(lane) for lane in lanes], "seconds": seconds, "finish": finish})
         return self._receive(seconds + _ANSWER_WITHIN_S)
 
@@ -177,10 +186,15 @@ class EngineProcess:
         """Drops the engine's own prefix cache; what its connector keeps stays."""
         self._send({"drop_within_s": _DROP_WITHIN_S})
         if not self._receive(_DROP_WITHIN_S + _ANSWER_WITHIN_S)["dropped"]:
-            raise self._failure(f"could not drop its prefix cache within {_DROP_WITHIN_S:g} s: blocks are still in use")
+            raise self._failure(
+                f"could not drop its prefix cache within {_DROP_WITHIN_S:g} s: blocks are still in use"
+            )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.end(_END_WITHIN_S if kind is None else _GIVE_UP_WITHIN_S)
 
@@ -211,7 +225,10 @@ class EngineProcess:
             self._process.wait(_GIVE_UP_WITHIN_S)  # pipes close before the last word is said
         self._process.stderr.seek(0)
         lines = self._process.stderr.read().strip().splitlines()[-_SHOWN_LINES:]
-        return KVKeepError(f"vLLM with connector {self.name} {what}. It said:\n" + ("\n".join(lines) or "(nothing)"))
+        return KVKeepError(
+            f"vLLM with connector {self.name} {what}. It said:\n"
+            + ("\n".join(lines) or "(nothing)")
+        )
 
 
 # -- what the process does
@@ -237,19 +254,29 @@ def _serve(vllm: Any, llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
         return {"dropped": _drop(llm, asked["drop_within_s"])}
     if "lanes" in asked:
         lanes = [Lane(**lane) for lane in asked["lanes"]]
-        return serve_lanes(llm.llm_engine, partial(_sampling, vllm), lanes, asked["seconds"], finish=asked["finish"])
+        return serve_lanes(
+            llm.llm_engine,
+            partial(_sampling, vllm),
+            lanes,
+            asked["seconds"],
+            finish=asked["finish"],
+        )
     counting = asked["counting"]
     extra = {"extra_args": {"kv_transfer_params": {counting: 0}}} if counting else {}
     sampling = _sampling(vllm, asked["max_tokens"], **extra)
     started = time.perf_counter()
     [answer] = llm.generate([{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False)
     ms = (time.perf_counter() - started) * 1e3
-    cached = (answer.kv_transfer_params or {}).get(counting) if counting else answer.num_cached_tokens
+    cached = (
+        (answer.kv_transfer_params or {}).get(counting) if counting else answer.num_cached_tokens
+    )
     return {"ms": ms, "tokens": list(answer.outputs[0].token_ids), "cached_tokens": cached or 0}
 
 
 def _sampling(vllm: Any, max_tokens: int, **extra: Any) -> Any:
-    return vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **extra)
+    return vllm.SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **extra
+    )
 
 
 def _drop(llm: Any, seconds: float) -> bool:

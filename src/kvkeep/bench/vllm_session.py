@@ -1,4 +1,5 @@
-"""What benchmarks of real vLLM share: what can be measured here, how a run ends, and how its numbers are drawn."""
+"""What benchmarks of real vLLM share: what can be measured here, how a run ends, and how its
+numbers are drawn."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from kvkeep.errors import SettingsError
 CONNECTORS = ("none", "kvkeep", "lmcache", "native")
 PEERS = ("lmcache", "native")
 
-# vLLM's processes spin for one second after their last message before they sleep (SpinCondition's busy_loop_s). With
-# few cores that second would be taken from the engine whose turn is next. A little more: they notice it a little late.
+# vLLM's processes spin for one second after their last message before they sleep (SpinCondition's
+# busy_loop_s). With few cores that second would be taken from the engine whose turn is next. A
+# little more: they notice it a little late.
 SILENT_AFTER_S = 1.2
 
 # -- what can be measured
@@ -27,8 +29,8 @@ SILENT_AFTER_S = 1.2
 
 @dataclass(frozen=True)
 class Choice:
-    """Device and connectors, checked. `left_out` says why a connector is not measured; `named` were asked for by
-    name."""
+    """Device and connectors, checked. `left_out` says why a connector is not measured; `named` were
+    asked for by name."""
 
     device: str
     connectors: tuple[str, ...]
@@ -45,11 +47,15 @@ class Choice:
         device = find_device(device)
         missing = _missing(device)
         if connectors == "auto":
-            return cls(device, tuple(name for name in CONNECTORS if name not in missing), False, missing)
+            return cls(
+                device, tuple(name for name in CONNECTORS if name not in missing), False, missing
+            )
         names = connectors.split(",")
         for name in names:
             if name not in CONNECTORS:
-                raise SettingsError(f'--connectors "{name}": expected some of {", ".join(CONNECTORS)}, or auto')
+                raise SettingsError(
+                    f'--connectors "{name}": expected some of {", ".join(CONNECTORS)}, or auto'
+                )
             if name in missing:
                 raise SettingsError(f"connector {name} cannot be measured here: {missing[name]}")
         # All are compared with none.
@@ -71,7 +77,9 @@ def find_device(device: str) -> str:
 
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
-        hint = "run it on a GPU host, with a torch that was built for CUDA; --device cpu measures here"
+        hint = (
+            "run it on a GPU host, with a torch that was built for CUDA; --device cpu measures here"
+        )
         raise SettingsError("--device cuda: torch finds no GPU", hint)
     return "cuda" if there else "cpu"
 
@@ -124,8 +132,8 @@ def signals_end_the_block() -> Iterator[None]:
 
 @dataclass
 class Turns:
-    """Of engines that live at the same time one is at work. Its turn begins when all others have been silent for
-    `silent_after_s`; two turns of the same engine may follow each other at once."""
+    """Of engines that live at the same time one is at work. Its turn begins when all others have
+    been silent for `silent_after_s`; two turns of the same engine may follow each other at once."""
 
     silent_after_s: float
     _ended: dict[Hashable, float] = field(default_factory=dict)
@@ -168,7 +176,10 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float | None
 def draw(lines: Sequence[Sequence[str]]) -> list[str]:
     """Cells in columns; all lines have as many."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
 
 
 def cell(value: float | None) -> str:

@@ -1,5 +1,5 @@
-"""What an engine of the vLLM benchmark is made of: a model, arguments of `vllm.LLM`, an environment, and a connector
-with the server that it speaks to. vLLM itself is not imported here."""
+"""What an engine of the vLLM benchmark is made of: a model, arguments of `vllm.LLM`, an
+environment, and a connector with the server that it speaks to. vLLM itself is not imported here."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ class ServedModel:
 
 
 def own_model(folder: Path, device: str) -> ServedModel:
-    """On a CPU a small Llama with weights from a seed. On a GPU only the geometry of one with 8 billion parameters:
-    vLLM makes up the weights, which is good enough for times, and proves little about tokens."""
+    """On a CPU a small Llama with weights from a seed. On a GPU only the geometry of one with 8
+    billion parameters: vLLM makes up the weights, which is good enough for times, and proves little
+    about tokens."""
     config = SMALL_LLAMA if device == "cpu" else LLAMA_8B
     (folder / "config.json").write_text(json.dumps(config))
     if device == "cpu":
@@ -101,35 +102,56 @@ def given_model(path: str, device: str) -> ServedModel:
     """A checkpoint on this machine."""
     try:
         config = json.loads((Path(path) / "config.json").read_text())
-        files = [file for kind in ("safetensors", "bin", "pt", "pth") for file in Path(path).glob(f"*.{kind}")]
+        files = [
+            file
+            for kind in ("safetensors", "bin", "pt", "pth")
+            for file in Path(path).glob(f"*.{kind}")
+        ]
         weight_bytes = sum(file.stat().st_size for file in files if file.suffix == files[0].suffix)
-        return _served(path, path, config.get("text_config", config), device, weight_bytes, dummy=False)
+        return _served(
+            path, path, config.get("text_config", config), device, weight_bytes, dummy=False
+        )
     except (OSError, ValueError, AttributeError) as error:
-        raise SettingsError(f'--model "{path}": no checkpoint: {error}', "name a folder with a config.json") from None
+        raise SettingsError(
+            f'--model "{path}": no checkpoint: {error}', "name a folder with a config.json"
+        ) from None
     except (KeyError, TypeError) as error:
-        raise SettingsError(f'--model "{path}": its config.json cannot be used: {error!r}') from None
+        raise SettingsError(
+            f'--model "{path}": its config.json cannot be used: {error!r}'
+        ) from None
 
 
 def _served(
     path: str, kind: str, config: Mapping[str, Any], device: str, weight_bytes: int, *, dummy: bool
 ) -> ServedModel:
-    layers, hidden_size, heads = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    layers, hidden_size, heads = (
+        config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
     head_bytes = (config.get("head_dim") or hidden_size // heads) * (4 if device == "cpu" else 2)
     kv_token_bytes = 2 * layers * (config.get("num_key_value_heads") or heads) * head_bytes
     said = f"{kind}, {layers} layers, hidden size {hidden_size}, {kv_token_bytes / 1024:g} KiB of KV a token, "
     vocab_size = config["vocab_size"]
-    return ServedModel(path, said + _dtype(device), device, vocab_size, kv_token_bytes, dummy, weight_bytes)
+    return ServedModel(
+        path, said + _dtype(device), device, vocab_size, kv_token_bytes, dummy, weight_bytes
+    )
 
 
 def _dtype(device: str) -> str:
-    return "float32" if device == "cpu" else "bfloat16"  # not every CPU has the instructions for the latter
+    return (
+        "float32" if device == "cpu" else "bfloat16"
+    )  # not every CPU has the instructions for the latter
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of a Llama's matrices, all but the norms."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    q_size, kv_size = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    q_size, kv_size = (
+        config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (vocab, hidden),
+        "lm_head": (vocab, hidden),
+    }
     for layer in range(config["num_hidden_layers"]):
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         shapes |= {f"{attention}.q_proj": (q_size, hidden), f"{attention}.o_proj": (hidden, q_size)}
@@ -151,7 +173,9 @@ def _save_weights(folder: Path, config: Mapping[str, Any]) -> None:
     ]
     random = torch.Generator().manual_seed(0)
     shapes = _shapes(config).items()
-    weights = {f"{name}.weight": torch.randn(*shape, generator=random) * 0.1 for name, shape in shapes}
+    weights = {
+        f"{name}.weight": torch.randn(*shape, generator=random) * 0.1 for name, shape in shapes
+    }
     weights |= {f"{name}.weight": torch.ones(config["hidden_size"]) for name in norms}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -159,7 +183,9 @@ def _save_weights(folder: Path, config: Mapping[str, Any]) -> None:
 # -- what an engine is made with
 
 
-def arguments(model: ServedModel, longest_prompt: int, engines: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(
+    model: ServedModel, longest_prompt: int, engines: int, extra: Mapping[str, Any]
+) -> dict[str, Any]:
     """Those of `vllm.LLM`. `engines` share the device."""
     made: dict[str, Any] = {
         "model": model.path,
@@ -179,24 +205,35 @@ def arguments(model: ServedModel, longest_prompt: int, engines: int, extra: Mapp
 
 
 def decoding_with_graphs(at_a_time: int, prompt_tokens: int) -> dict[str, Any]:
-    """Steps that decode, of so many requests at most, are each started as one, also if they compute so many tokens of a
-    prompt besides, or twice as many: a connector that finds whole chunks only leaves that much. Larger ones are
-    computed as before: to have graphs of those, as it has by itself, vLLM compiles for minutes. Where attention can be
-    in a graph only if there are no prompts, vLLM has graphs of steps that only decode."""
-    sizes = [1, 2, *range(4, at_a_time, 4), at_a_time, at_a_time + prompt_tokens, at_a_time + 2 * prompt_tokens]
+    """Steps that decode, of so many requests at most, are each started as one, also if they compute
+    so many tokens of a prompt besides, or twice as many: a connector that finds whole chunks only
+    leaves that much. Larger ones are computed as before: to have graphs of those, as it has by
+    itself, vLLM compiles for minutes. Where attention can be in a graph only if there are no
+    prompts, vLLM has graphs of steps that only decode."""
+    sizes = [
+        1,
+        2,
+        *range(4, at_a_time, 4),
+        at_a_time,
+        at_a_time + prompt_tokens,
+        at_a_time + 2 * prompt_tokens,
+    ]
     graphs = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
     return {"enforce_eager": False, "compilation_config": graphs}
 
 
 def environment(model: ServedModel, longest_prompt: int) -> dict[str, str]:
-    """Ours, without the caller's own kvkeep settings; what the caller says to vLLM itself goes before what we say."""
+    """Ours, without the caller's own kvkeep settings; what the caller says to vLLM itself goes
+    before what we say."""
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     if model.device == "cpu":
         kv_bytes = 4 * (longest_prompt + SPARE_TOKENS) * model.kv_token_bytes
         ours["VLLM_CPU_KVCACHE_SPACE"] = str(-(-kv_bytes // GIB))
-        # Threads that spin after their work, for a second and more, would slow down the engine whose turn is next.
+        # Threads that spin after their work, for a second and more, would slow down the engine
+        # whose turn is next.
         ours["OMP_WAIT_POLICY"], ours["KMP_BLOCKTIME"] = "PASSIVE", "0"
-        # Left to itself vLLM takes a core away from an engine that has a connector, and from no other.
+        # Left to itself vLLM takes a core away from an engine that has a connector, and from no
+        # other.
         ours["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     theirs = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
     # On a GPU an engine says in its log when it is ready.
@@ -207,14 +244,16 @@ def environment(model: ServedModel, longest_prompt: int) -> dict[str, str]:
 
 
 def _nothing_to_wait_for(prompt_tokens: int) -> None:
-    """Of peers nothing is known but that vLLM keeps blocks until they are stored: then its cache can be dropped."""
+    """Of peers nothing is known but that vLLM keeps blocks until they are stored: then its cache
+    can be dropped."""
 
 
 @dataclass(frozen=True)
 class Connector:
-    """What an engine needs for it. `counting` names what vLLM returns in kv_transfer_params for tokens found;
-    `settle(prompt_tokens)` returns when a prompt of that length, asked for the first time, is stored; `ready_when` is
-    what the engine says in its log when its pool is as fast as it will be: peers are before they start."""
+    """What an engine needs for it. `counting` names what vLLM returns in kv_transfer_params for
+    tokens found; `settle(prompt_tokens)` returns when a prompt of that length, asked for the first
+    time, is stored; `ready_when` is what the engine says in its log when its pool is as fast as it
+    will be: peers are before they start."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     counting: str = ""
@@ -235,7 +274,11 @@ def connector(name: str, pool_bytes: int, model: ServedModel) -> Iterator[Connec
                 yield Connector(config, "num_kvkeep_extra_cached_tokens", settle, ready_when)
         case "lmcache":
             with _lmcache_server(size_gib) as port:
-                where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 20}
+                where = {
+                    "lmcache.mp.host": "tcp://127.0.0.1",
+                    "lmcache.mp.port": port,
+                    "lmcache.mp.mq_timeout": 20,
+                }
                 yield Connector(_transfer_config("LMCacheMPConnector", where, {}))
         case "native":
             yield Connector({"kv_offloading_backend": "native", "kv_offloading_size": size_gib})
@@ -250,7 +293,12 @@ def kvkeep_arguments(address: str) -> dict[str, Any]:
 
 
 def _transfer_config(name: str, extra: dict[str, Any], options: dict[str, str]) -> dict[str, Any]:
-    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra, **options}
+    config = {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+        **options,
+    }
     return {"kv_transfer_config": config}
 
 
@@ -262,7 +310,8 @@ class Stored:
     blocks: int = 0  # at the end of the last wait
 
     def wait(self, block_tokens: int, prompt_tokens: int) -> None:
-        """The last token of a prompt is always computed, so a block that ends with it may be missing."""
+        """The last token of a prompt is always computed, so a block that ends with it may be
+        missing."""
         expected = self.blocks + (prompt_tokens - 1) // block_tokens
         until = time.monotonic() + _STORED_WITHIN_S
         while (stored := self.count()) < expected:
@@ -290,7 +339,12 @@ def _lmcache_server(size_gib: int) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    command = [sys.executable, "-c", "import sys; from lmcache.cli.main import main; sys.exit(main())", "server"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from lmcache.cli.main import main; sys.exit(main())",
+        "server",
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--l1-size-gb", str(size_gib)]
     command += ["--eviction-policy", "LRU", "--no-l1-use-lazy"]
     with (
@@ -302,7 +356,9 @@ def _lmcache_server(size_gib: int) -> Iterator[int]:
             while not _listens(port):
                 if server.poll() is not None or time.monotonic() > until:
                     log.seek(0)
-                    raise KVKeepError(f"LMCache's server does not listen. It said:\n{log.read()[-2000:]}")
+                    raise KVKeepError(
+                        f"LMCache's server does not listen. It said:\n{log.read()[-2000:]}"
+                    )
                 time.sleep(0.1)
             yield port
         finally:

@@ -1,8 +1,8 @@
-"""`kvkeep bench NAME` runs the function `run` of one module and shows its figures, with the machine they belong to.
+"""`kvkeep bench NAME` runs the function `run` of one module and shows its figures, with the machine
+they belong to.
 
-A benchmark's options are the keyword arguments of its `run`. `add_bench` adds one; its module is imported when it is
-asked for, because some need packages that only development has.
-"""
+A benchmark's options are the keyword arguments of its `run`. `add_bench` adds one; its module is
+imported when it is asked for, because some need packages that only development has."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ OPTIONS: dict[str, str] = {
     "total_bytes": "How much is moved in a round.",
 }
 
-app = typer.Typer(no_args_is_help=True, help="Measure this machine. Options of each are in its --help.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure this machine. Options of each are in its --help."
+)
 
 
 class BenchCommand(TyperCommand):
@@ -92,7 +94,9 @@ def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
     try:
         result: dict[str, Any] = module.run(**options)
     except MemoryError:
-        raise SettingsError("this machine has not enough memory for that", "use smaller numbers") from None
+        raise SettingsError(
+            "this machine has not enough memory for that", "use smaller numbers"
+        ) from None
     if as_json:
         show_json({**result, "machine": on, "command": command})
     elif hasattr(module, "table"):
@@ -112,10 +116,15 @@ def show(result: Mapping[str, Any]) -> None:
         if facts or number:
             print()
         if isinstance(value, dict):
-            show_table((key, ""), [(name, with_unit(name, each, key)) for name, each in value.items()])
+            show_table(
+                (key, ""), [(name, with_unit(name, each, key)) for name, each in value.items()]
+            )
         else:
             columns = list(dict.fromkeys(column for row in value for column in row))
-            show_table(columns, [[with_unit(column, row.get(column)) for column in columns] for row in value])
+            show_table(
+                columns,
+                [[with_unit(column, row.get(column)) for column in columns] for row in value],
+            )
 
 
 def _is_table(value: Any) -> bool:
@@ -124,14 +133,17 @@ def _is_table(value: Any) -> bool:
 
 
 def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value`, `--switch` and `--no-switch` as keyword arguments of `run`."""
+    """`--name value`, `--name=value`, `--switch` and `--no-switch` as keyword arguments of
+    `run`."""
     parameters = inspect.signature(run).parameters
     options: dict[str, Any] = {}
     rest = iter(argv)
     for argument in rest:
         flag, equals, text = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        is_off = flag.startswith("--no-") and isinstance(_default(parameters, name.removeprefix("no_")), bool)
+        is_off = flag.startswith("--no-") and isinstance(
+            _default(parameters, name.removeprefix("no_")), bool
+        )
         if is_off and not equals:
             options[name.removeprefix("no_")] = False
             continue
@@ -151,10 +163,11 @@ def read_options(run: Callable[..., Any], argv: Sequence[str]) -> dict[str, Any]
 
 
 def _convert(name: str, default: Any, text: str) -> Any:
-    """`text` as a value of the default's type; what has several values takes them with commas between.
+    """`text` as a value of the default's type; what has several values takes them with commas
+    between.
 
-    Numbers count something, so there is at least one of it, except where not even the default is one.
-    """
+    Numbers count something, so there is at least one of it, except where not even the default is
+    one."""
     if isinstance(default, tuple | list):
         return type(default)(_convert(name, default[0], part) for part in text.split(","))
     if isinstance(default, bool):
@@ -187,7 +200,9 @@ def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
 
 def options_of(run: Callable[..., Any]) -> dict[str, Any]:
     """Name and default of each option."""
-    return {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
+    return {
+        name: parameter.default for name, parameter in inspect.signature(run).parameters.items()
+    }
 
 
 def _flag(name: str) -> str:
@@ -200,7 +215,9 @@ def _expected(name: str, default: Any) -> str:
     if isinstance(first, bool):
         return "true or false"
     number = isinstance(first, int | float)
-    return (f"at least {min(first, 1)}, such as " if number else "a value such as ") + _text(default, name)
+    return (f"at least {min(first, 1)}, such as " if number else "a value such as ") + _text(
+        default, name
+    )
 
 
 def _text(value: Any, name: str) -> str:
@@ -213,8 +230,16 @@ def _text(value: Any, name: str) -> str:
 
 
 add_bench("lookup", "kvkeep.bench.lookup", "How long a lookup takes, against a ping.")
-add_bench("transfer", "kvkeep.bench.transfer", "How fast blocks are stored and loaded, against a plain copy.")
-add_bench("restart", "kvkeep.bench.restart", "How soon a server that was killed serves again, and what is still there.")
+add_bench(
+    "transfer",
+    "kvkeep.bench.transfer",
+    "How fast blocks are stored and loaded, against a plain copy.",
+)
+add_bench(
+    "restart",
+    "kvkeep.bench.restart",
+    "How soon a server that was killed serves again, and what is still there.",
+)
 add_bench(
     "vllm",
     "kvkeep.bench.vllm",

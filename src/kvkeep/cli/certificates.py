@@ -1,4 +1,5 @@
-"""Makes certificates: a CA, and what it signs for a server and for clients. Needs `cryptography` (kvkeep[tls])."""
+"""Makes certificates: a CA, and what it signs for a server and for clients. Needs `cryptography`
+(kvkeep[tls])."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvkeep.errors import SettingsError
 
-_CLOCK_SKEW = timedelta(minutes=5)  # between the host that makes a certificate and the one that uses it
+_CLOCK_SKEW = timedelta(
+    minutes=5
+)  # between the host that makes a certificate and the one that uses it
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,10 @@ class Issued:
     @property
     def fingerprint(self) -> str:
         """As `sha256:HEX`, which is how authorized_clients names one certificate."""
-        return "sha256:" + x509.load_pem_x509_certificate(self.cert.encode()).fingerprint(hashes.SHA256()).hex()
+        return (
+            "sha256:"
+            + x509.load_pem_x509_certificate(self.cert.encode()).fingerprint(hashes.SHA256()).hex()
+        )
 
 
 def new_authority(days: int, now: datetime | None = None) -> Issued:
@@ -43,20 +49,29 @@ def new_authority(days: int, now: datetime | None = None) -> Issued:
 
 
 def issue(
-    authority: Issued, name: str, hosts: tuple[str, ...] = (), *, days: int, now: datetime | None = None
+    authority: Issued,
+    name: str,
+    hosts: tuple[str, ...] = (),
+    *,
+    days: int,
+    now: datetime | None = None,
 ) -> Issued:
-    """A certificate with that common name: with `hosts` for a server that is reached by these names and IP addresses,
-    without for a client. It ends when its CA does, at the latest. SettingsError if the CA cannot sign it."""
+    """A certificate with that common name: with `hosts` for a server that is reached by these names
+    and IP addresses, without for a client. It ends when its CA does, at the latest. SettingsError
+    if the CA cannot sign it."""
     ca, ca_key = _opened(authority)
     begin = now or datetime.now(UTC)
     if ca.not_valid_after_utc <= begin:
         raise SettingsError(
-            "the CA has expired", "make a new one in another --dir, and put both into tls_ca for a while"
+            "the CA has expired",
+            "make a new one in another --dir, and put both into tls_ca for a while",
         )
     end = min(begin + timedelta(days=days), ca.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(_named(name), ca.subject, key.public_key(), begin, end)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
     builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
     purpose = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
     builder = builder.add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -74,14 +89,22 @@ def _opened(authority: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivat
         ca = x509.load_pem_x509_certificate(authority.cert.encode())
         key = serialization.load_pem_private_key(authority.key.encode(), password=None)
     except (ValueError, TypeError):  # no PEM; or a key with a passphrase
-        raise SettingsError("the CA's certificate or key is no PEM file", "restore it, or use another --dir") from None
+        raise SettingsError(
+            "the CA's certificate or key is no PEM file", "restore it, or use another --dir"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
-        raise SettingsError("the CA's key does not belong to its certificate", "restore it, or use another --dir")
+        raise SettingsError(
+            "the CA's key does not belong to its certificate", "restore it, or use another --dir"
+        )
     return ca, key
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: datetime, end: datetime
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    begin: datetime,
+    end: datetime,
 ) -> x509.CertificateBuilder:
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
@@ -90,7 +113,9 @@ def _builder(
 
 
 def _signed(
-    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, by: ec.EllipticCurvePrivateKey
+    builder: x509.CertificateBuilder,
+    key: ec.EllipticCurvePrivateKey,
+    by: ec.EllipticCurvePrivateKey,
 ) -> Issued:
     cert = builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     secret = key.private_bytes(
@@ -119,7 +144,9 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 def is_host(text: str) -> bool:
     """Whether a certificate can be for it: a host name in ASCII, or an IP address."""
-    return _is_ip(text) or bool(re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?", text))
+    return _is_ip(text) or bool(
+        re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?", text)
+    )
 
 
 def _is_ip(text: str) -> bool:
@@ -131,5 +158,7 @@ def _is_ip(text: str) -> bool:
 
 def _host(text: str) -> x509.GeneralName:
     if not is_host(text):
-        raise SettingsError(f'--host "{text}": expected a host name or an IP address', "write it without a port")
+        raise SettingsError(
+            f'--host "{text}": expected a host name or an IP address', "write it without a port"
+        )
     return x509.IPAddress(ipaddress.ip_address(text)) if _is_ip(text) else x509.DNSName(text)

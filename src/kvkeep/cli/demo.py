@@ -1,14 +1,14 @@
-"""`kvkeep demo`: conversations of several users, served by engine processes that come and go, told as a short story.
+"""`kvkeep demo`: conversations of several users, served by engine processes that come and go, told
+as a short story.
 
     turn          1   2          3                    4                     all turns again, at the end
     served by     first engine   second engine        second engine         an engine without any cache
                   (ends)         one by one: TTFT     together; the server  one by one where TTFT is compared
                                                       is killed meanwhile
 
-A turn's prompt is the whole conversation so far and a new message. We hold the conversations, as a chat client does, so
-both engines know a user only by what we send and what the server has. Every answer is compared, token by token, with
-that of the engine without a cache.
-"""
+A turn's prompt is the whole conversation so far and a new message. We hold the conversations, as a
+chat client does, so both engines know a user only by what we send and what the server has. Every
+answer is compared, token by token, with that of the engine without a cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ from kvkeep.units import format_size
 
 USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 MESSAGE_TOKENS, ANSWER_TOKENS = 24, 16
-LONG_ANSWER_TOKENS = 64  # of the turn in which the server is killed: long enough to be in the middle of
+LONG_ANSWER_TOKENS = (
+    64  # of the turn in which the server is killed: long enough to be in the middle of
+)
 BLOCK_TOKENS = 16
 PROMISED_SPEEDUP = 3.0
 PROMISED_FROM_TOKENS = 1024  # shorter prompts are computed so fast that there is little to save
@@ -53,14 +55,22 @@ _COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: 
 
 Users = Annotated[int, typer.Option(min=2, max=len(USERS), help="How many users talk.")]
 PromptTokens = Annotated[
-    int, typer.Option(min=64, max=8192, help="Tokens of the longest first prompt. A speed is promised from 1024 on.")
+    int,
+    typer.Option(
+        min=64,
+        max=8192,
+        help="Tokens of the longest first prompt. A speed is promised from 1024 on.",
+    ),
 ]
 
 
 def demo(users: Users = 4, prompt_tokens: PromptTokens = 1792, json: Json = False) -> None:
-    """Serve conversations on two engine processes that share a cache, and kill the server under the second."""
+    """Serve conversations on two engine processes that share a cache, and kill the server under the
+    second."""
     if importlib.util.find_spec("torch") is None:
-        raise SettingsError("the demo computes a model with torch, which is not installed", "install kvkeep[engine]")
+        raise SettingsError(
+            "the demo computes a model with torch, which is not installed", "install kvkeep[engine]"
+        )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
@@ -112,13 +122,17 @@ def broken_promises(outcome: dict[str, Any]) -> list[str]:
     promises = {
         "tokens are the same as without a cache": outcome["same_tokens"],
         "the server is killed while requests are unfinished": outcome["server_killed"],
-        "tokens are the same as without a cache, also after the kill": outcome["same_tokens_after_kill"],
+        "tokens are the same as without a cache, also after the kill": outcome[
+            "same_tokens_after_kill"
+        ],
         "the second engine finds every user's history in the cache": all(
             user["external_cached_tokens"] > 0 for user in outcome["users"]
         ),
     }
     if outcome["prompt_tokens"] >= PROMISED_FROM_TOKENS:
-        promises[f"warm TTFT is {PROMISED_SPEEDUP:g} times better than cold"] = outcome["speedup"] >= PROMISED_SPEEDUP
+        promises[f"warm TTFT is {PROMISED_SPEEDUP:g} times better than cold"] = (
+            outcome["speedup"] >= PROMISED_SPEEDUP
+        )
     return [promise for promise, kept in promises.items() if not kept]
 
 
@@ -144,10 +158,13 @@ class Talk:
     answers: list[Answer] = field(default_factory=list)
 
     def ask(self, max_tokens: int = ANSWER_TOKENS) -> Question:
-        """The next turn: the first time a long prompt, then a short message. There is no text, only its tokens."""
+        """The next turn: the first time a long prompt, then a short message. There is no text, only
+        its tokens."""
         turn = len(self.asked)
         rng = np.random.default_rng([USERS.index(self.user), turn])
-        self.tokens += rng.integers(0, _VOCAB_SIZE, MESSAGE_TOKENS if turn else self.prompt_tokens).tolist()
+        self.tokens += rng.integers(
+            0, _VOCAB_SIZE, MESSAGE_TOKENS if turn else self.prompt_tokens
+        ).tolist()
         self.asked.append(Question(self.user, list(self.tokens), max_tokens))
         return self.asked[-1]
 
@@ -170,7 +187,8 @@ def _tell(talks: list[Talk], screen: Screen) -> dict[str, Any]:
         screen.say(f"1. A server is running: {server.address}, pool {format_size(pool_mib << 20)}")
         _first_engine(talks, server.address, len(talks) * blocks + 1, screen)
         tenants = {each["tenant"]: each for each in ask(server.http, "/v1/tenants")["tenants"]}
-        # Room for half of the conversations: those of the others have to come from the server once more in turn 4.
+        # Room for half of the conversations: those of the others have to come from the server once
+        # more in turn 4.
         kill = Kill(server)
         _second_engine(talks, kill, max(3, len(talks)) * blocks // 2 + 1, screen)
     model, reference = _reference(talks, len(talks) * blocks + 1, screen)
@@ -182,7 +200,8 @@ def _tell(talks: list[Talk], screen: Screen) -> dict[str, Any]:
 
 @dataclass
 class Kill:
-    """Of the server, in the midst of requests. `died_s` is when it was dead, on the clock that all processes share."""
+    """Of the server, in the midst of requests. `died_s` is when it was dead, on the clock that all
+    processes share."""
 
     server: ServerProcess
     died_s: float = math.inf
@@ -192,7 +211,9 @@ class Kill:
         if progress.running and not self.done:
             assert self.server.process is not None
             self.server.send(signal.SIGKILL)
-            if self.server.process.wait() == -signal.SIGKILL:  # and not of something else, just before
+            if (
+                self.server.process.wait() == -signal.SIGKILL
+            ):  # and not of something else, just before
                 self.died_s = time.monotonic()
 
     @property
@@ -200,17 +221,23 @@ class Kill:
         return self.died_s < math.inf
 
     def unfinished(self, answers: Iterable[Answer]) -> int:
-        """How many of these requests had been taken, and not yet been answered, when the server was dead."""
+        """How many of these requests had been taken, and not yet been answered, when the server was
+        dead."""
         return sum(answer.arrived_s < self.died_s < answer.finished_s for answer in answers)
 
 
 def _first_engine(talks: list[Talk], address: str, room: int, screen: Screen) -> None:
-    with screen.progress("first engine", 2 * len(talks)) as show, EngineProcess(address, room) as engine:
+    with (
+        screen.progress("first engine", 2 * len(talks)) as show,
+        EngineProcess(address, room) as engine,
+    ):
         for turn in range(2):
             answers = engine.serve([talk.ask() for talk in talks], _after(turn * len(talks), show))
             for talk, answer in zip(talks, answers, strict=True):
                 talk.hear(answer)
-    screen.say(f"2. Engine process {engine.pid} served {len(talks)} users together, two turns each, and has ended")
+    screen.say(
+        f"2. Engine process {engine.pid} served {len(talks)} users together, two turns each, and has ended"
+    )
 
 
 def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> None:
@@ -225,8 +252,12 @@ def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> 
             show(at + 1, at + 1)
         asked = sum(len(talk.asked[2].prompt) for talk in talks)
         cached = sum(talk.answers[2].external_cached_tokens for talk in talks)
-        screen.say(f"3. Engine process {engine.pid} goes on with turn 3: {cached:,} of {asked:,} tokens from the cache")
-        answers = engine.serve([talk.ask(LONG_ANSWER_TOKENS) for talk in talks], _after(users, show, kill))
+        screen.say(
+            f"3. Engine process {engine.pid} goes on with turn 3: {cached:,} of {asked:,} tokens from the cache"
+        )
+        answers = engine.serve(
+            [talk.ask(LONG_ANSWER_TOKENS) for talk in talks], _after(users, show, kill)
+        )
         for talk, answer in zip(talks, answers, strict=True):
             talk.hear(answer)
         complete = sum(answer.finish_reason == "length" for answer in answers)
@@ -235,21 +266,31 @@ def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> 
 
 def _killed(done: bool, unfinished: int, complete: int, users: int) -> str:
     """What became of turn 4's requests."""
-    what = f"Server killed (SIGKILL) with {unfinished} of {users} requests under way" if done else "Server NOT killed"
+    what = (
+        f"Server killed (SIGKILL) with {unfinished} of {users} requests under way"
+        if done
+        else "Server NOT killed"
+    )
     return f"{what}; {f'all {users}' if complete == users else f'ONLY {complete} of {users}'} were answered"
 
 
 def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[list[Answer]]]:
-    """The same questions to an engine that computes everything: its model, and its answers, a list a turn."""
+    """The same questions to an engine that computes everything: its model, and its answers, a list
+    a turn."""
     turns = [[talk.asked[turn] for talk in talks] for turn in range(4)]
     answers: list[list[Answer]] = []
-    with screen.progress("no cache at all", 4 * len(talks)) as show, EngineProcess(None, room) as engine:
+    with (
+        screen.progress("no cache at all", 4 * len(talks)) as show,
+        EngineProcess(None, room) as engine,
+    ):
         for turn, questions in enumerate(turns):
             answers.append([])
             for some in [questions] if turn != 2 else [[each] for each in questions]:
                 before = turn * len(talks) + len(answers[-1])
                 answers[-1] += engine.serve(some, _after(before, show))
-    screen.say(f"5. Engine process {engine.pid}, without any cache, answered the same {4 * len(talks)} prompts:")
+    screen.say(
+        f"5. Engine process {engine.pid}, without any cache, answered the same {4 * len(talks)} prompts:"
+    )
     return engine.model, answers
 
 
@@ -265,7 +306,9 @@ def _after(
     return watch
 
 
-def _outcome(talks: list[Talk], reference: list[list[Answer]], tenants: dict[str, Any], kill: Kill) -> dict[str, Any]:
+def _outcome(
+    talks: list[Talk], reference: list[list[Answer]], tenants: dict[str, Any], kill: Kill
+) -> dict[str, Any]:
     last = [talk.answers[3] for talk in talks]
     cold = statistics.median(answer.ttft_ms for answer in reference[2])
     warm = statistics.median(talk.answers[2].ttft_ms for talk in talks)
@@ -274,7 +317,9 @@ def _outcome(talks: list[Talk], reference: list[list[Answer]], tenants: dict[str
         "warm_ttft_ms": round(warm, 1),
         "speedup": round(cold / warm, 1),
         "external_cached_tokens": sum(talk.answers[2].external_cached_tokens for talk in talks),
-        "same_tokens": all(same_tokens([talk.answers[at] for talk in talks], reference[at]) for at in range(3)),
+        "same_tokens": all(
+            same_tokens([talk.answers[at] for talk in talks], reference[at]) for at in range(3)
+        ),
         "server_killed": kill.done and kill.unfinished(last) > 0,
         "same_tokens_after_kill": same_tokens(last, reference[3]),
         "unfinished_at_kill": kill.unfinished(last),
@@ -299,7 +344,9 @@ def _outcome(talks: list[Talk], reference: list[list[Answer]], tenants: dict[str
 # -- what is seen
 
 
-Show = Callable[[float, int], None]  # with how many answers are there, begun ones by their parts, and how many whole
+Show = Callable[
+    [float, int], None
+]  # with how many answers are there, begun ones by their parts, and how many whole
 
 
 class Screen:
@@ -319,8 +366,8 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Show]:
-        """Gives a function to call with the answers so far. A bar in a terminal, gone at the end; elsewhere a line now
-        and then."""
+        """Gives a function to call with the answers so far. A bar in a terminal, gone at the end;
+        elsewhere a line now and then."""
         if not sys.stderr.isatty():
             yield _lines(what, total)
             return
@@ -369,7 +416,10 @@ def _show(outcome: dict[str, Any]) -> None:
     longest = max(outcome["cold_ttft_ms"], outcome["warm_ttft_ms"])
     bars = [
         (name, f"{outcome[key]:,.0f} ms", bar(outcome[key] / longest))
-        for name, key in (("cold, without a cache", "cold_ttft_ms"), ("warm, from the server", "warm_ttft_ms"))
+        for name, key in (
+            ("cold, without a cache", "cold_ttft_ms"),
+            ("warm, from the server", "warm_ttft_ms"),
+        )
     ]
     show_table(("median time to first token", "", f"{outcome['speedup']:.1f} times faster"), bars)
     print("\nEach user has a secret, the salt. The server sees only what is made of it:")

@@ -1,4 +1,5 @@
-"""An engine in a process of its own, for the demo: prompts go in as lines of JSON, answers come out.
+"""An engine in a process of its own, for the demo: prompts go in as lines of JSON, answers come
+out.
 
     parent                                    engine process: python -m kvkeep.cli.demo_engine
     EngineProcess(address, num_blocks)  ────► builds the model, connects     {"address": …, "num_blocks": …}
@@ -53,7 +54,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Progress:
-    """`answers` counts those begun by their parts, `complete` only whole ones; `running` requests are computed."""
+    """`answers` counts those begun by their parts, `complete` only whole ones; `running` requests
+    are computed."""
 
     answers: float
     complete: int
@@ -61,11 +63,14 @@ class Progress:
 
 
 class EngineProcess:
-    """The parent's end. Without an address the engine has no cache at all, not even one of its own. `program` is what
-    the interpreter runs: the engine, or whatever speaks as it does."""
+    """The parent's end. Without an address the engine has no cache at all, not even one of its own.
+    `program` is what the interpreter runs: the engine, or whatever speaks as it does."""
 
     def __init__(
-        self, address: str | None, num_blocks: int, program: Sequence[str] = ("-m", "kvkeep.cli.demo_engine")
+        self,
+        address: str | None,
+        num_blocks: int,
+        program: Sequence[str] = ("-m", "kvkeep.cli.demo_engine"),
     ) -> None:
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the engine)
         self._process = subprocess.Popen(
@@ -92,16 +97,22 @@ class EngineProcess:
         return self
 
     def serve(
-        self, questions: Sequence[Question], on_progress: Callable[[Progress], None] = lambda progress: None
+        self,
+        questions: Sequence[Question],
+        on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> list[Answer]:
-        """Answers all questions together. KVKeepError, with what the process said, if it ends instead."""
+        """Answers all questions together. KVKeepError, with what the process said, if it ends
+        instead."""
         self._send({"questions": [dataclasses.asdict(each) for each in questions]})
         while "answers" not in (said := self._receive()):
             on_progress(Progress(**said["progress"]))
         return [Answer(**each) for each in said["answers"]]
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None
         with self._stderr, self._process as process:
@@ -141,7 +152,9 @@ class EngineProcess:
 
     def _failure(self, what: str) -> KVKeepError:
         self._stderr.seek(0)
-        return KVKeepError(f"engine process {self.pid} {what}. It said:\n{self._stderr.read().strip() or '(nothing)'}")
+        return KVKeepError(
+            f"engine process {self.pid} {what}. It said:\n{self._stderr.read().strip() or '(nothing)'}"
+        )
 
 
 # -- what the process does
@@ -155,10 +168,16 @@ def _main() -> None:
     from kvkeep.engine.demo_model import compute_threads, demo_model, describe, make_llm
 
     first = json.loads(line)
-    # One thread: the other core is for copies and server, and a busy machine does not make threads wait for each other.
+    # One thread: the other core is for copies and server, and a busy machine does not make threads
+    # wait for each other.
     with (
         compute_threads(1),
-        make_llm(demo_model(), first["address"], first["num_blocks"], prefix_caching=bool(first["address"])) as llm,
+        make_llm(
+            demo_model(),
+            first["address"],
+            first["num_blocks"],
+            prefix_caching=bool(first["address"]),
+        ) as llm,
     ):
         _say({"model": describe()})
         for line in sys.stdin:
@@ -171,7 +190,10 @@ def _answer(llm: Any, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def report(done: int) -> None:
         scheduler = llm.engine.scheduler
-        parts = [r.num_computed_tokens / (r.prompt_tokens + r.sampling.max_tokens) for r in scheduler.unfinished]
+        parts = [
+            r.num_computed_tokens / (r.prompt_tokens + r.sampling.max_tokens)
+            for r in scheduler.unfinished
+        ]
         progress = Progress(done + sum(parts), done, len(scheduler.running))
         _say({"progress": dataclasses.asdict(progress)})
 

@@ -18,11 +18,14 @@ _WAIT_S = 60.0
 
 def drain(
     http: Http = DEFAULT_ADDRESS,
-    wait_s: Annotated[float, typer.Option(help="How long to wait for the server's end.", min=0)] = _WAIT_S,
+    wait_s: Annotated[
+        float, typer.Option(help="How long to wait for the server's end.", min=0)
+    ] = _WAIT_S,
     token_file: TokenFile = None,
     json: Json = False,
 ) -> None:
-    """Have the server stop admitting, let leases and stores end, and exit; its pool stays for the next one."""
+    """Have the server stop admitting, let leases and stores end, and exit; its pool stays for the
+    next one."""
     started = time.monotonic()
     said = ask(http, "/v1/drain", "POST", token_file=token_file)
     note(f"draining: {_in_use(said)} under way, at most {said['grace_s']:g} s")
@@ -35,7 +38,14 @@ def drain(
         )
     seconds = time.monotonic() - started
     if json:
-        show_json({"drained": True, "seconds": round(seconds, 3), "blocks": said["blocks"], "kept": said["keeps_pool"]})
+        show_json(
+            {
+                "drained": True,
+                "seconds": round(seconds, 3),
+                "blocks": said["blocks"],
+                "kept": said["keeps_pool"],
+            }
+        )
         return
     kept = f"{counted(said['blocks'], 'block')} {'kept for the next one' if said['keeps_pool'] else 'removed'}"
     print(f"the server has ended after {seconds:.1f} s, {kept}")
@@ -51,7 +61,10 @@ def _wait_for_the_end(http: str, until: float, said: Any, token_file: Any) -> An
             if not _listens(http):
                 return None
         except RequestError as error:
-            if error.code not in ("loop_busy", "outcome_unknown"):  # as it may well be in its last moments
+            if error.code not in (
+                "loop_busy",
+                "outcome_unknown",
+            ):  # as it may well be in its last moments
                 raise
         if _in_use(now) != _in_use(said):
             note(f"{_in_use(now)} under way")

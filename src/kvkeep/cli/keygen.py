@@ -1,4 +1,5 @@
-"""`kvkeep keygen`: certificates for server and engines and a token for the admin API, in files for their owner alone.
+"""`kvkeep keygen`: certificates for server and engines and a token for the admin API, in files for
+their owner alone.
 
 ca.pem, ca.key             the CA that signs the others; its key is needed only to make more certificates
 server.pem, server.key     the server's certificate, for each name and IP address that engines reach it by
@@ -37,31 +38,51 @@ _TOKEN_BYTES = 32
 def keygen(
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Where the files go. By default `keys` in the state directory.", show_default=False),
+        typer.Option(
+            "--dir",
+            help="Where the files go. By default `keys` in the state directory.",
+            show_default=False,
+        ),
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--name", help="Make a certificate for a client of this name; may be given several times."),
+        typer.Option(
+            "--name",
+            help="Make a certificate for a client of this name; may be given several times.",
+        ),
     ] = None,
     hosts: Annotated[
         list[str] | None,
         typer.Option(
-            "--host", help="A name or IP address that clients reach the server by; may be given several times."
+            "--host",
+            help="A name or IP address that clients reach the server by; may be given several times.",
         ),
     ] = None,
     tenants: Annotated[
-        str, typer.Option(help="Bind these clients to tenants: ids, beginnings of ids and *, with commas between.")
+        str,
+        typer.Option(
+            help="Bind these clients to tenants: ids, beginnings of ids and *, with commas between."
+        ),
     ] = "",
     admin: Annotated[
-        bool, typer.Option("--admin", help="Let these clients administer the server over HTTPS, without a token.")
+        bool,
+        typer.Option(
+            "--admin", help="Let these clients administer the server over HTTPS, without a token."
+        ),
     ] = False,
-    admin_token: Annotated[bool, typer.Option("--admin-token", help="Make a token for the admin API.")] = False,
+    admin_token: Annotated[
+        bool, typer.Option("--admin-token", help="Make a token for the admin API.")
+    ] = False,
     days: Annotated[
-        int, typer.Option(help="How long certificates of server and clients are valid.", min=1, max=36_500)
+        int,
+        typer.Option(
+            help="How long certificates of server and clients are valid.", min=1, max=36_500
+        ),
     ] = _DAYS,
     json: Json = False,
 ) -> None:
-    """Make a CA, certificates for server and engines, and a token for the admin API. Nothing is ever overwritten."""
+    """Make a CA, certificates for server and engines, and a token for the admin API. Nothing is
+    ever overwritten."""
     where = (directory or keys_dir()).expanduser().absolute()
     is_complete = admin_token or admin or (hosts and (where / "ca.pem").exists())
     clients = names or ([] if is_complete else [_FIRST_CLIENT])
@@ -74,11 +95,15 @@ def keygen(
     print()
     for line in lines_for_people(made):
         print(line)
-    note("files that end in .key and the token are secrets: move each to the host that needs it, and nowhere else")
+    note(
+        "files that end in .key and the token are secrets: move each to the host that needs it, and nowhere else"
+    )
     if os.geteuid() == 0:
         note(f"a server of another user cannot read these files: chown -R USER {where}")
     if not names and clients:
-        note(f"the client is called {_FIRST_CLIENT}, as no name was given; for several: --name host-a --name host-b")
+        note(
+            f"the client is called {_FIRST_CLIENT}, as no name was given; for several: --name host-a --name host-b"
+        )
 
 
 def make(
@@ -91,14 +116,16 @@ def make(
     *,
     admin: bool = False,
 ) -> dict[str, Any]:
-    """Makes what is asked for, all or nothing of it, and says where it is and how to use it. The CA and the server's
-    certificate are made with the first client; a server's certificate that is there is not made again. SettingsError
-    for a name that cannot be one or is taken."""
+    """Makes what is asked for, all or nothing of it, and says where it is and how to use it. The CA
+    and the server's certificate are made with the first client; a server's certificate that is
+    there is not made again. SettingsError for a name that cannot be one or is taken."""
     _check_names(clients)
     if tenants and not clients:
         raise SettingsError("--tenants binds clients, and none is made", "name them with --name")
     if admin and not clients:
-        raise SettingsError("--admin gives a right to clients, and none is made", "name them with --name")
+        raise SettingsError(
+            "--admin gives a right to clients, and none is made", "name them with --name"
+        )
     _make_directory(where)
     texts: dict[Path, str] = {}
     server: dict[str, str] = {}
@@ -113,18 +140,29 @@ def make(
         texts[where / TOKEN_NAME] = secrets.token_urlsafe(_TOKEN_BYTES) + "\n"
         server["admin_token"] = str(where / TOKEN_NAME)
     _write(texts)
-    return {"directory": str(where), "files": [str(path) for path in texts], "server": server, "clients": entries}
+    return {
+        "directory": str(where),
+        "files": [str(path) for path in texts],
+        "server": server,
+        "clients": entries,
+    }
 
 
 def _certificates(
-    where: Path, clients: list[str], rights: str, hosts: tuple[str, ...], days: int, texts: dict[Path, str]
+    where: Path,
+    clients: list[str],
+    rights: str,
+    hosts: tuple[str, ...],
+    days: int,
+    texts: dict[Path, str],
 ) -> list[dict[str, str]]:
     """Puts the files to be written into `texts`, and says what each client needs."""
     try:  # not at the top: a token needs no certificates
         from kvkeep.cli.certificates import Issued, is_host, issue, new_authority
     except ImportError:
         raise SettingsError(
-            "to make certificates, kvkeep needs the package cryptography", "pip install 'kvkeep[tls]'"
+            "to make certificates, kvkeep needs the package cryptography",
+            "pip install 'kvkeep[tls]'",
         ) from None
 
     def add(name: str, issued: Issued) -> Issued:
@@ -136,14 +174,20 @@ def _certificates(
     else:
         ca = add("ca", new_authority(_CA_DAYS))
     if hosts or not (where / "server.pem").exists():
-        here = [name for name in (socket.gethostname(), "localhost", "127.0.0.1", "::1") if is_host(name)]
+        here = [
+            name
+            for name in (socket.gethostname(), "localhost", "127.0.0.1", "::1")
+            if is_host(name)
+        ]
         add("server", issue(ca, "kvkeep server", (*here, *hosts), days=days))
     entries = []
     for name in clients:
         issued = add(name, issue(ca, name, days=days))
         line = name + rights
         entry = where / AUTHORIZED / f"{name}{CLIENT_FILE}"
-        if not entry.exists() or entry.read_text() != f"{line}\n":  # a renewed certificate keeps its line
+        if (
+            not entry.exists() or entry.read_text() != f"{line}\n"
+        ):  # a renewed certificate keeps its line
             texts[entry] = f"{line}\n"
         entries.append({"name": name, **_named(where, name), "fingerprint": issued.fingerprint})
     return entries
@@ -157,17 +201,26 @@ def _rights(tenants: str, admin: bool) -> str:
             raise ValueError("there is a blank in it")
         read_line(f"NAME{binding}")
     except ValueError as error:  # what was given is not shown: it may be a salt
-        raise SettingsError(f"--tenants: {error}", "in a salt, write %20 for a blank and %2C for a comma") from None
+        raise SettingsError(
+            f"--tenants: {error}", "in a salt, write %20 for a blank and %2C for a comma"
+        ) from None
     return binding + " admin" * admin
 
 
 def _named(where: Path, name: str) -> dict[str, str]:
     """The files of one side, by option."""
-    return dict(zip(_TLS, (str(where / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem")), strict=True))
+    return dict(
+        zip(
+            _TLS,
+            (str(where / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem")),
+            strict=True,
+        )
+    )
 
 
 def lines_for_people(made: dict[str, Any]) -> list[str]:
-    """What to put into settings, on both sides, each line as it can be pasted; and what to do then."""
+    """What to put into settings, on both sides, each line as it can be pasted; and what to do
+    then."""
     lines = ["server, in its settings file:"]
     lines += [f"    {name} = {_quoted(value)}" for name, value in made["server"].items()]
     if "tls_cert" in made["server"]:
@@ -176,11 +229,20 @@ def lines_for_people(made: dict[str, Any]) -> list[str]:
     for client in made["clients"]:
         extra = {f"kvkeep.{name}": client[name] for name in _TLS}
         if client["admin"]:
-            lines += ["", f"{client['name']}, in the environment of `kvkeep status --http https://HOST:5556`:"]
+            lines += [
+                "",
+                f"{client['name']}, in the environment of `kvkeep status --http https://HOST:5556`:",
+            ]
         else:
-            lines += ["", f"client {client['name']}, as kv_connector_extra_config:", f"    {_quoted(extra)}"]
+            lines += [
+                "",
+                f"client {client['name']}, as kv_connector_extra_config:",
+                f"    {_quoted(extra)}",
+            ]
             lines += ["or in its environment:"]
-        lines += [f"    export KVKEEP_CLIENT_{name.upper()}={shlex.quote(client[name])}" for name in _TLS]
+        lines += [
+            f"    export KVKEEP_CLIENT_{name.upper()}={shlex.quote(client[name])}" for name in _TLS
+        ]
     if "admin_token" in made["server"]:
         lines += ["", "commands such as `kvkeep status`:"]
         lines += [f"    --token-file {shlex.quote(made['server']['admin_token'])}"]
@@ -192,7 +254,9 @@ def _next_steps(made: dict[str, Any]) -> list[str]:
     if not made["clients"]:
         token = "from then on all but /healthz and /readyz asks for the token"
         certificate = "one that runs with them already reads its new certificate by itself"
-        parts = [certificate] * ("tls_cert" in made["server"]) + [token] * ("admin_token" in made["server"])
+        parts = [certificate] * ("tls_cert" in made["server"]) + [token] * (
+            "admin_token" in made["server"]
+        )
         return ["; ".join(["start the server with its lines", *parts])]
     if all(client["admin"] for client in made["clients"]):
         return [
@@ -231,9 +295,13 @@ def _make_directory(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
-        raise SettingsError(f"{path} cannot be made: {error.strerror}", "choose another --dir") from error
+        raise SettingsError(
+            f"{path} cannot be made: {error.strerror}", "choose another --dir"
+        ) from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(f"{path} is open to others", f"chmod 700 {path}, or choose another --dir")
+        raise SettingsError(
+            f"{path} is open to others", f"chmod 700 {path}, or choose another --dir"
+        )
 
 
 def _write(texts: dict[Path, str]) -> None:
@@ -241,7 +309,9 @@ def _write(texts: dict[Path, str]) -> None:
     for path in texts:
         if path.exists() or path.is_symlink():
             ours = path.stem in _RESERVED
-            hint = ("use that one" if ours else "name the next client with --name NAME") + ", or move it away"
+            hint = (
+                "use that one" if ours else "name the next client with --name NAME"
+            ) + ", or move it away"
             if path.suffix == CLIENT_FILE:
                 hint = "it gives this client other rights: repeat the --tenants and --admin that it has, or edit it"
             raise SettingsError(f"{path} is there already, and nothing was made", hint)
@@ -253,4 +323,6 @@ def _write(texts: dict[Path, str]) -> None:
     except OSError as error:
         for path in written:
             path.unlink(missing_ok=True)
-        raise SettingsError(f"{path} cannot be written: {error.strerror}", "nothing was made") from error
+        raise SettingsError(
+            f"{path} cannot be written: {error.strerror}", "nothing was made"
+        ) from error

@@ -1,8 +1,7 @@
 """What the server's log looks like: a line an event on stderr, for people or as JSON.
 
-Text that came from outside (an engine's name for itself) can hold anything; control characters are escaped, so that
-nobody can forge a line.
-"""
+Text that came from outside (an engine's name for itself) can hold anything; control characters are
+escaped, so that nobody can forge a line."""
 
 from __future__ import annotations
 
@@ -11,7 +10,10 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-_ESCAPES = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)]} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
+_ESCAPES = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)]} | {
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
 
 
 def set_up(level: str, as_json: bool) -> None:
@@ -25,7 +27,8 @@ def set_up(level: str, as_json: bool) -> None:
 
 
 class PlainLines(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z info kvkeep.server.daemon: serving ...`; a traceback follows on lines of its own."""
+    """`2026-01-31T12:00:00.000Z info kvkeep.server.daemon: serving ...`; a traceback follows on
+    lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage().translate(_ESCAPES)
@@ -49,4 +52,8 @@ class JsonLines(logging.Formatter):
 
 
 def _time(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(record.created, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )

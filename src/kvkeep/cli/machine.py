@@ -12,7 +12,8 @@ from kvkeep.units import KIB, format_size
 
 
 def describe() -> dict[str, str | int]:
-    """Processor, cores that this process may use, memory, and versions. Nothing that names the machine."""
+    """Processor, cores that this process may use, memory, and versions. Nothing that names the
+    machine."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

@@ -5,9 +5,8 @@
                 2  the command, a setting or the pool is wrong
                 3  no server answers
 
-An error is two lines on stderr, `error: ...` and where there is a remedy `hint: ...`; never a traceback for what is
-the world's fault.
-"""
+An error is two lines on stderr, `error: ...` and where there is a remedy `hint: ...`; never a
+traceback for what is the world's fault."""
 
 from __future__ import annotations
 
@@ -38,9 +37,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="A KV-cache server for LLM inference.",
 )
-app.command("serve", cls=ServeCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    serve
-)
+app.command(
+    "serve",
+    cls=ServeCommand,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(serve)
 app.command("status")(status)
 app.command("drain")(drain)
 app.command("demo")(demo)
@@ -61,7 +62,10 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """A KV-cache server for LLM inference."""
@@ -74,7 +78,8 @@ def main() -> None:
     except KVKeepError as error:
         sys.exit(_explain(error))
     except BrokenPipeError:
-        # Whoever read our output (`head`, say) has seen enough. What is still buffered has nowhere to go.
+        # Whoever read our output (`head`, say) has seen enough. What is still buffered has nowhere
+        # to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_REFUSED)
 

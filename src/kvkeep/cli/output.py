@@ -22,7 +22,8 @@ def show_json(data: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table whose numbers stand right. Piped into a file it is not cut to the width of a terminal."""
+    """A table whose numbers stand right. Piped into a file it is not cut to the width of a
+    terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     rows = [[_cell(value) for value in row] for row in rows]
     for index, column in enumerate(columns):
@@ -58,16 +59,23 @@ def _print(table: Table) -> None:
 
 def console() -> Console:
     width = None if sys.stdout.isatty() else 1000
-    return Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    return Console(
+        width=width, highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty()
+    )
 
 
-def help_section(help_text: str, title: str, rows: Sequence[tuple[str, str]], after: str = "") -> str:
+def help_section(
+    help_text: str, title: str, rows: Sequence[tuple[str, str]], after: str = ""
+) -> str:
     """A help page with one more section at its end, in the manner of those before it."""
     width = max((len(name) for name, _ in rows), default=0)
     lines = [f"{help_text}", "", f"{title}:"]
     for name, text in rows:
         lines += textwrap.wrap(
-            text, _HELP_WIDTH, initial_indent=f"  {name:{width}}  ", subsequent_indent=" " * (width + 4)
+            text,
+            _HELP_WIDTH,
+            initial_indent=f"  {name:{width}}  ",
+            subsequent_indent=" " * (width + 4),
         )
     return "\n".join([*lines, *(["", after] if after else [])])
 
@@ -82,7 +90,13 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:,.2f}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def _is_number(text: str) -> bool:

@@ -52,7 +52,9 @@ TokenFile = Annotated[
     ),
 ]
 TOKEN_NAME: Final = "admin-token"
-_HINT: Final = "FILE, which is admin.token in its state directory or the file that its admin_token names"
+_HINT: Final = (
+    "FILE, which is admin.token in its state directory or the file that its admin_token names"
+)
 ChooseToken = Callable[[socket.socket], tuple[bytes | None, str]]
 TLS_VARIABLES: Final = ("KVKEEP_CLIENT_TLS_CERT", "KVKEEP_CLIENT_TLS_KEY", "KVKEEP_CLIENT_TLS_CA")
 
@@ -62,7 +64,9 @@ def _context() -> ssl.SSLContext:
     cert, key, ca = (os.environ.get(name) for name in TLS_VARIABLES)
     if bool(cert) != bool(key):
         there, missing = TLS_VARIABLES[:2] if cert else reversed(TLS_VARIABLES[:2])
-        raise SettingsError(f"{there} is set and {missing} is not", "set both, as `kvkeep keygen` says, or none")
+        raise SettingsError(
+            f"{there} is set and {missing} is not", "set both, as `kvkeep keygen` says, or none"
+        )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # with CERT_REQUIRED and check_hostname
     context.hostname_checks_common_name = False
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -94,7 +98,8 @@ def ask(
     timeout_s: float | None = None,
     token_file: Path | None = None,
 ) -> Any:
-    """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for a refusal."""
+    """The reply's JSON; None where it has no body. Unavailable if nobody answers, RequestError for
+    a refusal."""
     url = _url(address)
     timeout_s = timeout_s or (_ANSWER_WITHIN_S if method == "GET" else _CHANGE_WITHIN_S)
     if token_file is not None:
@@ -109,9 +114,11 @@ def ask(
     return _send(url, path, method, body, timeout_s, choose)
 
 
-def _send(url: str, path: str, method: str, body: Any, timeout_s: float, choose_token: ChooseToken) -> Any:
-    """`choose_token` is asked when the connection is there: for the token to send over it, or None, and then why
-    not."""
+def _send(
+    url: str, path: str, method: str, body: Any, timeout_s: float, choose_token: ChooseToken
+) -> Any:
+    """`choose_token` is asked when the connection is there: for the token to send over it, or None,
+    and then why not."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
     try:
@@ -151,9 +158,9 @@ def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
 
 
 def _distrust(connected: socket.socket, timeout_s: float) -> str:
-    """Why a token that nobody named is not sent over this connection; "" if our own user or root is at its other end.
-    Any user can listen on a port that is free while the server is down. TimeoutError if no process takes the
-    connection."""
+    """Why a token that nobody named is not sent over this connection; "" if our own user or root is
+    at its other end. Any user can listen on a port that is free while the server is down.
+    TimeoutError if no process takes the connection."""
     until_s = time.monotonic() + timeout_s
     while (uid := peer_uid(connected)) is None:
         if time.monotonic() >= until_s:
@@ -165,18 +172,23 @@ def _distrust(connected: socket.socket, timeout_s: float) -> str:
 
 
 def _found_token(url: str, method: str) -> tuple[bytes | None, str]:
-    """The token for a server on this host, where nobody has named one; or why there is none. It is that of
-    `kvkeep keygen`, or for changes the one that a server without `admin_token` has made for itself."""
+    """The token for a server on this host, where nobody has named one; or why there is none. It is
+    that of `kvkeep keygen`, or for changes the one that a server without `admin_token` has made for
+    itself."""
     if not is_loopback(host_and_port(url)[0]):
         return None, ""
     usual = keys_dir() / TOKEN_NAME
-    token = read_token(usual) if os.path.exists(usual) else None  # Path.exists raises if the directory is another's
+    token = (
+        read_token(usual) if os.path.exists(usual) else None
+    )  # Path.exists raises if the directory is another's
     if method == "GET":
         return token, ""
 
     def choose(connected: socket.socket) -> tuple[bytes | None, str]:
         if why := _distrust(connected, _ANSWER_WITHIN_S):
-            raise _OtherUser(why)  # who is not asked where the token is: the answer could name any file
+            raise _OtherUser(
+                why
+            )  # who is not asked where the token is: the answer could name any file
         return token, ""
 
     try:
@@ -193,13 +205,20 @@ def _found_token(url: str, method: str) -> tuple[bytes | None, str]:
     try:
         return read_token(path), ""
     except SettingsError as error:
-        return None, f"{error.message}. Run this as the server's user, or give a copy of that file with --token-file"
+        return (
+            None,
+            f"{error.message}. Run this as the server's user, or give a copy of that file with --token-file",
+        )
 
 
 def _printable(value: Any) -> Any:
     """Without characters that a terminal would obey: another user may have sent them."""
     if isinstance(value, str):
-        return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+        return (
+            value
+            if value.isprintable()
+            else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+        )
     if isinstance(value, dict):
         return {_printable(name): _printable(each) for name, each in value.items()}
     return [_printable(each) for each in value] if isinstance(value, list) else value
@@ -251,4 +270,6 @@ def _unproved(url: str, error: ssl.SSLError) -> Unavailable:
 
 
 def _stranger(url: str) -> Unavailable:
-    return Unavailable(f"what answers at {url} is no kvkeep server", "say where it is with --http HOST:PORT")
+    return Unavailable(
+        f"what answers at {url} is no kvkeep server", "say where it is with --http HOST:PORT"
+    )

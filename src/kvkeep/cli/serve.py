@@ -33,11 +33,15 @@ _MESSAGE_BYTES, _KEPT_BYTES = 4 * MIB, 32 * MIB
 
 
 class ServeCommand(TyperCommand):
-    """Adds all settings to the help page. They are read by Settings.load, which knows more than options do."""
+    """Adds all settings to the help page. They are read by Settings.load, which knows more than
+    options do."""
 
     def get_help(self, ctx: Any) -> str:
         rows = [
-            (f"--{name.replace('_', '-')}", f"{line.help} [default: {line.default}]{' (live)' * line.live}")
+            (
+                f"--{name.replace('_', '-')}",
+                f"{line.help} [default: {line.default}]{' (live)' * line.live}",
+            )
             for name, line in TABLE.items()
         ]
         return help_section(
@@ -51,10 +55,15 @@ class ServeCommand(TyperCommand):
 def serve(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start empty, whatever the server before has left.")] = False,
-    ready_json: Annotated[bool, typer.Option("--json", help="Say that the server is ready as a line of JSON.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start empty, whatever the server before has left.")
+    ] = False,
+    ready_json: Annotated[
+        bool, typer.Option("--json", help="Say that the server is ready as a line of JSON.")
+    ] = False,
 ) -> None:
-    """Run a server until SIGTERM, which keeps its pool for the next one, or SIGINT, which removes it."""
+    """Run a server until SIGTERM, which keeps its pool for the next one, or SIGINT, which removes
+    it."""
     # Not at the top: every other command would load a web framework before it says a word.
     from kvkeep.server.daemon import Daemon
 
@@ -78,8 +87,9 @@ def serve(
 
 
 def keep_freed_memory() -> None:
-    """Makes malloc keep up to 32 MiB of freed memory for the next messages. By default malloc returns memory of this
-    size to the kernel at once, and page faults take a fifth of the time of a lookup of 8,192 blocks."""
+    """Makes malloc keep up to 32 MiB of freed memory for the next messages. By default malloc
+    returns memory of this size to the kernel at once, and page faults take a fifth of the time of a
+    lookup of 8,192 blocks."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MESSAGE_BYTES)
@@ -87,8 +97,9 @@ def keep_freed_memory() -> None:
 
 
 class Front:
-    """What operators see of a server: HTTP, and the word that it is ready. In a thread: engines that wait for a server
-    to come back are answered while the web framework is still being loaded."""
+    """What operators see of a server: HTTP, and the word that it is ready. In a thread: engines
+    that wait for a server to come back are answered while the web framework is still being
+    loaded."""
 
     def __init__(self, daemon: Daemon, ready_json: bool) -> None:
         self.failure: BaseException | None = None
@@ -128,19 +139,20 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly end; the second one does not wait for it.
+    """The first SIGTERM, SIGINT or SIGHUP asks for an orderly end; the second one does not wait for
+    it.
 
-    SIGTERM comes from who will start the server again: the pool is kept. The other two come from a terminal
-    (`at_terminal`): it is removed. The second signal raises SystemExit, which the caller's `finally` sees. Only a third
-    one ends the process on the spot.
-    """
+    SIGTERM comes from who will start the server again: the pool is kept. The other two come from a
+    terminal (`at_terminal`): it is removed. The second signal raises SystemExit, which the caller's
+    `finally` sees. Only a third one ends the process on the spot."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
         self._asked = False
         self.at_terminal = False
         for number in _ENDING:
-            # nohup ignores SIGHUP: a closed terminal is no reason then. (Shells ignore SIGINT for what runs behind.)
+            # nohup ignores SIGHUP: a closed terminal is no reason then. (Shells ignore SIGINT for
+            # what runs behind.)
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._received)
 
@@ -185,11 +197,14 @@ def _say_ready(daemon: Daemon, http: HttpServer, as_json: bool) -> None:
 
 
 def _report_progress(daemon: Daemon) -> None:
-    """A large pool takes a while to fill; who watches should see that it does. Says nothing about a quick one."""
+    """A large pool takes a while to fill; who watches should see that it does. Says nothing about a
+    quick one."""
     waited = False
     while not daemon.ready.wait(_FIRST_PROGRESS_AFTER_S) and not daemon.stopping:
         waited = True
         pool = daemon.pool
-        note(f"filling the pool: {format_size(pool.filled_bytes)} of {format_size(pool.pool_bytes)}")
+        note(
+            f"filling the pool: {format_size(pool.filled_bytes)} of {format_size(pool.pool_bytes)}"
+        )
     if waited and daemon.ready.is_set():
         note(f"the pool is filled: {format_size(daemon.pool.filled_bytes)}")

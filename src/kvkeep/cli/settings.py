@@ -9,17 +9,23 @@ import typer
 from kvkeep.cli.output import Json, show_json, show_table
 from kvkeep.cli.remote import DEFAULT_ADDRESS, Http, TokenFile, ask
 
-app = typer.Typer(no_args_is_help=True, help="Show a running server's settings, and change live ones.")
+app = typer.Typer(
+    no_args_is_help=True, help="Show a running server's settings, and change live ones."
+)
 
 
 @app.command("list")
-def list_settings(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Json = False) -> None:
+def list_settings(
+    http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Json = False
+) -> None:
     """Show every setting, where its value came from, and whether it is live."""
     said = ask(http, "/v1/settings", token_file=token_file)
     if json:
         show_json(said)
         return
-    rows = [(row["name"], row["value"], row["source"], "live" if row["live"] else "") for row in said]
+    rows = [
+        (row["name"], row["value"], row["source"], "live" if row["live"] else "") for row in said
+    ]
     show_table(("setting", "value", "source", ""), rows)
 
 

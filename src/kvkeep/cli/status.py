@@ -30,7 +30,17 @@ def status(http: Http = DEFAULT_ADDRESS, token_file: TokenFile = None, json: Jso
 
 def session_rows(sessions: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """One line a session: engines that show the same identity share blocks."""
-    columns = ("session", "client", "pid", "model", "role", "identity", "data plane", "leases", "writing blocks")
+    columns = (
+        "session",
+        "client",
+        "pid",
+        "model",
+        "role",
+        "identity",
+        "data plane",
+        "leases",
+        "writing blocks",
+    )
     rows = [
         (
             *(s["session"], s["client"], str(s["pid"])),
@@ -49,7 +59,9 @@ def why_not_shared(pair: dict[str, Any]) -> list[str]:
         f"not shared: {pair['model']} is served under identity {one} (session {_listed(here)}) "
         f"and {other} (session {_listed(there)}); they differ in"
     ]
-    return lines + [f"  {name}: {first} | {second}" for name, (first, second) in pair["differs"].items()]
+    return lines + [
+        f"  {name}: {first} | {second}" for name, (first, second) in pair["differs"].items()
+    ]
 
 
 def _listed(numbers: list[int]) -> str:
@@ -100,27 +112,56 @@ def facts(said: dict[str, Any]) -> list[tuple[str, str]]:
         ("security", security(said["security"], said["http_address"].startswith("https:"))),
         ("start", start(said["restart"], counters["scrubbed_blocks"])),
         ("pool", held),
-        ("blocks", ", ".join(f"{count:,} {state}" for state, count in blocks.items() if count) or "none"),
+        (
+            "blocks",
+            ", ".join(f"{count:,} {state}" for state, count in blocks.items() if count) or "none",
+        ),
         ("evictions", f"{counters['evictions']:,}"),
-        ("lookups", f"{counters['lookups']:,}, {hit:,} of {asked:,} blocks found ({hit / max(asked, 1):.1%})"),
-        ("stored", f"{counted(counters['stored_blocks'], 'block')}, {format_size(counters['stored_bytes'])}"),
+        (
+            "lookups",
+            f"{counters['lookups']:,}, {hit:,} of {asked:,} blocks found ({hit / max(asked, 1):.1%})",
+        ),
+        (
+            "stored",
+            f"{counted(counters['stored_blocks'], 'block')}, {format_size(counters['stored_bytes'])}",
+        ),
         ("sessions", f"{len(said['sessions'])}, {leases}, {stores} under way"),
-        ("tenants", f"{said['tenants']:,}, {format_size(said['quotas']['promised_bytes'])} promised"),
+        (
+            "tenants",
+            f"{said['tenants']:,}, {format_size(said['quotas']['promised_bytes'])} promised",
+        ),
     ]
     restart = said["restart"]
     if restart["held_by_old_sessions"]:
         processes = "processes" if restart["old_sessions"] != 1 else "process"
         held = counted(restart["held_by_old_sessions"], "block")
-        lines.append(("held", f"{held} for {restart['old_sessions']} {processes} of the server before"))
+        lines.append(
+            ("held", f"{held} for {restart['old_sessions']} {processes} of the server before")
+        )
     if pool["degraded"]:
         lines.append(("degraded", pool["degraded"]))
     if said["quotas"]["scaled_down"]:
         promised = format_size(said["quotas"]["promised_bytes"])
-        lines.append(("quotas", f"{promised} do not fit the pool: scaled down until --pool-size is that large"))
+        lines.append(
+            (
+                "quotas",
+                f"{promised} do not fit the pool: scaled down until --pool-size is that large",
+            )
+        )
     if said["quotas"]["overcommitted"]:
-        lines.append(("warning", f"quotas in force add up to {format_size(said['quotas']['in_force_bytes'])}"))
+        lines.append(
+            (
+                "warning",
+                f"quotas in force add up to {format_size(said['quotas']['in_force_bytes'])}",
+            )
+        )
     if turned_away := said["auth_failures"]:
-        lines.append(("turned away", ", ".join(f"{count:,} {reason}" for reason, count in sorted(turned_away.items()))))
+        lines.append(
+            (
+                "turned away",
+                ", ".join(f"{count:,} {reason}" for reason, count in sorted(turned_away.items())),
+            )
+        )
     for name in ("bad_blocks", "internal_errors", "sessions_died"):
         if counters[name]:
             lines.append((name.replace("_", " "), f"{counters[name]:,}"))

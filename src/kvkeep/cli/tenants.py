@@ -1,8 +1,8 @@
 """`kvkeep tenants ...`: usage, quotas, limits, clearing.
 
-A tenant is named by its id. Who knows only the salt gives it on stdin, or types it unseen: the id is made here, so the
-salt reaches neither server nor log, neither the shell's history nor the list of processes.
-"""
+A tenant is named by its id. Who knows only the salt gives it on stdin, or types it unseen: the id
+is made here, so the salt reaches neither server nor log, neither the shell's history nor the list
+of processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ MAX_SALT_BYTES = 64 * 1024
 _CLEAR_WITHIN_S = 600.0
 _NO_SIZE = ("none", "null", "default", "unset", "unlimited", "max", "auto")
 
-app = typer.Typer(no_args_is_help=True, help="Show tenants, set their quotas and limits, clear their blocks.")
+app = typer.Typer(
+    no_args_is_help=True, help="Show tenants, set their quotas and limits, clear their blocks."
+)
 
 SaltStdin = Annotated[
     bool,
-    typer.Option("--salt-stdin", help="Name the tenant by its salt, read from stdin (or typed unseen), not by its id."),
+    typer.Option(
+        "--salt-stdin",
+        help="Name the tenant by its salt, read from stdin (or typed unseen), not by its id.",
+    ),
 ]
-Tenant = Annotated[str | None, typer.Argument(help="A tenant id: `default`, or `t-` and 32 hex digits.")]
+Tenant = Annotated[
+    str | None, typer.Argument(help="A tenant id: `default`, or `t-` and 32 hex digits.")
+]
 
 
 @app.command("list")
@@ -52,7 +59,8 @@ def list_tenants(
 
 
 class QuotaCommand(TyperCommand):
-    """Says which of its two arguments may be left out: the first, which the parser could not know."""
+    """Says which of its two arguments may be left out: the first, which the parser could not
+    know."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", "[TENANT]", "SIZE"]
@@ -64,7 +72,10 @@ def set_quota(
     tenant: Tenant = None,
     size: Annotated[
         str | None,
-        typer.Argument(help="A size such as 8GiB. 0 promises nothing: the tenant may only borrow.", show_default=False),
+        typer.Argument(
+            help="A size such as 8GiB. 0 promises nothing: the tenant may only borrow.",
+            show_default=False,
+        ),
     ] = None,
     salt_stdin: SaltStdin = False,
     http: Http = DEFAULT_ADDRESS,
@@ -73,8 +84,18 @@ def set_quota(
 ) -> None:
     """Promise a tenant memory. Kept over restarts."""
     name, quota_bytes = _tenant_and_size(tenant, size, salt_stdin, "quota", "0 promises nothing")
-    ask(http, f"/v1/tenants/{name}/quota", "PUT", {"quota_bytes": quota_bytes}, token_file=token_file)
-    _say(json, {"tenant": name, "quota_bytes": quota_bytes}, f"{name} has a quota of {format_size(quota_bytes)}")
+    ask(
+        http,
+        f"/v1/tenants/{name}/quota",
+        "PUT",
+        {"quota_bytes": quota_bytes},
+        token_file=token_file,
+    )
+    _say(
+        json,
+        {"tenant": name, "quota_bytes": quota_bytes},
+        f"{name} has a quota of {format_size(quota_bytes)}",
+    )
 
 
 @app.command("set-limit", cls=QuotaCommand, context_settings={"ignore_unknown_options": True})
@@ -82,7 +103,9 @@ def set_limit(
     tenant: Tenant = None,
     size: Annotated[
         str | None,
-        typer.Argument(help="A size such as 8GiB. 0: nothing of the tenant is stored.", show_default=False),
+        typer.Argument(
+            help="A size such as 8GiB. 0: nothing of the tenant is stored.", show_default=False
+        ),
     ] = None,
     salt_stdin: SaltStdin = False,
     http: Http = DEFAULT_ADDRESS,
@@ -90,18 +113,32 @@ def set_limit(
     json: Json = False,
 ) -> None:
     """Let a tenant use so much memory and no more. Kept over restarts."""
-    name, limit_bytes = _tenant_and_size(tenant, size, salt_stdin, "limit", "0 means that nothing is stored")
+    name, limit_bytes = _tenant_and_size(
+        tenant, size, salt_stdin, "limit", "0 means that nothing is stored"
+    )
     body = {"limit_bytes": limit_bytes}
-    ask(http, f"/v1/tenants/{name}/limit", "PUT", body, timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
+    ask(
+        http,
+        f"/v1/tenants/{name}/limit",
+        "PUT",
+        body,
+        timeout_s=_CLEAR_WITHIN_S,
+        token_file=token_file,
+    )
     _say(json, {"tenant": name, **body}, f"{name} has a limit of {format_size(limit_bytes)}")
 
 
-def _tenant_and_size(tenant: str | None, size: str | None, salt_stdin: bool, what: str, zero: str) -> tuple[str, int]:
-    """The tenant and the number of bytes. With --salt-stdin the tenant is left out, and the first word is the size."""
+def _tenant_and_size(
+    tenant: str | None, size: str | None, salt_stdin: bool, what: str, zero: str
+) -> tuple[str, int]:
+    """The tenant and the number of bytes. With --salt-stdin the tenant is left out, and the first
+    word is the size."""
     words = [word for word in (tenant, size) if word is not None]
     for word in words:
         if re.match(r"-[^0-9.]", word):
-            raise SettingsError(f"no such option: {word}", f"`kvkeep tenants set-{what} --help` lists them")
+            raise SettingsError(
+                f"no such option: {word}", f"`kvkeep tenants set-{what} --help` lists them"
+            )
     if len(words) != (1 if salt_stdin else 2):
         raise SettingsError("expected TENANT and SIZE, or --salt-stdin and SIZE")
     text = words[-1]
@@ -111,7 +148,9 @@ def _tenant_and_size(tenant: str | None, size: str | None, salt_stdin: bool, wha
         nbytes = parse_size(text)
     except ValueError as error:
         hint = f"to give a tenant the default {what} again: kvkeep tenants unset-{what}"
-        raise SettingsError(f"the {what}: expected {error}", hint if text.lower() in _NO_SIZE else "") from None
+        raise SettingsError(
+            f"the {what}: expected {error}", hint if text.lower() in _NO_SIZE else ""
+        ) from None
     return named(None if salt_stdin else words[0], salt_stdin), nbytes
 
 
@@ -140,7 +179,14 @@ def unset_limit(
     """Give a tenant the default limit again."""
     name = named(tenant, salt_stdin)
     body = {"limit_bytes": None}
-    ask(http, f"/v1/tenants/{name}/limit", "PUT", body, timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
+    ask(
+        http,
+        f"/v1/tenants/{name}/limit",
+        "PUT",
+        body,
+        timeout_s=_CLEAR_WITHIN_S,
+        token_file=token_file,
+    )
     _say(json, {"tenant": name, **body}, f"{name} has the default limit")
 
 
@@ -154,7 +200,13 @@ def clear(
 ) -> None:
     """Take all blocks of a tenant out of use."""
     name = named(tenant, salt_stdin)
-    said = ask(http, f"/v1/tenants/{name}/blocks", "DELETE", timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
+    said = ask(
+        http,
+        f"/v1/tenants/{name}/blocks",
+        "DELETE",
+        timeout_s=_CLEAR_WITHIN_S,
+        token_file=token_file,
+    )
     _say(json, {"tenant": name, **said}, _out_of_use(said["blocks"], f" of {name}"))
 
 
@@ -166,9 +218,19 @@ def clear_all(
     json: Json = False,
 ) -> None:
     """Take all blocks of all tenants out of use."""
-    if not yes and not (sys.stdin.isatty() and typer.confirm("Take every block out of use?", err=True)):
-        raise SettingsError("nothing was cleared", "say --yes if every block of every tenant is meant")
-    said = ask(http, "/v1/blocks?confirm=everything", "DELETE", timeout_s=_CLEAR_WITHIN_S, token_file=token_file)
+    if not yes and not (
+        sys.stdin.isatty() and typer.confirm("Take every block out of use?", err=True)
+    ):
+        raise SettingsError(
+            "nothing was cleared", "say --yes if every block of every tenant is meant"
+        )
+    said = ask(
+        http,
+        "/v1/blocks?confirm=everything",
+        "DELETE",
+        timeout_s=_CLEAR_WITHIN_S,
+        token_file=token_file,
+    )
     _say(json, said, _out_of_use(said["blocks"]))
 
 
@@ -208,13 +270,26 @@ def read_salt() -> str:
         except UnicodeDecodeError:
             raise SettingsError("the salt on stdin is not UTF-8") from None
     if not salt:
-        raise SettingsError("stdin gave no salt", "requests without a salt belong to the tenant `default`")
+        raise SettingsError(
+            "stdin gave no salt", "requests without a salt belong to the tenant `default`"
+        )
     return salt
 
 
 def tenant_rows(tenants: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[Any]]]:
     """Columns and rows of a table of tenants."""
-    columns = ("tenant", "blocks", "usage", "quota", "limit", "own", "lookups", "blocks hit", "missed", "tokens loaded")
+    columns = (
+        "tenant",
+        "blocks",
+        "usage",
+        "quota",
+        "limit",
+        "own",
+        "lookups",
+        "blocks hit",
+        "missed",
+        "tokens loaded",
+    )
     return columns, [
         (
             t["tenant"],
@@ -234,7 +309,9 @@ def _quota_shown(tenant: dict[str, Any]) -> str | None:
     in_force, was_set = tenant["quota_bytes"], tenant["set_quota_bytes"]
     if in_force is None:
         return None
-    return format_size(in_force) + (f" (set: {format_size(was_set)})" if was_set not in (None, in_force) else "")
+    return format_size(in_force) + (
+        f" (set: {format_size(was_set)})" if was_set not in (None, in_force) else ""
+    )
 
 
 def _out_of_use(blocks: int, whose: str = "") -> str:

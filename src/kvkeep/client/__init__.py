@@ -1,4 +1,5 @@
-"""The engine's side. Nothing here raises into the engine for a server's fault, and nothing waits past a deadline.
+"""The engine's side. Nothing here raises into the engine for a server's fault, and nothing waits
+past a deadline.
 
 options.py      addresses, deadlines
 transport.py    a connection to the server: made, proved, made again (a simulated one in tests)

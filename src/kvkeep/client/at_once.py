@@ -1,17 +1,17 @@
 """Loads that an engine with nothing else to do makes in its own thread, and waits for.
 
-An engine learns what it can load before it has blocks for it. Until it has, the bus would stand idle, but only the last
-part of the way needs to know the blocks:
+An engine learns what it can load before it has blocks for it. Until it has, the bus would stand
+idle, but only the last part of the way needs to know the blocks:
 
     fetch    slots ── bus ──► staging memory                 while the engine looks for blocks
     load                      staging memory ──► blocks      and the rest as every load
 
-With verification off nothing would tell that such bytes are not those of a load. So they are for the load of one owner,
-of the same slots, and for no other; and whoever says `fetch` says `load` or `drop` before it lets go of the slots.
+With verification off nothing would tell that such bytes are not those of a load. So they are for
+the load of one owner, of the same slots, and for no other; and whoever says `fetch` says `load` or
+`drop` before it lets go of the slots.
 
-No step can begin meanwhile, so the copies need not give way to an engine's own. Whoever begins one says whether they
-must.
-"""
+No step can begin meanwhile, so the copies need not give way to an engine's own. Whoever begins one
+says whether they must."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ class AtOnce:
         self._owner: Hashable = None
         self._fetched: Fetched | None = None
         self._began_s = 0.0  # with what is fetched
-        self._pool = contextlib.ExitStack()  # its memory stays ours as long as anything is fetched from it
+        self._pool = (
+            contextlib.ExitStack()
+        )  # its memory stays ours as long as anything is fetched from it
 
     def fetch(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
-        """Begins with the first of these slots, where that can be done: an engine with one piece, on a GPU, on the
-        server's host. Whether any are on their way."""
+        """Begins with the first of these slots, where that can be done: an engine with one piece,
+        on a GPU, on the server's host. Whether any are on their way."""
         self.drop()
-        is_here = self._transfer.connection.segments is not None and epoch == self._transfer.connection.epoch
+        is_here = (
+            self._transfer.connection.segments is not None
+            and epoch == self._transfer.connection.epoch
+        )
         if not is_here or len(self._transfer.memory.pieces) != 1 or not len(slots):
             return False
         self._began_s = time.perf_counter()
@@ -69,11 +74,14 @@ class AtOnce:
             ready = [self._transfer.copier.mark()]
             [loaded] = self._transfer.load_together([request], ready, self._fetched)
             failed = request.ids_of(~loaded)
-        except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
+        except Exception:
+            # guard: whatever goes wrong here is a failed load to the engine, never its end
             self._failed_inside("load")
         self.drop()
         took = {job: time.perf_counter() - began_s}
-        return Finished(self._rank, loaded=[job], failed={job: failed} if failed else {}, seconds=took)
+        return Finished(
+            self._rank, loaded=[job], failed={job: failed} if failed else {}, seconds=took
+        )
 
     def drop(self) -> None:
         """Waits for what was fetched; nobody has it after that."""

@@ -46,22 +46,27 @@ def connect(
     wait_ms: int = 2_000,
     options: ClientOptions | None = None,
 ) -> Cache:
-    """A cache for blocks of one model, on the server at `address` (else that of `options`, else KVKEEP_ADDRESS in the
-    environment, else tcp://localhost:5555).
+    """A cache for blocks of one model, on the server at `address` (else that of `options`, else
+    KVKEEP_ADDRESS in the environment, else tcp://localhost:5555).
 
-    A server that is not there is no error: everything misses until it appears. With `required`, Unavailable is raised
-    if there is no session within `wait_ms`.
-    """
+    A server that is not there is no error: everything misses until it appears. With `required`,
+    Unavailable is raised if there is no session within `wait_ms`."""
     shape, kind = tuple(int(size) for size in block_shape), _dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize
     if min(shape, default=1) < 1 or nbytes < 1:
-        raise RequestError("bad_shape", f"a block of shape {shape} has no bytes", field="block_shape")
+        raise RequestError(
+            "bad_shape", f"a block of shape {shape} has no bytes", field="block_shape"
+        )
     if kind.hasobject:
-        raise RequestError("bad_dtype", f"{kind} holds Python objects, which cannot be stored", field="dtype")
+        raise RequestError(
+            "bad_dtype", f"{kind} holds Python objects, which cannot be stored", field="dtype"
+        )
     identity = ModelIdentity(
         model=model,
         revision=revision,
-        kv_dtype=kind.str if kind.kind != "V" else f"{kind.str} {kind}",  # "V": several types share one short name
+        kv_dtype=kind.str
+        if kind.kind != "V"
+        else f"{kind.str} {kind}",  # "V": several types share one short name
         block_tokens=block_tokens,
         content="array " + "x".join(map(str, shape)),
     )
@@ -78,10 +83,15 @@ def connect(
 
 
 class Cache:
-    """Blocks by the tokens they were computed from. A fault of the server is a miss; `counters` says how many."""
+    """Blocks by the tokens they were computed from. A fault of the server is a miss; `counters`
+    says how many."""
 
     def __init__(
-        self, connection: Connection, identity: ModelIdentity, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self,
+        connection: Connection,
+        identity: ModelIdentity,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
     ) -> None:
         self.connection = connection
         self.identity = identity
@@ -95,7 +105,8 @@ class Cache:
 
     @property
     def counters(self) -> ClientCounters:
-        """What became of our requests; `counters.failures` says why there were misses that need not have been."""
+        """What became of our requests; `counters.failures` says why there were misses that need not
+        have been."""
         return self.connection.counters
 
     def put(
@@ -107,14 +118,21 @@ class Cache:
         priority: int = 50,
         ttl_ms: int = 0,
     ) -> int:
-        """Stores the full blocks of `tokens`. Returns how many were written: what is there already is not.
+        """Stores the full blocks of `tokens`. Returns how many were written: what is there already
+        is not.
 
-        `priority` (0 to 100) and `ttl_ms` are hints for eviction: higher priorities stay longer, and after `ttl_ms`
-        blocks are the first to go. They are served until they do.
-        """
+        `priority` (0 to 100) and `ttl_ms` are hints for eviction: higher priorities stay longer,
+        and after `ttl_ms` blocks are the first to go. They are served until they do."""
         if isinstance(blocks, np.ndarray) and blocks.dtype != self._dtype:
-            problem = f"the blocks are {blocks.dtype}, this cache keeps {self._dtype} and does not round"
-            raise RequestError("bad_dtype", problem, field="blocks", hint=f"pass blocks.astype({str(self._dtype)!r})")
+            problem = (
+                f"the blocks are {blocks.dtype}, this cache keeps {self._dtype} and does not round"
+            )
+            raise RequestError(
+                "bad_dtype",
+                problem,
+                field="blocks",
+                hint=f"pass blocks.astype({str(self._dtype)!r})",
+            )
         array = np.ascontiguousarray(blocks, dtype=self._dtype)
         chain = self._chain(tokens, salt)
         if array.shape != (len(chain), *self._shape):
@@ -125,11 +143,16 @@ class Cache:
             )
         if not len(chain):
             return 0
-        request = StoreRequest(tenant_of(salt), b"", chain.keys(), np.arange(len(chain)), priority, ttl_ms)
-        return Transfer(self.connection, [Piece(BlockRuns.of([_writable(array)]))], 0).store(request)
+        request = StoreRequest(
+            tenant_of(salt), b"", chain.keys(), np.arange(len(chain)), priority, ttl_ms
+        )
+        return Transfer(self.connection, [Piece(BlockRuns.of([_writable(array)]))], 0).store(
+            request
+        )
 
     def get(self, tokens: Sequence[int], *, salt: str | None = None) -> NDArray[Any]:
-        """The leading blocks of `tokens` that the server has, verified: an array [n, *block_shape], n may be 0."""
+        """The leading blocks of `tokens` that the server has, verified: an array [n, *block_shape],
+        n may be 0."""
         chain = self._chain(tokens, salt)
         call, hit = self._lookup(chain, salt)
         good = 0
@@ -138,7 +161,9 @@ class Cache:
                 return np.empty((0, *self._shape), dtype=self._dtype)
             blocks = np.empty((hit.blocks, *self._shape), dtype=self._dtype)
             ids = np.arange(hit.blocks)
-            request = LoadRequest(tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums)
+            request = LoadRequest(
+                tenant_of(salt), chain.keys(), 0, ids, call.epoch, hit.slots, hit.checksums
+            )
             loaded = Transfer(self.connection, [Piece(BlockRuns.of([blocks]))], 0).load(request)
             good = hit.blocks if loaded.all() else int(np.argmin(loaded))
         finally:
@@ -166,7 +191,8 @@ class Cache:
         return chain
 
     def _give_up(self, call: Call, loaded_tokens: int = 0) -> None:
-        """The server hears of it now, and not when the keeper comes by: what is leased cannot make room for others."""
+        """The server hears of it now, and not when the keeper comes by: what is leased cannot make
+        room for others."""
         self.connection.give_up(call, loaded_tokens=loaded_tokens)
         self.connection.poll()
 

@@ -23,15 +23,19 @@ _SAY_AGAIN_MS = 1_000
 
 @dataclass(eq=False)
 class Call:
-    """One request. It ends exactly once: with a reply, or with a failure that says why there is none."""
+    """One request. It ends exactly once: with a reply, or with a failure that says why there is
+    none."""
 
     number: int
     deadline_ms: int
-    gives: str = ""  # what the answer gives that must be given back: a "lease", a "write" or nothing
+    gives: str = (
+        ""  # what the answer gives that must be given back: a "lease", a "write" or nothing
+    )
     session: int = 0  # the session it was sent in, and the server process that its slots belong to
     epoch: int = 0
     words: int = 0  # how many the server had said when it was sent
-    bulk: bool = False  # it carries blocks, or asks for them: on a slow link nothing else comes through meanwhile
+    # it carries blocks, or asks for them: on a slow link nothing else comes through meanwhile
+    bulk: bool = False
     reply: Reply | None = None
     payload: Sequence[bytes] = ()
     failure: str = ""
@@ -45,13 +49,20 @@ class Call:
 
 def gives(message: Message) -> str:
     """What the answer to a message gives, for `Call.gives`."""
-    return "lease" if isinstance(message, Lookup) else "write" if isinstance(message, PrepareStore) else ""
+    return (
+        "lease"
+        if isinstance(message, Lookup)
+        else "write"
+        if isinstance(message, PrepareStore)
+        else ""
+    )
 
 
 @dataclass
 class Breaker:
-    """Opens when the server has said nothing at all from a call's sending to its deadline: then every other call fails
-    at once, too. Closes with the server's next word, whatever that answers, and however late it is."""
+    """Opens when the server has said nothing at all from a call's sending to its deadline: then
+    every other call fails at once, too. Closes with the server's next word, whatever that answers,
+    and however late it is."""
 
     is_open: bool = False
     opened: int = 0  # how often
@@ -70,7 +81,8 @@ class Breaker:
 
 
 class Calls:
-    """Those on their way, by number. Each is here until it has ended: whatever goes wrong before, somebody ends it."""
+    """Those on their way, by number. Each is here until it has ended: whatever goes wrong before,
+    somebody ends it."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
@@ -104,10 +116,14 @@ class Calls:
 
 
 class Debts:
-    """Leases and slots that are to be given back. Each is said to the server until it has confirmed it."""
+    """Leases and slots that are to be given back. Each is said to the server until it has confirmed
+    it."""
 
     def __init__(self) -> None:
-        self._owed: dict[str, dict[int, int]] = {"lease": {}, "write": {}}  # number -> tokens loaded under a lease
+        self._owed: dict[str, dict[int, int]] = {
+            "lease": {},
+            "write": {},
+        }  # number -> tokens loaded under a lease
         self._said: list[tuple[Call, str, dict[int, int]]] = []
         self._next_ms = 0
 
@@ -115,8 +131,8 @@ class Debts:
         return bool(self._said) or any(self._owed.values())
 
     def add(self, call: Call) -> None:
-        """Notes what a call gave, or may yet give. Giving back what was never given is no error, but a miss is known
-        to have given nothing, and need not cost another message."""
+        """Notes what a call gave, or may yet give. Giving back what was never given is no error,
+        but a miss is known to have given nothing, and need not cost another message."""
         gave_nothing = (isinstance(call.reply, Found) and not call.reply.checksums) or (
             isinstance(call.reply, Prepared) and not call.reply.positions
         )
@@ -125,7 +141,8 @@ class Debts:
             self._next_ms = 0
 
     def pay(self, now_ms: int, send: Callable[[Message, int], Call]) -> None:
-        """Says Release and AbandonStore, each at most once an interval for what was not confirmed."""
+        """Says Release and AbandonStore, each at most once an interval for what was not
+        confirmed."""
         unanswered = []
         for call, kind, numbers in self._said:
             if not call.done:
@@ -139,8 +156,14 @@ class Debts:
         for kind, owed in self._owed.items():
             if chosen := sorted(owed)[:MAX_LIST_ITEMS]:
                 tokens = [owed.pop(number) for number in chosen]
-                message = AbandonStore(chosen) if kind == "write" else Release(chosen, tokens if any(tokens) else [])
-                self._said.append((send(message, _SAY_AGAIN_MS), kind, dict(zip(chosen, tokens, strict=True))))
+                message = (
+                    AbandonStore(chosen)
+                    if kind == "write"
+                    else Release(chosen, tokens if any(tokens) else [])
+                )
+                self._said.append(
+                    (send(message, _SAY_AGAIN_MS), kind, dict(zip(chosen, tokens, strict=True)))
+                )
 
     def clear(self) -> None:
         """The session is over, and with it everything that it held."""
@@ -151,7 +174,8 @@ class Debts:
 
 @dataclass
 class ClientCounters:
-    """What happened to a client's requests. Every fault is counted under the reason it was given."""
+    """What happened to a client's requests. Every fault is counted under the reason it was
+    given."""
 
     sent: int = 0
     answered: int = 0

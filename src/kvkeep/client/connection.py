@@ -4,10 +4,9 @@
       ▲                                                                              │
       └────────── refused, no or no sound answer in time, unknown_session ───────────┘
 
-`poll` does all the work and never blocks; whoever owns the connection calls it often (an engine in each step, a worker
-thread in its loop, a Keeper otherwise). Only when up do calls go out; at all other times they fail at once, which the
-callers count as misses.
-"""
+`poll` does all the work and never blocks; whoever owns the connection calls it often (an engine in
+each step, a worker thread in its loop, a Keeper otherwise). Only when up do calls go out; at all
+other times they fail at once, which the callers count as misses."""
 
 from __future__ import annotations
 
@@ -37,15 +36,17 @@ from kvkeep.wire.tls import tls_files
 log = logging.getLogger(__name__)
 
 _FIRST_RETRY_MS = 5  # a socket that was only just made is not connected yet
-_LAST_QUICK_RETRY_MS = 160  # some 300 ms after the first attempt: a server that is there has answered by then
+_LAST_QUICK_RETRY_MS = (
+    160  # some 300 ms after the first attempt: a server that is there has answered by then
+)
 _WAIT_SLICE_MS = 5  # then others have their turn
 _REST_S, _SHORT_REST_S = 0.1, 0.02  # with nothing on its way, and otherwise
 _MESSAGES_A_POLL = 1024  # a server that floods us does not keep the engine
 
 
 class Connection:
-    """See the module's docstring. Safe to use from several threads: one lock guards it all. Only `pool` does without:
-    who copies does not wait for those who wait for a reply."""
+    """See the module's docstring. Safe to use from several threads: one lock guards it all. Only
+    `pool` does without: who copies does not wait for those who wait for a reply."""
 
     def __init__(
         self,
@@ -60,7 +61,9 @@ class Connection:
         self.state, self.refusal = "down", ""  # why the server would not have us, in its words
         self.welcome: m.Welcome | None = None
         self.layout: m.LayoutOpened | None = None
-        self._transport = transport or StreamTransport(options.address, tls_files(options), options.trusted_users)
+        self._transport = transport or StreamTransport(
+            options.address, tls_files(options), options.trusted_users
+        )
         self._pid, self._clock = os.getpid(), clock
         self.lock, self.outage = Turns(threads), Outage(options.address)
         self._calls, self._debts = Calls(), Debts()
@@ -74,7 +77,8 @@ class Connection:
         self._closing = self._closed = False
 
     def __del__(self) -> None:
-        # Dropped without `close`: with the lock and the socket gone, the server takes back what the session held.
+        # Dropped without `close`: with the lock and the socket gone, the server takes back what the
+        # session held.
         if hasattr(self, "_closed") and not self._closed and os and os.getpid() == self._pid:
             if self._fence is not None:
                 self._fence.let_go()
@@ -95,9 +99,15 @@ class Connection:
         return not (self.up or self._closing or self.outage.told)
 
     @property
-    def rest_s(self) -> float:  # so long nobody need poll it; each time takes an engine's interpreter
+    def rest_s(
+        self,
+    ) -> float:  # so long nobody need poll it; each time takes an engine's interpreter
         rests = self._closed or (self.up and not self._calls and not self._debts)
-        return max(_SHORT_REST_S, min(_REST_S, self.options.ping_interval_ms / 1000)) if rests else _SHORT_REST_S
+        return (
+            max(_SHORT_REST_S, min(_REST_S, self.options.ping_interval_ms / 1000))
+            if rests
+            else _SHORT_REST_S
+        )
 
     @property
     def epoch(self) -> int:  # of the server process that slots belong to; 0 while there is none
@@ -105,12 +115,18 @@ class Connection:
         return welcome.epoch if welcome and self.up else 0
 
     @property
-    def verify(self) -> bool:  # off only where both sides say so: a server may ask for more checks, never for fewer
+    def verify(
+        self,
+    ) -> (
+        bool
+    ):  # off only where both sides say so: a server may ask for more checks, never for fewer
         welcome = self.welcome
         return self.options.verify or welcome is None or welcome.verify
 
     @property
-    def layout_number(self) -> int:  # how requests name the layout; 0, which the server refuses, while there is none
+    def layout_number(
+        self,
+    ) -> int:  # how requests name the layout; 0, which the server refuses, while there is none
         layout = self.layout
         return layout.layout if layout else 0
 
@@ -119,12 +135,17 @@ class Connection:
         return fence.segments if (fence := self._fence) else None
 
     @contextlib.contextmanager
-    def pool(self, epoch: int, session: int = 0) -> Iterator[tuple[Segments, m.LayoutOpened] | None]:
-        """The pool's memory and where blocks lie in it, if `epoch` (and `session`, if named) is still ours: slots of
-        another are somebody else's. Inside the block memory and lock stay ours, whatever happens."""
+    def pool(
+        self, epoch: int, session: int = 0
+    ) -> Iterator[tuple[Segments, m.LayoutOpened] | None]:
+        """The pool's memory and where blocks lie in it, if `epoch` (and `session`, if named) is
+        still ours: slots of another are somebody else's. Inside the block memory and lock stay
+        ours, whatever happens."""
         fence, layout, welcome = self._fence, self.layout, self.welcome
         current = welcome is not None and self.epoch == epoch and session in (0, welcome.session)
-        if fence is None or not current or not fence.hold():  # a session's fence falls last: so all these are of one
+        if (
+            fence is None or not current or not fence.hold()
+        ):  # a session's fence falls last: so all these are of one
             yield None
             return
         try:
@@ -133,7 +154,8 @@ class Connection:
             fence.unhold()
 
     def call(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
-        """Sends a request. Never blocks, never raises: what cannot go out has failed when this returns."""
+        """Sends a request. Never blocks, never raises: what cannot go out has failed when this
+        returns."""
         if os.getpid() != self._pid:
             return Call(0, 0, failure="forked")
         with self.lock:
@@ -141,14 +163,19 @@ class Connection:
                 return self._failed("not_connected")
             if self.breaker.is_open:
                 return self._failed("breaker_open")
-            if isinstance(message, m.Lookup | m.PrepareStore) and self.layout and message.layout != self.layout.layout:
+            if (
+                isinstance(message, m.Lookup | m.PrepareStore)
+                and self.layout
+                and message.layout != self.layout.layout
+            ):
                 return self._failed("session_lost")  # made for a server before this one
             return self._send(message, deadline_ms, payload)
 
     def give_up(self, call: Call, *, when_answered: bool = False, loaded_tokens: int = 0) -> None:
-        """Gives back what a call gave, or will have given: a lease, or slots. Said again until the server has confirmed
-        it. Copies to or from those slots must have ended. One that will give nothing need not be said to anybody.
-        `loaded_tokens` were loaded under the lease and are used; a server that counts them is told."""
+        """Gives back what a call gave, or will have given: a lease, or slots. Said again until the
+        server has confirmed it. Copies to or from those slots must have ended. One that will give
+        nothing need not be said to anybody. `loaded_tokens` were loaded under the lease and are
+        used; a server that counts them is told."""
         if os.getpid() != self._pid:
             return
         with self.lock:
@@ -165,7 +192,9 @@ class Connection:
     def poll(self) -> None:
         """Takes in what has arrived, ends what is overdue, keeps the session alive."""
         if os.getpid() != self._pid:
-            return  # a forked child has no use of the socket, nor perhaps of the lock: it needs its own connection
+            # a forked child has no use of the socket, nor perhaps of the lock: it needs its own
+            # connection
+            return
         with self.lock:
             if self._closed:
                 return
@@ -196,7 +225,11 @@ class Connection:
     def wait_until_up(self, timeout_ms: int) -> bool:
         """Waits for the session, for those who may block."""
         deadline_ms = self._clock() + timeout_ms
-        while not (self.up or self._closed) and self._clock() < deadline_ms and os.getpid() == self._pid:
+        while (
+            not (self.up or self._closed)
+            and self._clock() < deadline_ms
+            and os.getpid() == self._pid
+        ):
             with self.lock:
                 self.poll()
                 if not (self.up or self._closed):
@@ -211,14 +244,19 @@ class Connection:
             self._go_down()
 
     def close(self) -> None:
-        """Says goodbye if somebody listens, and lets go of everything. A forked child's copy lets go of nothing."""
+        """Says goodbye if somebody listens, and lets go of everything. A forked child's copy lets
+        go of nothing."""
         if os.getpid() != self._pid:
             return
         with self.lock:
             if self._closed:
                 return
             self._closing = True
-            goodbye = self._send(m.Goodbye(), self.options.lookup_deadline_ms) if self.welcome is not None else None
+            goodbye = (
+                self._send(m.Goodbye(), self.options.lookup_deadline_ms)
+                if self.welcome is not None
+                else None
+            )
         if goodbye is not None:
             self.wait(goodbye)
         with self.lock:
@@ -235,7 +273,9 @@ class Connection:
         return call
 
     def _post(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
-        call = Call(self._next_number, self._clock() + deadline_ms, gives(message), words=self.breaker.words)
+        call = Call(
+            self._next_number, self._clock() + deadline_ms, gives(message), words=self.breaker.words
+        )
         call.bulk = bool(payload) or isinstance(message, m.Fetch)
         if self.welcome is not None:
             call.session, call.epoch = self.welcome.session, self.welcome.epoch
@@ -279,7 +319,8 @@ class Connection:
             self.breaker.hear()
 
     def _lose_all(self) -> None:
-        """What was on its way is gone. Whether the session is, only the server can tell: till then its lock is ours."""
+        """What was on its way is gone. Whether the session is, only the server can tell: till then
+        its lock is ours."""
         self.breaker.heard = False
         for call in self._calls.all():
             self._end(call, "unreachable")
@@ -289,7 +330,11 @@ class Connection:
         self._calls.remove(call)
         self.counters.answered += 1
         self.breaker.hear()
-        if self.outage.told and self.up and not (isinstance(reply, m.Refused) and reply.code == "unknown_session"):
+        if (
+            self.outage.told
+            and self.up
+            and not (isinstance(reply, m.Refused) and reply.code == "unknown_session")
+        ):
             self.outage.end()
         if not isinstance(reply, m.Refused):
             call.payload = payload  # first: another thread may wait for the reply
@@ -316,7 +361,8 @@ class Connection:
                 self._end(call, "breaker_open")
             if self._ping in overdue:  # a moment's silence is counted; one of seconds is told
                 self._tell_outage()
-                self._transport.reconnect()  # if the connection is what is silent, the next one may not be
+                # if the connection is what is silent, the next one may not be
+                self._transport.reconnect()
 
     def _end(self, call: Call, failure: str) -> None:
         call.failure = failure
@@ -341,7 +387,9 @@ class Connection:
         elif self.state == "up":
             if (self._ping is None or self._ping.done) and now_ms >= self._next_ping_ms:
                 self._next_ping_ms = now_ms + self.options.ping_interval_ms
-                self._ping = self._send(m.Ping(), max(self.options.ping_interval_ms, self.options.lookup_deadline_ms))
+                self._ping = self._send(
+                    m.Ping(), max(self.options.ping_interval_ms, self.options.lookup_deadline_ms)
+                )
                 if not self.answering and self._fence is not None and self._fence.server_is_gone():
                     self._go_down()
                     return
@@ -350,16 +398,22 @@ class Connection:
             self._advance_handshake()
 
     def _start_handshake(self, now_ms: int) -> None:
-        patience_ms = min(self.options.reconnect_interval_ms, _FIRST_RETRY_MS << min(self._attempts, 16))
+        patience_ms = min(
+            self.options.reconnect_interval_ms, _FIRST_RETRY_MS << min(self._attempts, 16)
+        )
         self._next_attempt_ms = now_ms + patience_ms
         self._attempts += 1
-        self._handshake = self._post(m.Hello(self.options.client, os.getpid()), self.options.handshake_deadline_ms)
+        self._handshake = self._post(
+            m.Hello(self.options.client, os.getpid()), self.options.handshake_deadline_ms
+        )
         if not self._handshake.failure:
             self.refusal = ""
             self.state = "greeting"
         elif patience_ms >= min(_LAST_QUICK_RETRY_MS, self.options.reconnect_interval_ms):
             self.counters.fail(self._handshake.failure)
-            self.outage.begin("no connection could be made", self.refusal or self._transport.refusal())
+            self.outage.begin(
+                "no connection could be made", self.refusal or self._transport.refusal()
+            )
 
     def _advance_handshake(self) -> None:
         step, deadline_ms = self._handshake, self.options.handshake_deadline_ms
@@ -384,7 +438,9 @@ class Connection:
             case "attaching", m.Done():
                 self.state = "opening"
                 self._handshake = self._send(self._opening(), deadline_ms)
-            case "opening", m.LayoutOpened() as opened if is_sound_layout(opened, self.shape.shard_bytes):
+            case "opening", m.LayoutOpened() as opened if is_sound_layout(
+                opened, self.shape.shard_bytes
+            ):
                 self.layout = opened
                 self._come_up()
                 self._tell_differences(opened.differs)
@@ -394,13 +450,18 @@ class Connection:
     def _opening(self) -> m.OpenLayout:
         shape, (shard, physical) = self.shape, self.physical
         parts = {name: _shortened(text) for name, text in shape.parts.items()}
-        return m.OpenLayout(shape.fingerprint, list(shape.shard_bytes), shard, physical, parts, self.role)
+        return m.OpenLayout(
+            shape.fingerprint, list(shape.shard_bytes), shard, physical, parts, self.role
+        )
 
     def _break_off(self, step: Call, state: str, reply: m.Reply | None) -> None:
-        """The handshake has failed. A session that was opened is ended: the server has a limited number of them."""
+        """The handshake has failed. A session that was opened is ended: the server has a limited
+        number of them."""
         if reply is not None:
             self.counters.fail("protocol")
-            self.refusal = f"it sent {type(reply).__name__}, or nonsense in it, while we were {state}"
+            self.refusal = (
+                f"it sent {type(reply).__name__}, or nonsense in it, while we were {state}"
+            )
         if step.failure == "deadline":
             self._transport.reconnect()
         refusal = self.refusal or self._transport.refusal()
@@ -416,14 +477,16 @@ class Connection:
             self.outage.end()
 
     def _tell_differences(self, differs: list[str]) -> None:
-        """Says once why an engine does not share with another one of its model. Its workers would say the same."""
+        """Says once why an engine does not share with another one of its model. Its workers would
+        say the same."""
         if differs and not self._told_differences and not self.role.startswith("worker"):
             self._told_differences = True
             log.info(
                 "kvkeep: this engine (identity %s) does not share blocks with another one of model %s: "
                 "they differ in %s; `kvkeep status` shows how",
                 *(self.shape.digest, self.shape.identity.model),
-                ", ".join(name for name in differs if name in self.shape.parts) or "what only the other one says",
+                ", ".join(name for name in differs if name in self.shape.parts)
+                or "what only the other one says",
             )
 
     def _go_down(self) -> None:
@@ -432,7 +495,9 @@ class Connection:
         self._debts.clear()
         self.state = "down"
         self.welcome = self.layout = self._handshake = self._ping = None
-        if self._fence is not None:  # last: who got hold of it before has read what was this session's
+        if (
+            self._fence is not None
+        ):  # last: who got hold of it before has read what was this session's
             self._fence.let_go()
             self._fence = None
 

@@ -1,4 +1,5 @@
-"""Who moves blocks between an engine's memory and slots. For engines in host memory: here; on a GPU: `kvkeep.gpu`."""
+"""Who moves blocks between an engine's memory and slots. For engines in host memory: here; on a
+GPU: `kvkeep.gpu`."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ class Saved(Protocol):
 
 
 class Reading(Protocol):
-    """Blocks of one piece on their way into slots. `read` takes as many as it can by itself, until somebody in another
-    thread calls `halt`; both tell how many. Then for each `at_a_time` that are left: `make_room`, `gather`, `deliver`;
-    then `end`. Only `read` and `gather` read engine memory, and `gather` never waits long. All has arrived when `sums`
-    or `close` returns; the next reading may begin before that."""
+    """Blocks of one piece on their way into slots. `read` takes as many as it can by itself, until
+    somebody in another thread calls `halt`; both tell how many. Then for each `at_a_time` that are
+    left: `make_room`, `gather`, `deliver`; then `end`. Only `read` and `gather` read engine memory,
+    and `gather` never waits long. All has arrived when `sums` or `close` returns; the next reading
+    may begin before that."""
 
     at_a_time: int
 
@@ -44,9 +46,10 @@ class Reading(Protocol):
 
 
 class Scattering(Protocol):
-    """Slots on their way into engine blocks. All has arrived when `good` or `close` returns; True where the bytes have
-    the checksum expected. A block answered False holds bytes that must not be used. `ready_s` is when the engine had
-    done what had to come first, if that was waited for: a clock's time, or 0."""
+    """Slots on their way into engine blocks. All has arrived when `good` or `close` returns; True
+    where the bytes have the checksum expected. A block answered False holds bytes that must not be
+    used. `ready_s` is when the engine had done what had to come first, if that was waited for: a
+    clock's time, or 0."""
 
     ready_s: float
 
@@ -55,24 +58,29 @@ class Scattering(Protocol):
 
 
 class Fetched(Protocol):
-    """The first bytes of some slots on their way to the device, if any. `close` waits until they are there."""
+    """The first bytes of some slots on their way to the device, if any. `close` waits until they
+    are there."""
 
     def __bool__(self) -> bool: ...
     def close(self) -> None: ...
 
 
 class Copier(Protocol):
-    """`mark`, `shield`, `give_way` and `set_aside` are for the engine's thread, `reading` for the one that stores,
-    `scattering` for the one that loads; both have called `enter`. `wait_for` waits until the engine has got to a mark,
-    and tells whether that was necessary. `fetch_ahead` is for the one that loads, too, when it knows the slots and not
-    yet the blocks: `scattering` of the same slots takes it from there. None: nothing can be done yet. Copies give way
-    to the engine's own, unless it says that it computes nothing. `moves` is for any thread: there are jobs, or none.
-    `relocate` is for the engine's thread while there is no job: its blocks are in this memory from now on, and without
-    any memory the copier refers to none."""
+    """`mark`, `shield`, `give_way` and `set_aside` are for the engine's thread, `reading` for the
+    one that stores, `scattering` for the one that loads; both have called `enter`. `wait_for` waits
+    until the engine has got to a mark, and tells whether that was necessary. `fetch_ahead` is for
+    the one that loads, too, when it knows the slots and not yet the blocks: `scattering` of the
+    same slots takes it from there. None: nothing can be done yet. Copies give way to the engine's
+    own, unless it says that it computes nothing. `moves` is for any thread: there are jobs, or
+    none. `relocate` is for the engine's thread while there is no job: its blocks are in this memory
+    from now on, and without any memory the copier refers to none."""
 
-    # How large the parts of a store are, about. One block that is lost, or one server that goes, costs a part.
+    # How large the parts of a store are, about. One block that is lost, or one server that goes,
+    # costs a part.
     whole_bytes: int  # no larger than that, it goes in one
-    first_bytes: tuple[int, ...]  # else, where nothing else is under way: the sooner the server answers
+    first_bytes: tuple[
+        int, ...
+    ]  # else, where nothing else is under way: the sooner the server answers
     part_bytes: int  # the others
 
     def mark(self) -> Any: ...
@@ -97,7 +105,8 @@ class Copier(Protocol):
 
 
 class HostCopier:
-    """For engines in host memory. What the engine did, it has done: there is nothing to wait for."""
+    """For engines in host memory. What the engine did, it has done: there is nothing to wait
+    for."""
 
     whole_bytes, part_bytes = 32 << 20, 256 << 20
     first_bytes: tuple[int, ...] = (32 << 20,)
@@ -200,7 +209,13 @@ class HostReading:
         """It is in place already."""
 
     def put(self, saved: Any, address: int) -> None:
-        move_rows(saved.row.ctypes.data, 0, np.array([address], dtype=np.uint64), saved.nbytes, to_slots=True)
+        move_rows(
+            saved.row.ctypes.data,
+            0,
+            np.array([address], dtype=np.uint64),
+            saved.nbytes,
+            to_slots=True,
+        )
         self._sums.append(np.array([saved.checksum if self._verify else 0], dtype=np.uint64))
 
     def end(self) -> None:
@@ -214,10 +229,15 @@ class HostReading:
 
 
 def copier_for(pieces: Sequence[BlockRuns], staging_bytes: int) -> Copier:
-    """The one for where these pieces are. RequestError if they are not all in one place, or there is none."""
+    """The one for where these pieces are. RequestError if they are not all in one place, or there
+    is none."""
     places = {runs.device for runs in pieces}
     if len(places) > 1:
-        raise RequestError("bad_layer", f"an engine's layers are in several places: {sorted(places)}", field="layers")
+        raise RequestError(
+            "bad_layer",
+            f"an engine's layers are in several places: {sorted(places)}",
+            field="layers",
+        )
     if places == {"cpu"}:
         return HostCopier(pieces)
     try:
@@ -230,4 +250,6 @@ def copier_for(pieces: Sequence[BlockRuns], staging_bytes: int) -> Copier:
 
 def row_addresses(buffer: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """The address of each row of a C-contiguous array."""
-    return np.uint64(buffer.ctypes.data) + np.arange(len(buffer), dtype=np.uint64) * np.uint64(buffer.strides[0])
+    return np.uint64(buffer.ctypes.data) + np.arange(len(buffer), dtype=np.uint64) * np.uint64(
+        buffer.strides[0]
+    )

@@ -1,5 +1,6 @@
-"""Stores whose blocks are read and still on their way. A thread waits for the copies and tells the server of them, so
-that the thread that reads blocks waits for neither and the bus is never idle while there is something to store.
+"""Stores whose blocks are read and still on their way. A thread waits for the copies and tells the
+server of them, so that the thread that reads blocks waits for neither and the bus is never idle
+while there is something to store.
 
     stores' thread       copy A ── copy B ── copy C ──────── settle: A has ended
     this one                  └─ A arrives, CompleteStore ─── B arrives, …
@@ -29,8 +30,9 @@ class _Departure:
 
 
 class Departures:
-    """`run` is for a thread of its own; all else is for the one that stores. `end` is told what came of each, `fail`
-    of what went wrong inside. `wake` is notified whenever there is something new for either."""
+    """`run` is for a thread of its own; all else is for the one that stores. `end` is told what
+    came of each, `fail` of what went wrong inside. `wake` is notified whenever there is something
+    new for either."""
 
     def __init__(
         self,
@@ -68,7 +70,9 @@ class Departures:
                 departure = self._leaving[0]
             try:
                 departure.storing.depart()
-            except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
+            except Exception:
+                # guard: whatever goes wrong here is a block that was not stored, never the engine's
+                # end
                 departure.failed = True
                 self._fail("store")
             with self._wake:

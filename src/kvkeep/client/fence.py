@@ -1,4 +1,5 @@
-"""What a session on the server's host holds: the lock that proves it alive, and the pool's memory."""
+"""What a session on the server's host holds: the lock that proves it alive, and the pool's
+memory."""
 
 from __future__ import annotations
 
@@ -24,9 +25,8 @@ log = logging.getLogger(__name__)
 class Fence:
     """Taken before Attach, let go of when the session is over and the last copy has ended.
 
-    Whoever holds it (`hold`, `unhold`, in any thread) may touch the pool's memory: it stays mapped, and the session's
-    lock stays ours until then, whatever becomes of the session meanwhile.
-    """
+    Whoever holds it (`hold`, `unhold`, in any thread) may touch the pool's memory: it stays mapped,
+    and the session's lock stays ours until then, whatever becomes of the session meanwhile."""
 
     def __init__(
         self,
@@ -46,10 +46,12 @@ class Fence:
         self.segments = segments
 
     @classmethod
-    def take(cls, welcome: Welcome, threads: Threads = threading, trusted_users: Collection[int] = ()) -> Fence | None:
-        """None if the pool is not really here or its lock cannot be had: then bytes go through the socket.
-        UntrustedPool if it is here, and its directory, locks or first segment are not a trusted user's alone: then
-        neither is the server."""
+    def take(
+        cls, welcome: Welcome, threads: Threads = threading, trusted_users: Collection[int] = ()
+    ) -> Fence | None:
+        """None if the pool is not really here or its lock cannot be had: then bytes go through the
+        socket. UntrustedPool if it is here, and its directory, locks or first segment are not a
+        trusted user's alone: then neither is the server."""
         place = welcome.pool
         with contextlib.ExitStack() as opened:
             try:
@@ -66,7 +68,9 @@ class Fence:
                 server_lock = files.open(_SERVER_LOCK, os.O_RDONLY)
                 opened.callback(os.close, server_lock)
             except (OSError, ValueError) as error:
-                log.warning("kvkeep: shared memory cannot be used (%s); blocks go through the socket", error)
+                log.warning(
+                    "kvkeep: shared memory cannot be used (%s); blocks go through the socket", error
+                )
                 return None
             with contextlib.suppress(FileNotFoundError):  # the server has not made it yet
                 os.close(files.open(segment_name(0), os.O_RDWR))
@@ -99,17 +103,21 @@ class Fence:
             self.unhold()
 
     def server_is_gone(self) -> bool:
-        """Whether the server's process is dead, by the kernel's word: nobody holds the pool's lock any more, or another
-        has taken the pool. (Its memory is not free until we let go of it, so a new server may be waiting for us.)
+        """Whether the server's process is dead, by the kernel's word: nobody holds the pool's lock
+        any more, or another has taken the pool. (Its memory is not free until we let go of it, so a
+        new server may be waiting for us.)
 
-        The lock is asked for where it was when the session began, not by its name: a server whose lock file somebody
-        has removed or moved is alive, and as soon as we let go it would give away what is leased to us. What cannot be
-        told, for want of files that we may open, is not so.
-        """
+        The lock is asked for where it was when the session began, not by its name: a server whose
+        lock file somebody has removed or moved is alive, and as soon as we let go it would give
+        away what is leased to us. What cannot be told, for want of files that we may open, is not
+        so."""
         if not is_owned(self._server_lock):
             return True
         files = self.segments.files
         try:  # with another lock file there, it is not told which server the epoch is of
-            return files.has(_SERVER_LOCK, self._server_lock) and files.epoch() != f"{self._epoch:016x}"
+            return (
+                files.has(_SERVER_LOCK, self._server_lock)
+                and files.epoch() != f"{self._epoch:016x}"
+            )
         except (OSError, ValueError):
             return False

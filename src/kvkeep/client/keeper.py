@@ -1,4 +1,5 @@
-"""A thread that keeps connections alive while their owners do something else: pings, reconnects, gives back."""
+"""A thread that keeps connections alive while their owners do something else: pings, reconnects,
+gives back."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _INTERVAL_S = 0.05
 
 
 class Keeper:
-    """Polls connections for as long as somebody else holds them. One thread for the whole process."""
+    """Polls connections for as long as somebody else holds them. One thread for the whole
+    process."""
 
     _instance: Keeper | None = None
     _instance_lock = threading.Lock()
@@ -29,7 +31,9 @@ class Keeper:
     def keep(cls, connection: Connection) -> None:
         """Polls this connection from now on."""
         with cls._instance_lock:
-            if cls._instance is None or not cls._instance._thread.is_alive():  # a fork leaves the thread behind
+            if (
+                cls._instance is None or not cls._instance._thread.is_alive()
+            ):  # a fork leaves the thread behind
                 cls._instance = Keeper()
                 atexit.register(cls._instance._say_goodbye)
         cls._instance.add(connection)
@@ -47,7 +51,8 @@ class Keeper:
             pause.wait(max(_INTERVAL_S, min(rests_s, default=0.0)))
 
     def _say_goodbye(self) -> None:
-        """At exit, for owners who did not: a session that ends in order is no dead process in the server's log."""
+        """At exit, for owners who did not: a session that ends in order is no dead process in the
+        server's log."""
         for connection in list(self._connections):
             connection.close()
 

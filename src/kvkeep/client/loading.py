@@ -1,4 +1,5 @@
-"""Loads of some requests' blocks from slots: begun together, and finished when all of them are in place."""
+"""Loads of some requests' blocks from slots: begun together, and finished when all of them are in
+place."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def take_together(waiting: deque[Load], block_bytes: int, most_bytes: int) -> li
 
 
 class Loading:
-    """`loaded[i]` is, after `finish`, True where a block of request i is in place and verified. The pool's memory stays
-    ours until then."""
+    """`loaded[i]` is, after `finish`, True where a block of request i is in place and verified. The
+    pool's memory stays ours until then."""
 
     def __init__(self, memory: RankMemory, requests: Sequence[LoadRequest]) -> None:
         self._memory = memory
@@ -73,25 +74,31 @@ class Loading:
                     break
                 sums = checksums[wanted, self._memory.shard(piece)]
                 expected = sums if self._connection.verify else None
-                moving = self._memory.copier.scattering(piece, block_ids[wanted], addresses, expected, ready, ahead)
+                moving = self._memory.copier.scattering(
+                    piece, block_ids[wanted], addresses, expected, ready, ahead
+                )
                 self._under_way.append((wanted, sums != ABSENT, moving))
         except PoolError as error:
             self._memory.was_cut_off(error)
             self._sound = []
             self._close()
-        except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
+        except BaseException:
+            # guard: raised again; nobody may have memory that a copy still goes to
             self._close()
             raise
 
     @property
     def ready_s(self) -> float:
-        """When the engine had done what had to come first, if that was waited for when it began; else 0."""
+        """When the engine had done what had to come first, if that was waited for when it began;
+        else 0."""
         return max((moving.ready_s for _, _, moving in self._under_way), default=0.0)
 
     def finish(self) -> list[NDArray[np.bool_]]:
         """Waits for all of it."""
         try:
-            results = [(wanted, written, moving.good()) for wanted, written, moving in self._under_way]
+            results = [
+                (wanted, written, moving.good()) for wanted, written, moving in self._under_way
+            ]
         finally:
             self._close()
         if self._sound:
@@ -104,24 +111,32 @@ class Loading:
                 all_of_them.callback(moving.close)
         self._under_way = []
 
-    def _judge(self, results: list[tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]]) -> None:
+    def _judge(
+        self, results: list[tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]]
+    ) -> None:
         ends = list(accumulate(self._requests[number].blocks for number in self._sound))
         loaded = np.ones(ends[-1], dtype=np.bool_)
         for wanted, written, good in results:
-            # Verified or not, what was never written cannot be loaded. It is no fault of the server either.
+            # Verified or not, what was never written cannot be loaded. It is no fault of the server
+            # either.
             loaded[wanted] &= good & written
             bad = wanted[~good & written]
             if len(bad):
                 owners = np.searchsorted(ends, bad, side="right")
                 for owner in np.unique(owners).tolist():
                     request = self._requests[self._sound[owner]]
-                    report_bad(self._connection, request, bad[owners == owner] - (ends[owner] - request.blocks))
+                    report_bad(
+                        self._connection,
+                        request,
+                        bad[owners == owner] - (ends[owner] - request.blocks),
+                    )
         for number, end in zip(self._sound, ends, strict=True):
             self.loaded[number] = loaded[end - self._requests[number].blocks : end]
 
 
 def report_bad(connection: Connection, request: LoadRequest, positions: NDArray[np.int64]) -> None:
-    """Tells the server which blocks did not match, so that it checks them. Does not wait for a reply."""
+    """Tells the server which blocks did not match, so that it checks them. Does not wait for a
+    reply."""
     for position in positions.tolist():
         at = (request.skip + position) * KEY_BYTES
         key = request.keys[at : at + KEY_BYTES]

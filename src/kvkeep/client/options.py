@@ -11,7 +11,8 @@ from kvkeep.wire.tls import tls_files
 
 DEFAULT_ADDRESS = "tcp://localhost:5555"
 
-# At start-up: a server that is there answers at once; one that is not must not keep an engine from starting.
+# At start-up: a server that is there answers at once; one that is not must not keep an engine from
+# starting.
 CONNECT_PATIENCE_MS = 500
 
 
@@ -24,13 +25,17 @@ def default_tls(which: str) -> str | None:
     """The file that the environment names, if any. Refuses the variables of earlier releases."""
     for old in ("KVKEEP_CLIENT_KEY", "KVKEEP_SERVER_KEY"):
         if os.environ.get(old):
-            raise replaced(old, "set KVKEEP_CLIENT_TLS_CERT, KVKEEP_CLIENT_TLS_KEY and KVKEEP_CLIENT_TLS_CA")
+            raise replaced(
+                old, "set KVKEEP_CLIENT_TLS_CERT, KVKEEP_CLIENT_TLS_KEY and KVKEEP_CLIENT_TLS_CA"
+            )
     return os.environ.get(f"KVKEEP_CLIENT_TLS_{which}") or None
 
 
 def replaced(old: str, instead: str) -> SettingsError:
     """The error for a setting of an earlier release."""
-    return SettingsError(f"{old} does not exist any more", f"{instead}: the migration guide says how")
+    return SettingsError(
+        f"{old} does not exist any more", f"{instead}: the migration guide says how"
+    )
 
 
 def default_trusted_users() -> tuple[int, ...]:
@@ -39,7 +44,9 @@ def default_trusted_users() -> tuple[int, ...]:
     try:
         return parse_users(text)
     except ValueError as error:
-        raise SettingsError(f'KVKEEP_TRUSTED_USERS = "{text}": {error}', f"expected {USERS_FORMAT}") from None
+        raise SettingsError(
+            f'KVKEEP_TRUSTED_USERS = "{text}": {error}', f"expected {USERS_FORMAT}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -48,31 +55,49 @@ class ClientOptions:
 
     address: str = field(default_factory=default_address)
     client: str = "kvkeep-python"
-    lookup_deadline_ms: int = 100  # a server that is there needs less than one; one that is not delays requests
+    lookup_deadline_ms: int = (
+        100  # a server that is there needs less than one; one that is not delays requests
+    )
     store_deadline_ms: int = 5_000
     handshake_deadline_ms: int = 2_000
     ping_interval_ms: int = 1_000
     reconnect_interval_ms: int = 500
     verify: bool = True  # False: take and check no checksums, unless the server asks for them
-    gpu_staging_bytes: int = 512 << 20  # GPU memory through which blocks go, where an engine is on one
+    gpu_staging_bytes: int = (
+        512 << 20
+    )  # GPU memory through which blocks go, where an engine is on one
     shared_memory: bool = True  # False: move bytes through the socket even on the same host
-    trusted_users: tuple[int, ...] = field(default_factory=default_trusted_users)  # whose server is as good as our own
-    tls_cert: str | None = field(default_factory=lambda: default_tls("CERT"))  # file of our certificate; None: no TLS
-    tls_key: str | None = field(default_factory=lambda: default_tls("KEY"))  # file of its private key
-    tls_ca: str | None = field(default_factory=lambda: default_tls("CA"))  # file of the CA that signed the server's
+    trusted_users: tuple[int, ...] = field(
+        default_factory=default_trusted_users
+    )  # whose server is as good as our own
+    tls_cert: str | None = field(
+        default_factory=lambda: default_tls("CERT")
+    )  # file of our certificate; None: no TLS
+    tls_key: str | None = field(
+        default_factory=lambda: default_tls("KEY")
+    )  # file of its private key
+    tls_ca: str | None = field(
+        default_factory=lambda: default_tls("CA")
+    )  # file of the CA that signed the server's
     curve_key: InitVar[None] = None  # of earlier releases: refused by name
     server_key: InitVar[None] = None
 
     def __post_init__(self, curve_key: object, server_key: object) -> None:
-        """Raises SettingsError, naming the option, for a deadline, an interval, a count or a user that is none, and for
-        TLS without all of its files."""
+        """Raises SettingsError, naming the option, for a deadline, an interval, a count or a user
+        that is none, and for TLS without all of its files."""
         for option in fields(self):
             value = getattr(self, option.name)
             if option.type == "int" and (type(value) is not int or value < 1):
-                raise SettingsError(f"{option.name} must be an integer of at least 1, not {value!r}")
+                raise SettingsError(
+                    f"{option.name} must be an integer of at least 1, not {value!r}"
+                )
         users = self.trusted_users
-        if not isinstance(users, tuple) or any(type(uid) is not int or uid in (-1, OVERFLOW_UID) for uid in users):
-            raise SettingsError(f"trusted_users must be a tuple of user ids, without {OVERFLOW_UID}, not {users!r}")
+        if not isinstance(users, tuple) or any(
+            type(uid) is not int or uid in (-1, OVERFLOW_UID) for uid in users
+        ):
+            raise SettingsError(
+                f"trusted_users must be a tuple of user ids, without {OVERFLOW_UID}, not {users!r}"
+            )
         for old, value in (("curve_key", curve_key), ("server_key", server_key)):
             if value is not None:
                 raise replaced(old, "give tls_cert, tls_key and tls_ca")

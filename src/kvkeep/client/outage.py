@@ -1,5 +1,5 @@
-"""What is said about a server that is not there: once when an outage begins, once when the server has said why, if it
-does, and once when it is over."""
+"""What is said about a server that is not there: once when an outage begins, once when the server
+has said why, if it does, and once when it is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ UNTRUSTED = "it is not trusted"  # so we will not have it; `refusal` is why
 
 
 def trouble(address: str, why: str, refusal: str) -> tuple[str, str]:
-    """What is wrong with the server, and the remedy. `refusal` is what it said itself, if it did."""
+    """What is wrong with the server, and the remedy. `refusal` is what it said itself, if it
+    did."""
     if why == UNTRUSTED:
         return f"the server at {address} is not trusted: {refusal}", ""
     if refusal:
@@ -26,24 +27,29 @@ def trouble(address: str, why: str, refusal: str) -> tuple[str, str]:
 
 
 class Outage:
-    """One clear message an outage: what was tried, what it means, what to do. An engine has a connection for each rank
-    and one for its scheduler: what one of them has said about an address, the others of this process do not repeat.
+    """One clear message an outage: what was tried, what it means, what to do. An engine has a
+    connection for each rank and one for its scheduler: what one of them has said about an address,
+    the others of this process do not repeat.
 
-    Ranks in processes of their own do not speak (`speaks`): they report their `trouble`, and an Outage beside the
-    scheduler says it for them, if the scheduler's own has not.
-    """
+    Ranks in processes of their own do not speak (`speaks`): they report their `trouble`, and an
+    Outage beside the scheduler says it for them, if the scheduler's own has not."""
 
-    _said: ClassVar[dict[tuple[str, str], weakref.WeakSet[Outage]]] = {}  # who has met this trouble at this address
+    _said: ClassVar[
+        dict[tuple[str, str], weakref.WeakSet[Outage]]
+    ] = {}  # who has met this trouble at this address
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, address: str) -> None:
         self._address = address
         self.told = self._explained = False
         self.speaks = True  # else only at debug level
-        self.trouble: tuple[str, str] | None = None  # while it lasts: why, and the server's own words
+        self.trouble: tuple[str, str] | None = (
+            None  # while it lasts: why, and the server's own words
+        )
 
     def begin(self, why: str, refusal: str) -> None:
-        """Said again only if it was a guess before and the server's own words are there now: the remedy is another."""
+        """Said again only if it was a guess before and the server's own words are there now: the
+        remedy is another."""
         if self.told and (self._explained or not refusal):
             return
         self.told, self._explained, self.trouble = True, bool(refusal), (why, refusal)
@@ -75,7 +81,11 @@ class Outage:
             log.debug("kvkeep: connected to %s", self._address)
             return
         with self._lock:
-            met = [key for key, others in self._said.items() if key[0] == self._address and self in others]
+            met = [
+                key
+                for key, others in self._said.items()
+                if key[0] == self._address and self in others
+            ]
             for key in met:
                 self._said[key].discard(self)
             over = all(not others for key, others in self._said.items() if key[0] == self._address)

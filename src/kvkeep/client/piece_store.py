@@ -1,5 +1,5 @@
-"""The store of one piece of blocks, part by part: while one is copied the server is asked for the next ones' slots, and
-while that one is read the one before is still on its way."""
+"""The store of one piece of blocks, part by part: while one is copied the server is asked for the
+next ones' slots, and while that one is read the one before is still on its way."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class _Part:
 
 
 class PieceStore:
-    """Of one request: `begin`, `copy`, `depart`, `finish`. `copy` and `depart` may run in two threads at once, and
-    another store may be begun or copied before this one has departed."""
+    """Of one request: `begin`, `copy`, `depart`, `finish`. `copy` and `depart` may run in two
+    threads at once, and another store may be begun or copied before this one has departed."""
 
-    def __init__(self, memory: RankMemory, request: StoreRequest, piece: int, sources: Sources) -> None:
+    def __init__(
+        self, memory: RankMemory, request: StoreRequest, piece: int, sources: Sources
+    ) -> None:
         self._memory = memory
         self._connection = memory.connection
         self._deadline_ms = self._connection.options.store_deadline_ms
@@ -56,8 +58,9 @@ class PieceStore:
         self._takes_all = False
 
     def begin(self, *, hurry: bool = True, alone: bool = True) -> None:
-        """Asks the server for the first slots; in a hurry, for few at first. It answers sooner then, but each part
-        costs the engine: a store that is not too large goes in one, unless others wait behind it."""
+        """Asks the server for the first slots; in a hurry, for few at first. It answers sooner
+        then, but each part costs the engine: a store that is not too large goes in one, unless
+        others wait behind it."""
         self._parts_left = self._parts(hurry, alone)
         try:
             self._ask_ahead()
@@ -66,9 +69,9 @@ class PieceStore:
             raise
 
     def copy(self, before_the_last: Callable[[], None] = lambda: None) -> None:
-        """Copies all that the server takes; some of it may still be on its way. `before_the_last` is called when
-        the server has been asked for the last slots of this store: another one may begin. Slots that nothing is copied
-        to are given back."""
+        """Copies all that the server takes; some of it may still be on its way. `before_the_last`
+        is called when the server has been asked for the last slots of this store: another one may
+        begin. Slots that nothing is copied to are given back."""
         try:
             self._takes_all = self._copy_parts(before_the_last)
         finally:
@@ -84,8 +87,8 @@ class PieceStore:
             self._hand_over(None)
 
     def depart(self) -> None:
-        """Waits for what is on its way, until there is no more, and tells the server of it. What could not be is given
-        back."""
+        """Waits for what is on its way, until there is no more, and tells the server of it. What
+        could not be is given back."""
         self._departed = True
         try:
             while (part := self._next_copied()) is not None:
@@ -98,7 +101,9 @@ class PieceStore:
 
     def unanswered(self) -> Call | None:
         """Something that the server was told and has not answered, if any."""
-        return next((completion for _, completion in self._completions if not completion.done), None)
+        return next(
+            (completion for _, completion in self._completions if not completion.done), None
+        )
 
     def finish(self) -> Stored:
         """Waits for what is on its way, and for the server."""
@@ -168,8 +173,13 @@ class PieceStore:
         self._completions.append((part.call, self._connection.call(message, self._deadline_ms)))
 
     def _parts(self, hurry: bool, alone: bool) -> Iterator[tuple[int, int]]:
-        """At least one. If there are several, all but those that come soonest are about as large."""
-        count, nbytes, copier = self._request.blocks, self._memory.nbytes(self._piece), self._memory.copier
+        """At least one. If there are several, all but those that come soonest are about as
+        large."""
+        count, nbytes, copier = (
+            self._request.blocks,
+            self._memory.nbytes(self._piece),
+            self._memory.copier,
+        )
         welcome = self._connection.welcome
         most = min(_BLOCKS_A_PART, welcome.limits.blocks_per_request if welcome else _BLOCKS_A_PART)
         soonest = [max(1, min(most, each // nbytes)) for each in copier.first_bytes]
@@ -181,7 +191,11 @@ class PieceStore:
         for size in soonest if hurry else ():
             yield start, min(start + size, count)
             start += size
-        parts = max(round((count - start) * nbytes / copier.part_bytes), math.ceil((count - start) / most), 1)
+        parts = max(
+            round((count - start) * nbytes / copier.part_bytes),
+            math.ceil((count - start) / most),
+            1,
+        )
         size = math.ceil((count - start) / parts)
         while start < count:
             yield start, min(start + size, count)
@@ -197,7 +211,9 @@ class PieceStore:
             tenant=request.tenant,
             layout=self._connection.layout_number,
             shard=self._memory.shard(self._piece),
-            parent=request.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else request.parent,
+            parent=request.keys[(start - 1) * KEY_BYTES : start * KEY_BYTES]
+            if start
+            else request.parent,
             keys=request.keys[start * KEY_BYTES : stop * KEY_BYTES],
             priority=request.priority,
             ttl_ms=request.ttl_ms,
@@ -220,7 +236,9 @@ class PieceStore:
             if addresses is None:
                 return None
             try:
-                copy = self._sources.copy(self._piece, positions, addresses, verify=self._connection.verify)
+                copy = self._sources.copy(
+                    self._piece, positions, addresses, verify=self._connection.verify
+                )
             except PoolError as error:
                 self._memory.was_cut_off(error)
                 return None
@@ -228,11 +246,17 @@ class PieceStore:
                 self._connection.counters.fail("withdrawn")
                 return None
             stack.callback(copy.close)
-            return _Part(call, copy.checksums, stack.pop_all().close)  # the memory stays ours until then
+            return _Part(
+                call, copy.checksums, stack.pop_all().close
+            )  # the memory stays ours until then
 
     def _into_puts(self, call: Call, positions: NDArray[np.int64]) -> NDArray[np.uint64] | None:
-        """Network plane: gathers into a buffer of our own and sends it, as many blocks at a time as a frame takes."""
-        nbytes, at_a_time = self._memory.nbytes(self._piece), self._memory.blocks_a_message(self._piece)
+        """Network plane: gathers into a buffer of our own and sends it, as many blocks at a time as
+        a frame takes."""
+        nbytes, at_a_time = (
+            self._memory.nbytes(self._piece),
+            self._memory.blocks_a_message(self._piece),
+        )
         checksums = np.empty(len(positions), dtype=np.uint64)
         for start in range(0, len(positions), at_a_time):
             some = positions[start : start + at_a_time]

@@ -1,5 +1,5 @@
-"""Maps the server's pool ahead of its use, and lets a GPU reach it, segment by segment: it takes a while, and what is
-not done yet can be used."""
+"""Maps the server's pool ahead of its use, and lets a GPU reach it, segment by segment: it takes a
+while, and what is not done yet can be used."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def populate(connection: Connection) -> bool:
 class Pins:
     """For a GPU's copier, and a thread of its own.
 
-    Taking a large pool back from the driver takes seconds. Whoever is the last to let go of it may be the engine's own
-    thread, so it is done in this one, too.
-    """
+    Taking a large pool back from the driver takes seconds. Whoever is the last to let go of it may
+    be the engine's own thread, so it is done in this one, too."""
 
     def __init__(self, connection: Connection, copier: Any) -> None:
         self._connection = connection

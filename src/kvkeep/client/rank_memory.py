@@ -43,7 +43,8 @@ class RankMemory:
         self.pieces = pieces
 
     def table(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Block ids with a row for each piece. RequestError if the engine has more or fewer pieces."""
+        """Block ids with a row for each piece. RequestError if the engine has more or fewer
+        pieces."""
         table = np.atleast_2d(block_ids)
         if len(table) != len(self.pieces):
             problem = f"block ids for {len(table)} pieces, but the engine's blocks have {len(self.pieces)}"
@@ -66,7 +67,8 @@ class RankMemory:
     def addresses(
         self, piece: int, slots: NDArray[np.int64], epoch: int, session: int = 0
     ) -> Iterator[NDArray[np.uint64] | None]:
-        """The address in this process of the piece's part of each slot, valid inside the `with` block.
+        """The address in this process of the piece's part of each slot, valid inside the `with`
+        block.
 
         None if the pool is gone or never had these slots.
         """
@@ -93,4 +95,6 @@ class RankMemory:
         self.connection.counters.fail("pool")
         if self.connection.refusal != str(error):
             self.connection.refusal = str(error)
-            log.warning("kvkeep: blocks are computed or not stored: %s (%s)", error.message, error.hint)
+            log.warning(
+                "kvkeep: blocks are computed or not stored: %s (%s)", error.message, error.hint
+            )

@@ -15,20 +15,23 @@ from kvkeep.kv.keys import KEY_BYTES
 
 
 def _ids(block_ids: Any) -> NDArray[np.int64]:
-    """Block ids as engines have them (a list, an array, a CPU tensor; with several pieces a row for each) as an array.
-    RequestError, in the thread of whoever made the request, for anything that is no list of integers."""
+    """Block ids as engines have them (a list, an array, a CPU tensor; with several pieces a row for
+    each) as an array. RequestError, in the thread of whoever made the request, for anything that is
+    no list of integers."""
     array = np.asarray(block_ids)
     if array.ndim not in (1, 2) or (array.dtype.kind not in "iu" and array.size):
         raise RequestError(
-            "bad_request", f"block_ids must be integers, not {array.dtype} of shape {array.shape}", field="block_ids"
+            "bad_request",
+            f"block_ids must be integers, not {array.dtype} of shape {array.shape}",
+            field="block_ids",
         )
     return array.astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """Blocks to store: block_ids[i] of the engine holds the block of the i-th key; block_ids[p, i] piece p of it, where
-    an engine has several (NO_BLOCK: it lacks this piece).
+    """Blocks to store: block_ids[i] of the engine holds the block of the i-th key; block_ids[p, i]
+    piece p of it, where an engine has several (NO_BLOCK: it lacks this piece).
 
     parent     the key before the first one; b"" if the first one begins the prompt
     priority   0 to 100, 50 is normal; higher ones stay longer
@@ -45,13 +48,23 @@ class StoreRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_ids", _ids(self.block_ids))
         if len(self.keys) != self.blocks * KEY_BYTES:
-            raise RequestError("bad_request", f"{self.blocks} blocks, but {len(self.keys)} bytes of keys", field="keys")
+            raise RequestError(
+                "bad_request",
+                f"{self.blocks} blocks, but {len(self.keys)} bytes of keys",
+                field="keys",
+            )
         if len(self.parent) not in (0, KEY_BYTES):
-            raise RequestError("bad_keys", f"a parent key has {KEY_BYTES} bytes, or none at a root", field="parent")
+            raise RequestError(
+                "bad_keys", f"a parent key has {KEY_BYTES} bytes, or none at a root", field="parent"
+            )
         if not 0 <= self.priority <= 100:
-            raise RequestError("bad_priority", f"priority {self.priority} is not in 0..100", field="priority")
+            raise RequestError(
+                "bad_priority", f"priority {self.priority} is not in 0..100", field="priority"
+            )
         if self.ttl_ms < 0:
-            raise RequestError("bad_ttl", f"ttl_ms is {self.ttl_ms}; 0 means no limit", field="ttl_ms")
+            raise RequestError(
+                "bad_ttl", f"ttl_ms is {self.ttl_ms}; 0 means no limit", field="ttl_ms"
+            )
 
     @property
     def blocks(self) -> int:
@@ -60,7 +73,8 @@ class StoreRequest:
 
 @dataclass(frozen=True)
 class Stored:
-    """What came of a store: how many blocks were written, and whether the server has all of them now."""
+    """What came of a store: how many blocks were written, and whether the server has all of them
+    now."""
 
     written: int
     complete: bool
@@ -68,12 +82,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Blocks to load: those of keys[skip:], into block_ids of the engine, from the slots that a lookup gave; piece p of
-    them into block_ids[p], where an engine has several (NO_BLOCK: this piece is not wanted).
+    """Blocks to load: those of keys[skip:], into block_ids of the engine, from the slots that a
+    lookup gave; piece p of them into block_ids[p], where an engine has several (NO_BLOCK: this
+    piece is not wanted).
 
-    `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of its own. There are
-    as many block_ids as the lookup described blocks: `answer.blocks - answer.skip`.
-    """
+    `keys` begins at the root: on the network plane the worker looks up for itself, with a lease of
+    its own. There are as many block_ids as the lookup described blocks: `answer.blocks -
+    answer.skip`."""
 
     tenant: str
     keys: bytes
@@ -105,16 +120,22 @@ class LoadRequest:
 
 @dataclass
 class Finished:
-    """What has ended since the last poll, on one rank. `failed` names, for each load, the engine blocks that must be
-    computed."""
+    """What has ended since the last poll, on one rank. `failed` names, for each load, the engine
+    blocks that must be computed."""
 
     rank: int = 0
     stored: dict[Hashable, int] = field(default_factory=dict)  # job -> blocks written
-    incomplete: list[Hashable] = field(default_factory=list)  # stores that left something out: offer those blocks again
-    loaded: list[Hashable] = field(default_factory=list)  # every load, whether or not blocks of it failed
+    incomplete: list[Hashable] = field(
+        default_factory=list
+    )  # stores that left something out: offer those blocks again
+    loaded: list[Hashable] = field(
+        default_factory=list
+    )  # every load, whether or not blocks of it failed
     failed: dict[Hashable, list[int]] = field(default_factory=dict)
     withdrawn: int = 0  # blocks that the engine took back before they were copied
-    seconds: dict[Hashable, float] = field(default_factory=dict, compare=False)  # how long each load took
+    seconds: dict[Hashable, float] = field(
+        default_factory=dict, compare=False
+    )  # how long each load took
 
     @property
     def is_nothing(self) -> bool:

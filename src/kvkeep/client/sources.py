@@ -1,11 +1,11 @@
 """The engine blocks that a store reads, until it has read them.
 
-An engine that keeps its blocks still until a store is reported never calls `take_back`. One that may need a block at
-any moment takes it back before it writes into it: what was not copied yet is then set aside, in a buffer of our own,
-or the store ends before it. Either way no copy reads a block after `take_back` has returned, and that never waits for
-a server: at most for the few megabytes that are being copied this moment. On a GPU "before" and "after" are places in
-its queues of work (`kvkeep.gpu.copier`), and nobody waits at all.
-"""
+An engine that keeps its blocks still until a store is reported never calls `take_back`. One that
+may need a block at any moment takes it back before it writes into it: what was not copied yet is
+then set aside, in a buffer of our own, or the store ends before it. Either way no copy reads a
+block after `take_back` has returned, and that never waits for a server: at most for the few
+megabytes that are being copied this moment. On a GPU "before" and "after" are places in its queues
+of work (`kvkeep.gpu.copier`), and nobody waits at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _MOST_BYTES_AT_ONCE = 16 << 20  # of those, in one step: some four milliseconds
 
 @dataclass(frozen=True)
 class Piece:
-    """What one group of an engine's layers holds of a block, and where. Engines with one kind of layer have one piece.
+    """What one group of an engine's layers holds of a block, and where. Engines with one kind of
+    layer have one piece.
 
     may_lack   whether a block is of use without it: attention over a window, or a recurrent state, is needed near the
                end of a prefix only
@@ -44,7 +45,11 @@ class Piece:
 def physical_fingerprint(pieces: Sequence[Piece]) -> bytes:
     """Equal where blocks can be exchanged, whichever way each piece lies in memory."""
     fingerprints = [bytes.fromhex(piece.runs.fingerprint) for piece in pieces]
-    return fingerprints[0] if len(pieces) == 1 else hashlib.blake2b(b"".join(fingerprints), digest_size=16).digest()
+    return (
+        fingerprints[0]
+        if len(pieces) == 1
+        else hashlib.blake2b(b"".join(fingerprints), digest_size=16).digest()
+    )
 
 
 def check_sizes(pieces: Sequence[Piece], expected: Sequence[int]) -> None:
@@ -66,7 +71,8 @@ class Copy:
         self._copied = copied
 
     def checksums(self) -> NDArray[np.uint64]:
-        """When all have arrived: their checksums, 0 without verification, ABSENT for those that there were none of."""
+        """When all have arrived: their checksums, 0 without verification, ABSENT for those that
+        there were none of."""
         checksums = np.full(self._count, ABSENT, dtype=np.uint64)
         sums = self._reading.sums()
         if self._copied:
@@ -79,8 +85,9 @@ class Copy:
 
 
 class Sources:
-    """One store's blocks: `block_ids[p, b]` holds piece p of block b. Made in the engine's thread, when the blocks are
-    computed or that is under way; `ready` is the copier's mark of that moment. Safe to use from two threads."""
+    """One store's blocks: `block_ids[p, b]` holds piece p of block b. Made in the engine's thread,
+    when the blocks are computed or that is under way; `ready` is the copier's mark of that moment.
+    Safe to use from two threads."""
 
     def __init__(
         self,
@@ -97,7 +104,9 @@ class Sources:
         self._left = np.ones(block_ids.shape, dtype=np.bool_)  # not copied yet
         self._aside: dict[tuple[int, int], Saved] = {}
         self._bytes_aside = 0
-        self._reading: tuple[Reading, int, NDArray[np.int64]] | None = None  # one that reads without the lock
+        self._reading: tuple[Reading, int, NDArray[np.int64]] | None = (
+            None  # one that reads without the lock
+        )
         self._lock = threads.Lock()
         self.stop = block_ids.shape[1]  # blocks from here on are lost
         lacks_some = bool(block_ids.size) and block_ids.min() < 0
@@ -112,8 +121,8 @@ class Sources:
             return self._bytes_aside
 
     def take_back(self, block_ids: NDArray[np.int64], allowance: int) -> tuple[int, int]:
-        """The engine will write into these blocks. Returns how many of them were still to be copied, and how many bytes
-        were set aside for that, `allowance` at most."""
+        """The engine will write into these blocks. Returns how many of them were still to be
+        copied, and how many bytes were set aside for that, `allowance` at most."""
         with self._lock:
             if self._reading is not None:
                 _, piece, positions = self._reading
@@ -140,7 +149,9 @@ class Sources:
         with self._lock:
             self._left[piece, start:stop] = False
             self._left[piece, but] = True
-            for number, position in [at for at in self._aside if at[0] == piece and start <= at[1] < stop]:
+            for number, position in [
+                at for at in self._aside if at[0] == piece and start <= at[1] < stop
+            ]:
                 if position not in but:
                     self._take(number, position).free()
 
@@ -159,10 +170,15 @@ class Sources:
                 self._take(number, position).free()
 
     def copy(
-        self, piece: int, positions: NDArray[np.int64], addresses: NDArray[np.uint64], *, verify: bool
+        self,
+        piece: int,
+        positions: NDArray[np.int64],
+        addresses: NDArray[np.uint64],
+        *,
+        verify: bool,
     ) -> Copy | None:
-        """Copies one piece of these blocks to these addresses; ends when all of them are read. None if a block is
-        lost."""
+        """Copies one piece of these blocks to these addresses; ends when all of them are read. None
+        if a block is lost."""
         reading = self._copier.reading(piece, verify=verify, ready=self._ready)
         copied: list[NDArray[np.int64]] = []
         to_put: list[Saved] = []  # taken from what was set aside
@@ -185,16 +201,21 @@ class Sources:
                             if (piece, int(positions[some][at])) in self._aside
                         }
                 if lost:
-                    reading.close()  # waits for the GPU, which nobody who takes blocks back may have to do
+                    # waits for the GPU, which nobody who takes blocks back may have to do
+                    reading.close()
                     return None
                 to_put += saved.values()
                 reading.deliver()
                 for at, each in saved.items():
                     to_put.remove(each)  # the reading frees it
                     reading.put(each, int(addresses[some][at]))
-                copied += [start + np.flatnonzero(there), start + np.array(list(saved), dtype=np.int64)]
+                copied += [
+                    start + np.flatnonzero(there),
+                    start + np.array(list(saved), dtype=np.int64),
+                ]
             reading.end()
-        except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
+        except BaseException:
+            # guard: raised again; nobody may have memory that a copy still goes to
             try:
                 reading.close()
             finally:
@@ -203,8 +224,15 @@ class Sources:
             raise
         return Copy(reading, len(positions), copied)
 
-    def _read(self, piece: int, positions: NDArray[np.int64], addresses: NDArray[np.uint64], reading: Reading) -> int:
-        """So many of them, by a reading that asks nobody before each few. Not if some are lost or were set aside."""
+    def _read(
+        self,
+        piece: int,
+        positions: NDArray[np.int64],
+        addresses: NDArray[np.uint64],
+        reading: Reading,
+    ) -> int:
+        """So many of them, by a reading that asks nobody before each few. Not if some are lost or
+        were set aside."""
         with self._lock:
             ids = self._ids[piece, positions]
             if not len(positions) or positions[-1] >= self.stop or (ids == NO_BLOCK).any():
@@ -234,7 +262,9 @@ class Sources:
 
     def _set_aside(self, piece: int, positions: NDArray[np.int64]) -> None:
         for position, saved in zip(
-            positions.tolist(), self._copier.set_aside(piece, self._ids[piece, positions]), strict=True
+            positions.tolist(),
+            self._copier.set_aside(piece, self._ids[piece, positions]),
+            strict=True,
         ):
             self._aside[piece, position] = saved
             self._bytes_aside += saved.nbytes
@@ -243,7 +273,9 @@ class Sources:
 def take_back(all_sources: Collection[Sources], block_ids: Sequence[int]) -> int:
     """The engine will write into these blocks. Returns how many of them were still to be copied."""
     ids, taken = np.asarray(block_ids, dtype=np.int64), 0
-    allowance = min(_MOST_BYTES_AT_ONCE, _MOST_BYTES_ASIDE - sum(sources.bytes_aside for sources in all_sources))
+    allowance = min(
+        _MOST_BYTES_AT_ONCE, _MOST_BYTES_ASIDE - sum(sources.bytes_aside for sources in all_sources)
+    )
     for sources in all_sources:
         count, nbytes = sources.take_back(ids, allowance)
         taken += count

@@ -1,4 +1,5 @@
-"""What this package uses of `threading` and `time`, so that a simulation can decide who runs when."""
+"""What this package uses of `threading` and `time`, so that a simulation can decide who runs
+when."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Blocks between engine memory and the server, on either data plane. These calls block, each up to a deadline, so
-they run in a worker's own thread or for a caller who asked for it; none raises for a server's fault.
-"""
+"""Blocks between engine memory and the server, on either data plane. These calls block, each up to
+a deadline, so they run in a worker's own thread or for a caller who asked for it; none raises for a
+server's fault."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from kvkeep.wire import messages as m
 
 log = logging.getLogger(__name__)
 
-# With verification off, blocks are stored with checksum 0. A client that verifies does not take them: what cannot be
-# proven right is not used.
+# With verification off, blocks are stored with checksum 0. A client that verifies does not take
+# them: what cannot be proven right is not used.
 
 
 @functools.cache
@@ -43,10 +43,15 @@ def _note_slow_copies() -> None:
 
 
 class Transfer:
-    """Moves one KV rank's part of blocks, in as many pieces as its engine has, each in a shard of its own."""
+    """Moves one KV rank's part of blocks, in as many pieces as its engine has, each in a shard of
+    its own."""
 
     def __init__(
-        self, connection: Connection, pieces: Sequence[Piece], first_shard: int, copier: Copier | None = None
+        self,
+        connection: Connection,
+        pieces: Sequence[Piece],
+        first_shard: int,
+        copier: Copier | None = None,
     ) -> None:
         self.connection = connection
         self.memory = RankMemory(connection, pieces, first_shard, copier)
@@ -62,21 +67,27 @@ class Transfer:
         return self.memory.copier
 
     def sources(self, request: StoreRequest) -> Sources:
-        """The blocks that storing this reads. RequestError if there are not as many pieces as the engine has."""
+        """The blocks that storing this reads. RequestError if there are not as many pieces as the
+        engine has."""
         return self.hand_over([request])[0][0]
 
     def hand_over(
         self, requests: Collection[StoreRequest], *, asks: bool = False
     ) -> tuple[list[Sources], Storing | None]:
-        """Their sources, for the engine's thread. Where there are many and it `asks`, the server is at work on slots
-        for the first one meanwhile, and that store has begun: without this the bus would wait for both."""
+        """Their sources, for the engine's thread. Where there are many and it `asks`, the server is
+        at work on slots for the first one meanwhile, and that store has begun: without this the bus
+        would wait for both."""
         tables = [self.memory.table(request.block_ids) for request in requests]
         ready = self.copier.mark() if tables else None
-        is_much = sum(table.shape[1] for table in tables) * self._block_bytes > self.copier.whole_bytes
+        is_much = (
+            sum(table.shape[1] for table in tables) * self._block_bytes > self.copier.whole_bytes
+        )
         sources, first = list[Sources](), None
         try:
             for request, table in zip(requests, tables, strict=True):
-                sources.append(Sources(self.memory.pieces, table, self.copier, self.connection.threads, ready))
+                sources.append(
+                    Sources(self.memory.pieces, table, self.copier, self.connection.threads, ready)
+                )
                 if asks and is_much and len(sources) == 1 < len(tables):
                     first = self._asked_for(request, sources[0])
         except BaseException:  # guard: raised again; what was asked for goes back
@@ -101,14 +112,15 @@ class Transfer:
     # -- store
 
     def store(self, request: StoreRequest) -> int:
-        """Stores what the server lacks. Returns how many blocks were written; failures are counted, not raised."""
+        """Stores what the server lacks. Returns how many blocks were written; failures are counted,
+        not raised."""
         return self.offer(request).written
 
     def offer(self, request: StoreRequest, sources: Sources | None = None) -> Stored:
         """Stores what the server lacks; failures are counted, not raised.
 
-        Slots that are not filled are given back, also when this raises for a request that is wrong in itself.
-        """
+        Slots that are not filled are given back, also when this raises for a request that is wrong
+        in itself."""
         storing = self.storing(request, self.sources(request) if sources is None else sources)
         storing.begin()
         try:
@@ -124,17 +136,24 @@ class Transfer:
     # -- load
 
     def load(self, request: LoadRequest) -> NDArray[np.bool_]:
-        """Loads blocks. True where the block is in place and verified; the others must be computed."""
+        """Loads blocks. True where the block is in place and verified; the others must be
+        computed."""
         return self.load_together([request])[0]
 
     def load_together(
-        self, requests: Sequence[LoadRequest], ready: Sequence[Any] = (), ahead: Fetched | None = None
+        self,
+        requests: Sequence[LoadRequest],
+        ready: Sequence[Any] = (),
+        ahead: Fetched | None = None,
     ) -> list[NDArray[np.bool_]]:
         """Loads the blocks of several requests at once, after those marks of the engine's."""
         return self.loading(requests, ready, ahead).finish()
 
     def loading(
-        self, requests: Sequence[LoadRequest], ready: Sequence[Any] = (), ahead: Fetched | None = None
+        self,
+        requests: Sequence[LoadRequest],
+        ready: Sequence[Any] = (),
+        ahead: Fetched | None = None,
     ) -> Loading:
         """The same in two steps: this one begins it."""
         for request in requests:
@@ -143,20 +162,31 @@ class Transfer:
         if self.connection.segments is None:
             for request, loaded in zip(requests, loading.loaded, strict=True):
                 if request.epoch == self.connection.epoch:
-                    loaded[:] = self._load_by_fetch(request, self.memory.table(request.block_ids), ready)
+                    loaded[:] = self._load_by_fetch(
+                        request, self.memory.table(request.block_ids), ready
+                    )
                 else:
                     self.connection.counters.fail("stale_epoch")
         else:
             loading.begin(self.connection.epoch, ready, ahead)
         return loading
 
-    def _load_by_fetch(self, request: LoadRequest, table: NDArray[np.int64], ready: Sequence[Any]) -> NDArray[np.bool_]:
+    def _load_by_fetch(
+        self, request: LoadRequest, table: NDArray[np.int64], ready: Sequence[Any]
+    ) -> NDArray[np.bool_]:
         connection = self.connection
         loaded = np.zeros(request.blocks, dtype=np.bool_)
         message = m.Lookup(request.tenant, connection.layout_number, request.keys, request.skip)
-        lookup = connection.call(message, self._store_deadline_ms)  # other loads' bytes may come before the answer
+        lookup = connection.call(
+            message, self._store_deadline_ms
+        )  # other loads' bytes may come before the answer
         try:
-            hit = read_found(connection.wait(lookup), request.keys, request.skip, len(connection.shape.shard_bytes))
+            hit = read_found(
+                connection.wait(lookup),
+                request.keys,
+                request.skip,
+                len(connection.shape.shard_bytes),
+            )
             count = min(len(hit.checksums), len(loaded)) if hit is not None else 0
             loaded[:count] = True
             for piece, block_ids in enumerate(table):
@@ -166,7 +196,9 @@ class Transfer:
                 fetched = self._fetch(lookup.number, piece, block_ids[:count], sums, ready)
                 loaded[len(fetched) : count] = False
                 loaded[: len(fetched)] &= fetched
-                report_bad(connection, request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT)))
+                report_bad(
+                    connection, request, np.flatnonzero(~fetched & (sums[: len(fetched)] != ABSENT))
+                )
         finally:
             connection.give_up(lookup)  # also if a copy fails
             connection.poll()  # the server hears of it now
@@ -180,8 +212,8 @@ class Transfer:
         checksums: NDArray[np.uint64],
         ready: Sequence[Any],
     ) -> NDArray[np.bool_]:
-        """Whether each block that came is good and in place, or not wanted. Shorter than `block_ids` if not all
-        came."""
+        """Whether each block that came is good and in place, or not wanted. Shorter than
+        `block_ids` if not all came."""
         nbytes, at_a_time = self.memory.nbytes(piece), self.memory.blocks_a_message(piece)
         fetched = np.zeros(0, dtype=np.bool_)
         for start in range(0, len(block_ids), at_a_time):
@@ -193,17 +225,24 @@ class Transfer:
             if [len(frame) for frame in call.payload] != [nbytes] * len(some):
                 self.connection.counters.fail("bad_payload")
                 break
-            buffer = np.frombuffer(b"".join(call.payload), dtype=np.uint8).reshape(len(some), nbytes)
+            buffer = np.frombuffer(b"".join(call.payload), dtype=np.uint8).reshape(
+                len(some), nbytes
+            )
             # Bytes that crossed a network are checked always, and before they touch engine memory.
-            good = checksum_at(row_addresses(buffer), nbytes) == checksums[start : start + len(some)]
+            good = (
+                checksum_at(row_addresses(buffer), nbytes) == checksums[start : start + len(some)]
+            )
             usable = good & (some != NO_BLOCK)
-            self.copier.scattering(piece, some[usable], row_addresses(buffer)[usable], None, ready).good()
+            self.copier.scattering(
+                piece, some[usable], row_addresses(buffer)[usable], None, ready
+            ).good()
             fetched = np.concatenate((fetched, good | (some == NO_BLOCK)))
         return fetched
 
 
 class Storing:
-    """A store of all pieces of some blocks. With several of them only the last one's end is left to `depart`."""
+    """A store of all pieces of some blocks. With several of them only the last one's end is left to
+    `depart`."""
 
     def __init__(self, stores: Sequence[PieceStore]) -> None:
         self._stores = stores
@@ -215,9 +254,12 @@ class Storing:
         self._stores[0].begin(hurry=hurry, alone=alone)
 
     def copy(
-        self, before_the_last: Callable[[], None] = lambda: None, departing: Callable[[], None] = lambda: None
+        self,
+        before_the_last: Callable[[], None] = lambda: None,
+        departing: Callable[[], None] = lambda: None,
     ) -> None:
-        """`departing` is called when `depart` may be, in whatever thread, at the latest before this ends."""
+        """`departing` is called when `depart` may be, in whatever thread, at the latest before this
+        ends."""
         try:
             while self._at < len(self._stores) - 1:
                 self._stores[self._at].copy()
@@ -228,7 +270,8 @@ class Storing:
                     return
                 self._at += 1
                 self._stores[self._at].begin()
-        except BaseException:  # guard: raised again; what was copied before it arrives, and is told or given back
+        except BaseException:
+            # guard: raised again; what was copied before it arrives, and is told or given back
             self._is_over = True
             self._stores[self._at].end_copy()
             with contextlib.suppress(Exception):  # guard: the first fault is the one to tell

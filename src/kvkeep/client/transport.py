@@ -1,12 +1,12 @@
-"""A client's connection to a server: made, proved, and made again when it is lost. No method blocks but `wait`.
+"""A client's connection to a server: made, proved, and made again when it is lost. No method blocks
+but `wait`.
 
     to connect ──► connecting ──► the other end proves who it is ──► open ──► lost ──► to connect
                                   Unix socket, loopback: by the user that runs it
                                   another host: by its certificate
 
-A server on this host is asked by its Unix socket where there is one, and by TCP otherwise. Nothing is sent before the
-other end has proved who it is.
-"""
+A server on this host is asked by its Unix socket where there is one, and by TCP otherwise. Nothing
+is sent before the other end has proved who it is."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ from kvkeep.wire.tls import TlsFiles, client_context, handshake_problem
 _RETRY_S = 0.1  # a server that starts again is found within this time
 _PROVE_WITHIN_S = 2.0
 _MOST_REPLY_BYTES = 1 << 30
-_MOST_UNSENT_BYTES = 16 << 20  # for a server that does not read; deadlines end the calls that wait there
-# How long to stay with a message that is larger than the kernel's buffers, and moves only while both sides are there.
+_MOST_UNSENT_BYTES = (
+    16 << 20
+)  # for a server that does not read; deadlines end the calls that wait there
+# How long to stay with a message that is larger than the kernel's buffers, and moves only while
+# both sides are there.
 _PATIENCE_S = 0.004
 
 
 class Transport(Protocol):
-    """What a connection needs of a network. The simulation has one that loses, delays and corrupts messages."""
+    """What a connection needs of a network. The simulation has one that loses, delays and corrupts
+    messages."""
 
     def send(self, frames: Sequence[Any]) -> bool:
         """Sends one message, or returns False at once."""
@@ -49,20 +53,23 @@ class Transport(Protocol):
         """Returns when something has arrived or the time is over."""
 
     def lost(self) -> bool:
-        """Whether a connection has ended since this was last asked. What was sent over it may never have arrived."""
+        """Whether a connection has ended since this was last asked. What was sent over it may never
+        have arrived."""
 
     def reconnect(self) -> None:
-        """Gives up a connection on which nothing comes any more. What was sent over it may never have arrived."""
+        """Gives up a connection on which nothing comes any more. What was sent over it may never
+        have arrived."""
 
     def refusal(self) -> str:
-        """Why there is no connection, as far as the other side's behaviour tells; "" if there is one, or nobody."""
+        """Why there is no connection, as far as the other side's behaviour tells; "" if there is
+        one, or nobody."""
 
     def close(self) -> None: ...
 
 
 class StreamTransport:
-    """A Transport over a socket. `send` fails at once while there is no connection. SettingsError if the address, or
-    the TLS files, cannot be used."""
+    """A Transport over a socket. `send` fails at once while there is no connection. SettingsError
+    if the address, or the TLS files, cannot be used."""
 
     def __init__(
         self,
@@ -86,7 +93,9 @@ class StreamTransport:
                 "set tls_ca, tls_cert and tls_key (`kvkeep keygen` makes them)",
             )
         if tls is not None:
-            client_context(tls)  # what is wrong with the files is said now; they are read again for each connection
+            client_context(
+                tls
+            )  # what is wrong with the files is said now; they are read again for each connection
         self._ways: Iterator[Callable[[], socket.socket]] | None = None  # that are left to try
         self._resolver = _Resolver(self._tcp[0]) if self._tcp is not None else None
         self._stream: Stream | None = None
@@ -160,7 +169,8 @@ class StreamTransport:
             self._prove(self._stream)
 
     def _begin(self) -> None:
-        """Begins with the next way to the server; some time after the last one, with the first again."""
+        """Begins with the next way to the server; some time after the last one, with the first
+        again."""
         if self._ways is None:
             now_s = self._now_s()
             if now_s < self._try_at_s:
@@ -197,11 +207,14 @@ class StreamTransport:
         return context.wrap_socket(connecting, server_hostname=name, do_handshake_on_connect=False)
 
     def _prove(self, stream: Stream) -> None:
-        """Opens the connection if the other end has proved who it is. Takes the next way if it cannot."""
+        """Opens the connection if the other end has proved who it is. Takes the next way if it
+        cannot."""
         try:
             self._is_connected = self._is_connected or self._has_connected(stream)
             if self._is_connected:
-                self._is_open = stream.shake_hands() if _is_tls(stream) else self._is_run_by_friend(stream)
+                self._is_open = (
+                    stream.shake_hands() if _is_tls(stream) else self._is_run_by_friend(stream)
+                )
             if stream.is_over or (not self._is_open and self._now_s() >= self._prove_by_s):
                 raise stream.error or TimeoutError
         except OSError as error:
@@ -215,8 +228,8 @@ class StreamTransport:
             self._begin()
 
     def _is_run_by_friend(self, stream: Stream) -> bool:
-        """Whether a user that we trust runs the other end. PermissionError if another one does, ConnectionAbortedError
-        if the other end has closed the connection before that was known."""
+        """Whether a user that we trust runs the other end. PermissionError if another one does,
+        ConnectionAbortedError if the other end has closed the connection before that was known."""
         uid = self._peer_uid(stream.socket)
         if uid is None and self._poll(stream, 0, select.POLLRDHUP):
             raise ConnectionAbortedError
@@ -237,7 +250,9 @@ class StreamTransport:
     def _lose(self, stream: Stream) -> None:
         """An open connection has ended."""
         self._was_lost = True
-        if isinstance(stream.error, ssl.SSLError):  # a server rejects a certificate after our side of the handshake
+        if isinstance(
+            stream.error, ssl.SSLError
+        ):  # a server rejects a certificate after our side of the handshake
             self._refusal = handshake_problem(stream.error)
         elif not self._has_heard:
             self._note_silent_end(stream.first)
@@ -245,11 +260,16 @@ class StreamTransport:
         self._ways = None
 
     def _note_silent_end(self, first: bytes = b"") -> None:
-        """The server ended a connection without an answer. One may have met a server that was stopping."""
+        """The server ended a connection without an answer. One may have met a server that was
+        stopping."""
         self._silent_ends += 1
         self._refusal = recognise_server(first)
         if not self._refusal and self._silent_ends >= 2:
-            cause = "see authorized_clients there" if self._tls is not None else "see trusted_users there, and its TLS"
+            cause = (
+                "see authorized_clients there"
+                if self._tls is not None
+                else "see trusted_users there, and its TLS"
+            )
             self._refusal = f"it ends our connections without a word; its log says why ({cause})"
 
     def _drop(self) -> None:
@@ -258,9 +278,9 @@ class StreamTransport:
         self._stream, self._is_open, self._is_connected = None, False, False
 
     def _stay_with(self, stream: Stream) -> None:
-        """A large message moves on only while somebody sends or reads it, and an engine may not be back before its step
-        is over: so stay with it for a moment. A server that stands still uses that moment up until a message is whole
-        again."""
+        """A large message moves on only while somebody sends or reads it, and an engine may not be
+        back before its step is over: so stay with it for a moment. A server that stands still uses
+        that moment up until a message is whole again."""
         if not stream.is_half:
             self._patience_s = _PATIENCE_S
             return
@@ -297,7 +317,8 @@ class StreamTransport:
         return connecting
 
     def _poll(self, stream: Stream | None, timeout_ms: int, events: int) -> bool:
-        """Waits for the stream, or, if there is none, lets the time pass. Whether there is something to do."""
+        """Waits for the stream, or, if there is none, lets the time pass. Whether there is
+        something to do."""
         poll = select.poll()
         if stream is not None:
             poll.register(stream.fileno(), events)
@@ -305,7 +326,8 @@ class StreamTransport:
 
 
 class _Resolver:
-    """The addresses of a host. A name is looked up in a thread of its own, because that may take seconds."""
+    """The addresses of a host. A name is looked up in a thread of its own, because that may take
+    seconds."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -316,7 +338,8 @@ class _Resolver:
         self._is_number = bool(self._found)
 
     def addresses(self) -> list[tuple[int, str]]:
-        """Those that are known. Each call begins to look the name up again: what it stands for may change."""
+        """Those that are known. Each call begins to look the name up again: what it stands for may
+        change."""
         if not self._is_number and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._run, name="kvkeep-resolve", daemon=True)
             self._thread.start()

@@ -8,13 +8,15 @@ from kvkeep.client.threads import Threads
 
 
 class Turns:
-    """For `with`, also inside one another. Who waits for a reply takes the lock again and again; of a plain one nobody
-    else might get hold meanwhile."""
+    """For `with`, also inside one another. Who waits for a reply takes the lock again and again; of
+    a plain one nobody else might get hold meanwhile."""
 
     def __init__(self, threads: Threads = threading) -> None:
         self._threads = threads
         self._lock = threads.RLock()
-        self._next_in_line = threads.Lock()  # one waits for the lock, the others wait for that place
+        self._next_in_line = (
+            threads.Lock()
+        )  # one waits for the lock, the others wait for that place
         self._owner = self._depth = 0
 
     def __enter__(self) -> None:

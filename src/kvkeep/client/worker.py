@@ -1,12 +1,13 @@
-"""What an engine's workers need: stores and loads that run in the background while the engine computes.
+"""What an engine's workers need: stores and loads that run in the background while the engine
+computes.
 
-The engine hands over a job and goes on; `poll` tells later which jobs are finished and which blocks failed. Until a job
-is reported, its engine blocks must stay as they are. One thread stores and another begins loads, because the engine
-waits for loads and for no store; two more wait until they have arrived, so that the next ones can begin before that.
+The engine hands over a job and goes on; `poll` tells later which jobs are finished and which blocks
+failed. Until a job is reported, its engine blocks must stay as they are. One thread stores and
+another begins loads, because the engine waits for loads and for no store; two more wait until they
+have arrived, so that the next ones can begin before that.
 
-An engine on a GPU hands over a job while its kernels are still to run: calls here are ordered with the work that it has
-given to its current stream before and after them (`kvkeep.gpu.copier`).
-"""
+An engine on a GPU hands over a job while its kernels are still to run: calls here are ordered with
+the work that it has given to its current stream before and after them (`kvkeep.gpu.copier`)."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ _ALL = slice(None)
 
 
 class WorkerAdapter:
-    """Stores and loads of one engine worker, over a connection of its own. (A `connection` can be given,
-    to a server in this process or a simulated one; a scheduler that shared it would wait whenever this one does.)"""
+    """Stores and loads of one engine worker, over a connection of its own. (A `connection` can be
+    given, to a server in this process or a simulated one; a scheduler that shared it would wait
+    whenever this one does.)"""
 
     def __init__(
         self,
@@ -55,7 +57,11 @@ class WorkerAdapter:
         connection: Connection | None = None,
     ) -> None:
         if (given := strategy.kv_world_size) != (expected := shape.kv_world_size):
-            raise RequestError("bad_shards", f"the strategy has {given} shards, the shape {expected}", field="strategy")
+            raise RequestError(
+                "bad_shards",
+                f"the strategy has {given} shards, the shape {expected}",
+                field="strategy",
+            )
         self.shape, self.strategy = shape, strategy
         self.connection = connection or Connection(shape, options or ClientOptions())
         self.connection.role = f"worker {strategy.rank} of {strategy.world_size}"
@@ -64,30 +70,47 @@ class WorkerAdapter:
         self._loads: deque[Load] = deque()
         self._stores: deque[tuple[Hashable, StoreRequest]] = deque()
         self._sources: dict[Hashable, Sources] = {}  # of stores that are queued or under way
-        self._begun: tuple[Hashable, Storing] | None = None  # the next one to be copied, if the server has been asked
+        self._begun: tuple[Hashable, Storing] | None = (
+            None  # the next one to be copied, if the server has been asked
+        )
         self._began: dict[Hashable, float] = {}  # when loads that are queued or under way did
         self._engine_got_there_s = 0.0  # where a load had to wait for it last
         self._finished = Finished(strategy.rank)
         threads, lock = self.connection.threads, self.connection.threads.RLock()
-        # One lock, and a condition for each who waits: nobody is woken, and takes the interpreter, for another's news.
-        self._wake, self._for_stores, self._for_loads, self._for_arrivals = (threads.Condition(lock) for _ in range(4))
-        self._closing = self._all_begun = self._is_late = False  # late: stores came before the memory was known
+        # One lock, and a condition for each who waits: nobody is woken, and takes the interpreter,
+        # for another's news.
+        self._wake, self._for_stores, self._for_loads, self._for_arrivals = (
+            threads.Condition(lock) for _ in range(4)
+        )
+        self._closing = self._all_begun = self._is_late = (
+            False  # late: stores came before the memory was known
+        )
         self._is_unregistered = False  # the engine has taken its memory away: no job begins
-        self._departures = Departures(self.connection, self._for_stores, self._end_store, self._failed_inside)
+        self._departures = Departures(
+            self.connection, self._for_stores, self._end_store, self._failed_inside
+        )
         runs = {"stores": self._run_stores, "loads": self._run_loads}
         runs |= {"arrivals": self._run_arrivals, "departures": self._run_departures}
-        self._threads = [threads.Thread(target=run, name=f"kvkeep-{name}", daemon=True) for name, run in runs.items()]
+        self._threads = [
+            threads.Thread(target=run, name=f"kvkeep-{name}", daemon=True)
+            for name, run in runs.items()
+        ]
         self._arriving: deque[tuple[list[Load], Loading]] = deque()
 
-    def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None:
-        """Says, once, where the engine's blocks are, one tensor a layer. Raises for tensors that do not fit."""
+    def register_kv_caches(
+        self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0
+    ) -> None:
+        """Says, once, where the engine's blocks are, one tensor a layer. Raises for tensors that do
+        not fit."""
         self.register_pieces([Piece(BlockRuns.of(layers, block_dim))])
 
     def register_pieces(self, pieces: Sequence[Piece]) -> None:
         """The same for an engine whose blocks come in several pieces."""
         if self._transfer is not None and not self._is_unregistered:
             problem = "the tensors are registered already"
-            raise RequestError("registered", problem, field="layers", hint="unregister_kv_caches comes first")
+            raise RequestError(
+                "registered", problem, field="layers", hint="unregister_kv_caches comes first"
+            )
         first_shard = self.strategy.kv_rank * self.shape.pieces
         check_sizes(pieces, self.shape.shard_bytes[first_shard : first_shard + self.shape.pieces])
         if self._transfer is not None:
@@ -98,9 +121,14 @@ class WorkerAdapter:
         self._at_once = AtOnce(self._transfer, self.strategy.rank, self._failed_inside)
         self.connection.physical = (first_shard, physical_fingerprint(pieces))
         if self.connection.state != "down":
-            self.connection.start_over()  # the server has not been told yet how the tensors lie in memory
+            # the server has not been told yet how the tensors lie in memory
+            self.connection.start_over()
         if hasattr(copier, "pin"):
-            self._threads.append(self.connection.threads.Thread(target=self._run_pins, name="kvkeep-pins", daemon=True))
+            self._threads.append(
+                self.connection.threads.Thread(
+                    target=self._run_pins, name="kvkeep-pins", daemon=True
+                )
+            )
         for thread in self._threads:
             thread.start()
 
@@ -109,15 +137,17 @@ class WorkerAdapter:
             raise RequestError("closed", "this adapter is closed", hint="make another")
         if physical_fingerprint(pieces) != self.connection.physical[1]:
             problem = "the tensors do not lie in memory as they did when they were first registered"
-            raise RequestError("bad_layer", problem, field="layers", hint="close this adapter and make another")
+            raise RequestError(
+                "bad_layer", problem, field="layers", hint="close this adapter and make another"
+            )
         transfer.memory.relocate(pieces)
         self._is_unregistered = False
 
     def unregister_kv_caches(self) -> None:
-        """The engine takes its tensors' memory away; for the thread that hands over jobs. Stores end with what they
-        have read by now, and loads under way are waited for; each has a deadline. When this returns no copy reads or
-        writes that memory, and every job ends at once, undone, until `register_kv_caches` or `register_pieces` says
-        where the tensors are now."""
+        """The engine takes its tensors' memory away; for the thread that hands over jobs. Stores
+        end with what they have read by now, and loads under way are waited for; each has a
+        deadline. When this returns no copy reads or writes that memory, and every job ends at once,
+        undone, until `register_kv_caches` or `register_pieces` says where the tensors are now."""
         if self._transfer is None or self._is_unregistered:
             return
         self.drop_ahead()
@@ -138,25 +168,34 @@ class WorkerAdapter:
         return copier_for(runs, self.connection.options.gpu_staging_bytes)
 
     def store(self, job: Hashable, request: StoreRequest) -> None:
-        """Stores blocks in the background. A rank whose shard another rank stores has nothing to do."""
+        """Stores blocks in the background. A rank whose shard another rank stores has nothing to
+        do."""
         self.store_all({job: request})
 
     def store_all(self, requests: Mapping[Any, StoreRequest]) -> None:
-        """The same for several that are computed by now, which holds an engine's thread up once: all begin, or none."""
+        """The same for several that are computed by now, which holds an engine's thread up once:
+        all begin, or none."""
         taken, ended = dict[Hashable, StoreRequest](), dict[Hashable, Stored]()
         with self._wake:
             self._is_late |= self._transfer is None
             is_idle = self.is_near and self.connection.up and not (self._sources or self._is_late)
             for job, request in requests.items():
-                if job in self._sources:  # which store it means nobody could tell; the first one will be reported
+                if (
+                    job in self._sources
+                ):  # which store it means nobody could tell; the first one will be reported
                     self.connection.counters.fail("repeated_job")
                 elif self.strategy.stores and self._has_room(len(self._stores) + len(taken)):
                     taken[job] = request
                 else:
                     ended[job] = Stored(0, complete=not self.strategy.stores)
         try:
-            sources, first = self._transfer.hand_over(taken.values(), asks=is_idle) if self._transfer else ([], None)
-        except BaseException as error:  # guard: raised again; of an interrupt nobody knows that none has begun
+            sources, first = (
+                self._transfer.hand_over(taken.values(), asks=is_idle)
+                if self._transfer
+                else ([], None)
+            )
+        except BaseException as error:
+            # guard: raised again; of an interrupt nobody knows that none has begun
             for job in () if isinstance(error, Exception) else (*taken, *ended):
                 self._end_store(job, Stored(0, complete=False))
             raise
@@ -181,13 +220,16 @@ class WorkerAdapter:
             if not self._has_room(len(self._loads)):
                 self._end_load(job, request.ids_of(_ALL))
                 return
-            self._loads.append((job, request, self._transfer.copier.mark() if self._transfer else None))
+            self._loads.append(
+                (job, request, self._transfer.copier.mark() if self._transfer else None)
+            )
             self._began[job] = time.perf_counter()
             self._tell_copier()
             self._for_loads.notify_all()
 
     def load_ahead(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
-        """For a `load_now` of that owner; until then a lease must keep those slots. Whether anything has begun."""
+        """For a `load_now` of that owner; until then a lease must keep those slots. Whether
+        anything has begun."""
         self.drop_ahead()
         with self._for_loads:
             if self._at_once is None or self._closing or self._is_unregistered or self._is_loading:
@@ -200,18 +242,21 @@ class WorkerAdapter:
             self._at_once.drop()
 
     def load_now(self, job: Hashable, request: LoadRequest, owner: Hashable = None) -> Finished:
-        """Loads here and now, for an engine that has nothing else to do, when all other loads have ended. Copies give
-        way to nobody then, until it says that it computes (`give_way`)."""
+        """Loads here and now, for an engine that has nothing else to do, when all other loads have
+        ended. Copies give way to nobody then, until it says that it computes (`give_way`)."""
         assert self._at_once is not None
         with self._for_loads:
             self._for_loads.wait_for(lambda: not self._is_loading)
             if not self._has_room(0):
-                return Finished(self.strategy.rank, loaded=[job], failed={job: request.ids_of(_ALL)})
+                return Finished(
+                    self.strategy.rank, loaded=[job], failed={job: request.ids_of(_ALL)}
+                )
         return self._at_once.load(job, request, owner)
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None:
-        """The engine will write into these blocks now (None: nobody knows which): stores that have not copied them yet
-        set them aside, a few milliseconds' worth, or end with the part before. Waits for no server."""
+        """The engine will write into these blocks now (None: nobody knows which): stores that have
+        not copied them yet set them aside, a few milliseconds' worth, or end with the part before.
+        Waits for no server."""
         with self._wake:
             if block_ids is None:
                 for sources in self._sources.values():
@@ -222,12 +267,14 @@ class WorkerAdapter:
                 self._transfer.copier.shield()
 
     def give_way(self, to_engine: bool) -> None:
-        """Whether the engine computes something, in what is begun from now on; for one that has registered memory."""
+        """Whether the engine computes something, in what is begun from now on; for one that has
+        registered memory."""
         if self._transfer is not None:
             self._transfer.copier.give_way(to_engine)
 
     def wait_for_load(self, seconds: float) -> None:
-        """Waits until a load has ended, so long at most; for an engine that has nothing else to do."""
+        """Waits until a load has ended, so long at most; for an engine that has nothing else to
+        do."""
         with self._wake:
             self._wake.wait_for(lambda: self._finished.loaded or self._closing, seconds)
 
@@ -238,7 +285,8 @@ class WorkerAdapter:
         return finished
 
     def close(self) -> None:
-        """Ends the threads after the jobs in hand, then the session. Queued jobs end undone, and later ones at once."""
+        """Ends the threads after the jobs in hand, then the session. Queued jobs end undone, and
+        later ones at once."""
         with self._wake:
             self._closing = True
             self._end_queued()
@@ -268,9 +316,17 @@ class WorkerAdapter:
             self.connection.poll()
             self._departures.settle()
             room = len(self._departures) < _STORES_UNDER_WAY
-            may_begin = room and not self.connection.coming_up  # an engine's first blocks are stored, too
+            may_begin = (
+                room and not self.connection.coming_up
+            )  # an engine's first blocks are stored, too
             with self._for_stores:
-                if not ((may_begin and self._stores) or self._closing or populating or self._begun or self._departures):
+                if not (
+                    (may_begin and self._stores)
+                    or self._closing
+                    or populating
+                    or self._begun
+                    or self._departures
+                ):
                     self._for_stores.wait(self.connection.rest_s)
             if may_begin:
                 self._begin_store()
@@ -290,20 +346,28 @@ class WorkerAdapter:
         """The next one that waits, unless one has begun; the server is asked for slots."""
         assert self._transfer is not None
         while True:
-            with self._wake:  # the engine's thread may have begun one, but never while this one does
+            with (
+                self._wake
+            ):  # the engine's thread may have begun one, but never while this one does
                 if self._begun is not None or not self._stores or self._closing:
                     return
                 job, request = self._stores.popleft()
                 sources, alone = self._sources.get(job), not self._stores
             try:
-                storing = self._transfer.storing(request, sources or self._transfer.sources(request))
+                storing = self._transfer.storing(
+                    request, sources or self._transfer.sources(request)
+                )
                 storing.begin(hurry=hurry, alone=alone)
                 self._begun = job, storing
-            except Exception:  # guard: whatever goes wrong here is a block that was not stored, never the engine's end
+            except Exception:
+                # guard: whatever goes wrong here is a block that was not stored, never the engine's
+                # end
                 self._failed_inside("store")
                 self._end_store(job, Stored(0, complete=False))
 
-    def _copy_store(self, job: Hashable, storing: Storing, begin_another: Callable[[], None]) -> None:
+    def _copy_store(
+        self, job: Hashable, storing: Storing, begin_another: Callable[[], None]
+    ) -> None:
         try:
             storing.copy(begin_another, lambda: self._departures.add(job, storing))
         except Exception:  # guard: likewise; it departs with what was copied before
@@ -318,7 +382,9 @@ class WorkerAdapter:
         while not self._closing:
             with self._for_loads:
                 self._for_loads.wait_for(
-                    lambda: self._closing or (self._loads and len(self._arriving) < _LOADS_UNDER_WAY)
+                    lambda: (
+                        self._closing or (self._loads and len(self._arriving) < _LOADS_UNDER_WAY)
+                    )
                 )
                 loads = take_together(self._loads, sum(self.shape.shard_bytes), _BYTES_TOGETHER)
             if loads:
@@ -332,7 +398,8 @@ class WorkerAdapter:
         try:
             marks = [mark for _, _, mark in loads if mark is not None]
             loading = self._transfer.loading([request for _, request, _ in loads], marks)
-        except Exception:  # guard: whatever goes wrong here is a failed load to the engine, never its end
+        except Exception:
+            # guard: whatever goes wrong here is a failed load to the engine, never its end
             if len(loads) > 1:  # one that is wrong in itself costs the others nothing
                 for load in loads:
                     self._begin_loads([load])
@@ -357,7 +424,8 @@ class WorkerAdapter:
             loaded = None
             try:
                 self._wait_for_engine(loads, loading.ready_s)
-            except Exception:  # guard: a load whose time is wrong; it must be waited for all the same
+            except Exception:
+                # guard: a load whose time is wrong; it must be waited for all the same
                 self._failed_inside("load")
             try:
                 loaded = loading.finish()
@@ -369,14 +437,16 @@ class WorkerAdapter:
                 self._for_loads.notify_all()
 
     def _wait_for_engine(self, loads: list[Load], ready_s: float) -> None:
-        """A load begins when the step that was under way has ended: computing its blocks would have waited for that,
-        too, and what a load takes is compared with computing."""
+        """A load begins when the step that was under way has ended: computing its blocks would have
+        waited for that, too, and what a load takes is compared with computing."""
         assert self._transfer is not None
         self._engine_got_there_s = max(self._engine_got_there_s, ready_s)
         for job, _, mark in loads:
             if mark is not None and self._transfer.copier.wait_for(mark):
                 self._engine_got_there_s = time.perf_counter()
-            self._began[job] = max(self._began[job], self._engine_got_there_s)  # also for others of the same step
+            self._began[job] = max(
+                self._began[job], self._engine_got_there_s
+            )  # also for others of the same step
 
     def _end_loads(self, loads: list[Load], loaded: list[NDArray[np.bool_]] | None) -> None:
         """None: nothing was loaded."""
@@ -399,7 +469,13 @@ class WorkerAdapter:
 
     def _has_room(self, queued: int) -> bool:
         if self._closing or self._is_unregistered or queued >= _JOBS_QUEUED:
-            reason = "closed" if self._closing else "unregistered" if self._is_unregistered else "queue_full"
+            reason = (
+                "closed"
+                if self._closing
+                else "unregistered"
+                if self._is_unregistered
+                else "queue_full"
+            )
             self.connection.counters.fail(reason)
             return False
         return True

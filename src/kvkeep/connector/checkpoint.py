@@ -6,11 +6,10 @@
                 └─ others ──► one thread hashes them ──► value, or problem
                               pending until then
 
-It covers the whole content of every file of weights and of the configuration, and of the Python files where
-the engine may run code from the checkpoint. A copy has the same digest wherever it lies, in the hub's cache or
-elsewhere. The engine has read the files by the time it asks, so a file that changes after `of` makes a problem,
-not another digest.
-"""
+It covers the whole content of every file of weights and of the configuration, and of the Python
+files where the engine may run code from the checkpoint. A copy has the same digest wherever it
+lies, in the hub's cache or elsewhere. The engine has read the files by the time it asks, so a file
+that changes after `of` makes a problem, not another digest."""
 
 from __future__ import annotations
 
@@ -29,9 +28,21 @@ from kvkeep.connector.hub_cache import running_copies, sha256_by_name, snapshot_
 from kvkeep.errors import KVKeepError
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")  # of trainers
+NOT_WEIGHTS = (
+    "training_args.bin",
+    "optimizer.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+)  # of trainers
 CONFIGS = (
-    *("config.json", "adapter_config.json", "params.json", "hf_quant_config.json", "quantize_config.json"),
+    *(
+        "config.json",
+        "adapter_config.json",
+        "params.json",
+        "hf_quant_config.json",
+        "quantize_config.json",
+    ),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 INDEX = ".index.json"  # says which files of weights are used
@@ -51,15 +62,21 @@ class _File(NamedTuple):
     name: str  # relative to the checkpoint, the same for every copy
     path: str
     identity: FileIdentity
-    copy_of: str = ""  # the name of a file that it is meant to be a copy of; it counts only if it is not
+    copy_of: str = (
+        ""  # the name of a file that it is meant to be a copy of; it counts only if it is not
+    )
 
 
 class CheckpointDigest:
-    """The digest of a checkpoint's files: known at once if they were hashed before on this host, otherwise once
-    a background thread has hashed them. Only `of` makes one."""
+    """The digest of a checkpoint's files: known at once if they were hashed before on this host,
+    otherwise once a background thread has hashed them. Only `of` makes one."""
 
-    def __init__(self, about: tuple[str, str | None, bool, str | None, str | None], hashes: FileHashes) -> None:
-        self.value: str | None = None  # hex digits; None while it is pending, and if there is a problem
+    def __init__(
+        self, about: tuple[str, str | None, bool, str | None, str | None], hashes: FileHashes
+    ) -> None:
+        self.value: str | None = (
+            None  # hex digits; None while it is pending, and if there is a problem
+        )
         self.problem = ""  # why there is no digest and will be none
         self._about = about
         self._hashes = hashes
@@ -80,15 +97,16 @@ class CheckpointDigest:
     ) -> CheckpointDigest:
         """The digest of a directory, of a single file of weights, or of a model in the hub's cache.
 
-        With `remote_code` it covers Python files too: all of the checkpoint, of the repositories that its
-        configuration refers to, and of `code_revision`. `download_dir` is where the engine keeps models instead
-        of the hub's cache. Never raises, and never reads weights in the caller's thread.
-        """
+        With `remote_code` it covers Python files too: all of the checkpoint, of the repositories
+        that its configuration refers to, and of `code_revision`. `download_dir` is where the engine
+        keeps models instead of the hub's cache. Never raises, and never reads weights in the
+        caller's thread."""
         digest = cls((model, revision, remote_code, code_revision, download_dir), hashes_of_user())
         try:
             digest._files = _files_of(*digest._about)
             digest._settle_if_known()
-        except Exception as error:  # guard: names and files come from anywhere, and an engine asks as it starts
+        except Exception as error:
+            # guard: names and files come from anywhere, and an engine asks as it starts
             digest._settle(problem=_words(error))
         if digest.pending and not _hasher.add(digest):
             digest._files = []
@@ -102,8 +120,8 @@ class CheckpointDigest:
 
     @property
     def found(self) -> bool:
-        """Whether there are files that have a digest, or will have one unless something is wrong with them. Otherwise
-        asking again later may help: a model may be downloaded meanwhile."""
+        """Whether there are files that have a digest, or will have one unless something is wrong
+        with them. Otherwise asking again later may help: a model may be downloaded meanwhile."""
         return bool(self._files)
 
     @property
@@ -112,11 +130,13 @@ class CheckpointDigest:
         return sum(file.identity.size_bytes for file in self._files)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Blocks until the digest is not pending any more. False if that takes longer than `timeout_s`."""
+        """Blocks until the digest is not pending any more. False if that takes longer than
+        `timeout_s`."""
         return self._settled.wait(timeout_s)
 
     def when_known(self, call: Callable[[], None]) -> None:
-        """Calls that once, from the hashing thread, when there is a value or a problem; at once if there is one."""
+        """Calls that once, from the hashing thread, when there is a value or a problem; at once if
+        there is one."""
         with self._lock:
             if self.pending:
                 self._calls.append(call)
@@ -148,7 +168,10 @@ class CheckpointDigest:
 
     def _known_hashes(self) -> list[str | None]:
         remembered = self._hashes.known_of([file.identity for file in self._files])
-        return [sha256_by_name(file.path) or each for file, each in zip(self._files, remembered, strict=True)]
+        return [
+            sha256_by_name(file.path) or each
+            for file, each in zip(self._files, remembered, strict=True)
+        ]
 
     def _settle(self, *, value: str | None = None, problem: str = "") -> None:
         with self._lock:
@@ -163,7 +186,8 @@ class CheckpointDigest:
 
 
 class _Hasher:
-    """One thread a process, which hashes one checkpoint after the other and ends when there is none."""
+    """One thread a process, which hashes one checkpoint after the other and ends when there is
+    none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -194,11 +218,15 @@ class _Hasher:
 _hasher = _Hasher()
 
 
-# --- which files there are ----------------------------------------------------------------------------------------
+# --- which files there are ------------------------------------------------------------------------
 
 
 def _files_of(
-    model: str, revision: str | None, remote_code: bool, code_revision: str | None, download_dir: str | None
+    model: str,
+    revision: str | None,
+    remote_code: bool,
+    code_revision: str | None,
+    download_dir: str | None,
 ) -> list[_File]:
     """Sorted by name. NoDigest if there are no weights on this host."""
     path = os.path.expanduser(model)
@@ -222,7 +250,9 @@ def _files_of(
 
 
 def _in_hub(model: str, revision: str | None, cache: str | None = None) -> str | None:
-    return snapshot_of(model.partition(":")[0], revision, cache)  # org/name:Q4_K_M names a file of org/name
+    return snapshot_of(
+        model.partition(":")[0], revision, cache
+    )  # org/name:Q4_K_M names a file of org/name
 
 
 def _is_weights(name: str) -> bool:
@@ -240,14 +270,19 @@ def _file(name: str, path: str, copy_of: str = "") -> _File:
     return _File(name, path, FileIdentity.of(found), copy_of)
 
 
-def _code_files(directory: str, model: str, revision: str | None, code_revision: str | None) -> list[_File]:
+def _code_files(
+    directory: str, model: str, revision: str | None, code_revision: str | None
+) -> list[_File]:
     """All Python files that the engine may run for this checkpoint, from wherever it takes them."""
     places = {"": directory}  # by what precedes the names of files: \0 is in no name
     own = None if os.path.isdir(model) else _in_hub(model, revision)
     if own is not None and os.path.realpath(own) != os.path.realpath(directory):
-        places["\0"] = own  # another revision of the code, or the weights alone are in `download_dir`
+        places["\0"] = (
+            own  # another revision of the code, or the weights alone are in `download_dir`
+        )
     for name in _repositories_of_code(directory):
-        # One that is not here was not run either: the engine has another implementation of the model.
+        # One that is not here was not run either: the engine has another implementation of the
+        # model.
         place = name if os.path.isdir(name) else snapshot_of(name, code_revision)
         if place is not None and name != model:
             places[f"{name}\0"] = place
@@ -261,7 +296,9 @@ def _code_files(directory: str, model: str, revision: str | None, code_revision:
                 if each.identity.size_bytes:  # transformers adds an empty __init__.py
                     files.append(each)
     if len(files) > MAX_CODE_FILES:
-        raise NoDigest(f"{directory} and what it refers to have {len(files)} Python files, {MAX_CODE_FILES} at most")
+        raise NoDigest(
+            f"{directory} and what it refers to have {len(files)} Python files, {MAX_CODE_FILES} at most"
+        )
     return files
 
 
@@ -269,7 +306,9 @@ def _python_files(directory: str) -> Iterator[str]:
     """Relative to the directory."""
     count = 0
     for folder, folders, names in os.walk(directory):
-        folders[:] = [each for each in folders if not each.startswith(".") and each != "__pycache__"]
+        folders[:] = [
+            each for each in folders if not each.startswith(".") and each != "__pycache__"
+        ]
         for name in names:
             path = os.path.join(folder, name)
             if name.endswith(".py") and os.path.isfile(path):
@@ -291,11 +330,15 @@ def _repositories_of_code(directory: str) -> list[str]:
         classes = config.get("auto_map") if isinstance(config, dict) else None
         for each in classes.values() if isinstance(classes, dict) else ():
             references = each if isinstance(each, list) else [each]
-            found |= {text.partition("--")[0] for text in references if isinstance(text, str) and "--" in text}
+            found |= {
+                text.partition("--")[0]
+                for text in references
+                if isinstance(text, str) and "--" in text
+            }
     return sorted(found)
 
 
-# --- what they come to --------------------------------------------------------------------------------------------
+# --- what they come to ----------------------------------------------------------------------------
 
 
 def _combined(files: Sequence[_File], hashes: Sequence[str]) -> str:

@@ -1,15 +1,16 @@
-"""The sha256 of whole files. Each user of a host hashes a file once and remembers it by what stat says.
+"""The sha256 of whole files. Each user of a host hashes a file once and remembers it by what stat
+says.
 
     ~/.cache/kvkeep/      0700, of the engine's user
       file-hashes         0600, one line a file: device inode size mtime ctime sha256
       lock                held by the process that hashes a file; others wait, then read its result
 
-Writing to a file changes its ctime, which no program can set, so a changed file is hashed again. Two
-limits remain. Timestamps advance in steps: of a millisecond or so on local filesystems, of up to two
-seconds on some network filesystems. A hash is therefore remembered only if the file had not changed
-for two seconds before it was read. And a network filesystem whose client does not ask the server for
-the attributes of a file may show an old ctime for some seconds after another host has written to it.
-"""
+Writing to a file changes its ctime, which no program can set, so a changed file is hashed again.
+Two limits remain. Timestamps advance in steps: of a millisecond or so on local filesystems, of up
+to two seconds on some network filesystems. A hash is therefore remembered only if the file had not
+changed for two seconds before it was read. And a network filesystem whose client does not ask the
+server for the attributes of a file may show an old ctime for some seconds after another host has
+written to it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from typing import NamedTuple
 from kvkeep.errors import KVKeepError
 
 MAX_REMEMBERED = 8192  # files; the longest remembered go first
-LOCK_PATIENCE_S = 600.0  # a process that was stopped while it hashed a file delays others by this much
+LOCK_PATIENCE_S = (
+    600.0  # a process that was stopped while it hashed a file delays others by this much
+)
 SETTLED_NS = 2_000_000_000
 
 _HEADER = b"kvkeep file hashes 1\n"
@@ -41,8 +44,8 @@ _LINE = re.compile(rb"((?:[0-9]+ ){5})([0-9a-f]{64})")
 _READ_BYTES = 4 << 20
 _CHILD_BYTES = 16 << 20
 _POLL_S = 0.05
-# A thread of low priority that is preempted while it holds Python's global lock would stop the engine, so large files
-# are read by a process of low priority. It ends when the engine does.
+# A thread of low priority that is preempted while it holds Python's global lock would stop the
+# engine, so large files are read by a process of low priority. It ends when the engine does.
 _CHILD = f"""
 import hashlib, os, sys
 os.nice(10)
@@ -105,12 +108,15 @@ class FileHashes:
         """The hashes of those files that were hashed before."""
         with self._lock:
             self._read_again()
-            found = [self._remembered.get(each.line) or self._own.get(each.line) for each in identities]
+            found = [
+                self._remembered.get(each.line) or self._own.get(each.line) for each in identities
+            ]
         return [None if each is None else each.decode() for each in found]
 
     def hash(self, path: str, identity: FileIdentity) -> str:
-        """The hash of that file. Takes as long as reading it, or as another process needs that reads it now.
-        FileChanged if the file has another identity before or after that; OSError if it cannot be read."""
+        """The hash of that file. Takes as long as reading it, or as another process needs that
+        reads it now. FileChanged if the file has another identity before or after that; OSError if
+        it cannot be read."""
         impatient_at = time.monotonic() + LOCK_PATIENCE_S
         while (found := self.known(identity)) is None:
             with self._hashing() as turn:
@@ -129,15 +135,21 @@ class FileHashes:
                 self._remember(identity.line, found.encode(), is_shared)
         return found
 
-    # --- the file -------------------------------------------------------------------------------------------------
+    # --- the file ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _hashing(self) -> Iterator[str]:
-        """Whose turn it is to hash a file on this host: "ours", "another's", or "none" without a usable directory."""
+        """Whose turn it is to hash a file on this host: "ours", "another's", or "none" without a
+        usable directory."""
         turn, lock = "none", -1
         try:
             with self._opened() as directory:
-                lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+                lock = os.open(
+                    "lock",
+                    os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+                    0o600,
+                    dir_fd=directory,
+                )
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             turn = "ours"
         except BlockingIOError:
@@ -156,7 +168,9 @@ class FileHashes:
         os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.directory, 0o700)
-        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        directory = os.open(
+            self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
         try:
             _check_owner(os.fstat(directory))
             yield directory
@@ -168,7 +182,11 @@ class FileHashes:
         try:
             with self._opened() as directory:
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                with open("file-hashes", "rb", opener=lambda name, _: os.open(name, flags, dir_fd=directory)) as file:
+                with open(
+                    "file-hashes",
+                    "rb",
+                    opener=lambda name, _: os.open(name, flags, dir_fd=directory),
+                ) as file:
                     found = os.fstat(file.fileno())
                     if FileIdentity.of(found) == self._read:
                         return
@@ -177,7 +195,9 @@ class FileHashes:
                         _check_owner(found)
                     except PermissionError as error:
                         log.warning(
-                            "kvkeep: %s/file-hashes is not used and written anew: %s", self.directory, error.strerror
+                            "kvkeep: %s/file-hashes is not used and written anew: %s",
+                            self.directory,
+                            error.strerror,
                         )
                         return
                     content = file.read(_MAX_BYTES + 1)
@@ -200,11 +220,15 @@ class FileHashes:
             with self._opened() as directory:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
                 with open(
-                    "file-hashes.new", "wb", opener=lambda name, _: os.open(name, flags, 0o600, dir_fd=directory)
+                    "file-hashes.new",
+                    "wb",
+                    opener=lambda name, _: os.open(name, flags, 0o600, dir_fd=directory),
                 ) as file:
                     os.fchmod(file.fileno(), 0o600)
                     file.write(content)
-                os.replace("file-hashes.new", "file-hashes", src_dir_fd=directory, dst_dir_fd=directory)
+                os.replace(
+                    "file-hashes.new", "file-hashes", src_dir_fd=directory, dst_dir_fd=directory
+                )
         except OSError as error:
             _put(self._own, line, sha256)
             self._warn(error)
@@ -256,10 +280,16 @@ def _put(remembered: dict[bytes, bytes], line: bytes, sha256: bytes) -> None:
 
 
 def _sha256(path: str, identity: FileIdentity) -> str:
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe that came in its place is not waited for
+    flags = (
+        os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # a pipe that came in its place is not waited for
     with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
         _check_identity(file.fileno(), path, identity)
-        found = _sha256_by_child(file, identity.size_bytes) if identity.size_bytes >= _CHILD_BYTES else None
+        found = (
+            _sha256_by_child(file, identity.size_bytes)
+            if identity.size_bytes >= _CHILD_BYTES
+            else None
+        )
         if found is None:
             file.seek(0)
             found = _sha256_here(file, identity.size_bytes)
@@ -269,13 +299,25 @@ def _sha256(path: str, identity: FileIdentity) -> str:
 
 def _sha256_by_child(file: FileIO, size_bytes: int) -> str | None:
     """None if no process can be started, or it has failed."""
-    command = [sys.executable or "python3", "-I", "-S", "-c", _CHILD, str(os.getpid()), str(size_bytes)]
+    command = [
+        sys.executable or "python3",
+        "-I",
+        "-S",
+        "-c",
+        _CHILD,
+        str(os.getpid()),
+        str(size_bytes),
+    ]
     try:
-        answer = subprocess.run(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+        answer = subprocess.run(
+            command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+        )
     except OSError:
         return None
     found = answer.stdout.strip()
-    return found.decode() if not answer.returncode and re.fullmatch(rb"[0-9a-f]{64}", found) else None
+    return (
+        found.decode() if not answer.returncode and re.fullmatch(rb"[0-9a-f]{64}", found) else None
+    )
 
 
 def _sha256_here(file: FileIO, size_bytes: int) -> str:

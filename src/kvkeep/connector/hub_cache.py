@@ -1,5 +1,5 @@
-"""The cache directory of Hugging Face's hub, read without its package: a checkpoint by its name, and the
-hashes that its layout holds.
+"""The cache directory of Hugging Face's hub, read without its package: a checkpoint by its name,
+and the hashes that its layout holds.
 
     HF_HUB_CACHE/models--org--name/
       refs/main                                a commit
@@ -21,7 +21,8 @@ _BLOB = re.compile(r"(.*/models--[^/]+)/blobs/([0-9a-f]{64})", re.DOTALL)
 
 
 def snapshot_of(name: str, revision: str | None, cache: str | None = None) -> str | None:
-    """The directory of a repository at a revision (a branch, a tag, a commit) in the cache, if it is there."""
+    """The directory of a repository at a revision (a branch, a tag, a commit) in the cache, if it
+    is there."""
     if not _REPOSITORY.fullmatch(name) or ".." in name or ".." in (revision or ""):
         return None
     repository = os.path.join(cache or _hub_directory(), "models--" + name.replace("/", "--"))
@@ -38,11 +39,11 @@ def snapshot_of(name: str, revision: str | None, cache: str | None = None) -> st
 def sha256_by_name(path: str) -> str | None:
     """The hash of a file that is a link to a blob of the hub's cache, from the name of the blob.
 
-    The cache is believed as far as its user's own tools write it. A blob that was written to after the link to it
-    was made does not hold what its name says (a checkpoint that is saved into a snapshot writes through the links),
-    so None is returned for it and the caller reads the file. An edit that also sets the blob's mtime back is not
-    seen: as with all files of that cache, its owner answers for it.
-    """
+    The cache is believed as far as its user's own tools write it. A blob that was written to after
+    the link to it was made does not hold what its name says (a checkpoint that is saved into a
+    snapshot writes through the links), so None is returned for it and the caller reads the file. An
+    edit that also sets the blob's mtime back is not seen: as with all files of that cache, its
+    owner answers for it."""
     try:
         folder = os.path.realpath(os.path.dirname(path))
         blob = os.path.normpath(os.path.join(folder, os.readlink(path)))
@@ -52,7 +53,11 @@ def sha256_by_name(path: str) -> str | None:
         link, content = os.lstat(path), os.lstat(blob)
     except (OSError, ValueError):
         return None
-    is_whole = stat.S_ISREG(content.st_mode) and content.st_size > 0 and content.st_mtime_ns <= link.st_mtime_ns
+    is_whole = (
+        stat.S_ISREG(content.st_mode)
+        and content.st_size > 0
+        and content.st_mtime_ns <= link.st_mtime_ns
+    )
     return found[2] if is_whole else None
 
 

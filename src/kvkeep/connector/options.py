@@ -1,4 +1,5 @@
-"""What a connector's extra config says, checked once: the same keys for the reference engine and for vLLM.
+"""What a connector's extra config says, checked once: the same keys for the reference engine and
+for vLLM.
 
     kv_connector_extra_config ──┬──► client_options            where the server is, and how long to wait for it
                                 ├──► load_mode                 auto, async or sync
@@ -6,9 +7,8 @@
                                 ├──► load_failure_policy       recompute or fail
                                 └──► revision, allow_untested  read by vLLM's connector alone
 
-Every refusal is a SettingsError that names the key and its value, and says what to write instead. Keys of other
-software are left alone.
-"""
+Every refusal is a SettingsError that names the key and its value, and says what to write instead.
+Keys of other software are left alone."""
 
 from __future__ import annotations
 
@@ -34,52 +34,75 @@ _WHEN = ("faster", "always")
 _DEFAULT_HOST, _DEFAULT_PORT = "localhost", 5555
 _HOST = "a host name, or an IPv4 or IPv6 address"
 _PREFIX = "kvkeep."
-_OWN = ("address", "host", "port", "load", "load_when", "load_failure_policy", "revision", "allow_untested_vllm")
-_OPTIONS = {option.name: str(option.type) for option in dataclasses.fields(ClientOptions) if option.name != "address"}
+_OWN = (
+    "address",
+    "host",
+    "port",
+    "load",
+    "load_when",
+    "load_failure_policy",
+    "revision",
+    "allow_untested_vllm",
+)
+_OPTIONS = {
+    option.name: str(option.type)
+    for option in dataclasses.fields(ClientOptions)
+    if option.name != "address"
+}
 _REPLACED = ("kvkeep.curve_key", "kvkeep.server_key")
 KNOWN_KEYS = [_PREFIX + name for name in (*_OWN, *_OPTIONS)]
 
 
 def client_options(extra: Mapping[str, Any]) -> ClientOptions:
-    """What the extra config says to the client. Refuses a bad value of any key of ours, whoever it is that reads it."""
+    """What the extra config says to the client. Refuses a bad value of any key of ours, whoever it
+    is that reads it."""
     for key in extra:
         if key in _REPLACED:
             raise replaced(
-                f"{key} (kv_connector_extra_config)", "set kvkeep.tls_cert, kvkeep.tls_key and kvkeep.tls_ca"
+                f"{key} (kv_connector_extra_config)",
+                "set kvkeep.tls_cert, kvkeep.tls_key and kvkeep.tls_ca",
             )
         if key.startswith(_PREFIX) and key not in KNOWN_KEYS:
             raise unknown("kv_connector_extra_config", key, KNOWN_KEYS)
     for check in (load_mode, load_when, load_failure_policy, revision, allow_untested):
         check(extra)
-    chosen = {name: _option(_PREFIX + name, extra[_PREFIX + name]) for name in _OPTIONS if _PREFIX + name in extra}
+    chosen = {
+        name: _option(_PREFIX + name, extra[_PREFIX + name])
+        for name in _OPTIONS
+        if _PREFIX + name in extra
+    }
     address = _address(extra)
     return ClientOptions(**chosen) if address is None else ClientOptions(address=address, **chosen)
 
 
 def load_mode(extra: Mapping[str, Any]) -> LoadMode:
-    """Whether the engine goes on with other requests while blocks are loaded (async), or waits in the step (sync). Auto
-    is async, but for an engine that has no other request, if its connector knows of that."""
+    """Whether the engine goes on with other requests while blocks are loaded (async), or waits in
+    the step (sync). Auto is async, but for an engine that has no other request, if its connector
+    knows of that."""
     mode = extra.get("kvkeep.load", "auto")
     check_one_of("kvkeep.load", mode, _MODES)
     return next(each for each in _MODES if each == mode)
 
 
 def load_when(extra: Mapping[str, Any]) -> LoadWhen:
-    """Whether blocks are loaded where that was measured to be faster than computing them, or always."""
+    """Whether blocks are loaded where that was measured to be faster than computing them, or
+    always."""
     when = extra.get("kvkeep.load_when", "faster")
     check_one_of("kvkeep.load_when", when, _WHEN)
     return "always" if when == "always" else "faster"
 
 
 def load_failure_policy(extra: Mapping[str, Any]) -> str:
-    """What becomes of a request whose blocks cannot be loaded: they are computed (recompute), or it ends (fail)."""
+    """What becomes of a request whose blocks cannot be loaded: they are computed (recompute), or it
+    ends (fail)."""
     policy = extra.get("kvkeep.load_failure_policy", "recompute")
     check_one_of("kvkeep.load_failure_policy", policy, POLICIES)
     return str(policy)
 
 
 def revision(extra: Mapping[str, Any]) -> str | None:
-    """What the user calls these weights, where that is more than can be seen of them. None if nothing is said."""
+    """What the user calls these weights, where that is more than can be seen of them. None if
+    nothing is said."""
     text = extra.get("kvkeep.revision")
     if text is not None and (not isinstance(text, str) or not text or not text.isprintable()):
         raise refusal("kvkeep.revision", text, "printable text that is not empty")
@@ -94,8 +117,11 @@ def allow_untested(extra: Mapping[str, Any]) -> bool:
     return allowed
 
 
-def check_one_of(name: str, value: object, allowed: Iterable[str], hints: Mapping[str, str] | None = None) -> None:
-    """Refuses a value that is none of those. `hints` has what to say about some that are often meant."""
+def check_one_of(
+    name: str, value: object, allowed: Iterable[str], hints: Mapping[str, str] | None = None
+) -> None:
+    """Refuses a value that is none of those. `hints` has what to say about some that are often
+    meant."""
     names = list(allowed)
     if not isinstance(value, str) or value not in names:
         hint = (hints or {}).get(value, "") if isinstance(value, str) else ""
@@ -103,12 +129,16 @@ def check_one_of(name: str, value: object, allowed: Iterable[str], hints: Mappin
 
 
 def refusal(name: str, value: object, expected: str, hint: str = "") -> SettingsError:
-    return SettingsError(f"{name} = {value!r}: expected {expected}", hint or "leave it out for the default")
+    return SettingsError(
+        f"{name} = {value!r}: expected {expected}", hint or "leave it out for the default"
+    )
 
 
 def unknown(where: str, key: object, known: list[str]) -> SettingsError:
     near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-    return SettingsError(f"{where} has the unknown key {key!r}", f"the nearest known one is {near[0]!r}")
+    return SettingsError(
+        f"{where} has the unknown key {key!r}", f"the nearest known one is {near[0]!r}"
+    )
 
 
 def _option(key: str, value: object) -> Any:
@@ -121,7 +151,10 @@ def _option(key: str, value: object) -> Any:
         case "bool":
             good, expected = isinstance(value, bool), "true or false"
         case "str | None":
-            good, expected = value is None or (isinstance(value, str) and bool(value)), "text, or null"
+            good, expected = (
+                value is None or (isinstance(value, str) and bool(value)),
+                "text, or null",
+            )
         case _:
             good, expected = isinstance(value, str), "text"
     if not good:
@@ -145,7 +178,9 @@ def _address(extra: Mapping[str, Any]) -> str | None:
     own = [key for key in ("kvkeep.host", "kvkeep.port") if extra.get(key) is not None]
     if address is not None:
         if own:
-            raise SettingsError(f"kvkeep.address and {own[0]} contradict each other", "leave one of them out")
+            raise SettingsError(
+                f"kvkeep.address and {own[0]} contradict each other", "leave one of them out"
+            )
         return _checked_address(address)
     host_key = "kvkeep.host" if "kvkeep.host" in own else "lmcache.mp.host"
     port_key = "kvkeep.port" if "kvkeep.port" in own else "lmcache.mp.port"
@@ -159,7 +194,9 @@ def _address(extra: Mapping[str, Any]) -> str | None:
 def _checked_address(address: object) -> str:
     try:
         text = parse_address(address if isinstance(address, str) else "")
-        if text.startswith("tcp://"):  # a server may listen on any host and port, a client cannot connect to them
+        if text.startswith(
+            "tcp://"
+        ):  # a server may listen on any host and port, a client cannot connect to them
             host, port = split_host(text.removeprefix("tcp://"))
             text = f"tcp://{_host('kvkeep.address', host)}:{_port('kvkeep.address', port)}"
     except (ValueError, SettingsError):

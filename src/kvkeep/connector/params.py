@@ -3,8 +3,8 @@
     in    {"num_kvkeep_extra_cached_tokens": None, "kvkeep_priority": 80}
     out   {"num_kvkeep_extra_cached_tokens": 1280}
 
-Params come from whoever uses the engine's API. What is wrong in them is left out with a warning, never raised.
-"""
+Params come from whoever uses the engine's API. What is wrong in them is left out with a warning,
+never raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class CacheParams:
         if params is None:
             return cls()
         if not isinstance(params, Mapping):
-            log.warning("kvkeep: kv_transfer_params is a %s, no mapping: ignored", type(params).__name__)
+            log.warning(
+                "kvkeep: kv_transfer_params is a %s, no mapping: ignored", type(params).__name__
+            )
             return cls()
         try:
             return cls(
@@ -52,19 +54,25 @@ class CacheParams:
                 ttl_ms=_integer(params, "kvkeep_ttl_ms", _LONGEST_TTL_MS, 0),
                 session_finished=_flag(params, "kvkeep_session_finished"),
             )
-        except Exception:  # guard: a mapping can be any class, and none of them may raise into the engine
+        except Exception:
+            # guard: a mapping can be any class, and none of them may raise into the engine
             log.warning("kvkeep: kv_transfer_params cannot be read: ignored", exc_info=True)
             return cls()
 
     def reply(self, extra_cached_tokens: int) -> dict[str, int] | None:
-        """What comes back: the number under each name that was asked for; nothing to a request without params."""
+        """What comes back: the number under each name that was asked for; nothing to a request
+        without params."""
         return None if self.counts is None else dict.fromkeys(self.counts, extra_cached_tokens)
 
 
 def _integer(params: Mapping[object, object], name: str, most: int, default: int) -> int:
     value = params.get(name, default)
-    if type(value) is not int or not 0 <= value <= most:  # a bool is an int to isinstance, and a mistake here
-        log.warning("kvkeep: %s in kv_transfer_params must be an integer from 0 to %d: ignored", name, most)
+    if (
+        type(value) is not int or not 0 <= value <= most
+    ):  # a bool is an int to isinstance, and a mistake here
+        log.warning(
+            "kvkeep: %s in kv_transfer_params must be an integer from 0 to %d: ignored", name, most
+        )
         return default
     return value
 

@@ -1,13 +1,14 @@
-"""What a hit needs where an engine keeps layers of several kinds: decided here, from the kinds alone.
+"""What a hit needs where an engine keeps layers of several kinds: decided here, from the kinds
+alone.
 
     blocks of a prefix     |  0  |  1  |  2  |  3  |  4  |  5  |     a hit of six blocks needs
     full attention         |  ●  |  ●  |  ●  |  ●  |  ●  |  ●  |     all of them
     sliding window         |     |     |     |     |  ●  |  ●  |     those that the next token's window reaches
     recurrent state        |     |     |     |     |     |  ●  |     the state at its end
 
-Each kind is a cache group of the engine, with a table of block ids of its own, and a piece of every block of ours. A
-group whose blocks hold fewer tokens than ours has several pieces, one for each of its blocks in one of ours.
-"""
+Each kind is a cache group of the engine, with a table of block ids of its own, and a piece of every
+block of ours. A group whose blocks hold fewer tokens than ours has several pieces, one for each of
+its blocks in one of ours."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Kind = Literal["full", "window", "state"]
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a table of blocks. `reach` is how many tokens back a window sees, the current one included."""
+    """Layers that share a table of blocks. `reach` is how many tokens back a window sees, the
+    current one included."""
 
     kind: Kind
     block_tokens: int
@@ -53,7 +55,14 @@ class Pieces:
         self.groups = tuple(groups)
         self.block_tokens = math.lcm(*(group.block_tokens for group in groups))
         self._places = [
-            _Place(number, at, at * group.block_tokens, (at + 1) * group.block_tokens, group.kind, group.reach)
+            _Place(
+                number,
+                at,
+                at * group.block_tokens,
+                (at + 1) * group.block_tokens,
+                group.kind,
+                group.reach,
+            )
             for number, group in enumerate(groups)
             for at in range(self.block_tokens // group.block_tokens)
         ]
@@ -63,8 +72,9 @@ class Pieces:
 
     @property
     def whole(self) -> bool:
-        """Whether a hit of any length is a hit of every shorter length too: one group, of full attention. Then a
-        request may also be found to its last token, of which every other engine computes the last one again."""
+        """Whether a hit of any length is a hit of every shorter length too: one group, of full
+        attention. Then a request may also be found to its last token, of which every other engine
+        computes the last one again."""
         return len(self._places) == 1 and self._places[0].kind == "full"
 
     def may_lack(self, piece: int) -> bool:
@@ -74,9 +84,11 @@ class Pieces:
     def group_of(self, piece: int) -> int:
         return self._places[piece].group
 
-    def rows(self, tables: Sequence[Sequence[int]], start: int, stop: int, null_block: int) -> NDArray[np.int64]:
-        """The engine blocks that hold blocks start..stop-1 of ours, a row for each piece; NO_BLOCK where the engine
-        has none, which it shows by `null_block` or by a table that ends before."""
+    def rows(
+        self, tables: Sequence[Sequence[int]], start: int, stop: int, null_block: int
+    ) -> NDArray[np.int64]:
+        """The engine blocks that hold blocks start..stop-1 of ours, a row for each piece; NO_BLOCK
+        where the engine has none, which it shows by `null_block` or by a table that ends before."""
         rows = np.full((len(self), stop - start), NO_BLOCK, dtype=np.int64)
         for row, place in zip(rows, self._places, strict=True):
             each = self.block_tokens // self.groups[place.group].block_tokens
@@ -85,9 +97,12 @@ class Pieces:
         rows[rows == null_block] = NO_BLOCK
         return rows
 
-    def without_states(self, rows: NDArray[np.int64], states_at: int, start: int) -> NDArray[np.int64]:
-        """The same rows with recurrent states at the end of the first `states_at` tokens only: an engine goes on
-        writing into a state's block until it comes to the block's end, and passes ends without leaving a state."""
+    def without_states(
+        self, rows: NDArray[np.int64], states_at: int, start: int
+    ) -> NDArray[np.int64]:
+        """The same rows with recurrent states at the end of the first `states_at` tokens only: an
+        engine goes on writing into a state's block until it comes to the block's end, and passes
+        ends without leaving a state."""
         for row, place in zip(rows, self._places, strict=True):
             if place.kind == "state":
                 at, rest = divmod(states_at - place.stop, self.block_tokens)
@@ -104,8 +119,9 @@ class Pieces:
         return rows
 
     def usable(self, checksums: NDArray[np.uint64], skip: int, local: int, limit: int) -> int:
-        """How many leading blocks can be used, at most `limit`: row i of `checksums` [blocks, shards] is what the
-        server has of block skip + i, and the engine has the first `local` ones itself. `local` if nothing beyond."""
+        """How many leading blocks can be used, at most `limit`: row i of `checksums` [blocks,
+        shards] is what the server has of block skip + i, and the engine has the first `local` ones
+        itself. `local` if nothing beyond."""
         blocks = min(skip + len(checksums), limit)
         if blocks <= local:
             return local

@@ -1,4 +1,5 @@
-"""Which engine blocks are read by stores under way: a step that is to write into one of them says so first."""
+"""Which engine blocks are read by stores under way: a step that is to write into one of them says
+so first."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from numpy.typing import NDArray
 
 
 class Readers:
-    """How many stores read each block. A prompt's end adds or takes away thousands of blocks at a time, and a step asks
-    about a few."""
+    """How many stores read each block. A prompt's end adds or takes away thousands of blocks at a
+    time, and a step asks about a few."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, NDArray[np.int64]] = {}  # of each store, by its number
@@ -21,7 +22,9 @@ class Readers:
         ids = np.asarray(block_ids, dtype=np.int64)
         most = int(ids.max(initial=-1))
         if most >= len(self._counts):
-            more = np.zeros(max(most + 1, 2 * len(self._counts)) - len(self._counts), dtype=np.int32)
+            more = np.zeros(
+                max(most + 1, 2 * len(self._counts)) - len(self._counts), dtype=np.int32
+            )
             self._counts = np.concatenate((self._counts, more))
         np.add.at(self._counts, ids, 1)
         self._blocks[store] = ids

@@ -1,18 +1,23 @@
-"""The scheduler's side of the seam: what an engine's scheduler says to its external cache, and when.
+"""The scheduler's side of the seam: what an engine's scheduler says to its external cache, and
+when.
 
     arrive ──► lookup ──► prepare_load ──► build_step ──► complete      the prefix that the server has
                           prepare_store ──► build_step ──► complete     the blocks that were computed
     end        the request is over; what it learns about the cache
 
-The engine decides about its blocks, this side about the server's. No call here blocks, and none raises for what a
-server, a network or a request's params did. The rules:
+The engine decides about its blocks, this side about the server's. No call here blocks, and none
+raises for what a server, a network or a request's params did. The rules:
 
-- A lookup is sent on arrival, and asking again is free. Nobody waits to hear of what the server surely lacks.
-- Two requests that miss the same block load it once: the second is told to wait, and then has it in the prefix cache.
-- What is sooner computed than loaded is not loaded (worth.py). That is decided once, when the answer is there.
+- A lookup is sent on arrival, and asking again is free. Nobody waits to hear of what the server
+  surely lacks.
+- Two requests that miss the same block load it once: the second is told to wait, and then has it in
+  the prefix cache.
+- What is sooner computed than loaded is not loaded (worth.py). That is decided once, when the
+  answer is there.
 - A request whose load failed is not offered a hit again, so that it cannot fail for ever.
 - Only what is computed and verified is stored, also generated tokens; what the server has is not.
-- A salt goes with every lookup, load and store: its keys are made with it, its blocks belong to its tenant.
+- A salt goes with every lookup, load and store: its keys are made with it, its blocks belong to its
+  tenant.
 - A lease is held until the last worker has read from it, also when the request is gone before.
 """
 
@@ -40,12 +45,13 @@ log = logging.getLogger(__name__)
 
 BlockIds = Sequence[int] | NDArray[np.int64]  # of one piece, or a row for each
 
-BLOCKS_TOGETHER = 8  # generated blocks that are stored in one go; nobody can ask for them before the answer is known
+# generated blocks that are stored in one go; nobody can ask for them before the answer is known
+BLOCKS_TOGETHER = 8
 
 
 class SchedulerSide:
-    """One for each engine. `world_size` is the number of workers that report each job. Without a `worth`, all that can
-    be loaded is."""
+    """One for each engine. `world_size` is the number of workers that report each job. Without a
+    `worth`, all that can be loaded is."""
 
     def __init__(
         self,
@@ -85,7 +91,8 @@ class SchedulerSide:
 
     @property
     def handed_out(self) -> Sequence[Job]:
-        """Those that do not wait for the next step: one has taken them to the workers, or was to."""
+        """Those that do not wait for the next step: one has taken them to the workers, or was
+        to."""
         waiting = self._loads.keys() | self._stores.keys() | self._stores_after.keys()
         return [job for number, job in self._jobs.items() if number not in waiting]
 
@@ -102,9 +109,9 @@ class SchedulerSide:
         reads: bool = True,
         prompt_blocks: int | None = None,
     ) -> None:
-        """A request has come, with the keys of its full blocks: those of its prompt, unless `prompt_blocks` says that
-        some hold generated tokens. Asks at once for those that the engine does not have, unless the request must not
-        read from a cache."""
+        """A request has come, with the keys of its full blocks: those of its prompt, unless
+        `prompt_blocks` says that some hold generated tokens. Asks at once for those that the engine
+        does not have, unless the request must not read from a cache."""
         self._next_tracker += 1
         prompt_blocks = len(keys) // KEY_BYTES if prompt_blocks is None else prompt_blocks
         about = (salt, usable_tenant(salt), CacheParams.of(params), prompt_blocks, bytearray(keys))
@@ -133,10 +140,15 @@ class SchedulerSide:
         return tracker.skipped if (tracker := self._trackers.get(request_id)) else 0
 
     def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
-        """How many blocks after the first `local_blocks` are to be loaded, `limit_blocks` in all at most; None: not yet
-        known, ask in the next step. Idempotent and free: the server is asked once."""
+        """How many blocks after the first `local_blocks` are to be loaded, `limit_blocks` in all at
+        most; None: not yet known, ask in the next step. Idempotent and free: the server is asked
+        once."""
         tracker = self._trackers.get(request_id)
-        if tracker is None or not (tracker.tenant and tracker.offers) or local_blocks >= limit_blocks:
+        if (
+            tracker is None
+            or not (tracker.tenant and tracker.offers)
+            or local_blocks >= limit_blocks
+        ):
             return 0
         if tracker.declined_after is not None and local_blocks >= tracker.declined_after:
             return 0
@@ -158,26 +170,31 @@ class SchedulerSide:
             self.failed_lookups += 1
         tracker.answer = answer
         usable = self._pieces.usable(answer.checksums, answer.skip, local_blocks, limit_blocks)
-        # What cannot be used for lack of a piece is computed here, and offered again with the pieces that it has here.
+        # What cannot be used for lack of a piece is computed here, and offered again with the
+        # pieces that it has here.
         tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else usable)
         return usable - local_blocks if self._is_worth(tracker, local_blocks, usable) else 0
 
     def wait(self, request_id: str, milliseconds: int) -> None:
-        """Waits for the answer to a lookup, so long at most; for an engine that has nothing else to do. Not while
-        anything is loaded: the engine has to hear of that."""
+        """Waits for the answer to a lookup, so long at most; for an engine that has nothing else to
+        do. Not while anything is loaded: the engine has to hear of that."""
         tracker = self._trackers.get(request_id)
         if tracker is not None and not self._loading:
             self._cache.wait(tracker.number, milliseconds)
 
-    def found(self, request_id: str, local_blocks: int, blocks: int) -> tuple[int, NDArray[np.int64]]:
-        """Where the server has what `lookup` told: its epoch, and the slots of so many blocks after the first ones. The
-        lease that keeps them lasts until they are loaded, or until `no_load` or `end`."""
+    def found(
+        self, request_id: str, local_blocks: int, blocks: int
+    ) -> tuple[int, NDArray[np.int64]]:
+        """Where the server has what `lookup` told: its epoch, and the slots of so many blocks after
+        the first ones. The lease that keeps them lasts until they are loaded, or until `no_load` or
+        `end`."""
         answer = self._trackers[request_id].answer
         assert answer is not None
         return answer.epoch, answer.slots[local_blocks - answer.skip :][:blocks]
 
     def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
-        """Loads the blocks after the `local_blocks` first ones into these, beginning with the next step."""
+        """Loads the blocks after the `local_blocks` first ones into these, beginning with the next
+        step."""
         tracker = self._trackers[request_id]
         tracker.hold(local_blocks)
         table = np.atleast_2d(np.asarray(block_ids, dtype=np.int64))
@@ -193,8 +210,8 @@ class SchedulerSide:
         del self._loads[job.number]
 
     def no_load(self, request_id: str) -> None:
-        """The request begins without a load: what the server promised may go. An answer that nobody has waited for is
-        still to tell what need not be stored."""
+        """The request begins without a load: what the server promised may go. An answer that nobody
+        has waited for is still to tell what need not be stored."""
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.asked is None or tracker.loads:
             return
@@ -206,7 +223,9 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.asked is None or tracker.answer is not None or tracker.loads:
             return True
-        if not self._cache.lacks(tracker.key(tracker.stored)):  # else whatever the answer is, it changes nothing
+        if not self._cache.lacks(
+            tracker.key(tracker.stored)
+        ):  # else whatever the answer is, it changes nothing
             answer = self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
             if answer is None:
                 return False
@@ -224,20 +243,27 @@ class SchedulerSide:
         at_once: bool = True,
         after_step: bool = False,
     ) -> Job | None:
-        """Stores what is computed of the request's blocks and not stored, beginning with the next step, or at its end
-        if that step computes it. If it need not be at once, only several together: each job is a round trip or two for
-        every worker. `block_ids` are those of the whole request, or what gives the table of blocks start..stop-1."""
+        """Stores what is computed of the request's blocks and not stored, beginning with the next
+        step, or at its end if that step computes it. If it need not be at once, only several
+        together: each job is a round trip or two for every worker. `block_ids` are those of the
+        whole request, or what gives the table of blocks start..stop-1."""
         tracker = self._trackers.get(request_id)
         if tracker is None or not (tracker.tenant and tracker.stores):
             return None
         if not self.knows_stored(request_id):
-            self._let_go(tracker)  # an answer would come too late, and a lease must not last until this store is over
+            self._let_go(
+                tracker
+            )  # an answer would come too late, and a lease must not last until this store is over
         if computed_blocks - tracker.stored < (1 if at_once else BLOCKS_TOGETHER):
             return None
         if computed_blocks < tracker.retry_from and not at_once:
             return None
         first = tracker.stored
-        ids = block_ids(first, computed_blocks) if callable(block_ids) else block_ids[first:computed_blocks]
+        ids = (
+            block_ids(first, computed_blocks)
+            if callable(block_ids)
+            else block_ids[first:computed_blocks]
+        )
         table = np.atleast_2d(np.asarray(ids, dtype=np.int64))
         request = StoreRequest(
             tracker.tenant,
@@ -253,9 +279,10 @@ class SchedulerSide:
         return job
 
     def hold(self, request_id: str, blocks: int) -> None:
-        """The request has its first `blocks` blocks, found in the engine's own cache or computed. If a preemption takes
-        them away and they are loaded later, the cache has not given the request anything. Both engines say this when a
-        request begins, and whenever it has computed more of its prompt."""
+        """The request has its first `blocks` blocks, found in the engine's own cache or computed.
+        If a preemption takes them away and they are loaded later, the cache has not given the
+        request anything. Both engines say this when a request begins, and whenever it has computed
+        more of its prompt."""
         if tracker := self._trackers.get(request_id):
             tracker.hold(blocks)
 
@@ -264,15 +291,17 @@ class SchedulerSide:
         return tracker.loaded if (tracker := self._trackers.get(request_id)) else 0
 
     def forget(self, request_id: str) -> None:
-        """Nothing more of the request is loaded or stored. What it was given so far still counts when it ends."""
+        """Nothing more of the request is loaded or stored. What it was given so far still counts
+        when it ends."""
         if tracker := self._trackers.get(request_id):
             tracker.offers = tracker.stores = False
             if tracker.asked is not None and not tracker.loads:
                 self._let_go(tracker)
 
     def end(self, request_id: str, params: object = None) -> dict[str, int] | None:
-        """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it had none. `params`
-        are those it came with, for one that never arrived here: the cache gave it nothing."""
+        """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it
+        had none. `params` are those it came with, for one that never arrived here: the cache gave
+        it nothing."""
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return CacheParams.of(params).reply(0)
@@ -284,9 +313,12 @@ class SchedulerSide:
 
     # -- steps
 
-    def build_step(self, written_blocks: Collection[int] = (), *, tokens: int = 0, requests: int = 0) -> StepMetadata:
-        """The jobs that were prepared since the last step, for every worker. It may write into these blocks, where an
-        engine gives them to others before they are stored, and computes so many `tokens` of so many `requests`."""
+    def build_step(
+        self, written_blocks: Collection[int] = (), *, tokens: int = 0, requests: int = 0
+    ) -> StepMetadata:
+        """The jobs that were prepared since the last step, for every worker. It may write into
+        these blocks, where an engine gives them to others before they are stored, and computes so
+        many `tokens` of so many `requests`."""
         self.worth.begin_step(tokens, requests)
         self._recoveries.tell(more_to_come=bool(self._loading))
         withdrawn = self._readers.among(written_blocks) if written_blocks else []
@@ -296,11 +328,16 @@ class SchedulerSide:
         for number in self._stores_after:  # from now on they are under way
             self._readers.add(number, self._jobs[number].block_ids)
         metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, whose)
-        self._loads, self._stores, self._stores_after = {}, {}, {}  # only now: if it fails, loads go with the next step
+        self._loads, self._stores, self._stores_after = (
+            {},
+            {},
+            {},
+        )  # only now: if it fails, loads go with the next step
         return metadata
 
     def drop_stores(self) -> Completed:
-        """What waits for a step is not stored: one was lost, and by the next one blocks may be somebody else's."""
+        """What waits for a step is not stored: one was lost, and by the next one blocks may be
+        somebody else's."""
         waiting, self._stores, self._stores_after = [*self._stores, *self._stores_after], {}, {}
         dropped = [self._jobs[number] for number in waiting]
         with ExitStack() as ending:  # each job ends, also if ending another one fails
@@ -346,8 +383,8 @@ class SchedulerSide:
         return tracker.asked
 
     def _is_worth(self, tracker: Tracker, local_blocks: int, usable: int) -> bool:
-        """Whether blocks local_blocks..usable-1 are loaded. If not, the server need not keep them for us: they are
-        computed, and it has them already."""
+        """Whether blocks local_blocks..usable-1 are loaded. If not, the server need not keep them
+        for us: they are computed, and it has them already."""
         extra = usable - local_blocks
         if extra == 0 or tracker.accepted_after == local_blocks:
             return True
@@ -364,7 +401,8 @@ class SchedulerSide:
     def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
         key = tracker.key(block)  # it stands for all tokens up to its end: no other place has it
         return any(
-            block in job.places and self._owners[number].key(block) == key for number, job in self._loading.items()
+            block in job.places and self._owners[number].key(block) == key
+            for number, job in self._loading.items()
         )
 
     def _new_job(
@@ -378,7 +416,15 @@ class SchedulerSide:
     ) -> Job:
         self._next_job += 1
         block_ids, blocks = table[table != NO_BLOCK].tolist(), table.shape[1]
-        job = Job(self._next_job, tracker.request_id, first_block, block_ids, is_load, blocks, self._pieces.whole)
+        job = Job(
+            self._next_job,
+            tracker.request_id,
+            first_block,
+            block_ids,
+            is_load,
+            blocks,
+            self._pieces.whole,
+        )
         if not is_load and not after_step:
             self._readers.add(job.number, block_ids)
         self._jobs[job.number], self._owners[job.number] = job, tracker
@@ -407,12 +453,12 @@ class SchedulerSide:
             used = 0 if tracker.ended else good
             self._let_go(tracker, used * self._pieces.block_tokens)
         elif job.incomplete and not self._pieces.whole:
-            # Windows and states of the earlier blocks are gone: without them they would be of no use to anybody, and in
-            # the way of those who have them.
+            # Windows and states of the earlier blocks are gone: without them they would be of no
+            # use to anybody, and in the way of those who have them.
             tracker.stores = False
         elif job.incomplete:
-            # The server was away, or is another one, or had no room. It takes no block without those before it, so all
-            # are offered again; those that it has it will not take twice.
+            # The server was away, or is another one, or had no room. It takes no block without
+            # those before it, so all are offered again; those that it has it will not take twice.
             tracker.stored = 0
             tracker.retry_from = job.first_block + job.blocks + BLOCKS_TOGETHER
         if tracker.ended:
@@ -423,7 +469,10 @@ class SchedulerSide:
         tracker.asked = tracker.answer = tracker.accepted_after = None
 
     def _end_session(self, tracker: Tracker) -> None:
-        """Tells the server, once the last job is over: a lease may still be read from, a block still be stored."""
+        """Tells the server, once the last job is over: a lease may still be read from, a block
+        still be stored."""
         if tracker.jobs == 0:
             last_key = tracker.key(tracker.stored - 1)
-            self._cache.end_session(tracker.number, tracker.salt, last_key, tracker.params.session_finished)
+            self._cache.end_session(
+                tracker.number, tracker.salt, last_key, tracker.params.session_finished
+            )

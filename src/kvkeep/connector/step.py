@@ -1,8 +1,8 @@
 """What goes from the scheduler's side to every worker with a step, and what comes back.
 
-A job is a load or a store of one request's blocks. Every rank does its shard of it, and reports it once; it is over
-when all have. Blocks that failed to load are known as soon as one rank reports them.
-"""
+A job is a load or a store of one request's blocks. Every rank does its shard of it, and reports it
+once; it is over when all have. Blocks that failed to load are known as soon as one rank reports
+them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ NOTHING = StepMetadata()  # for most steps
 
 @dataclass
 class Job:
-    """One load or store under way. A load's engine blocks are its own until it is over; a store's are only read, and
-    who needs one before says so (`StepMetadata.withdrawn`)."""
+    """One load or store under way. A load's engine blocks are its own until it is over; a store's
+    are only read, and who needs one before says so (`StepMetadata.withdrawn`)."""
 
     number: int
     request_id: str
     first_block: int  # its place in the request
     block_ids: list[int]
     is_load: bool
-    blocks: int = 0  # how many of the request's; with several pieces each is several engine blocks, or fewer
+    blocks: int = (
+        0  # how many of the request's; with several pieces each is several engine blocks, or fewer
+    )
     whole: bool = True  # its first blocks are of use when a later one failed
     reports: set[int] = field(default_factory=set)  # the ranks that have
     failed: set[int] = field(default_factory=set)  # ids of blocks that some rank could not load
@@ -60,19 +62,24 @@ class Job:
         return range(self.first_block, self.first_block + self.blocks)
 
     def good_blocks(self) -> int:
-        """How many leading blocks every rank has loaded. Those after a bad one do not count: they are computed
-        again."""
+        """How many leading blocks every rank has loaded. Those after a bad one do not count: they
+        are computed again."""
         if not self.failed:
             return self.blocks
         if not self.whole:
             return 0
-        return next((at for at, block in enumerate(self.block_ids) if block in self.failed), self.blocks)
+        return next(
+            (at for at, block in enumerate(self.block_ids) if block in self.failed), self.blocks
+        )
 
 
 class LookupSide(Protocol):
-    """What the scheduler's side asks of a cache: `kvkeep.client.scheduler.SchedulerAdapter`, or a simulation of it."""
+    """What the scheduler's side asks of a cache: `kvkeep.client.scheduler.SchedulerAdapter`, or a
+    simulation of it."""
 
-    def lookup(self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None: ...
+    def lookup(
+        self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0
+    ) -> Answer | None: ...
     def lacks(self, key: bytes) -> bool: ...
     def wait(self, request: Hashable, milliseconds: int) -> None: ...
     def release(self, request: Hashable, loaded_tokens: int = 0) -> None: ...
@@ -83,7 +90,8 @@ class LookupSide(Protocol):
 
 
 class JobSide(Protocol):
-    """The part of a worker's side that takes jobs. Where a call raises an Exception, the job has not begun."""
+    """The part of a worker's side that takes jobs. Where a call raises an Exception, the job has
+    not begun."""
 
     def withdraw(self, block_ids: Sequence[int] | None) -> None: ...
     def store_all(self, requests: Mapping[Any, StoreRequest]) -> None: ...
@@ -91,9 +99,12 @@ class JobSide(Protocol):
 
 
 class TransferSide(JobSide, Protocol):
-    """What a worker asks of a cache: `kvkeep.client.worker.WorkerAdapter`, or a simulation of it."""
+    """What a worker asks of a cache: `kvkeep.client.worker.WorkerAdapter`, or a simulation of
+    it."""
 
-    def register_kv_caches(self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> None: ...
+    def register_kv_caches(
+        self, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0
+    ) -> None: ...
     def poll(self) -> Finished: ...
     def close(self) -> None: ...
 
@@ -108,15 +119,16 @@ class Completed:
 
 
 def begin(step: StepMetadata, cache: JobSide) -> None:
-    """Begins a step on one worker, before anything is written: what stores have not read by now is saved from being
-    overwritten, and only then loads begin."""
+    """Begins a step on one worker, before anything is written: what stores have not read by now is
+    saved from being overwritten, and only then loads begin."""
     save(step, cache)
     for number, load in step.loads.items():
         cache.load(number, load)
 
 
 def save(step: StepMetadata, cache: JobSide) -> None:
-    """The first half of it, where an engine itself writes between the two. What is stored was computed before."""
+    """The first half of it, where an engine itself writes between the two. What is stored was
+    computed before."""
     if step.stores:
         cache.store_all(step.stores)
     if step.withdrawn:

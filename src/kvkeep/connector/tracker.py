@@ -6,20 +6,18 @@
                                      └─ what the server had beyond it: loaded
     stored                  blocks that the server has, as far as we know: the first ones need no store
 
-What the cache gave a request (`extra_cached_tokens`) is counted in full blocks of its prompt. A block counts if it was
-loaded from the server before the request had it from anywhere else:
+What the cache gave a request (`extra_cached_tokens`) is counted in full blocks of its prompt. A
+block counts if it was loaded from the server before the request had it from anywhere else:
 
     counts          every rank loaded the block, and the checksums matched
     counts nothing  the engine's own prefix cache had the block, now or before a preemption
                     the request computed the block itself, and loaded it again after a preemption
-                    the load failed, so the block was computed
-                    the block holds generated tokens, whole or in part
-                    the block ends with the last token of the prompt: that token is always computed, whether or not
-                    its block was loaded
+                    the load failed, so the block was computed the block holds generated tokens,
+                    whole or in part the block ends with the last token of the prompt: that token is
+                    always computed, whether or not its block was loaded
 
-Where all goes well that is `max(0, external hits - local hits)` blocks. Both engines count here, whichever way they
-load.
-"""
+Where all goes well that is `max(0, external hits - local hits)` blocks. Both engines count here,
+whichever way they load."""
 
 from __future__ import annotations
 
@@ -48,19 +46,33 @@ class Tracker:
     salt: str | None
     tenant: str  # "": its salt is none, so nothing of it is looked up or stored
     params: CacheParams
-    prompt_blocks: int  # full blocks before the last token of its prompt: those that the server can give it
+    prompt_blocks: (
+        int  # full blocks before the last token of its prompt: those that the server can give it
+    )
     keys: bytearray = field(default_factory=bytearray)  # of all full blocks known so far
-    asked: tuple[bytes, int] | None = None  # the keys and the skip of the lookup that is under way or answered
+    asked: tuple[bytes, int] | None = (
+        None  # the keys and the skip of the lookup that is under way or answered
+    )
     answer: Answer | None = None
-    accepted_after: int | None = None  # a load of what comes after so many blocks was decided on, and is not over
-    declined_after: int | None = None  # or was decided against: it would take longer than computing them
+    accepted_after: int | None = (
+        None  # a load of what comes after so many blocks was decided on, and is not over
+    )
+    declined_after: int | None = (
+        None  # or was decided against: it would take longer than computing them
+    )
     skipped: int = 0  # blocks that the server had and that are computed for that reason
-    offers: bool = True  # False once a load has failed, and for requests that must not read from any cache
+    offers: bool = (
+        True  # False once a load has failed, and for requests that must not read from any cache
+    )
     stores: bool = True  # False once a store left out what cannot be offered again
     held: int = 0  # its first blocks that it has had at some time: found, loaded or computed
-    loaded: int = 0  # prompt blocks that it had from the server before it had them from anywhere else
+    loaded: int = (
+        0  # prompt blocks that it had from the server before it had them from anywhere else
+    )
     stored: int = 0
-    retry_from: int = 0  # a store left something out: from so many blocks on, all of them are offered again
+    retry_from: int = (
+        0  # a store left something out: from so many blocks on, all of them are offered again
+    )
     jobs: int = 0  # loads and stores that workers have not reported yet
     loads: int = 0  # of those; they read under the lease of the answer, so that must stay
     ended: bool = False
@@ -96,8 +108,8 @@ class Tracker:
         self.held = max(self.held, blocks)
 
     def count_loaded(self, stop: int) -> None:
-        """The request has its blocks up to `stop`, exclusive: those that it did not have before came from the
-        server."""
+        """The request has its blocks up to `stop`, exclusive: those that it did not have before
+        came from the server."""
         self.loaded += max(0, min(stop, self.prompt_blocks) - self.held)
         self.hold(stop)
 
@@ -107,7 +119,8 @@ class Tracker:
 
 
 def usable_tenant(salt: str | None) -> str:
-    """Whose blocks a request's are; "" if its salt is none. Such a request is served, without the cache."""
+    """Whose blocks a request's are; "" if its salt is none. Such a request is served, without the
+    cache."""
     try:
         return tenant_of(salt)
     except RequestError as error:

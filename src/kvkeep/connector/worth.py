@@ -8,14 +8,14 @@
                   |←──── low ───→|                             |←──── low, high ─────→|
                   |←────────────── high ──────────→|
 
-Workers tell how long a load took. Where they do not: an engine hears of its end when a step ends, so where that step
-computed something the load took from `low` to `high`; where it computed nothing, the engine did nothing but wait. What
-is believed changes only if it lies outside.
+Workers tell how long a load took. Where they do not: an engine hears of its end when a step ends,
+so where that step computed something the load took from `low` to `high`; where it computed nothing,
+the engine did nothing but wait. What is believed changes only if it lies outside.
 
-Medians of what was measured lately, so that a compilation or a pause among them counts for nothing. While there is too
-little of it, everything is loaded: that is how one learns. And so that a slowness that has passed does not turn the
-cache off for ever, a load is tried after so many that were not; if it is faster after all, the old ones are forgotten.
-"""
+Medians of what was measured lately, so that a compilation or a pause among them counts for nothing.
+While there is too little of it, everything is loaded: that is how one learns. And so that a
+slowness that has passed does not turn the cache off for ever, a load is tried after so many that
+were not; if it is faster after all, the old ones are forgotten."""
 
 from __future__ import annotations
 
@@ -34,8 +34,14 @@ FEW_TOKENS = 32  # of a block that is not loaded by itself
 
 _LOADS, _STEPS = 16, 32  # that are remembered
 _MOST_STEPS = 16  # under way; no engine has more, unless it does not tell of their end
-_SHORT, _PATIENCE = 4, 16  # a step is short beside one with so many times its tokens; so many make that one forgotten
-_FEW_TOKENS, _MANY_TOKENS = 4, 8  # for each request: up to so many it generates, from so many on prompts are computed
+_SHORT, _PATIENCE = (
+    4,
+    16,
+)  # a step is short beside one with so many times its tokens; so many make that one forgotten
+_FEW_TOKENS, _MANY_TOKENS = (
+    4,
+    8,
+)  # for each request: up to so many it generates, from so many on prompts are computed
 
 
 @dataclass
@@ -55,10 +61,15 @@ class _Load:
 
 
 class Worth:
-    """Decides for one engine. `in_step`: its loads are over before the step that begins them computes."""
+    """Decides for one engine. `in_step`: its loads are over before the step that begins them
+    computes."""
 
     def __init__(
-        self, when: LoadWhen = "faster", *, in_step: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        when: LoadWhen = "faster",
+        *,
+        in_step: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._always = when == "always"
         self._in_step = in_step
@@ -70,19 +81,25 @@ class Worth:
         self._requests = 0  # in the newest step
         self._skipped = 0  # since the last load
         self._took: deque[tuple[int, float]] = deque(maxlen=_LOADS)  # blocks of loads, and seconds
-        self._prefills: deque[tuple[int, float]] = deque(maxlen=_STEPS)  # tokens of prompts, and seconds of the step
+        self._prefills: deque[tuple[int, float]] = deque(
+            maxlen=_STEPS
+        )  # tokens of prompts, and seconds of the step
         self._passed_over = 0  # steps that computed prompts, but little of them
         self._decodes: deque[float] = deque(maxlen=_STEPS)
-        self._line: tuple[float, float] | None = None  # of the loads that took so long; None: has to be drawn anew
+        self._line: tuple[float, float] | None = (
+            None  # of the loads that took so long; None: has to be drawn anew
+        )
 
     # -- what is decided
 
     def is_too_little(self, blocks: int, tokens: int) -> bool:
-        """Whether so many blocks are never loaded: the step that computes the rest of the prompt takes them along."""
+        """Whether so many blocks are never loaded: the step that computes the rest of the prompt
+        takes them along."""
         return not self._always and blocks == 1 and tokens <= FEW_TOKENS
 
     def decide(self, blocks: int, tokens: int) -> bool:
-        """Whether to load so many blocks, which hold so many tokens. To be asked once for each load."""
+        """Whether to load so many blocks, which hold so many tokens. To be asked once for each
+        load."""
         if self.is_too_little(blocks, tokens):
             return False
         if self._always or self.is_faster(blocks, tokens):
@@ -94,18 +111,22 @@ class Worth:
         return True
 
     def is_faster(self, blocks: int, tokens: int) -> bool:
-        """Whether a load that begins now is expected to be over before the tokens would be computed; True if too little
-        is known, or nothing of loads as long as this one."""
-        computing_s, loading_s = self._computing_s(tokens), self._loading_s(self._loading_blocks + blocks)
+        """Whether a load that begins now is expected to be over before the tokens would be
+        computed; True if too little is known, or nothing of loads as long as this one."""
+        computing_s, loading_s = (
+            self._computing_s(tokens),
+            self._loading_s(self._loading_blocks + blocks),
+        )
         if computing_s is None or loading_s is None or self.expected_s(blocks) is None:
             return True
-        # Who loads in the background joins the step after, which the others run in any case. That time is lost for one
-        # request alone, while all of them would wait for what is computed.
+        # Who loads in the background joins the step after, which the others run in any case. That
+        # time is lost for one request alone, while all of them would wait for what is computed.
         waits_s = self._step_s() if self._requests and not self._in_step else 0.0
         return loading_s < computing_s and waits_s < computing_s * (1 + self._requests)
 
     def expected_s(self, blocks: int) -> float | None:
-        """What a load of so many blocks takes by itself; None if too little is known, or nothing of loads as long."""
+        """What a load of so many blocks takes by itself; None if too little is known, or nothing of
+        loads as long."""
         is_known = self._took and blocks <= 2 * max(blocks for blocks, _ in self._took)
         return self._loading_s(blocks) if is_known else None
 
@@ -119,8 +140,8 @@ class Worth:
         self._skipped = 0
 
     def begin_step(self, tokens: int, requests: int) -> None:
-        """A step goes to the workers, with the loads since the last one. It computes so many tokens of so many
-        requests."""
+        """A step goes to the workers, with the loads since the last one. It computes so many tokens
+        of so many requests."""
         step = _Step(self._clock(), tokens, requests)
         for load in self._next_loads:
             load.step = step
@@ -132,8 +153,8 @@ class Worth:
         self._requests = requests
 
     def end_load(self, job: int, *, good: bool, took_s: float | None = None) -> None:
-        """The workers have reported a load, with the end of the first step under way, and perhaps how long it took. One
-        that failed says nothing of that."""
+        """The workers have reported a load, with the end of the first step under way, and perhaps
+        how long it took. One that failed says nothing of that."""
         load = self._loads.pop(job, None)
         if load is None:
             return
@@ -153,17 +174,26 @@ class Worth:
             if computing_s is None:
                 return
             since_s = now_s - load.step.start_s
-            blocks, low_s = load.step.loaded_blocks, max(0.0, since_s - computing_s - self._step_s())
+            blocks, low_s = (
+                load.step.loaded_blocks,
+                max(0.0, since_s - computing_s - self._step_s()),
+            )
             high_s = low_s
         else:
             low_s = high_s = now_s - load.step.start_s
             if last is not None and last.tokens:
                 low_s = max(0.0, last.start_s - load.step.start_s)
         expected_s = self._loading_s(blocks)
-        if expected_s is not None and load.computing_s is not None and low_s < load.computing_s <= expected_s:
+        if (
+            expected_s is not None
+            and load.computing_s is not None
+            and low_s < load.computing_s <= expected_s
+        ):
             self._took.clear()
             expected_s = None
-        self._took.append((blocks, low_s if expected_s is None else min(max(expected_s, low_s), high_s)))
+        self._took.append(
+            (blocks, low_s if expected_s is None else min(max(expected_s, low_s), high_s))
+        )
         self._line = None
 
     def end_step(self) -> None:
@@ -180,8 +210,8 @@ class Worth:
             self._steps[0].start_s = max(self._steps[0].start_s, now_s)
 
     def _take_prefill(self, tokens: int, took_s: float) -> None:
-        """What a short step takes says little about tokens: it is passed over while longer ones are remembered, which
-        is not for ever."""
+        """What a short step takes says little about tokens: it is passed over while longer ones are
+        remembered, which is not for ever."""
         if self._prefills and _SHORT * tokens < max(self._prefills)[0]:
             self._passed_over += 1
             if self._passed_over % _PATIENCE == 0:
@@ -210,7 +240,9 @@ class Worth:
         if len(self._prefills) < LEAST_SAMPLES:
             return None
         step_s = self._step_s()
-        return max(0, tokens) * _middle((max(0.0, took_s - step_s) / each, each) for each, took_s in self._prefills)
+        return max(0, tokens) * _middle(
+            (max(0.0, took_s - step_s) / each, each) for each, took_s in self._prefills
+        )
 
     def _step_s(self) -> float:
         """What a step takes that computes next to nothing."""
@@ -229,8 +261,9 @@ class Worth:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Height at 0 and slope of the line through the middle of these points, neither below 0. A few points that lie
-    apart do not move it. Where the height would be below 0, and where all points lie above one place, it is 0."""
+    """Height at 0 and slope of the line through the middle of these points, neither below 0. A few
+    points that lie apart do not move it. Where the height would be below 0, and where all points
+    lie above one place, it is 0."""
     slopes = [
         ((y - other_y) / (x - other_x), abs(x - other_x))
         for at, (x, y) in enumerate(points)

@@ -1,1 +1,2 @@
-"""The reference engine: serving with an external KV cache, small enough to be read in an evening."""
+"""The reference engine: serving with an external KV cache, small enough to be read in an
+evening."""

@@ -34,9 +34,12 @@ class CacheBackend(Protocol):
 
 
 class ServerBackend:
-    """A kvkeep server, on this host or another. It need not be there: until it is, everything is a miss."""
+    """A kvkeep server, on this host or another. It need not be there: until it is, everything is a
+    miss."""
 
-    def __init__(self, options: ClientOptions | None = None, load_when: LoadWhen = "faster") -> None:
+    def __init__(
+        self, options: ClientOptions | None = None, load_when: LoadWhen = "faster"
+    ) -> None:
         self.load_when = load_when
         self._options = options or ClientOptions()
         self._connections: list[Connection] = []
@@ -61,7 +64,9 @@ class ServerBackend:
 class NativeBackend:
     """Host memory of this process: nobody else sees it, and it ends with the engine."""
 
-    def __init__(self, nbytes: int, options: ClientOptions | None = None, load_when: LoadWhen = "faster") -> None:
+    def __init__(
+        self, nbytes: int, options: ClientOptions | None = None, load_when: LoadWhen = "faster"
+    ) -> None:
         self.load_when = load_when
         self.server = EmbeddedServer(nbytes)
         self._options = options or ClientOptions()

@@ -39,14 +39,19 @@ class EngineConfig:
         for option in fields(self):
             value = getattr(self, option.name)
             if option.type == "int" and (type(value) is not int or value < 1):
-                raise SettingsError(f"{option.name} must be an integer of at least 1, not {value!r}")
+                raise SettingsError(
+                    f"{option.name} must be an integer of at least 1, not {value!r}"
+                )
             if option.type == "bool" and type(value) is not bool:
                 raise SettingsError(f"{option.name} must be true or false, not {value!r}")
         if self.block_tokens > MAX_BLOCK_TOKENS:
-            raise SettingsError(f"block_tokens is {self.block_tokens}", f"{MAX_BLOCK_TOKENS} are the most")
+            raise SettingsError(
+                f"block_tokens is {self.block_tokens}", f"{MAX_BLOCK_TOKENS} are the most"
+            )
         if self.kv_load_failure_policy not in ("recompute", "fail"):
             raise SettingsError(
-                f"kv_load_failure_policy is {self.kv_load_failure_policy!r}", "allowed are recompute and fail"
+                f"kv_load_failure_policy is {self.kv_load_failure_policy!r}",
+                "allowed are recompute and fail",
             )
 
     @property
@@ -55,16 +60,26 @@ class EngineConfig:
 
     @property
     def max_tokens(self) -> int:
-        """How long a request can get: it has to fit into the blocks and, if prompts are not cut, into one step."""
+        """How long a request can get: it has to fit into the blocks and, if prompts are not cut,
+        into one step."""
         in_blocks = (self.num_blocks - 1) * self.block_tokens
-        return in_blocks if self.enable_chunked_prefill else min(in_blocks, self.max_num_batched_tokens)
+        return (
+            in_blocks
+            if self.enable_chunked_prefill
+            else min(in_blocks, self.max_num_batched_tokens)
+        )
 
     def check_length(self, prompt_tokens: int, max_tokens: int) -> None:
         """RequestError for a request that could never be served."""
         if prompt_tokens + max_tokens <= self.max_tokens:
             return
-        cut = self.enable_chunked_prefill or self.max_num_batched_tokens >= (self.num_blocks - 1) * self.block_tokens
-        remedy = "raise num_blocks" if cut else "raise max_num_batched_tokens or enable chunked prefill"
+        cut = (
+            self.enable_chunked_prefill
+            or self.max_num_batched_tokens >= (self.num_blocks - 1) * self.block_tokens
+        )
+        remedy = (
+            "raise num_blocks" if cut else "raise max_num_batched_tokens or enable chunked prefill"
+        )
         raise RequestError(
             "too_long",
             f"{prompt_tokens} prompt tokens and {max_tokens} to generate, but a request has {self.max_tokens} at most",

@@ -42,9 +42,9 @@ def describe(settings: ModelSettings = MODEL) -> str:
 def demo_model(settings: ModelSettings = MODEL) -> Model:
     """The model that demo and benchmark compute, with weights from a seed.
 
-    In float64: how many tokens share a batch changes the order of sums, and so their last bits. In float32 that turns
-    a near tie over about once in 100,000 tokens, and tokens are to be compared here.
-    """
+    In float64: how many tokens share a batch changes the order of sums, and so their last bits. In
+    float32 that turns a near tie over about once in 100,000 tokens, and tokens are to be compared
+    here."""
     import torch
 
     return GQAModel(settings, random_weights(settings, seed=0, dtype=torch.float64), "demo")
@@ -54,7 +54,10 @@ def make_llm(model: Model, address: str | None, num_blocks: int, *, prefix_cachi
     """An engine with a server behind it, or without: then `address` is None."""
     cache = None
     if address is not None:
-        cache = {"kv_connector": "KVKeepConnector", "kv_connector_extra_config": {"kvkeep.address": address}}
+        cache = {
+            "kv_connector": "KVKeepConnector",
+            "kv_connector_extra_config": {"kvkeep.address": address},
+        }
     return LLM(
         model,
         kv_transfer_config=cache,

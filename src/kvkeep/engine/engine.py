@@ -1,4 +1,5 @@
-"""The engine: requests go in, steps run, answers come out. `LLM` is the door for users; this is what is behind it."""
+"""The engine: requests go in, steps run, answers come out. `LLM` is the door for users; this is
+what is behind it."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ _FLUSH_TIMEOUT_S = 10.0
 
 
 class Engine:
-    """One model on its workers, with a scheduler and perhaps an external cache. Call `step` until `busy` is False."""
+    """One model on its workers, with a scheduler and perhaps an external cache. Call `step` until
+    `busy` is False."""
 
-    def __init__(self, model: Model, config: EngineConfig | None = None, backend: CacheBackend | None = None) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig | None = None, backend: CacheBackend | None = None
+    ) -> None:
         self.config = config or EngineConfig()
         self.workers = Workers(model, self.config, backend)
         self._backend = backend
@@ -42,8 +46,12 @@ class Engine:
             connector = SchedulerSide(cache, pieces, self.config.world_size, worth, policy)
             backend.connect()
         self.scheduler = Scheduler(self.config, connector)
-        self.waits = False  # whether the last step computed nothing: everybody waits for a lookup or a load
-        self._is_torn = False  # a step has failed, and what follows from that was not done to the end
+        self.waits = (
+            False  # whether the last step computed nothing: everybody waits for a lookup or a load
+        )
+        self._is_torn = (
+            False  # a step has failed, and what follows from that was not done to the end
+        )
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
 
@@ -67,20 +75,31 @@ class Engine:
         priority: int = 0,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Takes a request. RequestError, naming the field, for one that cannot be served; nothing has changed then."""
+        """Takes a request. RequestError, naming the field, for one that cannot be served; nothing
+        has changed then."""
         name = self._new_name() if request_id is None else request_id
         if not isinstance(name, str):
-            raise RequestError("bad_request", f"a request's id is a text, not {name!r}", field="request_id")
+            raise RequestError(
+                "bad_request", f"a request's id is a text, not {name!r}", field="request_id"
+            )
         if name in self._requests and not self._requests[name].finish_reason:
-            raise RequestError("duplicate", f"a request {name!r} is being served", field="request_id")
+            raise RequestError(
+                "duplicate", f"a request {name!r} is being served", field="request_id"
+            )
         if type(priority) is not int:
-            raise RequestError("bad_request", f"priority must be an integer, not {priority!r}", field="priority")
+            raise RequestError(
+                "bad_request", f"priority must be an integer, not {priority!r}", field="priority"
+            )
         if sampling is not None and not isinstance(sampling, SamplingParams):
             problem = f"sampling is a {type(sampling).__name__}"
-            raise RequestError("bad_sampling", problem, field="sampling", hint="pass a SamplingParams")
+            raise RequestError(
+                "bad_sampling", problem, field="sampling", hint="pass a SamplingParams"
+            )
         checked = self._check_tokens(tokens)
         chain = KeyChain(root_key(self.workers.shape.identity, salt), self.config.block_tokens)
-        request = Request(name, checked, sampling or SamplingParams(), chain, salt, priority, kv_transfer_params)
+        request = Request(
+            name, checked, sampling or SamplingParams(), chain, salt, priority, kv_transfer_params
+        )
         self._requests[name] = request
         try:
             self.scheduler.add(request)
@@ -106,18 +125,22 @@ class Engine:
             running = None
             self.scheduler.update_from_output(step, output)
             self.workers.forget_reports()
-        except BaseException:  # guard: whatever it is (no memory, Ctrl-C), what the step was to compute is not there
+        except BaseException:
+            # guard: whatever it is (no memory, Ctrl-C), what the step was to compute is not there
             self._is_torn = True
             self._mend(running)
             raise
         self.waits = not step.segments
         for request in self.scheduler.finished:
-            if self._requests.get(request.id) is request:  # its id may be somebody else's after an abort
+            if (
+                self._requests.get(request.id) is request
+            ):  # its id may be somebody else's after an abort
                 del self._requests[request.id]
         return self.scheduler.take_finished()
 
     def _mend(self, running: Step | None) -> None:
-        """A step has failed: on the workers, or, with None, while it was made or its outcome was taken in."""
+        """A step has failed: on the workers, or, with None, while it was made or its outcome was
+        taken in."""
         if running is not None:
             self.scheduler.undo(running)
         else:
@@ -127,7 +150,8 @@ class Engine:
         self._is_torn = False
 
     def pause(self) -> None:
-        """For whoever runs steps in a loop: lets others work while every request waits for the cache."""
+        """For whoever runs steps in a loop: lets others work while every request waits for the
+        cache."""
         if self.waits:
             time.sleep(_PAUSE_S)
 
@@ -156,7 +180,9 @@ class Engine:
 
     def _new_name(self) -> str:
         """One that no user has chosen."""
-        return next(name for number in self._numbers if (name := f"request-{number}") not in self._requests)
+        return next(
+            name for number in self._numbers if (name := f"request-{number}") not in self._requests
+        )
 
     def _check_tokens(self, tokens: Sequence[int]) -> list[int]:
         vocab_size = self.workers.model.vocab_size
@@ -167,11 +193,17 @@ class Engine:
             flawed = True
         if flawed:
             hint = "generate takes a list of prompts, each a list of integers"
-            raise RequestError("bad_tokens", "a prompt is a list of token ids", field="prompt", hint=hint)
+            raise RequestError(
+                "bad_tokens", "a prompt is a list of token ids", field="prompt", hint=hint
+            )
         if not checked:
-            raise RequestError("bad_tokens", "the prompt is empty", field="prompt", hint="send at least one token")
+            raise RequestError(
+                "bad_tokens", "the prompt is empty", field="prompt", hint="send at least one token"
+            )
         if min(checked) < 0 or max(checked) >= vocab_size:
             wrong = next(at for at, token in enumerate(checked) if not 0 <= token < vocab_size)
             problem = f"number {wrong} of the prompt is no token of this model"
-            raise RequestError("bad_tokens", problem, field="prompt", hint=f"there are 0 to {vocab_size - 1}")
+            raise RequestError(
+                "bad_tokens", problem, field="prompt", hint=f"there are 0 to {vocab_size - 1}"
+            )
         return checked

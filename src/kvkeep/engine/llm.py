@@ -4,9 +4,9 @@
     [answer] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
     answer.token_ids, answer.metrics.ttft_ms, answer.metrics.external_cached_tokens
 
-`kv_offloading_size` switches offloading on. The backend is our server unless "native" is chosen, which keeps blocks
-in this process; the size is meant for that one, since a server has a size of its own.
-"""
+`kv_offloading_size` switches offloading on. The backend is our server unless "native" is chosen,
+which keeps blocks in this process; the size is meant for that one, since a server has a size of its
+own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ from kvkeep.errors import RequestError, SettingsError
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = {option.name for option in fields(EngineConfig)} - {"sync_loads", "kv_load_failure_policy"}
+_OPTIONS = {option.name for option in fields(EngineConfig)} - {
+    "sync_loads",
+    "kv_load_failure_policy",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt. `finish_reason` is "length", "stop", "abort" or "error"; then `error` says what."""
+    """The answer to one prompt. `finish_reason` is "length", "stop", "abort" or "error"; then
+    `error` says what."""
 
     request_id: str
     token_ids: list[int]
@@ -85,11 +89,15 @@ class LLM:
         kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
-        """`model` is a checkpoint's directory, or sizes, which get random weights from `seed`, or a model. `options`
-        are those of EngineConfig. SettingsError for whatever is wrong with any of it."""
+        """`model` is a checkpoint's directory, or sizes, which get random weights from `seed`, or a
+        model. `options` are those of EngineConfig. SettingsError for whatever is wrong with any of
+        it."""
         unknown = sorted(options.keys() - _OPTIONS)
         if unknown:
-            raise SettingsError(f"{unknown[0]} is no option of an engine", f"there are {', '.join(sorted(_OPTIONS))}")
+            raise SettingsError(
+                f"{unknown[0]} is no option of an engine",
+                f"there are {', '.join(sorted(_OPTIONS))}",
+            )
         given = KVTransferConfig.of(kv_transfer_config)
         self.kv_transfer_config = resolve(kv_offloading_backend, kv_offloading_size, given)
         transfer = self.kv_transfer_config or KVTransferConfig()
@@ -108,18 +116,23 @@ class LLM:
         if transfer.kv_connector is not None:
             set_by = [key for key in ("kvkeep.load_failure_policy",) if key in extra]
             set_by += ["kv_transfer_config"] if config.kv_load_failure_policy != "recompute" else []
-            log_policy(config.kv_load_failure_policy, f"set by {set_by[0]}" if set_by else "the default")
+            log_policy(
+                config.kv_load_failure_policy, f"set by {set_by[0]}" if set_by else "the default"
+            )
         kind = _device_type(device)
         if kind not in ("cpu", "cuda") and transfer.kv_connector is not None:
             hint = "leave kv_offloading_size and kv_transfer_config out, or compute on a CPU or an NVIDIA GPU"
             raise SettingsError(f"blocks on {device} cannot be offloaded", hint)
         if kind == "cuda" and not torch.cuda.is_available():
-            raise SettingsError(f"device is {device!r}, but torch finds no GPU", "compute on the CPU")
+            raise SettingsError(
+                f"device is {device!r}, but torch finds no GPU", "compute on the CPU"
+            )
         loaded = _model(model, seed, dtype, device)
         backend = backend_of(self.kv_transfer_config)
         try:
             self.engine = Engine(loaded, config, backend)
-        except BaseException:  # guard: whatever it is, no memory of ours and no thread may stay behind
+        except BaseException:
+            # guard: whatever it is, no memory of ours and no thread may stay behind
             if backend is not None:
                 backend.close()
             raise
@@ -130,7 +143,8 @@ class LLM:
         sampling: SamplingParams | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
-        """Answers all prompts, in their order. RequestError, before anything runs, if one of them cannot be served.
+        """Answers all prompts, in their order. RequestError, before anything runs, if one of them
+        cannot be served.
 
         `on_progress` is called after each step with the number of answers that are complete.
         """
@@ -169,15 +183,18 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 @contextlib.contextmanager
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until it is let: in the middle of a step it would leave a job that nobody has begun. A second
-    one comes through at once. Only the main thread gets any."""
+    """Holds Ctrl-C back until it is let: in the middle of a step it would leave a job that nobody
+    has begun. A second one comes through at once. Only the main thread gets any."""
     held: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
@@ -207,7 +224,9 @@ def _listed(prompts: Sequence[Prompt | Sequence[int]]) -> list[Prompt | Sequence
         return list(prompts)
     except TypeError:
         problem = f"prompts is a {type(prompts).__name__}"
-        raise RequestError("bad_tokens", problem, field="prompts", hint="pass a list of prompts") from None
+        raise RequestError(
+            "bad_tokens", problem, field="prompts", hint="pass a list of prompts"
+        ) from None
 
 
 def _device_type(device: str) -> str:
@@ -217,18 +236,25 @@ def _device_type(device: str) -> str:
         raise SettingsError(f"device is {device!r}", "write cpu, cuda or cuda:1") from None
 
 
-def _model(model: str | Path | ModelSettings | Model, seed: int, dtype: torch.dtype, device: str) -> Model:
+def _model(
+    model: str | Path | ModelSettings | Model, seed: int, dtype: torch.dtype, device: str
+) -> Model:
     if not isinstance(model, str | Path | ModelSettings):
         if not callable(getattr(model, "forward", None)):
             problem = f"model is a {type(model).__name__}"
-            raise SettingsError(problem, "pass the directory of a checkpoint, a ModelSettings or a model")
+            raise SettingsError(
+                problem, "pass the directory of a checkpoint, a ModelSettings or a model"
+            )
         return model
     if isinstance(model, ModelSettings):
         settings, name = model, f"random-{model.kind}"
         weights = random_weights(settings, seed, dtype, device)
     else:
         directory = Path(model)
-        settings, name = read_settings(directory), "checkpoint"  # its fingerprint tells it from others, not its place
+        settings, name = (
+            read_settings(directory),
+            "checkpoint",
+        )  # its fingerprint tells it from others, not its place
         weights = load_weights(directory, settings, dtype, device)
     return (MLAModel if settings.kind == "mla" else GQAModel)(settings, weights, name)
 

@@ -1,7 +1,8 @@
 """What a user says about KV offloading, as plain data: the names vLLM's users know, checked once.
 
     kv_offloading_size, kv_offloading_backend ──┐
-                                                ├── resolve ──► KVTransferConfig ──► connector/options.py
+                                                ├── resolve ──► KVTransferConfig ──►
+                                                connector/options.py
     kv_transfer_config ─────────────────────────┘
 
 Every refusal is a SettingsError that names the key and its value, and says what to write instead.
@@ -23,7 +24,11 @@ from kvkeep.units import GIB
 NATIVE, KVKEEP = "NativeConnector", "KVKeepConnector"
 CPU_BYTES = "cpu_bytes_to_use"
 
-_CONNECTORS = {"native": NATIVE, "kvkeep": KVKEEP, "lmcache": KVKEEP}  # by backend; vLLM's users say the last
+_CONNECTORS = {
+    "native": NATIVE,
+    "kvkeep": KVKEEP,
+    "lmcache": KVKEEP,
+}  # by backend; vLLM's users say the last
 _ALIASES = {"LMCacheMPConnector": KVKEEP}  # vLLM's name for an external server's connector
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _ELSEWHERE = {  # vLLM's names for what is called otherwise here
@@ -33,7 +38,8 @@ _ELSEWHERE = {  # vLLM's names for what is called otherwise here
 
 @dataclass(frozen=True)
 class KVTransferConfig:
-    """How KV leaves and enters an engine. A connector without a role has the only one that there is today, kv_both."""
+    """How KV leaves and enters an engine. A connector without a role has the only one that there is
+    today, kv_both."""
 
     kv_connector: str | None = None
     kv_role: str | None = None
@@ -44,21 +50,29 @@ class KVTransferConfig:
         if self.kv_connector is not None:
             connectors = dict.fromkeys(_CONNECTORS.values())
             check_one_of("kv_connector", self.kv_connector, [*connectors, *_ALIASES], _ELSEWHERE)
-            object.__setattr__(self, "kv_connector", _ALIASES.get(self.kv_connector, self.kv_connector))
+            object.__setattr__(
+                self, "kv_connector", _ALIASES.get(self.kv_connector, self.kv_connector)
+            )
             object.__setattr__(self, "kv_role", "kv_both" if self.kv_role is None else self.kv_role)
         if self.kv_role is not None:
             check_one_of("kv_role", self.kv_role, _ROLES)
             if self.kv_role != "kv_both":
-                problem = f"kv_role = {self.kv_role!r} is not supported: our connectors store and load"
+                problem = (
+                    f"kv_role = {self.kv_role!r} is not supported: our connectors store and load"
+                )
                 raise SettingsError(problem, 'use "kv_both"')
         check_one_of("kv_load_failure_policy", self.kv_load_failure_policy, POLICIES)
         extra = self.kv_connector_extra_config
         if not isinstance(extra, Mapping) or not all(isinstance(key, str) for key in extra):
             raise refusal("kv_connector_extra_config", extra, "an object with names as keys")
-        object.__setattr__(self, "kv_connector_extra_config", dict(extra))  # ours: what was given may change
+        object.__setattr__(
+            self, "kv_connector_extra_config", dict(extra)
+        )  # ours: what was given may change
 
     @classmethod
-    def of(cls, value: KVTransferConfig | Mapping[str, Any] | str | None) -> KVTransferConfig | None:
+    def of(
+        cls, value: KVTransferConfig | Mapping[str, Any] | str | None
+    ) -> KVTransferConfig | None:
         """Whatever a user may have written. None stays None: nothing is said."""
         if value is None or isinstance(value, KVTransferConfig):
             return value
@@ -90,11 +104,12 @@ def resolve(
     kv_offloading_size: float | None = None,
     given: KVTransferConfig | None = None,
 ) -> KVTransferConfig | None:
-    """The connector that the user's words amount to. None, or `given` as it is, if the size does not ask for one.
+    """The connector that the user's words amount to. None, or `given` as it is, if the size does
+    not ask for one.
 
-    The size is in GiB and, as in vLLM, that of all ranks together. It is passed on to the in-process connector only:
-    an external server's capacity is its own. Keys that the user has set stay as they are.
-    """
+    The size is in GiB and, as in vLLM, that of all ranks together. It is passed on to the
+    in-process connector only: an external server's capacity is its own. Keys that the user has set
+    stay as they are."""
     check_one_of("kv_offloading_backend", kv_offloading_backend, _CONNECTORS, _ELSEWHERE)
     if kv_offloading_size is None:
         return given
@@ -109,7 +124,9 @@ def resolve(
     extra = config.kv_connector_extra_config
     if connector == NATIVE:
         extra = {CPU_BYTES: size_bytes, **extra}
-    return dataclasses.replace(config, kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
+    return dataclasses.replace(
+        config, kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
+    )
 
 
 def _size_bytes(size_gib: object) -> int:

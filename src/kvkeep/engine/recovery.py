@@ -3,11 +3,11 @@
     blocks of a request   |0|1|2|3|4|5|6|          loaded or found: 0 to 5, of which 3 failed; in this step 6 was
     computed counts as computed    ──────► 3 * block_tokens
 
-What was really computed before this step is `num_computed_tokens - num_scheduled_tokens.get(request_id, 0)`, whether
-the load was synchronous (the request ran in this step, on bad blocks) or asynchronous (it did not run). A bad block
-that several requests share is computed again by the first of them. The others keep their own count, less what this
-step computed on bad ground; until the block is good again, they do not run (see `Rebuilding`).
-"""
+What was really computed before this step is `num_computed_tokens -
+num_scheduled_tokens.get(request_id, 0)`, whether the load was synchronous (the request ran in this
+step, on bad blocks) or asynchronous (it did not run). A bad block that several requests share is
+computed again by the first of them. The others keep their own count, less what this step computed
+on bad ground; until the block is good again, they do not run (see `Rebuilding`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvkeep.engine.request import Request
 
 @dataclass
 class Affected:
-    """A request that uses a bad block. `first_bad` is the index in its blocks; `rebuilds` those it has to compute
-    again, by id, none if others do."""
+    """A request that uses a bad block. `first_bad` is the index in its blocks; `rebuilds` those it
+    has to compute again, by id, none if others do."""
 
     request: Request
     first_bad: int
@@ -29,9 +29,9 @@ class Affected:
 
 
 def spread(segments: Sequence[Segment], bad_blocks: set[int], block_tokens: int) -> set[int]:
-    """The bad blocks, and those that this step was to fill on top of them. Another request may have found one of those,
-    without a bad block of its own: it has the same prefix in other blocks. Segments come in the order in which they
-    can have found each other's blocks."""
+    """The bad blocks, and those that this step was to fill on top of them. Another request may have
+    found one of those, without a bad block of its own: it has the same prefix in other blocks.
+    Segments come in the order in which they can have found each other's blocks."""
     spoilt = set(bad_blocks)
     for segment in segments:
         if spoilt and not spoilt.isdisjoint(segment.block_ids):
@@ -45,7 +45,8 @@ def truncate(
     num_scheduled_tokens: Mapping[str, int],
     block_tokens: int,
 ) -> list[Affected]:
-    """Sets back `num_computed_tokens` of every request that uses an invalid block. Returns those, in the same order."""
+    """Sets back `num_computed_tokens` of every request that uses an invalid block. Returns those,
+    in the same order."""
     affected: list[Affected] = []
     marked: set[int] = set()  # bad blocks that a request before will compute again
     for request in requests:
@@ -62,7 +63,8 @@ def truncate(
 
 
 class Rebuilding:
-    """Shared blocks that are bad until the request that recomputes them has done so. Those who share them wait."""
+    """Shared blocks that are bad until the request that recomputes them has done so. Those who
+    share them wait."""
 
     def __init__(self) -> None:
         self._owner: dict[int, Request] = {}
@@ -72,8 +74,8 @@ class Rebuilding:
             self._owner.update(dict.fromkeys(each.rebuilds, each.request))
 
     def blocks(self, request: Request, block_tokens: int) -> bool:
-        """Whether this request counts as computed what another one has yet to compute again. What it will write
-        itself it need not wait for, and so nobody waits in a circle."""
+        """Whether this request counts as computed what another one has yet to compute again. What
+        it will write itself it need not wait for, and so nobody waits in a circle."""
         if not self._owner:
             return False
         used = request.block_ids[: -(-request.num_computed_tokens // block_tokens)]
@@ -81,17 +83,22 @@ class Rebuilding:
 
     def progress(self, request: Request, block_tokens: int) -> None:
         """The request has come further: blocks that it has filled again are good."""
-        for block in request.block_ids[: request.num_computed_tokens // block_tokens] if self._owner else ():
+        for block in (
+            request.block_ids[: request.num_computed_tokens // block_tokens] if self._owner else ()
+        ):
             if self._owner.get(block) is request:
                 del self._owner[block]
 
     def leave(self, request: Request, others: Sequence[Request], block_tokens: int) -> None:
-        """The request goes before it is done, and drops its blocks. The next one that shares a bad block takes over."""
+        """The request goes before it is done, and drops its blocks. The next one that shares a bad
+        block takes over."""
         left = {block for block, owner in self._owner.items() if owner is request}
         for block in left:
             del self._owner[block]
         if left:
-            self.add(truncate([each for each in others if each is not request], left, {}, block_tokens))
+            self.add(
+                truncate([each for each in others if each is not request], left, {}, block_tokens)
+            )
 
     @property
     def idle(self) -> bool:

@@ -35,7 +35,9 @@ class RequestMetrics:
     finished_s: float | None = None
     local_cached_tokens: int = 0  # of its first admission: later ones find its own blocks
     external_cached_tokens: int = 0  # really loaded and used
-    skipped_tokens: int = 0  # that the external cache had, and that are computed because a load would take longer
+    skipped_tokens: int = (
+        0  # that the external cache had, and that are computed because a load would take longer
+    )
     failed_loads: int = 0
     preemptions: int = 0
 
@@ -47,8 +49,9 @@ class RequestMetrics:
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` are those of the prompt and all that were generated. Of them the first `num_computed_tokens` have their
-    KV in `block_ids`; of those blocks the first `remembered_blocks` are in the prefix cache."""
+    """`tokens` are those of the prompt and all that were generated. Of them the first
+    `num_computed_tokens` have their KV in `block_ids`; of those blocks the first
+    `remembered_blocks` are in the prefix cache."""
 
     id: str
     tokens: list[int]
@@ -89,7 +92,8 @@ class Request:
         return self.priority, self.number
 
     def append(self, token: int) -> bytes:
-        """Adds a generated token. Returns the keys of the blocks that are full with it: one or none."""
+        """Adds a generated token. Returns the keys of the blocks that are full with it: one or
+        none."""
         known = len(self.chain)
         self.tokens.append(token)
         self.chain.extend([token])

@@ -1,17 +1,18 @@
-"""Decides, step by step, which tokens of which requests are computed, and what becomes of the outcome.
+"""Decides, step by step, which tokens of which requests are computed, and what becomes of the
+outcome.
 
     schedule()            running requests go on, then waiting ones are admitted, within a budget of tokens
-        a waiting request first takes what the prefix cache has, then what the external cache has beyond it, where
-        that is loaded sooner than computed:
+        a waiting request first takes what the prefix cache has, then what the external cache has
+        beyond it, where that is loaded sooner than computed:
           asynchronously   it waits, LOADING, while others run; then it is admitted with its prefix computed
           synchronously    its prefix is loaded inside the step that also computes the rest
     the workers run the step
     update_from_output()  failed loads set requests back (recovery.py), sampled tokens are taken, full blocks are stored
 
-Counting: `num_computed_tokens` advances when a step is scheduled, so that the next one could be scheduled at once.
-Blocks that a step will fill are remembered in the prefix cache at the same moment, so that a request admitted later
-in the same step shares them: a model writes all KV of a layer before it reads any.
-"""
+Counting: `num_computed_tokens` advances when a step is scheduled, so that the next one could be
+scheduled at once. Blocks that a step will fill are remembered in the prefix cache at the same
+moment, so that a request admitted later in the same step shares them: a model writes all KV of a
+layer before it reads any."""
 
 from __future__ import annotations
 
@@ -41,20 +42,25 @@ class Scheduler:
         self.running: list[Request] = []
         self._rebuilding = Rebuilding()
         self._next_number = 0
-        self._given: set[int] = set()  # blocks that workers have yet to hear of: steps may write into them
+        self._given: set[int] = (
+            set()
+        )  # blocks that workers have yet to hear of: steps may write into them
         self.finished: list[Request] = []  # that nobody has taken yet
 
     # -- requests come and go
 
     def add(self, request: Request) -> None:
-        """A request arrives. The external cache is asked at once, so that the answer is there when it is its turn."""
+        """A request arrives. The external cache is asked at once, so that the answer is there when
+        it is its turn."""
         self.config.check_length(request.prompt_tokens, request.sampling.max_tokens)
         request.number = self._next_number
         self._next_number += 1
         if self.connector is not None:
             local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
             keys = request.chain.keys()
-            self.connector.arrive(request.id, request.salt, request.kv_transfer_params, keys, len(local))
+            self.connector.arrive(
+                request.id, request.salt, request.kv_transfer_params, keys, len(local)
+            )
         self._enqueue(request)
 
     def abort(self, request: Request) -> None:
@@ -63,7 +69,8 @@ class Scheduler:
             self._finish(request, "abort")
 
     def preempt(self, request: Request) -> None:
-        """Takes a request's blocks away and lets it wait for others. It computes, finds or loads them again."""
+        """Takes a request's blocks away and lets it wait for others. It computes, finds or loads
+        them again."""
         if request.status is Status.FINISHED:
             return
         self._drop_blocks(request)
@@ -91,7 +98,9 @@ class Scheduler:
         if not preempted:  # else there is no room for more
             self._admit(plan, budget)
         segments = [
-            Segment(each.id, each.salt, each.tokens, each.num_computed_tokens, count, each.block_ids)
+            Segment(
+                each.id, each.salt, each.tokens, each.num_computed_tokens, count, each.block_ids
+            )
             for each, count in plan.items()
         ]
         for request, count in plan.items():
@@ -99,17 +108,23 @@ class Scheduler:
         metadata = StepMetadata()
         if self.connector is not None:
             self._given |= self.pool.take_given()
-            metadata = self.connector.build_step(self._given, tokens=sum(plan.values()), requests=len(plan))
-        return Step(segments, list(plan), {each.id: count for each, count in plan.items()}, metadata)
+            metadata = self.connector.build_step(
+                self._given, tokens=sum(plan.values()), requests=len(plan)
+            )
+        return Step(
+            segments, list(plan), {each.id: count for each, count in plan.items()}, metadata
+        )
 
     def _go_on(self, plan: dict[Request, int], budget: int) -> tuple[int, bool]:
-        """Running requests come first. Where blocks run out, of all who hold some the one that came last gives them
-        up."""
+        """Running requests come first. Where blocks run out, of all who hold some the one that came
+        last gives them up."""
         preempted = False
         for request in list(self.running):
             if budget == 0:
                 break
-            if request.status is not Status.RUNNING or self._rebuilding.blocks(request, self.config.block_tokens):
+            if request.status is not Status.RUNNING or self._rebuilding.blocks(
+                request, self.config.block_tokens
+            ):
                 continue
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self._grow(request, request.num_computed_tokens + count):
@@ -126,7 +141,8 @@ class Scheduler:
         return budget, preempted
 
     def _admit(self, plan: dict[Request, int], budget: int) -> None:
-        """Waiting requests in their order. One that has to wait for an answer or a load is passed by the next."""
+        """Waiting requests in their order. One that has to wait for an answer or a load is passed
+        by the next."""
         for request in list(self.waiting):
             if budget == 0 or len(self.running) >= self.config.max_num_seqs:
                 return
@@ -141,8 +157,8 @@ class Scheduler:
                 self._remember(request, request.num_computed_tokens + count)
 
     def _begin(self, request: Request, budget: int) -> int | None:
-        """How many of the request's tokens this step computes. 0: it has to wait for an answer or a load; None: there
-        is no room for it."""
+        """How many of the request's tokens this step computes. 0: it has to wait for an answer or a
+        load; None: there is no room for it."""
         if request.num_computed_tokens == 0:
             found = self._find_prefix(request)
             if not found:
@@ -151,7 +167,9 @@ class Scheduler:
         fits = count <= budget or self.config.enable_chunked_prefill
         count = min(count, budget)
         if not fits or not self._grow(request, request.num_computed_tokens + count):
-            if len(request.block_ids) == request.local_blocks:  # it can find these again; a load would be lost
+            if (
+                len(request.block_ids) == request.local_blocks
+            ):  # it can find these again; a load would be lost
                 self._drop_blocks(request)
             return None
         if self.connector is not None:
@@ -164,13 +182,20 @@ class Scheduler:
         return count
 
     def _find_prefix(self, request: Request) -> bool | None:
-        """Takes what the caches have of the request. False: it has to wait for that; None: there is no room for it."""
+        """Takes what the caches have of the request. False: it has to wait for that; None: there is
+        no room for it."""
         local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
-        extra = self.connector.lookup(request.id, len(local), self._prefix_limit(request)) if self.connector else 0
+        extra = (
+            self.connector.lookup(request.id, len(local), self._prefix_limit(request))
+            if self.connector
+            else 0
+        )
         if extra is None:
             return False
         if self.connector is not None:
-            request.metrics.skipped_tokens = self.connector.skipped_blocks(request.id) * self.config.block_tokens
+            request.metrics.skipped_tokens = (
+                self.connector.skipped_blocks(request.id) * self.config.block_tokens
+            )
         self.pool.share(local)
         taken = self.pool.take(extra)
         if taken is None:
@@ -187,7 +212,9 @@ class Scheduler:
         if not extra:
             return True
         request.load = self.connector.prepare_load(request.id, len(local), taken)
-        self.pool.share(taken)  # the job's own hold: an abort must not free what is still being written
+        self.pool.share(
+            taken
+        )  # the job's own hold: an abort must not free what is still being written
         if self.config.sync_loads:
             return True
         self._leave_queue(request)
@@ -208,13 +235,14 @@ class Scheduler:
             for job in completed.loads:
                 self._end_load(job)
         for request, token in zip(step.requests, output.tokens, strict=True):
-            # Not if it was aborted or preempted meanwhile; and who shares a bad block must not store it either.
+            # Not if it was aborted or preempted meanwhile; and who shares a bad block must not
+            # store it either.
             if request.status is Status.RUNNING and request not in void:
                 self._take_token(request, token)
 
     def undo(self, step: Step) -> None:
-        """The step failed in the middle, nobody knows where. What it was to fill is not there, nor what it was to load:
-        its requests begin again, and nobody finds those blocks."""
+        """The step failed in the middle, nobody knows where. What it was to fill is not there, nor
+        what it was to load: its requests begin again, and nobody finds those blocks."""
         if self.connector is not None:
             self.connector.worth.drop_step()
         for load in step.metadata.loads.values():
@@ -228,9 +256,14 @@ class Scheduler:
                 self.preempt(request)
 
     def start_over(self, requests: Iterable[Request]) -> None:
-        """Something failed while requests and blocks changed hands, nobody knows where. These requests wait again, with
-        nothing; only loads hold blocks, and nobody finds any. Who had its last token ends."""
-        loads = [job for job in self.connector.jobs if job.is_load] if self.connector is not None else []
+        """Something failed while requests and blocks changed hands, nobody knows where. These
+        requests wait again, with nothing; only loads hold blocks, and nobody finds any. Who had its
+        last token ends."""
+        loads = (
+            [job for job in self.connector.jobs if job.is_load]
+            if self.connector is not None
+            else []
+        )
         if self.connector is not None:
             self.connector.worth.drop_step()
         self.pool.start_over(block for job in loads for block in job.block_ids)
@@ -242,19 +275,25 @@ class Scheduler:
             request.block_ids, request.num_computed_tokens, request.remembered_blocks = [], 0, 0
             request.chain.extend(request.tokens[request.chain.num_tokens :])
             self._enqueue(request)
-            reason = request.finish_reason or (request.stop_reason() if request.output_tokens else "")
+            reason = request.finish_reason or (
+                request.stop_reason() if request.output_tokens else ""
+            )
             if reason:
                 self._finish(request, reason)
 
     def _recover(self, step: Step, invalid_block_ids: set[int]) -> set[Request]:
-        """Applies the rules for failed loads. Returns the requests whose outcome of this step is void."""
+        """Applies the rules for failed loads. Returns the requests whose outcome of this step is
+        void."""
         if not invalid_block_ids:
             return set()
         block_tokens = self.config.block_tokens
         invalid_block_ids = spread(step.segments, invalid_block_ids, block_tokens)
-        affected = truncate(self.unfinished, invalid_block_ids, step.num_scheduled_tokens, block_tokens)
-        # Nobody may find a bad block, or one computed on top of it. Who could have remembered one is in this step, even
-        # if it was aborted meanwhile: blocks of an asynchronous load are remembered when they are known to be good.
+        affected = truncate(
+            self.unfinished, invalid_block_ids, step.num_scheduled_tokens, block_tokens
+        )
+        # Nobody may find a bad block, or one computed on top of it. Who could have remembered one
+        # is in this step, even if it was aborted meanwhile: blocks of an asynchronous load are
+        # remembered when they are known to be good.
         for segment in step.segments:
             bad = [at for at, block in enumerate(segment.block_ids) if block in invalid_block_ids]
             self.pool.forget(segment.block_ids[min(bad) :] if bad else ())
@@ -264,7 +303,8 @@ class Scheduler:
         if self.config.kv_load_failure_policy == "fail":
             for each in affected:
                 each.request.error = (
-                    f"block {each.first_bad} of its prefix could not be loaded (kv_load_failure_policy is fail)"
+                    f"block {each.first_bad} of its prefix could not be loaded "
+                    "(kv_load_failure_policy is fail)"
                 )
                 self._finish(each.request, "error")
         else:
@@ -274,7 +314,9 @@ class Scheduler:
     def _set_back(self, affected: Affected) -> None:
         request = affected.request
         request.remembered_blocks = min(request.remembered_blocks, affected.first_bad)
-        if request.status is Status.WAITING:  # it had no room in this step; what is good of its load, it finds again
+        if (
+            request.status is Status.WAITING
+        ):  # it had no room in this step; what is good of its load, it finds again
             self._drop_blocks(request)
 
     def _end_load(self, job: Job) -> None:
@@ -296,26 +338,37 @@ class Scheduler:
 
     def _count_external(self, request: Request) -> None:
         assert self.connector is not None
-        request.metrics.external_cached_tokens = self.connector.loaded_blocks(request.id) * self.config.block_tokens
+        request.metrics.external_cached_tokens = (
+            self.connector.loaded_blocks(request.id) * self.config.block_tokens
+        )
 
     def _take_token(self, request: Request, token: int) -> None:
         self._rebuilding.progress(request, self.config.block_tokens)
         reason = ""
-        if request.num_computed_tokens == request.num_tokens:  # else its prompt is not computed to the end yet
+        if (
+            request.num_computed_tokens == request.num_tokens
+        ):  # else its prompt is not computed to the end yet
             if request.metrics.first_token_s is None:
                 request.metrics.first_token_s = time.monotonic()
             request.append(token)
-            if self.connector is not None:  # all that it lacks: the last step may have broken off here
-                self.connector.extend(request.id, request.chain.keys(self.connector.known_blocks(request.id)))
+            if (
+                self.connector is not None
+            ):  # all that it lacks: the last step may have broken off here
+                self.connector.extend(
+                    request.id, request.chain.keys(self.connector.known_blocks(request.id))
+                )
             reason = request.stop_reason()
-        is_prompt = request.num_computed_tokens <= request.prompt_tokens  # somebody else may have the same
+        is_prompt = (
+            request.num_computed_tokens <= request.prompt_tokens
+        )  # somebody else may have the same
         self._store(request, at_once=is_prompt or bool(reason))
         if reason:
             self._finish(request, reason)
 
     def _store(self, request: Request, *, at_once: bool) -> None:
-        """What is proven to be computed goes to the external cache. Nobody holds the blocks for that: who gets one of
-        them before it is copied says so to the workers, and they see to it (`take_given`)."""
+        """What is proven to be computed goes to the external cache. Nobody holds the blocks for
+        that: who gets one of them before it is copied says so to the workers, and they see to it
+        (`take_given`)."""
         if self.connector is not None:
             full = request.num_computed_tokens // self.config.block_tokens
             self.connector.hold(request.id, full)
@@ -324,7 +377,8 @@ class Scheduler:
     # -- blocks
 
     def _prefix_limit(self, request: Request) -> int:
-        """How many blocks a request can find: at least one token is left to compute, for its logits."""
+        """How many blocks a request can find: at least one token is left to compute, for its
+        logits."""
         return (request.num_tokens - 1) // self.config.block_tokens
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
@@ -344,8 +398,8 @@ class Scheduler:
         request.remembered_blocks = max(request.remembered_blocks, full)
 
     def _drop_last_waiting(self, keep: Request) -> bool:
-        """With nobody running, requests that wait with a loaded prefix can keep each other from running: the last of
-        them gives its blocks up."""
+        """With nobody running, requests that wait with a loaded prefix can keep each other from
+        running: the last of them gives its blocks up."""
         holders = [each for each in self.waiting if each.block_ids and each is not keep]
         if not holders:
             return False
@@ -370,7 +424,8 @@ class Scheduler:
                 queue.remove(request)
 
     def _finish(self, request: Request, reason: str) -> None:
-        """The one way out, whatever the state. A load under way keeps its own hold on its blocks."""
+        """The one way out, whatever the state. A load under way keeps its own hold on its
+        blocks."""
         request.finish_reason = reason
         self._drop_blocks(request)
         self._leave_queue(request)
@@ -382,12 +437,19 @@ class Scheduler:
         self.finished.append(request)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if requests, blocks and jobs contradict each other. Between steps only."""
+        """Raises AssertionError if requests, blocks and jobs contradict each other. Between steps
+        only."""
         loads = [job for job in self.connector.jobs if job.is_load] if self.connector else ()
         held = [block for each in self.unfinished for block in each.block_ids]
         self.pool.check_integrity([*held, *(block for job in loads for block in job.block_ids)])
         for request in self.unfinished:
-            assert 0 <= request.num_computed_tokens <= request.num_tokens, f"{request.id} has computed too much"
+            assert 0 <= request.num_computed_tokens <= request.num_tokens, (
+                f"{request.id} has computed too much"
+            )
             room = len(request.block_ids) * self.config.block_tokens
-            assert request.num_computed_tokens <= room, f"{request.id} has computed more than its blocks hold"
-            assert request.remembered_blocks <= len(request.block_ids), f"{request.id} remembers blocks it lacks"
+            assert request.num_computed_tokens <= room, (
+                f"{request.id} has computed more than its blocks hold"
+            )
+            assert request.remembered_blocks <= len(request.block_ids), (
+                f"{request.id} remembers blocks it lacks"
+            )

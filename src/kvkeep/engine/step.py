@@ -23,7 +23,8 @@ class Step:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What came of a step: a token for each segment, and one report of finished jobs from each worker."""
+    """What came of a step: a token for each segment, and one report of finished jobs from each
+    worker."""
 
     tokens: Sequence[int]
     reports: Sequence[Finished] = ()

@@ -1,9 +1,8 @@
 """The workers: ranks with their shards of the KV, and the model that runs over them.
 
-All ranks live in this process and share the model's weights, which keeps the engine small. What is really spread over
-them, as in a large engine, is the KV: each has tensors of its own with its layers and its heads, and its own side of
-the cache.
-"""
+All ranks live in this process and share the model's weights, which keeps the engine small. What is
+really spread over them, as in a large engine, is the KV: each has tensors of its own with its
+layers and its heads, and its own side of the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ _SYNC_LOAD_POLL_S = 0.0001
 
 
 class _Side:
-    """One rank's side of the cache: the jobs that it is at, and what it said that nobody has taken in yet."""
+    """One rank's side of the cache: the jobs that it is at, and what it said that nobody has taken
+    in yet."""
 
     def __init__(self, rank: int, cache: TransferSide) -> None:
         self._cache = cache
@@ -49,8 +49,12 @@ class _Side:
         self._under_way.update(jobs)
         try:
             begin_jobs()
-        except Exception:  # guard: an interrupt may come when it has begun, and blocks that are read or written then
-            self._under_way.difference_update(jobs)  # must not be anybody else's; other errors come before that
+        except Exception:
+            # guard: an interrupt may come when it has begun, and blocks that are read or written
+            # then
+            self._under_way.difference_update(
+                jobs
+            )  # must not be anybody else's; other errors come before that
             raise
 
     def poll(self) -> None:
@@ -66,7 +70,11 @@ class _Side:
     def give_up(self, job: Job) -> None:
         """Reports a job as undone that has not begun here."""
         report, number = self.report, job.number
-        if number in self._under_way or number in (*report.loaded, *report.stored) or report.rank in job.reports:
+        if (
+            number in self._under_way
+            or number in (*report.loaded, *report.stored)
+            or report.rank in job.reports
+        ):
             return
         if job.is_load:
             report.failed[number] = list(job.block_ids)
@@ -77,8 +85,12 @@ class _Side:
 
 
 def shape_of(model: Model, ranks: Sequence[Rank], num_blocks: int, block_tokens: int) -> BlockShape:
-    """What a model's blocks are, and how these ranks, each with KV for `num_blocks`, divide them."""
-    shard_bytes = {rank.strategy.kv_rank: sum(kv.nbytes for kv in rank.kv.values()) // num_blocks for rank in ranks}
+    """What a model's blocks are, and how these ranks, each with KV for `num_blocks`, divide
+    them."""
+    shard_bytes = {
+        rank.strategy.kv_rank: sum(kv.nbytes for kv in rank.kv.values()) // num_blocks
+        for rank in ranks
+    }
     sizes = tuple(shard_bytes[kv_rank] for kv_rank in sorted(shard_bytes))
     return BlockShape(model.identity(block_tokens), sizes, cut=ranks[0].strategy.cut)
 
@@ -86,7 +98,9 @@ def shape_of(model: Model, ranks: Sequence[Rank], num_blocks: int, block_tokens:
 class Workers:
     """Runs steps. `ranks` hold the KV."""
 
-    def __init__(self, model: Model, config: EngineConfig, backend: CacheBackend | None = None) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, backend: CacheBackend | None = None
+    ) -> None:
         self.model = model
         self._config = config
         tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -96,7 +110,12 @@ class Workers:
                 Rank(strategy, model.allocate_kv(strategy, config.num_blocks, config.block_tokens))
                 for strategy in strategies
             ]
-        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # torch's words for too much
+        except (
+            RuntimeError,
+            MemoryError,
+            TypeError,
+            OverflowError,
+        ) as error:  # torch's words for too much
             problem = f"there is no memory for num_blocks = {config.num_blocks:.6g}: {error}"
             raise SettingsError(problem.partition("\n")[0], "lower num_blocks") from None
         self.shape = shape_of(model, self.ranks, config.num_blocks, config.block_tokens)
@@ -108,31 +127,38 @@ class Workers:
         self._sides = [_Side(rank, cache) for rank, cache in enumerate(self._caches)]
 
     def run(self, step: Step) -> StepOutput:
-        """Begins the step's jobs, computes its segments, and reports the jobs that have ended by now."""
+        """Begins the step's jobs, computes its segments, and reports the jobs that have ended by
+        now."""
         for side in self._sides:
             begin(step.metadata, side)
         if self._config.sync_loads:
             self._wait_for_loads(step.metadata)
-        bad = {block for side in self._sides for block_ids in side.report.failed.values() for block in block_ids}
+        bad = {
+            block
+            for side in self._sides
+            for block_ids in side.report.failed.values()
+            for block in block_ids
+        }
         tokens = self._compute(step, bad)
         self._poll()
         return StepOutput(tokens, [side.report for side in self._sides])
 
     def forget_reports(self) -> None:
-        """The reports of the last step were taken in. A worker says it once: until then they belong to the next one."""
+        """The reports of the last step were taken in. A worker says it once: until then they belong
+        to the next one."""
         for side in self._sides:
             side.report = Finished(side.report.rank)
 
     def give_up(self, jobs: Iterable[Job]) -> None:
-        """A step has failed, and perhaps before all of these were begun on every rank. Those that were not end with the
-        next step, as failed loads and incomplete stores."""
+        """A step has failed, and perhaps before all of these were begun on every rank. Those that
+        were not end with the next step, as failed loads and incomplete stores."""
         for job in jobs:
             for side in self._sides:
                 side.give_up(job)
 
     def _compute(self, step: Step, bad_blocks: set[int]) -> list[int]:
-        """A token for each segment. One that stands on blocks which failed to load just now is not computed: the
-        scheduler will not take its token."""
+        """A token for each segment. One that stands on blocks which failed to load just now is not
+        computed: the scheduler will not take its token."""
         sound: Sequence[int] = range(len(step.segments))
         if bad_blocks:
             bad_blocks = spread(step.segments, bad_blocks, self._config.block_tokens)

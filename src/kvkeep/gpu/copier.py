@@ -3,16 +3,18 @@
     store    engine blocks ── gather + checksum ──► bay ── copy over the bus ──► slots
     load     engine blocks ◄── scatter + checksum ── bay ◄── copy over the bus ── slots
 
-Staging memory on the GPU is cut into bays. While one is filled by a kernel another is on the bus, each on a stream of
-its own, and each direction has its own line: stores and loads run at the same time. Nothing here waits for the whole
-device, and nothing is copied to or from host memory that the bus cannot reach directly: slots in a part of the pool
-that is not registered yet, or never can be, are reached through a bounce buffer.
+Staging memory on the GPU is cut into bays. While one is filled by a kernel another is on the bus,
+each on a stream of its own, and each direction has its own line: stores and loads run at the same
+time. Nothing here waits for the whole device, and nothing is copied to or from host memory that the
+bus cannot reach directly: slots in a part of the pool that is not registered yet, or never can be,
+are reached through a bounce buffer.
 
 Order with the engine is kept by events, never by waiting in its thread:
 
     mark      the engine's thread, when it hands over a job: kernels of that job begin after what the engine did before
     shield    the engine's thread, before it writes into blocks that a store reads: that work begins after those reads.
-              It costs some microseconds, because a gather is given to the GPU only when its bay is free.
+              It costs some microseconds, because a gather is given to the GPU only when its bay is
+              free.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ log = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
-_LARGEST_STAGING = 640 << 20  # bays of 96 MiB: larger ones are no faster, and all of them may be queued at once
+_LARGEST_STAGING = (
+    640 << 20
+)  # bays of 96 MiB: larger ones are no faster, and all of them may be queued at once
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
@@ -51,12 +55,16 @@ _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on thei
 class GpuCopier:
     """For one engine worker. Stores are for one thread, loads for another."""
 
-    # Each part holds the engine up a dozen times. While the first is on the bus the second one's slots are found.
+    # Each part holds the engine up a dozen times. While the first is on the bus the second one's
+    # slots are found.
     whole_bytes, part_bytes = 1 << 30, 512 << 20
     first_bytes: tuple[int, ...] = (48 << 20, 128 << 20)
 
-    def __init__(self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None) -> None:
-        """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be moved."""
+    def __init__(
+        self, pieces: Sequence[BlockRuns], staging_bytes: int, device: Cuda | None = None
+    ) -> None:
+        """DeviceError if memory or a compiler is lacking; RequestError for blocks that cannot be
+        moved."""
         self._device = device or Cuda(torch.device(pieces[0].device))
         self._units = [Units.of(runs, self._device.torch_device) for runs in pieces]
         self._runs, self._pinned = pieces, Pinned()
@@ -67,9 +75,12 @@ class GpuCopier:
         self._try_out()
 
     def _take_memory(self, staging_bytes: int) -> None:
-        """As much as that, or half, or a quarter of it, and so on: what is free is for others, too."""
+        """As much as that, or half, or a quarter of it, and so on: what is free is for others,
+        too."""
         largest, left = max(units.pitch for units in self._units), staging_bytes
-        while left // 2 >= _SMALLEST_STAGING and left > self._device.free_bytes() // _OF_WHAT_IS_FREE:
+        while (
+            left // 2 >= _SMALLEST_STAGING and left > self._device.free_bytes() // _OF_WHAT_IS_FREE
+        ):
             left //= 2
         while True:
             made: list[Any] = []
@@ -87,9 +98,12 @@ class GpuCopier:
         log.info("kvkeep: blocks go through %s of %s", format_size(left), self._device.torch_device)
 
     def _try_out(self) -> None:
-        """Compiles and loads the kernels now: later it would hold up a step. Block 0 is read and written back as it
-        is; nobody uses it yet."""
-        bay, ids = self._out.next_bay(), torch.zeros(1, dtype=torch.int64, device=self._device.torch_device)
+        """Compiles and loads the kernels now: later it would hold up a step. Block 0 is read and
+        written back as it is; nobody uses it yet."""
+        bay, ids = (
+            self._out.next_bay(),
+            torch.zeros(1, dtype=torch.int64, device=self._device.torch_device),
+        )
         try:
             for units in self._units:
                 for sums in (None, torch.zeros_like(ids)):
@@ -100,9 +114,12 @@ class GpuCopier:
             batch.move(self._out.kernels, bay.address, ids.data_ptr(), 1)
             batch.run()
             self._device.wait(self._device.mark(self._out.kernels))
-        except Exception as error:  # guard: raised again; Triton and the C compiler that it calls have many words
+        except Exception as error:
+            # guard: raised again; Triton and the C compiler that it calls have many words
             hint = "Triton needs a C compiler on this host, such as gcc"
-            raise DeviceError(f"the kernels that move blocks cannot be made: {error}", hint) from error
+            raise DeviceError(
+                f"the kernels that move blocks cannot be made: {error}", hint
+            ) from error
 
     # -- the engine's thread
 
@@ -116,16 +133,21 @@ class GpuCopier:
             self._device.after(None, self._last_read)
 
     def relocate(self, pieces: Sequence[BlockRuns]) -> None:
-        """The engine's blocks are in this memory from now on; in none: nothing here refers to it, and nothing that was
-        given to the GPU is still to read it. Staging memory stays. DeviceError or RequestError as in the beginning."""
+        """The engine's blocks are in this memory from now on; in none: nothing here refers to it,
+        and nothing that was given to the GPU is still to read it. Staging memory stays. DeviceError
+        or RequestError as in the beginning."""
         self._device.wait(self._device.mark())  # blocks are set aside on the engine's own stream
-        self._runs, self._units = pieces, [Units.of(runs, self._device.torch_device) for runs in pieces]
+        self._runs, self._units = (
+            pieces,
+            [Units.of(runs, self._device.torch_device) for runs in pieces],
+        )
         if pieces:
             self._try_out()
 
     def give_way(self, to_engine: bool) -> None:
-        """Whether copies that are asked for from now on let the engine's own through as soon as can be. That costs some
-        hundredths of the bus. They do, unless it says that it computes nothing."""
+        """Whether copies that are asked for from now on let the engine's own through as soon as can
+        be. That costs some hundredths of the bus. They do, unless it says that it computes
+        nothing."""
         for line in (self._out, self._in):
             line.copies.gives_way = to_engine
         self._switches.computes(something=to_engine)
@@ -135,8 +157,8 @@ class GpuCopier:
         self._switches.moves(blocks)
 
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[Saved]:
-        """Copies of these blocks, in memory of our own, ordered before whatever the engine does next. MemoryError if
-        there is no room."""
+        """Copies of these blocks, in memory of our own, ordered before whatever the engine does
+        next. MemoryError if there is no room."""
         return self._aside.take(self._units[piece], _checked(self._runs[piece], block_ids))
 
     # -- the threads that copy
@@ -152,15 +174,17 @@ class GpuCopier:
         return is_ahead
 
     def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading:
-        """Reads blocks for a store, after that mark. If a step is under way it ends first: its tokens go to the host by
-        the same copy engine, behind whatever is there."""
+        """Reads blocks for a store, after that mark. If a step is under way it ends first: its
+        tokens go to the host by the same copy engine, behind whatever is there."""
         if ready is not None and self.wait_for(ready):
             time.sleep(_TOKENS_S)
         return Reading(self, piece, verify, ready)
 
     def fetch_ahead(self, piece: int, addresses: Addresses) -> Fetched:
         """The first bytes of these slots begin to cross the bus, for the next `scattering`."""
-        way = Way(self._device, self._in, self._pinned, self._units[piece], Ready((), self.wait_for))
+        way = Way(
+            self._device, self._in, self._pinned, self._units[piece], Ready((), self.wait_for)
+        )
         try:
             return way.fetch_ahead(addresses, MOST_BLOCKS)
         except BaseException:  # guard: raised again; nobody may have memory that a copy still reads
@@ -176,8 +200,9 @@ class GpuCopier:
         ready: Sequence[Any] = (),
         ahead: Fetched | None = None,
     ) -> Scattering:
-        """Slots into engine blocks, after those marks. What was fetched ahead of them is not fetched again; that is for
-        an engine's own thread, which then does not sleep until all of it is in place."""
+        """Slots into engine blocks, after those marks. What was fetched ahead of them is not
+        fetched again; that is for an engine's own thread, which then does not sleep until all of it
+        is in place."""
         block_ids = _checked(self._runs[piece], block_ids)
         for mark in ready:
             self._device.after(self._in.kernels, mark)
@@ -188,9 +213,12 @@ class GpuCopier:
             for start in range(0, len(block_ids), MOST_BLOCKS):
                 some = slice(start, start + MOST_BLOCKS)
                 verify = expected is not None
-                parts.append(way.scatter(block_ids[some], addresses[some], verify=verify, fetched=fetched))
+                parts.append(
+                    way.scatter(block_ids[some], addresses[some], verify=verify, fetched=fetched)
+                )
                 fetched = []
-        except BaseException:  # guard: raised again; nobody may have memory that a copy still goes to
+        except BaseException:
+            # guard: raised again; nobody may have memory that a copy still goes to
             self._in.drain()
             raise
         return Scattering(self._device, self._in, units, parts, expected, engine.came_s)
@@ -198,12 +226,16 @@ class GpuCopier:
     # -- host memory
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lets the bus reach this part of the pool. False if it cannot; it is usable all the same."""
+        """Lets the bus reach this part of the pool. False if it cannot; it is usable all the
+        same."""
         try:
             self._device.register(address, nbytes)
         except DeviceError as error:
             if not self._warned:
-                log.warning("kvkeep: host memory cannot be registered with CUDA, transfers are slower: %s", error)
+                log.warning(
+                    "kvkeep: host memory cannot be registered with CUDA, transfers are slower: %s",
+                    error,
+                )
             self._warned = True
             return False
         self._pinned.add(address, nbytes)
@@ -219,9 +251,10 @@ class GpuCopier:
 
 
 class Reading:
-    """One piece of some blocks, `MOST_BLOCKS` at most, on their way into slots: `read`, and for those that it leaves
-    `make_room`, `gather`, `deliver`, and so on; then `end`; and when it is needed `sums`, which waits for what is still
-    under way, as `close` does. The next one may begin before that."""
+    """One piece of some blocks, `MOST_BLOCKS` at most, on their way into slots: `read`, and for
+    those that it leaves `make_room`, `gather`, `deliver`, and so on; then `end`; and when it is
+    needed `sums`, which waits for what is still under way, as `close` does. The next one may begin
+    before that."""
 
     def __init__(self, copier: GpuCopier, piece: int, verify: bool, ready: Any) -> None:
         self._copier = copier
@@ -235,7 +268,9 @@ class Reading:
         self._bay: Bay | None = None
         self._gathered: tuple[Bay, Addresses] | None = None
         self._saved: list[Saved] = []
-        self._marks: list[Any] | None = None  # when all is over; None: nobody has said that there is no more
+        self._marks: list[Any] | None = (
+            None  # when all is over; None: nobody has said that there is no more
+        )
         self._closed, self._gate, self._reads = False, Gate(), list[Any]()
         self.at_a_time: int = self._line.blocks_a_bay(self._units.pitch)
         self._batch = self._device.batch()
@@ -245,16 +280,27 @@ class Reading:
             self._ledger.begin(self._batch, self._line.kernels, MOST_BLOCKS)
 
     def read(self, block_ids: NDArray[np.int64], addresses: Addresses) -> int:
-        """Instead of bay by bay: all of them, in one call that lets go of the interpreter, as far as the bus reaches
-        their slots, or until `halt`. So many are read; `at_a_time` in each bay but the last."""
+        """Instead of bay by bay: all of them, in one call that lets go of the interpreter, as far
+        as the bus reaches their slots, or until `halt`. So many are read; `at_a_time` in each bay
+        but the last."""
         batch, line, units, at_a_time = self._batch, self._line, self._units, self.at_a_time
-        of_bays = self._ledger.ids(batch, line.kernels, _checked(self._runs, block_ids), self._count).split(at_a_time)
-        sums_of_bays = self._ledger.sums[self._count : self._count + len(block_ids)].split(at_a_time)
+        of_bays = self._ledger.ids(
+            batch, line.kernels, _checked(self._runs, block_ids), self._count
+        ).split(at_a_time)
+        sums_of_bays = self._ledger.sums[self._count : self._count + len(block_ids)].split(
+            at_a_time
+        )
         bays, goes_on = [], True
-        for number, runs in enumerate(self._copier._pinned.runs(addresses, units.nbytes, at_a_time)):
+        for number, runs in enumerate(
+            self._copier._pinned.runs(addresses, units.nbytes, at_a_time)
+        ):
             if runs is None:
                 break
-            ids, sums, bay = of_bays[number], sums_of_bays[number] if self._verify else None, line.next_bay()
+            ids, sums, bay = (
+                of_bays[number],
+                sums_of_bays[number] if self._verify else None,
+                line.next_bay(),
+            )
             bays.append((bay, before := bay.busy, line.copies.turn))
             if before is not None:
                 batch.wait(before)
@@ -265,7 +311,9 @@ class Reading:
             batch.after(line.copies.stream, self._reads[-1])
             self._collect(bay, runs)
             if number == 0 and (before is None or self._device.is_over(before)):
-                goes_on = batch.run()  # the bus has nothing to do: it need not wait until all of them are collected
+                goes_on = (
+                    batch.run()
+                )  # the bus has nothing to do: it need not wait until all of them are collected
                 if not goes_on:
                     break
         done = len(bays) if goes_on and batch.run() else self._gate.halt()
@@ -277,7 +325,8 @@ class Reading:
         return count
 
     def halt(self) -> int:
-        """For the engine's thread: `read` reads no more blocks than so many, and `shield` covers them."""
+        """For the engine's thread: `read` reads no more blocks than so many, and `shield` covers
+        them."""
         done = self._gate.halt()
         self._note_reads(done)
         return done * self.at_a_time
@@ -287,14 +336,16 @@ class Reading:
             self._copier._last_read = self._reads[bays - 1]
 
     def make_room(self) -> None:
-        """Waits until a bay is free: what `gather` gives to the GPU then waits for nothing but the engine."""
+        """Waits until a bay is free: what `gather` gives to the GPU then waits for nothing but the
+        engine."""
         self._bay = self._line.next_bay()
         if self._bay.busy is not None:
             self._batch.wait(self._bay.busy)
         self._batch.run()
 
     def gather(self, block_ids: NDArray[np.int64], addresses: Addresses) -> None:
-        """These blocks are read: the engine must not write into them before it has called `shield`."""
+        """These blocks are read: the engine must not write into them before it has called
+        `shield`."""
         assert self._bay is not None
         if not len(block_ids):
             return
@@ -311,7 +362,8 @@ class Reading:
         self._gathered = (self._bay, addresses)
 
     def deliver(self) -> None:
-        """What was gathered goes into its slots, at the latest when room is made for others, or at the end."""
+        """What was gathered goes into its slots, at the latest when room is made for others, or at
+        the end."""
         if self._gathered is None:
             return
         (bay, addresses), self._gathered = self._gathered, None
@@ -321,7 +373,9 @@ class Reading:
             self._collect(bay, runs)
             return
         bounce = self._line.bounce(bay)
-        copies.to_host(batch, bounce, units.pitch, bay.address, units.pitch, units.pitch, len(addresses))
+        copies.to_host(
+            batch, bounce, units.pitch, bay.address, units.pitch, units.pitch, len(addresses)
+        )
         bay.busy = copies.mark(batch)
         batch.wait(bay.busy)
         batch.run()
@@ -345,7 +399,9 @@ class Reading:
         with self._device.on(self._line.kernels):
             self._bay.memory[:words].copy_(saved.memory, non_blocking=True)
             if self._verify:
-                self._ledger.sums[self._count : self._count + 1].copy_(saved.sums, non_blocking=True)
+                self._ledger.sums[self._count : self._count + 1].copy_(
+                    saved.sums, non_blocking=True
+                )
         self._device.after(self._line.copies.stream, self._device.mark(self._line.kernels))
         self._count += 1
         self._gathered = (self._bay, np.array([address], dtype=np.uint64))
@@ -361,7 +417,8 @@ class Reading:
         self._marks = marks  # not before: who waits for what was never recorded does not wait
 
     def sums(self) -> NDArray[np.uint64]:
-        """The checksums of what was gathered and put, in that order; 0 if not asked for. All of it has arrived."""
+        """The checksums of what was gathered and put, in that order; 0 if not asked for. All of it
+        has arrived."""
         self._wait()
         sums = self._units.checksums(self._ledger.sums_here(self._count))
         self.close()

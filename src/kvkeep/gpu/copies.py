@@ -1,16 +1,17 @@
-"""Copies of one direction over the bus, on two streams in turn, so that an engine's own copies have their turn, too.
+"""Copies of one direction over the bus, on two streams in turn, so that an engine's own copies have
+their turn, too.
 
-A copy engine of a GPU stays with a stream for as long as that has work that can begin. All on one stream, our copies
-would make those of an engine, such as a step's inputs and its tokens, wait for the end of a whole load or store. So
-after some megabytes they go on in the other stream, when those before them are over:
+A copy engine of a GPU stays with a stream for as long as that has work that can begin. All on one
+stream, our copies would make those of an engine, such as a step's inputs and its tokens, wait for
+the end of a whole load or store. So after some megabytes they go on in the other stream, when those
+before them are over:
 
     stream 0    ▄▄ 0 ▄▄           ▄▄ 2 ▄▄
     stream 1            ▄▄ 1 ▄▄           ▄▄ 3 ▄▄
 
-Between two turns a copy of the engine's goes first. Large turns cost nothing. Small ones cost up to three hundredths of
-the bus, and are for an engine that computes meanwhile: it waits for about a third of a millisecond, or for one block
-where those are larger than a turn.
-"""
+Between two turns a copy of the engine's goes first. Large turns cost nothing. Small ones cost up to
+three hundredths of the bus, and are for an engine that computes meanwhile: it waits for about a
+third of a millisecond, or for one block where those are larger than a turn."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Turn(NamedTuple):
 
 
 class Copies:
-    """For one thread, but for `gives_way`. Nothing is given to the driver before the batch is run."""
+    """For one thread, but for `gives_way`. Nothing is given to the driver before the batch is
+    run."""
 
     def __init__(self, device: Cuda) -> None:
         self.streams = device.stream(), device.stream()
@@ -44,16 +46,48 @@ class Copies:
         """Of the present turn. What it waits for, later turns wait for, too."""
         return self.streams[self.turn.number % 2]
 
-    def to_host(self, batch: Any, host: int, host_pitch: int, device: int, pitch: int, nbytes: int, count: int) -> None:
+    def to_host(
+        self,
+        batch: Any,
+        host: int,
+        host_pitch: int,
+        device: int,
+        pitch: int,
+        nbytes: int,
+        count: int,
+    ) -> None:
         """As a batch has it."""
         for at, rows in self._parts(batch, nbytes, count):
-            batch.to_host(self.stream, host + at * host_pitch, host_pitch, device + at * pitch, pitch, nbytes, rows)
+            batch.to_host(
+                self.stream,
+                host + at * host_pitch,
+                host_pitch,
+                device + at * pitch,
+                pitch,
+                nbytes,
+                rows,
+            )
 
     def to_device(
-        self, batch: Any, device: int, pitch: int, host: int, host_pitch: int, nbytes: int, count: int
+        self,
+        batch: Any,
+        device: int,
+        pitch: int,
+        host: int,
+        host_pitch: int,
+        nbytes: int,
+        count: int,
     ) -> None:
         for at, rows in self._parts(batch, nbytes, count):
-            batch.to_device(self.stream, device + at * pitch, pitch, host + at * host_pitch, host_pitch, nbytes, rows)
+            batch.to_device(
+                self.stream,
+                device + at * pitch,
+                pitch,
+                host + at * host_pitch,
+                host_pitch,
+                nbytes,
+                rows,
+            )
 
     def mark(self, batch: Any) -> Any:
         """When all are over that were asked for so far."""

@@ -1,9 +1,10 @@
-"""A GPU as the copier needs it: streams, events, batches of work, and host memory that the bus can reach.
+"""A GPU as the copier needs it: streams, events, batches of work, and host memory that the bus can
+reach.
 
-Streams and memory are torch's. All else goes to the driver itself: torch has no call for a copy to an address, and a
-call through ctypes lets go of the interpreter, or keeps it where that is sooner over. The copier takes anything that
-looks like `Cuda`, which is how it is tested on machines without a GPU.
-"""
+Streams and memory are torch's. All else goes to the driver itself: torch has no call for a copy to
+an address, and a call through ctypes lets go of the interpreter, or keeps it where that is sooner
+over. The copier takes anything that looks like `Cuda`, which is how it is tested on machines
+without a GPU."""
 
 from __future__ import annotations
 
@@ -31,24 +32,35 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
-            self._quickly = ctypes.PyDLL("libcuda.so.1")  # keeps the interpreter, for calls that are over at once
+            self._quickly = ctypes.PyDLL(
+                "libcuda.so.1"
+            )  # keeps the interpreter, for calls that are over at once
         except OSError as error:
-            raise DeviceError(f"the CUDA driver cannot be loaded: {error}", "is this a GPU host?") from error
+            raise DeviceError(
+                f"the CUDA driver cannot be loaded: {error}", "is this a GPU host?"
+            ) from error
         if not native.available:
-            raise DeviceError("the C kernel was not built", "install a C compiler and reinstall kvkeep")
+            raise DeviceError(
+                "the C kernel was not built", "install a C compiler and reinstall kvkeep"
+            )
         self.entries = entries(self._driver)
-        self._unused_events: tuple[list[int], list[int]] = ([], [])  # of those who sleep, and of those who spin
+        self._unused_events: tuple[list[int], list[int]] = (
+            [],
+            [],
+        )  # of those who sleep, and of those who spin
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
 
     # -- threads, memory
 
     def enter(self) -> None:
-        """Makes the device current in this thread, and lets it work while another one captures a CUDA graph: nothing of
-        ours is part of a graph, and without this our calls would spoil the capture."""
+        """Makes the device current in this thread, and lets it work while another one captures a
+        CUDA graph: nothing of ours is part of a graph, and without this our calls would spoil the
+        capture."""
         mode = ctypes.c_int(_RELAXED)
         self._check(
-            "cuThreadExchangeStreamCaptureMode", self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            "cuThreadExchangeStreamCaptureMode",
+            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)),
         )
         torch.cuda.set_device(self.torch_device)
         torch.cuda.current_stream(self.torch_device).query()  # makes the context current, too
@@ -74,7 +86,9 @@ class Cuda:
             self._check("cuMemHostRegister", result)
 
     def unregister(self, address: int) -> None:
-        self._check("cuMemHostUnregister", self._driver.cuMemHostUnregister(ctypes.c_void_p(address)))
+        self._check(
+            "cuMemHostUnregister", self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
+        )
 
     # -- streams and events
 
@@ -94,7 +108,9 @@ class Cuda:
             pass
         handle = ctypes.c_void_p()
         flags = _NO_TIMING if urgent else _NO_TIMING | _BLOCKING
-        self._check("cuEventCreate", self._quickly.cuEventCreate(ctypes.byref(handle), ctypes.c_uint(flags)))
+        self._check(
+            "cuEventCreate", self._quickly.cuEventCreate(ctypes.byref(handle), ctypes.c_uint(flags))
+        )
         return Event(handle.value or 0, unused)
 
     def mark(self, stream: Any = None, *, urgent: bool = False) -> Event:
@@ -106,12 +122,16 @@ class Cuda:
 
     def after(self, stream: Any, event: Event) -> None:
         """What is given to this stream from now on begins after that point. None: the engine's."""
-        result = self._quickly.cuStreamWaitEvent(self._handle(stream), ctypes.c_void_p(event.handle), ctypes.c_uint(0))
+        result = self._quickly.cuStreamWaitEvent(
+            self._handle(stream), ctypes.c_void_p(event.handle), ctypes.c_uint(0)
+        )
         self._check("cuStreamWaitEvent", result)
 
     def wait(self, event: Event) -> None:
         """Waits here, in this thread, without the interpreter."""
-        self._check("cuEventSynchronize", self._driver.cuEventSynchronize(ctypes.c_void_p(event.handle)))
+        self._check(
+            "cuEventSynchronize", self._driver.cuEventSynchronize(ctypes.c_void_p(event.handle))
+        )
 
     def is_over(self, event: Event) -> bool:
         return bool(self._quickly.cuEventQuery(ctypes.c_void_p(event.handle)) != _NOT_READY)

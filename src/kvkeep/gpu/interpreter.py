@@ -1,9 +1,10 @@
-"""How soon threads hand the interpreter to each other while there are jobs beside an engine that computes.
+"""How soon threads hand the interpreter to each other while there are jobs beside an engine that
+computes.
 
-An engine's thread lets go of the interpreter at every call of the GPU's driver. A thread of ours that takes it then may
-keep it for 5 ms, which is Python's own interval, kernel after kernel. So it is 0.2 ms while ours have something to do.
-And no longer: an engine has other threads, which would take the interpreter from its main one as often in every step.
-"""
+An engine's thread lets go of the interpreter at every call of the GPU's driver. A thread of ours
+that takes it then may keep it for 5 ms, which is Python's own interval, kernel after kernel. So it
+is 0.2 ms while ours have something to do. And no longer: an engine has other threads, which would
+take the interpreter from its main one as often in every step."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class _Interpreter:
             self._usual_s = sys.getswitchinterval()
             if self._usual_s > QUICK_S:
                 sys.setswitchinterval(QUICK_S)
-        elif not self._hurried and self._usual_s > QUICK_S and self._is_quick():  # nobody else has set it meanwhile
+        elif (
+            not self._hurried and self._usual_s > QUICK_S and self._is_quick()
+        ):  # nobody else has set it meanwhile
             sys.setswitchinterval(self._usual_s + _MICROSECOND / 2)  # it is cut off there
 
     def _is_quick(self) -> bool:
@@ -40,8 +43,8 @@ _here = _Interpreter()
 
 
 class QuickSwitches:
-    """Of one worker, on while it has jobs and its engine computes. Safe to use from several threads. The last worker in
-    a process that says so ends them."""
+    """Of one worker, on while it has jobs and its engine computes. Safe to use from several
+    threads. The last worker in a process that says so ends them."""
 
     def __init__(self) -> None:
         self._moves, self._computes = False, True

@@ -1,13 +1,14 @@
-"""Triton kernels that move blocks between an engine's GPU memory and staging memory beside it, checksums included.
+"""Triton kernels that move blocks between an engine's GPU memory and staging memory beside it,
+checksums included.
 
     engine memory     [unit 0 of block 7] … [unit 1 of block 7] … [unit 0 of block 3] …      where the engine has them
     staging memory    [ unit 0 | unit 1 | … of block 7 ][ unit 0 | unit 1 | … of block 3 ]   one block after the other
 
-A block's runs (`kvkeep.kv.runs`) are cut into units of one length, so that a kernel finds the place of any byte by one
-division. The checksum is that of `kvkeep.kv.checksum`, of the very words that are moved: a program handles some rows of
-4,096 bytes and adds their terms to the block's sum, in whatever order; the definition's last step is left to the host
-(`checksums`). Sums of 64 bits wrap around, which is what the definition asks for. Needs torch and triton.
-"""
+A block's runs (`kvkeep.kv.runs`) are cut into units of one length, so that a kernel finds the place
+of any byte by one division. The checksum is that of `kvkeep.kv.checksum`, of the very words that
+are moved: a program handles some rows of 4,096 bytes and adds their terms to the block's sum, in
+whatever order; the definition's last step is left to the host (`checksums`). Sums of 64 bits wrap
+around, which is what the definition asks for. Needs torch and triton."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def _gather(  # type: ignore[no-untyped-def]
     verify: tl.constexpr,
     tile_rows: tl.constexpr,
 ):
-    """staging[i] = block ids[i], filled up with zeros to whole words, and its sum. Grid: (tiles, blocks)."""
+    """staging[i] = block ids[i], filled up with zeros to whole words, and its sum. Grid: (tiles,
+    blocks)."""
     words: tl.constexpr = (nbytes + 7) // 8
     rows: tl.constexpr = (words + _LANES - 1) // _LANES
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
@@ -143,10 +145,13 @@ def _move(target, source, count, at_a_time: tl.constexpr):  # type: ignore[no-un
 
 
 def move(target: torch.Tensor, source: torch.Tensor) -> Any:
-    """A few words, on the current stream; either may be host memory that the bus can reach. A copy would take one of
-    the GPU's copy engines, and what is under way there in the same direction pauses for 75 µs, however small it is."""
+    """A few words, on the current stream; either may be host memory that the bus can reach. A copy
+    would take one of the GPU's copy engines, and what is under way there in the same direction
+    pauses for 75 µs, however small it is."""
     count = len(source)
-    return _move[(Mover.programs(count),)](target, source, count, at_a_time=_MOVED_WORDS, num_warps=4)
+    return _move[(Mover.programs(count),)](
+        target, source, count, at_a_time=_MOVED_WORDS, num_warps=4
+    )
 
 
 class Mover:
@@ -170,8 +175,8 @@ def _keys_on(device: torch.device) -> torch.Tensor:
 
 
 class Made(NamedTuple):
-    """A kernel as the driver knows it, and those of its arguments that never change. It fits every launch: staging
-    memory is always aligned alike, and nothing else depends on the arguments."""
+    """A kernel as the driver knows it, and those of its arguments that never change. It fits every
+    launch: staging memory is always aligned alike, and nothing else depends on the arguments."""
 
     function: int
     threads: int
@@ -184,7 +189,8 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """A block's runs as units of one length, in GPU memory: unit u of block b starts at base[u] + b * stride[u]."""
+    """A block's runs as units of one length, in GPU memory: unit u of block b starts at base[u] + b
+    * stride[u]."""
 
     nbytes: int  # of a block
     unit: int
@@ -192,7 +198,9 @@ class Units:
     stride: torch.Tensor
     by_words: bool  # whether each word of 8 bytes lies together, aligned
     keys: torch.Tensor
-    _compiled: dict[tuple[str, bool], Any] = field(default_factory=dict)  # by name and whether it verifies
+    _compiled: dict[tuple[str, bool], Any] = field(
+        default_factory=dict
+    )  # by name and whether it verifies
     _made: dict[tuple[str, bool], Made] = field(default_factory=dict)
 
     @classmethod
@@ -202,10 +210,15 @@ class Units:
         counts = runs.length // unit
         if counts.sum() > MAX_RUNS:
             problem = (
-                f"a block's {len(runs.length)} pieces have lengths with no greater common measure than {unit} bytes"
+                f"a block's {len(runs.length)} pieces have lengths with no greater common measure "
+                f"than {unit} bytes"
             )
-            raise RequestError("bad_layer", problem, field="layers", hint="serve this engine without kvkeep")
-        within = np.concatenate([np.arange(count, dtype=np.uint64) * np.uint64(unit) for count in counts.tolist()])
+            raise RequestError(
+                "bad_layer", problem, field="layers", hint="serve this engine without kvkeep"
+            )
+        within = np.concatenate(
+            [np.arange(count, dtype=np.uint64) * np.uint64(unit) for count in counts.tolist()]
+        )
         base = (np.repeat(runs.base, counts) + within).view(np.int64)
         stride = np.repeat(runs.stride, counts)
         by_words = unit % 8 == 0 and not (base % 8).any() and not (stride % 8).any()
@@ -224,8 +237,8 @@ class Units:
         return -(-self.nbytes // 8) * 8
 
     def gather(self, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
-        """Engine blocks `ids` to the beginning of staging memory, on the current stream, which is not waited for. What
-        `checksums` makes checksums of is added to `sums`, which were 0."""
+        """Engine blocks `ids` to the beginning of staging memory, on the current stream, which is
+        not waited for. What `checksums` makes checksums of is added to `sums`, which were 0."""
         self._launch("gather", ids, staging, sums)
 
     def scatter(self, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
@@ -237,7 +250,8 @@ class Units:
         return definition.mix64(sums + np.uint64(self.nbytes))
 
     def made(self, name: str, *, verify: bool) -> Made:
-        """What Triton made of a kernel when it was first launched, for who launches it without Triton."""
+        """What Triton made of a kernel when it was first launched, for who launches it without
+        Triton."""
         made = self._made.get((name, verify))
         if made is None:
             compiled = self._compiled[name, verify]
@@ -252,7 +266,9 @@ class Units:
             )
         return made
 
-    def _launch(self, name: str, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None) -> None:
+    def _launch(
+        self, name: str, ids: torch.Tensor, staging: torch.Tensor, sums: torch.Tensor | None
+    ) -> None:
         assert len(ids) <= _GRID_LIMIT
         kernel = _gather if name == "gather" else _scatter
         self._compiled[name, sums is not None] = kernel[(self._tiles, len(ids))](

@@ -13,7 +13,8 @@ Run = tuple[int, int, int, int]  # address, distance, place of the first among a
 
 
 class Pinned:
-    """Ranges of addresses that are registered with the GPU's driver. No copy may cross from one into the next."""
+    """Ranges of addresses that are registered with the GPU's driver. No copy may cross from one
+    into the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,10 +37,13 @@ class Pinned:
         ordered = sorted(self._ranges.items())
         self._sorted = [start for start, _ in ordered], [stop for _, stop in ordered]
 
-    def runs(self, addresses: NDArray[np.uint64], nbytes: int, at_a_time: int) -> Iterator[list[Run] | None]:
-        """Areas of `nbytes`, so many at a time, as runs that one copy takes each: equally far apart, and registered
-        together. None for those of which not all are registered."""
-        # Lists, and only as far as they are asked for: somebody waits for the first, and they are few at a time.
+    def runs(
+        self, addresses: NDArray[np.uint64], nbytes: int, at_a_time: int
+    ) -> Iterator[list[Run] | None]:
+        """Areas of `nbytes`, so many at a time, as runs that one copy takes each: equally far
+        apart, and registered together. None for those of which not all are registered."""
+        # Lists, and only as far as they are asked for: somebody waits for the first, and they are
+        # few at a time.
         for start in range(0, len(addresses), at_a_time):
             yield self._runs(addresses[start : start + at_a_time].tolist(), nbytes)
 

@@ -1,4 +1,5 @@
-"""Blocks on their way from slots into engine memory: how they are given to the GPU, and what is waited for."""
+"""Blocks on their way from slots into engine memory: how they are given to the GPU, and what is
+waited for."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from kvkeep.gpu.pinned import Pinned, Run
 from kvkeep.gpu.staging import BAYS, Bay, Ledger, Line
 from kvkeep.kv.copy import move_rows
 
-_BAYS_TOGETHER = 8  # in one call, and fewer at first: who comes back from one waits for the interpreter
+_BAYS_TOGETHER = (
+    8  # in one call, and fewer at first: who comes back from one waits for the interpreter
+)
 
 
 class Scattered(NamedTuple):
-    """A part of them: its ledger, how many, when nearly all and when all are in place. Until `nearly` one can sleep."""
+    """A part of them: its ledger, how many, when nearly all and when all are in place. Until
+    `nearly` one can sleep."""
 
     ledger: Ledger
     blocks: int
@@ -28,11 +32,17 @@ class Scattered(NamedTuple):
 
 
 class Fetched:
-    """Bays with the first bytes of some slots, there or on their way, while nobody knows yet which blocks they go to.
-    The slots must stay as they are until a load has taken the bays and is over, and be ours until this is closed."""
+    """Bays with the first bytes of some slots, there or on their way, while nobody knows yet which
+    blocks they go to. The slots must stay as they are until a load has taken the bays and is over,
+    and be ours until this is closed."""
 
     def __init__(
-        self, device: Cuda, line: Line, units: Units, addresses: NDArray[np.uint64], bays: list[tuple[Bay, Any]]
+        self,
+        device: Cuda,
+        line: Line,
+        units: Units,
+        addresses: NDArray[np.uint64],
+        bays: list[tuple[Bay, Any]],
     ) -> None:
         self._device = device
         self._line = line
@@ -46,10 +56,12 @@ class Fetched:
         return self._arrived is not None
 
     def take(self, units: Units, addresses: NDArray[np.uint64]) -> list[tuple[Bay, Any]]:
-        """Each bay and when it is filled: once, and only for a load of these very slots, or of the first of them, while
-        nobody else has taken a bay."""
+        """Each bay and when it is filled: once, and only for a load of these very slots, or of the
+        first of them, while nobody else has taken a bay."""
         bays, self._bays = self._bays, []
-        is_same = units is self._units and np.array_equal(self._addresses[: len(addresses)], addresses)
+        is_same = units is self._units and np.array_equal(
+            self._addresses[: len(addresses)], addresses
+        )
         return bays if is_same and self._line.turn == self._turn else []
 
     def close(self) -> None:
@@ -59,14 +71,15 @@ class Fetched:
         if arrived is not None:
             try:
                 self._device.wait(arrived)
-            except BaseException:  # guard: raised again; nobody may have memory that a copy still reads
+            except BaseException:
+                # guard: raised again; nobody may have memory that a copy still reads
                 self._line.drain()
                 raise
 
 
 class Ready:
-    """What the engine has to have done before blocks are written. `came_s` is when it had, if somebody waited for it:
-    a load takes no time before that."""
+    """What the engine has to have done before blocks are written. `came_s` is when it had, if
+    somebody waited for it: a load takes no time before that."""
 
     def __init__(self, marks: Sequence[Any], wait_for: Callable[[Any], bool]) -> None:
         self._marks = marks
@@ -84,11 +97,19 @@ class Ready:
 
 
 class Way:
-    """From slots into one piece of an engine's blocks. For the thread that loads. If that is the engine's own, and some
-    of it was fetched ahead, it stays `awake`: the step that comes next begins on a core that has not rested."""
+    """From slots into one piece of an engine's blocks. For the thread that loads. If that is the
+    engine's own, and some of it was fetched ahead, it stays `awake`: the step that comes next
+    begins on a core that has not rested."""
 
     def __init__(
-        self, device: Cuda, line: Line, pinned: Pinned, units: Units, engine: Ready, *, awake: bool = False
+        self,
+        device: Cuda,
+        line: Line,
+        pinned: Pinned,
+        units: Units,
+        engine: Ready,
+        *,
+        awake: bool = False,
     ) -> None:
         self._device = device
         self._line = line
@@ -98,8 +119,8 @@ class Way:
         self._awake = awake
 
     def fetch_ahead(self, addresses: NDArray[np.uint64], most_blocks: int) -> Fetched:
-        """Fills as many bays as there are, or fewer: no more than so many blocks, and not from slots that the bus
-        cannot reach."""
+        """Fills as many bays as there are, or fewer: no more than so many blocks, and not from
+        slots that the bus cannot reach."""
         line, units, batch = self._line, self._units, self._device.batch()
         bays, at_a_time = list[tuple[Bay, Any]](), line.blocks_a_bay(units.pitch)
         of_bays = self._pinned.runs(addresses[:most_blocks], units.nbytes, at_a_time)
@@ -125,20 +146,28 @@ class Way:
     ) -> Scattered:
         """`MOST_BLOCKS` at most. The first of them are in the bays that were fetched."""
         line, units, batch = self._line, self._units, self._device.batch()
-        ledger, count, at_a_time = line.take_ledger(), len(block_ids), line.blocks_a_bay(units.pitch)
+        ledger, count, at_a_time = (
+            line.take_ledger(),
+            len(block_ids),
+            line.blocks_a_bay(units.pitch),
+        )
         rest = self._pinned.runs(addresses[len(fetched) * at_a_time :], units.nbytes, at_a_time)
         ids, bay, before = None, None, None
         for number, start in enumerate(range(0, count, at_a_time)):
             some = slice(start, min(start + at_a_time, count))
             before, is_fetched = bay.busy if bay is not None else None, number < len(fetched)
-            bay, arrived = fetched[number] if is_fetched else self._fill(batch, next(rest), addresses[some])
+            bay, arrived = (
+                fetched[number] if is_fetched else self._fill(batch, next(rest), addresses[some])
+            )
             if ids is None:  # while the first are on the bus
                 batch.run()
                 if verify:
                     ledger.begin(batch, line.kernels, count)
                 ids = ledger.ids(batch, line.kernels, block_ids)
             batch.after(line.kernels, arrived)
-            batch.scatter(line.kernels, units, ids[some], bay.memory, ledger.sums[some] if verify else None)
+            batch.scatter(
+                line.kernels, units, ids[some], bay.memory, ledger.sums[some] if verify else None
+            )
             bay.busy = batch.mark(line.kernels)
             if not is_fetched:
                 line.queue(bay.busy)
@@ -150,8 +179,11 @@ class Way:
         batch.run()
         return Scattered(ledger, count, None if self._awake else before, done)
 
-    def _fill(self, batch: Any, runs: Sequence[Run] | None, addresses: NDArray[np.uint64]) -> tuple[Bay, Any]:
-        """The next bay, and when it holds what is in these slots. With no runs, they go through a bounce buffer."""
+    def _fill(
+        self, batch: Any, runs: Sequence[Run] | None, addresses: NDArray[np.uint64]
+    ) -> tuple[Bay, Any]:
+        """The next bay, and when it holds what is in these slots. With no runs, they go through a
+        bounce buffer."""
         line, units = self._line, self._units
         self._wait_for_room(batch)
         bay = line.next_bay()
@@ -204,8 +236,8 @@ class Scattering:
         self.ready_s = ready_s
 
     def good(self) -> NDArray[np.bool_]:
-        """Waits until all are in place; True where the bytes have the checksum expected. A block answered False holds
-        bytes that must not be used."""
+        """Waits until all are in place; True where the bytes have the checksum expected. A block
+        answered False holds bytes that must not be used."""
         self._wait()
         good = np.ones(self._count, dtype=np.bool_)
         if self._expected is not None and self._parts:

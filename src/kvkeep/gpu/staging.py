@@ -1,4 +1,5 @@
-"""Memory on the GPU that blocks pass through: bays of the two lines, and a place for what the engine takes back."""
+"""Memory on the GPU that blocks pass through: bays of the two lines, and a place for what the
+engine takes back."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all bays once
 
 
 class Bay:
-    """Staging memory of one batch. `busy` is when it will be free, `bounced` when its bounce buffer will."""
+    """Staging memory of one batch. `busy` is when it will be free, `bounced` when its bounce buffer
+    will."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -45,7 +47,9 @@ class Ledger:
         """So many sums will be taken."""
         batch.zero(stream, self.sums[:count])
 
-    def ids(self, batch: Any, stream: Any, block_ids: NDArray[np.int64], at: int = 0) -> torch.Tensor:
+    def ids(
+        self, batch: Any, stream: Any, block_ids: NDArray[np.int64], at: int = 0
+    ) -> torch.Tensor:
         count = len(block_ids)
         self._ids_view[at : at + count] = block_ids
         batch.move(stream, self._ids_at + 8 * at, self._ids_here_at + 8 * at, count)
@@ -80,8 +84,8 @@ class Line:
         return self._bays[self.turn % BAYS]
 
     def first_of_too_many(self) -> Any:
-        """What is to be over before another bay is queued for the bus, if anything. To queue all at once is no
-        faster, and what is queued cannot be called back."""
+        """What is to be over before another bay is queued for the bus, if anything. To queue all at
+        once is no faster, and what is queued cannot be called back."""
         return self._queued.popleft() if len(self._queued) >= self._most_queued else None
 
     def queue(self, over: Any) -> None:
@@ -105,8 +109,8 @@ class Line:
         return int(bay.bounce.data_ptr())
 
     def drain(self) -> None:
-        """Waits for all that is under way here. Whoever calls this gives memory away afterwards, often because
-        something has failed: what fails here, too, must not end the waiting."""
+        """Waits for all that is under way here. Whoever calls this gives memory away afterwards,
+        often because something has failed: what fails here, too, must not end the waiting."""
         failed: Exception | None = None
         for stream in (self.kernels, *self.copies.streams):
             try:
@@ -138,8 +142,8 @@ class Saved:
 
 
 class Aside:
-    """Memory for blocks that the engine takes back before they are read. It is used from its beginning on, and from its
-    beginning again when all of it is free."""
+    """Memory for blocks that the engine takes back before they are read. It is used from its
+    beginning on, and from its beginning again when all of it is free."""
 
     def __init__(self, device: Cuda, nbytes: int) -> None:
         self._device = device
@@ -147,10 +151,13 @@ class Aside:
         self._sums = device.memory(MOST_BLOCKS)
         self._ids_here, self._ids = device.host_memory(MOST_BLOCKS), device.memory(MOST_BLOCKS)
         self._lock = threading.Lock()
-        self._used = self._taken = self._left = 0  # words, blocks, and blocks that are not free again
+        self._used = self._taken = self._left = (
+            0  # words, blocks, and blocks that are not free again
+        )
 
     def take(self, units: Units, block_ids: NDArray[np.int64]) -> list[Saved]:
-        """On the engine's stream, in its thread, which does not wait. MemoryError if there is no room."""
+        """On the engine's stream, in its thread, which does not wait. MemoryError if there is no
+        room."""
         count, words = len(block_ids), units.pitch // 8
         if not count:
             return []
@@ -159,15 +166,25 @@ class Aside:
             if start + count * words > len(self._memory) or self._taken + count > MOST_BLOCKS:
                 raise MemoryError
             place = slice(self._taken, self._taken + count)
-            self._used, self._taken, self._left = start + count * words, place.stop, self._left + count
-        memory, sums, ids = self._memory[start : start + count * words], self._sums[place], self._ids[place]
+            self._used, self._taken, self._left = (
+                start + count * words,
+                place.stop,
+                self._left + count,
+            )
+        memory, sums, ids = (
+            self._memory[start : start + count * words],
+            self._sums[place],
+            self._ids[place],
+        )
         try:
             self._ids_here[place].numpy()[:] = block_ids
             ids.copy_(self._ids_here[place], non_blocking=True)
             sums.zero_()
             units.gather(ids, memory, sums)
             rows = memory.view(count, words)
-            saved = [Saved(self, row, sums[at : at + 1], units.nbytes) for at, row in enumerate(rows)]
+            saved = [
+                Saved(self, row, sums[at : at + 1], units.nbytes) for at, row in enumerate(rows)
+            ]
             ready = self._device.mark()
         except BaseException:  # guard: raised again; the room would be lost for good
             self.free(count)

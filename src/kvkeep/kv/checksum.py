@@ -1,8 +1,10 @@
-"""The checksum of a block: 64 bits, taken where the bytes were made and compared where they are used.
+"""The checksum of a block: 64 bits, taken where the bytes were made and compared where they are
+used.
 
-Definition. Cut the bytes into rows of 4096, the last one filled up with zeros. A row is 512 lanes of 8 bytes, a lane is
-two little-endian 32-bit words, lo and hi. Keys k[0..1023] are fixed 32-bit numbers: splitmix64 started at SEED gives
-512 numbers of 64 bits, and the i-th holds k[2i] in its low half and k[2i+1] in its high half. Then
+Definition. Cut the bytes into rows of 4096, the last one filled up with zeros. A row is 512 lanes
+of 8 bytes, a lane is two little-endian 32-bit words, lo and hi. Keys k[0..1023] are fixed 32-bit
+numbers: splitmix64 started at SEED gives 512 numbers of 64 bits, and the i-th holds k[2i] in its
+low half and k[2i+1] in its high half. Then
 
     A_i = (lo_i + k[2i])   mod 2^32                      what lane i adds to its row:
     B_i = (hi_i + k[2i+1]) mod 2^32                      (A_i + 1)(B_i + 1) - 1 = A_i B_i + A_i + B_i
@@ -10,17 +12,18 @@ two little-endian 32-bit words, lo and hi. Keys k[0..1023] are fixed 32-bit numb
     row_j    = sum of its lanes                          mod 2^64
     checksum = mix64(nbytes + sum of mix64(row_j + (j+1) * GOLDEN))     mod 2^64
 
-with mix64 the finalizer of splitmix64, a bijection. All is sums, so lanes and rows can be computed in any order and in
-parallel: on a GPU at the speed of its memory, in vector registers here.
+with mix64 the finalizer of splitmix64, a bijection. All is sums, so lanes and rows can be computed
+in any order and in parallel: on a GPU at the speed of its memory, in vector registers here.
 
-What it promises. A change inside one 32-bit word is always seen: with the other word left alone the lane changes by
-d * (B + 1), 0 < |d| < 2^32 and 1 <= B + 1 <= 2^32, which is never 0 mod 2^64; bijections carry that difference through,
-as long as no other row changed. Bytes that move within a row meet other keys, and rows that move another multiple of
-GOLDEN. Two changed words in one row can cancel out only if the words next to them happen to agree in 32 bits after
-keying, so for the worst pattern of damage one case in 2^32 is missed, and for damage of any size to data that does not
-conspire one in 2^64. The keys are public: this finds accidents, not forgeries (a tenant cannot write into another's
-slot in the first place). See docs/decisions/0003-checksum.md for the measurements behind the choice.
-"""
+What it promises. A change inside one 32-bit word is always seen: with the other word left alone the
+lane changes by d * (B + 1), 0 < |d| < 2^32 and 1 <= B + 1 <= 2^32, which is never 0 mod 2^64;
+bijections carry that difference through, as long as no other row changed. Bytes that move within a
+row meet other keys, and rows that move another multiple of GOLDEN. Two changed words in one row can
+cancel out only if the words next to them happen to agree in 32 bits after keying, so for the worst
+pattern of damage one case in 2^32 is missed, and for damage of any size to data that does not
+conspire one in 2^64. The keys are public: this finds accidents, not forgeries (a tenant cannot
+write into another's slot in the first place). See docs/decisions/0003-checksum.md for the
+measurements behind the choice."""
 
 from __future__ import annotations
 
@@ -37,8 +40,9 @@ GOLDEN = 0x9E3779B97F4A7C15
 SEED = 0x6B766B6565700001
 _MASK = (1 << 64) - 1
 
-# Stands where a checksum would, for a shard of a block that was never written: an engine may do without parts of old
-# blocks. That bytes really have this checksum is as likely as any other accident, and then they are a miss.
+# Stands where a checksum would, for a shard of a block that was never written: an engine may do
+# without parts of old blocks. That bytes really have this checksum is as likely as any other
+# accident, and then they are a miss.
 ABSENT = _MASK
 
 _ROWS_AT_A_TIME = 32  # 128 KiB: the temporaries of a piece stay in the second-level cache
@@ -56,7 +60,9 @@ def _multiples_of_golden(first: int, count: int) -> NDArray[np.uint64]:
 
 
 # k[0..1023] of the definition.
-KEYS: NDArray[np.uint32] = mix64(np.uint64(SEED) + _multiples_of_golden(1, ROW // 8)).astype("<u8").view("<u4")
+KEYS: NDArray[np.uint32] = (
+    mix64(np.uint64(SEED) + _multiples_of_golden(1, ROW // 8)).astype("<u8").view("<u4")
+)
 
 
 def checksum(data: bytes | bytearray | memoryview | NDArray[Any]) -> int:
@@ -83,13 +89,17 @@ def has_checksum(data: NDArray[np.uint8], expected: int) -> bool:
 def checksum_at(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
     """The checksums of `nbytes` bytes at each address. The memory must be readable and stay so."""
     if nbytes < 0:
-        raise RequestError("bad_request", f"cannot take the checksum of {nbytes} bytes", field="nbytes")
+        raise RequestError(
+            "bad_request", f"cannot take the checksum of {nbytes} bytes", field="nbytes"
+        )
     addresses = np.ascontiguousarray(addresses, dtype=np.uint64)
     if nbytes == 0:
         return np.zeros(len(addresses), dtype=np.uint64)
     if native.available:
         return native.checksums(addresses, nbytes)
-    return np.array([_checksum(native.bytes_at(int(a), nbytes)) for a in addresses], dtype=np.uint64)
+    return np.array(
+        [_checksum(native.bytes_at(int(a), nbytes)) for a in addresses], dtype=np.uint64
+    )
 
 
 def _checksum(data: NDArray[np.uint8]) -> int:

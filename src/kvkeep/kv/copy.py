@@ -1,12 +1,12 @@
-"""Moves blocks between engine memory (`BlockRuns`) and slots (absolute addresses of `runs.nbytes` bytes each).
+"""Moves blocks between engine memory (`BlockRuns`) and slots (absolute addresses of `runs.nbytes`
+bytes each).
 
-Arguments are checked before the first byte moves. With the C kernel a block is read once, and copied and hashed in the
-same pass; the numpy road gives the same results, more slowly. Either way a checksum speaks of the very bytes that
-arrived, not of a second look at their source.
+Arguments are checked before the first byte moves. With the C kernel a block is read once, and
+copied and hashed in the same pass; the numpy road gives the same results, more slowly. Either way a
+checksum speaks of the very bytes that arrived, not of a second look at their source.
 
-With the C kernel, memory of the pool that is gone (its file was made shorter) is a PoolError, and what was copied until
-then is of no use. On the numpy road it is a bus error.
-"""
+With the C kernel, memory of the pool that is gone (its file was made shorter) is a PoolError, and
+what was copied until then is of no use. On the numpy road it is a bus error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from kvkeep.kv.runs import BlockRuns
 def gather(
     runs: BlockRuns, block_ids: NDArray[np.int64], slots: NDArray[np.uint64], *, verify: bool
 ) -> NDArray[np.uint64] | None:
-    """Copy engine block `block_ids[i]` into slot `slots[i]`; the checksums of the bytes copied, if `verify`.
+    """Copy engine block `block_ids[i]` into slot `slots[i]`; the checksums of the bytes copied, if
+    `verify`.
 
-    Raises RequestError, having copied nothing, when a block id is out of range or the arrays do not fit together.
-    """
+    Raises RequestError, having copied nothing, when a block id is out of range or the arrays do not
+    fit together."""
     block_ids, slots = _checked(runs, block_ids, slots)
     sums = np.empty(len(block_ids), dtype=np.uint64) if verify else None
     if native.available:
@@ -49,12 +50,12 @@ def scatter(
     slots: NDArray[np.uint64],
     expected: NDArray[np.uint64] | None,
 ) -> NDArray[np.bool_]:
-    """Copy slot `slots[i]` into engine block `block_ids[i]`; True where the bytes copied have checksum `expected[i]`.
+    """Copy slot `slots[i]` into engine block `block_ids[i]`; True where the bytes copied have
+    checksum `expected[i]`.
 
-    A block answered False has been overwritten with bytes that must not be used: the engine has to compute it anew.
-    Without `expected` nothing is checked and all are True. Raises RequestError, having copied nothing, when a block id
-    is out of range or the arrays do not fit together.
-    """
+    A block answered False has been overwritten with bytes that must not be used: the engine has to
+    compute it anew. Without `expected` nothing is checked and all are True. Raises RequestError,
+    having copied nothing, when a block id is out of range or the arrays do not fit together."""
     block_ids, slots = _checked(runs, block_ids, slots)
     if expected is not None and len(expected) != len(block_ids):
         message = f"{len(block_ids)} blocks, but {len(expected)} checksums to compare with"
@@ -69,7 +70,9 @@ def scatter(
     return np.equal(sums, np.asarray(expected, dtype=np.uint64))
 
 
-def move_rows(rows: int, pitch: int, slots: NDArray[np.uint64], nbytes: int, *, to_slots: bool) -> None:
+def move_rows(
+    rows: int, pitch: int, slots: NDArray[np.uint64], nbytes: int, *, to_slots: bool
+) -> None:
     """Copy `nbytes` of plain memory at rows, rows + pitch, … into slots, or back."""
     if native.available and len(slots):
         ids, base = np.arange(len(slots), dtype=np.int64), np.array([rows], dtype=np.uint64)
@@ -83,7 +86,10 @@ def move_rows(rows: int, pitch: int, slots: NDArray[np.uint64], nbytes: int, *, 
 
 
 def _scatter_with_numpy(
-    runs: BlockRuns, block_ids: NDArray[np.int64], slots: NDArray[np.uint64], sums: NDArray[np.uint64] | None
+    runs: BlockRuns,
+    block_ids: NDArray[np.int64],
+    slots: NDArray[np.uint64],
+    sums: NDArray[np.uint64] | None,
 ) -> None:
     block = np.empty(runs.nbytes, dtype=np.uint8)
     for i, (block_id, slot) in enumerate(zip(block_ids.tolist(), slots.tolist(), strict=True)):
@@ -104,17 +110,24 @@ def _pieces(runs: BlockRuns, block_id: int) -> list[tuple[int, int, int]]:
 def _checked(
     runs: BlockRuns, block_ids: NDArray[np.int64], slots: NDArray[np.uint64]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """The arrays as the kernel wants them, or RequestError. Floats and lossy conversions are refused, not rounded."""
+    """The arrays as the kernel wants them, or RequestError. Floats and lossy conversions are
+    refused, not rounded."""
     for field, array in (("block_ids", block_ids), ("slots", slots)):
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            message = f"{field} must be a list of integers, not {array.dtype} of shape {array.shape}"
+            message = (
+                f"{field} must be a list of integers, not {array.dtype} of shape {array.shape}"
+            )
             raise RequestError("bad_request", message, field=field)
     if len(block_ids) != len(slots):
-        raise RequestError("bad_request", f"{len(block_ids)} blocks, but {len(slots)} slots", field="slots")
+        raise RequestError(
+            "bad_request", f"{len(block_ids)} blocks, but {len(slots)} slots", field="slots"
+        )
     wrong = (block_ids < 0) | (block_ids >= runs.num_blocks)
     if wrong.any():
         message = f"block {int(block_ids[wrong][0])} does not exist: the engine has blocks 0 to {runs.num_blocks - 1}"
         raise RequestError("bad_request", message, field="block_ids")
     if (slots <= 0).any():
         raise RequestError("bad_request", "a slot's address cannot be zero or less", field="slots")
-    return np.ascontiguousarray(block_ids, dtype=np.int64), np.ascontiguousarray(slots, dtype=np.uint64)
+    return np.ascontiguousarray(block_ids, dtype=np.int64), np.ascontiguousarray(
+        slots, dtype=np.uint64
+    )

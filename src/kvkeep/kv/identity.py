@@ -1,13 +1,12 @@
 """Whose bytes a block holds: the model that computed them and the tenant they belong to.
 
-`ModelIdentity` lists everything about a model and an engine that decides what the bytes of a KV block mean. The root of
-every key is taken over all of its parts (see `kvkeep.kv.keys`), so equal keys mean equal numbers. How shards cut those
-numbers is not part of it: that is in the address of a block (`kvkeep.kv.shape`). docs/concepts/identity.md lists every
-part and its reason.
+`ModelIdentity` lists everything about a model and an engine that decides what the bytes of a KV
+block mean. The root of every key is taken over all of its parts (see `kvkeep.kv.keys`), so equal
+keys mean equal numbers. How shards cut those numbers is not part of it: that is in the address of a
+block (`kvkeep.kv.shape`). docs/concepts/identity.md lists every part and its reason.
 
-A tenant is a request's `cache_salt`. The salt itself stays in the engine process: what is sent to the server, quoted in
-logs and drawn on dashboards is `tenant_of(salt)`.
-"""
+A tenant is a request's `cache_salt`. The salt itself stays in the engine process: what is sent to
+the server, quoted in logs and drawn on dashboards is `tenant_of(salt)`."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ import msgspec
 
 from kvkeep.errors import RequestError
 
-# The version of what a key binds and of how a block's bytes lie in a slot. Raised with every change of either: what an
-# older version stored is then a miss, never a misreading.
+# The version of what a key binds and of how a block's bytes lie in a slot. Raised with every change
+# of either: what an older version stored is then a miss, never a misreading.
 LAYOUT_VERSION = 2
 
 MAX_TEXT_CHARS = 4096
@@ -34,7 +33,8 @@ _TENANT = re.compile(r"t-[0-9a-f]{32}")
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What has to be equal for one engine's KV numbers to mean the same to another; all of it is in every key.
+    """What has to be equal for one engine's KV numbers to mean the same to another; all of it is in
+    every key.
 
     model          the model's name or path, as the engine was given it
     revision       the revision or a digest of the weights; two fine-tunes of one name differ here
@@ -45,8 +45,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                    the attention backend, position embeddings, quantization
     layout_version our own arrangement; leave it alone
 
-    Raises RequestError, naming the field, for a value that is missing, of another type or out of its limits.
-    """
+    Raises RequestError, naming the field, for a value that is missing, of another type or out of
+    its limits."""
 
     model: str
     revision: str
@@ -66,23 +66,28 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def parts(self) -> dict[str, str]:
         """Every part by its name, as text. Two identities are equal exactly where these are."""
-        own = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name != "details"}
+        own = {
+            name: str(getattr(self, name)) for name in self.__struct_fields__ if name != "details"
+        }
         return own | dict(self.details)
 
 
 def differing_parts(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The names of the parts that keep two engines from sharing, in the order in which they are listed."""
+    """The names of the parts that keep two engines from sharing, in the order in which they are
+    listed."""
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def tenant_of(salt: str | None) -> str:
-    """The id that stands for a salt outside the engine: "default" for none, else "t-" and 32 hex digits.
+    """The id that stands for a salt outside the engine: "default" for none, else "t-" and 32 hex
+    digits.
 
-    Takes any string, lone surrogates included, and never raises on one. Distinct salts give distinct ids (up
-    to a collision of a 128-bit hash); no salt can take the name "default".
-    """
+    Takes any string, lone surrogates included, and never raises on one. Distinct salts give
+    distinct ids (up to a collision of a 128-bit hash); no salt can take the name "default"."""
     if salt is not None and not isinstance(salt, str):
-        raise RequestError("bad_salt", f"a salt is a string, not {type(salt).__name__}", field="salt")
+        raise RequestError(
+            "bad_salt", f"a salt is a string, not {type(salt).__name__}", field="salt"
+        )
     if not salt:
         return DEFAULT_TENANT
     digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"kvkeep.tenant")
@@ -90,12 +95,14 @@ def tenant_of(salt: str | None) -> str:
 
 
 def is_tenant(text: object) -> bool:
-    """Whether `text` has the form of a tenant id, and so may be used in a label or a file name as it is."""
+    """Whether `text` has the form of a tenant id, and so may be used in a label or a file name as
+    it is."""
     return isinstance(text, str) and (text == DEFAULT_TENANT or _TENANT.fullmatch(text) is not None)
 
 
 def check_tenant(text: object, hint: str) -> None:
-    """RequestError unless `text` is a tenant id. It is not quoted: it may be a salt that somebody took for one."""
+    """RequestError unless `text` is a tenant id. It is not quoted: it may be a salt that somebody
+    took for one."""
     if not is_tenant(text):
         problem = "a tenant is named `default` or `t-` and 32 hex digits"
         raise RequestError("bad_tenant", problem, field="tenant", hint=hint)
@@ -108,10 +115,18 @@ def _check_details(details: object, taken: set[str]) -> None:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise _refusal("details", f"must hold (name, value) pairs, not {pair!r}")
         name, value = pair
-        if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_.]*", name) or len(name) > MAX_NAME_CHARS:
-            raise _refusal("details", f"has the bad name {name!r}: lower-case letters, digits, '_' and '.'")
+        if (
+            not isinstance(name, str)
+            or not re.fullmatch(r"[a-z][a-z0-9_.]*", name)
+            or len(name) > MAX_NAME_CHARS
+        ):
+            raise _refusal(
+                "details", f"has the bad name {name!r}: lower-case letters, digits, '_' and '.'"
+            )
         if name in taken:
-            raise _refusal("details", f"has the name {name!r} twice, or it is the name of another field")
+            raise _refusal(
+                "details", f"has the name {name!r} twice, or it is the name of another field"
+            )
         taken.add(name)
         _check_text(f"details.{name}", value)
 

@@ -8,11 +8,10 @@
     where the engine has chained hashes of its own:
     key i = H("kvkeep.engine", root) ⊕ the first 16 bytes of hash i
 
-H is BLAKE2b with 16 bytes of output; the name in quotes is its personalisation, so that no input of one line
-can pass for an input of another. Tokens are little-endian 32-bit words, hence keys are equal on every machine
-and in every process. Two equal keys mean equal model, tenant, adapter and prefix; docs/decisions/0005-keys.md
-says why this hash.
-"""
+H is BLAKE2b with 16 bytes of output; the name in quotes is its personalisation, so that no input of
+one line can pass for an input of another. Tokens are little-endian 32-bit words, hence keys are
+equal on every machine and in every process. Two equal keys mean equal model, tenant, adapter and
+prefix; docs/decisions/0005-keys.md says why this hash."""
 
 from __future__ import annotations
 
@@ -34,13 +33,15 @@ KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**32 - 1
 
-# Up to this many tokens, a decode step's one above all, looking at each is faster than setting up numpy.
+# Up to this many tokens, a decode step's one above all, looking at each is faster than setting up
+# numpy.
 SHORT_TOKENS = 128
 
 # For fewer blocks than these, a call of the C kernel costs more than it saves (measured).
 NATIVE_FROM_BLOCKS = 8
 
-# Copying a prepared hash state is a quarter cheaper than passing size and personalisation at each call.
+# Copying a prepared hash state is a quarter cheaper than passing size and personalisation at each
+# call.
 _BLOCK = blake2b(digest_size=KEY_BYTES, person=b"kvkeep.block")
 _BLOCK_WITH_CONTENT = blake2b(digest_size=KEY_BYTES, person=b"kvkeep.block+")
 _ENGINE = blake2b(digest_size=KEY_BYTES, person=b"kvkeep.engine")
@@ -56,13 +57,14 @@ class TokenArray(Protocol):
 Tokens = Sequence[int] | TokenArray
 
 
-def root_key(identity: ModelIdentity, salt: str | None, *, lora: str = "", extra: bytes = b"") -> bytes:
+def root_key(
+    identity: ModelIdentity, salt: str | None, *, lora: str = "", extra: bytes = b""
+) -> bytes:
     """The key that every chain of this model, tenant and adapter starts from.
 
-    `lora` must tell adapters with different weights apart; "" is the base model. `extra` is for what else an
-    engine knows to change KV bytes. A salt of None is the salt "". The raw salt is hashed, not the tenant id:
-    who only sees tenant ids cannot compute anybody's keys.
-    """
+    `lora` must tell adapters with different weights apart; "" is the base model. `extra` is for
+    what else an engine knows to change KV bytes. A salt of None is the salt "". The raw salt is
+    hashed, not the tenant id: who only sees tenant ids cannot compute anybody's keys."""
     salt = "" if salt is None else salt
     for field, given, wanted in (("salt", salt, str), ("lora", lora, str), ("extra", extra, bytes)):
         if not isinstance(given, wanted):
@@ -92,22 +94,22 @@ def _field(name: str, value: bytes) -> bytes:
 def addresses(keys: bytes, fingerprint: bytes) -> bytes:
     """Where a server keeps the blocks of these keys: key ⊕ fingerprint of the layout.
 
-    A key says what a block's numbers mean. Engines that cut the same numbers into other shards have the same keys and
-    another layout, and their bytes must never mix.
-    """
+    A key says what a block's numbers mean. Engines that cut the same numbers into other shards have
+    the same keys and another layout, and their bytes must never mix."""
     mask = np.frombuffer(fingerprint, dtype=np.uint64)
     return (np.frombuffer(keys, dtype=np.uint64).reshape(-1, len(mask)) ^ mask).tobytes()
 
 
 class KeyChain:
-    """The keys of one request's blocks, grown as its tokens become known; each token is hashed once.
+    """The keys of one request's blocks, grown as its tokens become known; each token is hashed
+    once.
 
         tokens   |········|········|········|····      block_tokens = 8
         blocks   [ key 0  ][ key 1  ][ key 2  ] tail    len(chain) == 3, chain.num_tokens == 28
 
-    Tokens after the last full block wait in the tail. Feeding tokens in any number of pieces gives the same
-    keys as feeding them at once. `extend` changes all or nothing: after an error the chain is as it was.
-    """
+    Tokens after the last full block wait in the tail. Feeding tokens in any number of pieces gives
+    the same keys as feeding them at once. `extend` changes all or nothing: after an error the chain
+    is as it was."""
 
     def __init__(self, root: bytes, block_tokens: int) -> None:
         _check_root(root)
@@ -135,13 +137,12 @@ class KeyChain:
     def extend(self, tokens: Tokens, extras: Mapping[int, bytes] | None = None) -> None:
         """Append tokens; every block that they fill gets its key.
 
-        `extras` maps a block's index in the chain to the content behind its tokens (an image's hash,
-        embeddings). It may name blocks that fill up later, none that is full already. Empty content differs
-        from no content.
+        `extras` maps a block's index in the chain to the content behind its tokens (an image's
+        hash, embeddings). It may name blocks that fill up later, none that is full already. Empty
+        content differs from no content.
 
-        Raises RequestError for anything but integers from 0 to 2**32 - 1, and for extras that come too late
-        or contradict earlier ones.
-        """
+        Raises RequestError for anything but integers from 0 to 2**32 - 1, and for extras that come
+        too late or contradict earlier ones."""
         raw = _little_endian(tokens)
         if extras:
             self._extras.update(self._checked_extras(extras))
@@ -198,7 +199,9 @@ class KeyChain:
     def _append_with_content(self, block: bytes, content: bytes) -> None:
         # block_tokens says where tokens end and content begins.
         state = _BLOCK_WITH_CONTENT.copy()
-        state.update(self._last + self._block_tokens.to_bytes(TOKEN_BYTES, "little") + block + content)
+        state.update(
+            self._last + self._block_tokens.to_bytes(TOKEN_BYTES, "little") + block + content
+        )
         self._last = state.digest()
         self._keys += self._last
 
@@ -216,16 +219,19 @@ class KeyChain:
 def keys_from_engine_hashes(root: bytes, hashes: Sequence[bytes]) -> bytes:
     """Keys, joined, for an engine that has chained block hashes of its own, bound to `root`.
 
-    Sound only where the engine's hashes are chained, stable across processes and at least 128 bits: the
-    caller answers for the first two, shorter hashes are refused with RequestError.
-    """
+    Sound only where the engine's hashes are chained, stable across processes and at least 128 bits:
+    the caller answers for the first two, shorter hashes are refused with RequestError."""
     _check_root(root)
     if not hashes:
         return b""
     are_bytes = all(issubclass(kind, bytes) for kind in set(map(type, hashes)))
     lengths = set(map(len, hashes)) if are_bytes else {0}
     if min(lengths) < KEY_BYTES:
-        wrong = next(at for at, each in enumerate(hashes) if not isinstance(each, bytes) or len(each) < KEY_BYTES)
+        wrong = next(
+            at
+            for at, each in enumerate(hashes)
+            if not isinstance(each, bytes) or len(each) < KEY_BYTES
+        )
         raise RequestError(
             "bad_hashes",
             f"engine hash {wrong} is no bytes object of at least {KEY_BYTES} bytes",
@@ -234,7 +240,8 @@ def keys_from_engine_hashes(root: bytes, hashes: Sequence[bytes]) -> bytes:
         )
     bound = _ENGINE.copy()
     bound.update(root)
-    # The hashes are digests already: what is left to do is to keep roots apart, and that takes no hash for each block.
+    # The hashes are digests already: what is left to do is to keep roots apart, and that takes no
+    # hash for each block.
     pad = bound.digest()
     if len(hashes) == 1:  # arrays would take several times as long
         return bytes(a ^ b for a, b in zip(hashes[0][:KEY_BYTES], pad, strict=True))
@@ -262,10 +269,16 @@ def _little_endian(tokens: Tokens) -> bytes:
 def _from_array(tokens: Any) -> bytes:
     try:
         words = np.asarray(tokens)
-    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, or one that needs a gradient
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # a tensor on a GPU, or one that needs a gradient
         raise _bad_tokens(f"cannot be read as an array: {error}") from error
     if words.dtype.kind not in "iu" or words.ndim != 1:
-        raise _bad_tokens(f"an array of {words.dtype} with {words.ndim} dimensions is no row of integers")
+        raise _bad_tokens(
+            f"an array of {words.dtype} with {words.ndim} dimensions is no row of integers"
+        )
     if words.size and (int(words.min()) < 0 or int(words.max()) > MAX_TOKEN):
         wrong = next(i for i, word in enumerate(words.tolist()) if not 0 <= word <= MAX_TOKEN)
         raise _bad_tokens(f"token {wrong} is {words[wrong]}")
@@ -274,7 +287,8 @@ def _from_array(tokens: Any) -> bytes:
 
 def _from_integers(items: Sequence[int]) -> bytes:
     try:
-        # Refuses floats, negatives and what needs more than 32 bits, but takes a bool for an integer.
+        # Refuses floats, negatives and what needs more than 32 bits, but takes a bool for an
+        # integer.
         words = array("I", items)
     except (TypeError, OverflowError) as error:
         raise _bad_tokens(_first_wrong(items) or str(error)) from error
@@ -288,7 +302,8 @@ def _from_integers(items: Sequence[int]) -> bytes:
 def _holds_bool(items: Sequence[int], words: array[int]) -> bool:
     if len(items) <= SHORT_TOKENS:
         return bool in map(type, items)
-    # Only zeros and ones can be bools, and few tokens are either: looking at those alone costs little.
+    # Only zeros and ones can be bools, and few tokens are either: looking at those alone costs
+    # little.
     suspects = (np.frombuffer(words, dtype=np.uintc) <= 1).nonzero()[0]
     return any(type(items[i]) is bool for i in suspects.tolist())
 
@@ -304,12 +319,18 @@ def _first_wrong(items: Sequence[object]) -> str:
 
 def _check_root(root: bytes) -> None:
     if not isinstance(root, bytes) or len(root) != KEY_BYTES:
-        raise RequestError("bad_root", f"a root is {KEY_BYTES} bytes, from root_key()", field="root")
+        raise RequestError(
+            "bad_root", f"a root is {KEY_BYTES} bytes, from root_key()", field="root"
+        )
 
 
 def _bad_tokens(problem: str) -> RequestError:
-    return RequestError("bad_tokens", f"{problem}; tokens are integers from 0 to {MAX_TOKEN}", field="tokens")
+    return RequestError(
+        "bad_tokens", f"{problem}; tokens are integers from 0 to {MAX_TOKEN}", field="tokens"
+    )
 
 
 def _bad_extras(rule: str, index: object) -> RequestError:
-    return RequestError("bad_extras", f"extras must {rule}; block {index!r} does not", field="extras")
+    return RequestError(
+        "bad_extras", f"extras must {rule}; block {index!r} does not", field="extras"
+    )

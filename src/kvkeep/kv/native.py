@@ -1,9 +1,8 @@
-"""The C kernel, where it was built: it moves and checks bytes, makes chains of keys and follows chains of blocks.
-Callers ask `available`, and have another road too.
+"""The C kernel, where it was built: it moves and checks bytes, makes chains of keys and follows
+chains of blocks. Callers ask `available`, and have another road too.
 
-KVKEEP_NATIVE=0 leaves it out, which is how the other road is tested. The library is loaded with ctypes, so a call lets
-go of the GIL: two threads that copy do run at the same time.
-"""
+KVKEEP_NATIVE=0 leaves it out, which is how the other road is tested. The library is loaded with
+ctypes, so a call lets go of the GIL: two threads that copy do run at the same time."""
 
 from __future__ import annotations
 
@@ -32,22 +31,40 @@ def _load() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(spec.origin)
         library.kvkeep_use.argtypes, library.kvkeep_use.restype = [ctypes.c_int], ctypes.c_int
-        library.kvkeep_move.argtypes = [_int64, *[_pointer] * 2, _int64, *[_pointer] * 4, ctypes.c_int]
+        library.kvkeep_move.argtypes = [
+            _int64,
+            *[_pointer] * 2,
+            _int64,
+            *[_pointer] * 4,
+            ctypes.c_int,
+        ]
         library.kvkeep_move.restype = ctypes.c_int
         library.kvkeep_checksum.argtypes = [_int64, _pointer, _int64, _pointer]
         library.kvkeep_checksum.restype = ctypes.c_int
         library.kvkeep_peek.restype = _int64  # a kernel without it does not tell of faults
         library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, _pointer]
         library.kvkeep_chain.restype = None
-        library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = [_pointer, *[_int64] * 3, _pointer], _int64
-        library.kvkeep_hold.argtypes = library.kvkeep_let_go.argtypes = [*[_pointer] * 2, _int64, _pointer, _int64]
-        library.kvkeep_hold.restype = library.kvkeep_let_go.restype = library.kvkeep_not_held.restype = _int64
+        library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = (
+            [_pointer, *[_int64] * 3, _pointer],
+            _int64,
+        )
+        library.kvkeep_hold.argtypes = library.kvkeep_let_go.argtypes = [
+            *[_pointer] * 2,
+            _int64,
+            _pointer,
+            _int64,
+        ]
+        library.kvkeep_hold.restype = library.kvkeep_let_go.restype = (
+            library.kvkeep_not_held.restype
+        ) = _int64
         library.kvkeep_not_held.argtypes = [*[_pointer] * 2, *[_int64] * 2]
         library.kvkeep_drive.argtypes = [_pointer, _pointer, _int64, _pointer]
         library.kvkeep_halt.argtypes, library.kvkeep_halt.restype = [_pointer], _int64
         library.kvkeep_drive.restype = ctypes.c_int
     except (OSError, AttributeError) as error:  # for another system, or of another version
-        _log.warning("the C kernel was built but cannot be loaded, copies run at numpy's speed: %s", error)
+        _log.warning(
+            "the C kernel was built but cannot be loaded, copies run at numpy's speed: %s", error
+        )
         return None
     return library
 
@@ -61,14 +78,18 @@ if _quick:
 
 
 def use(instruction_set: str) -> str:
-    """Take the kernel for this instruction set, or the best one below it; says which. Not for while copies run."""
+    """Take the kernel for this instruction set, or the best one below it; says which. Not for while
+    copies run."""
     assert _library is not None
     return INSTRUCTION_SETS[_library.kvkeep_use(INSTRUCTION_SETS.index(instruction_set))]
 
 
 def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """A writable view of raw memory. It keeps nothing alive: the caller answers for the memory behind it."""
-    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), dtype=np.uint8)
+    """A writable view of raw memory. It keeps nothing alive: the caller answers for the memory
+    behind it."""
+    return np.frombuffer(
+        memoryview((ctypes.c_uint8 * nbytes).from_address(address)), dtype=np.uint8
+    )
 
 
 def move(
@@ -81,11 +102,12 @@ def move(
     sums: NDArray[np.uint64] | None,
     to_runs: bool,
 ) -> None:
-    """Copy blocks into slots, or back when `to_runs`; fills `sums` with checksums of the bytes copied.
+    """Copy blocks into slots, or back when `to_runs`; fills `sums` with checksums of the bytes
+    copied.
 
-    Every array is C-contiguous with exactly the dtype named here, and every address is valid: copy.py sees to it.
-    PoolError if an address was valid and its memory is gone: some of it was copied.
-    """
+    Every array is C-contiguous with exactly the dtype named here, and every address is valid:
+    copy.py sees to it. PoolError if an address was valid and its memory is gone: some of it was
+    copied."""
     assert _library is not None
     failed = _library.kvkeep_move(
         len(block_ids),
@@ -103,11 +125,15 @@ def move(
 
 def _check(failed: int) -> None:
     if failed:
-        raise PoolError("a segment of the pool was cut off while it was in use", "see who has truncated its files")
+        raise PoolError(
+            "a segment of the pool was cut off while it was in use",
+            "see who has truncated its files",
+        )
 
 
 def checksum(address: int, nbytes: int) -> int:
-    """The checksum of `nbytes` > 0 bytes: `checksums` of one area, without the cost of making arrays."""
+    """The checksum of `nbytes` > 0 bytes: `checksums` of one area, without the cost of making
+    arrays."""
     assert _library is not None
     area, value = ctypes.c_uint64(address), ctypes.c_uint64()
     _check(_library.kvkeep_checksum(1, ctypes.byref(area), nbytes, ctypes.byref(value)))
@@ -115,11 +141,13 @@ def checksum(address: int, nbytes: int) -> int:
 
 
 def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
-    """The checksums of `nbytes` > 0 bytes at each address; the caller answers for the memory behind them. PoolError as
-    in `move`."""
+    """The checksums of `nbytes` > 0 bytes at each address; the caller answers for the memory behind
+    them. PoolError as in `move`."""
     assert _library is not None
     sums = np.empty(len(addresses), dtype=np.uint64)
-    _check(_library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data))
+    _check(
+        _library.kvkeep_checksum(len(addresses), addresses.ctypes.data, nbytes, sums.ctypes.data)
+    )
     return sums
 
 
@@ -131,7 +159,8 @@ def peek(address: int) -> int:
 
 
 def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:
-    """The keys, joined, of blocks of `width` bytes each, of which the first follows the key `parent` (keys.py)."""
+    """The keys, joined, of blocks of `width` bytes each, of which the first follows the key
+    `parent` (keys.py)."""
     assert _library is not None
     count = len(blocks) // width
     keys = bytearray(count * key_bytes)
@@ -140,7 +169,8 @@ def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:
 
 
 def climb(parents: NDArray[np.int32], row: int, count: int) -> NDArray[np.int64]:
-    """The way up to `row`, which is its last: at most `count` rows, of which each is the parent of the next."""
+    """The way up to `row`, which is its last: at most `count` rows, of which each is the parent of
+    the next."""
     assert _library is not None
     rows = np.empty(count, dtype=np.int64)
     found = _library.kvkeep_climb(_at(parents), len(parents), row, count, _at(rows))
@@ -148,7 +178,8 @@ def climb(parents: NDArray[np.int32], row: int, count: int) -> NDArray[np.int64]
 
 
 def hold(parents: NDArray[np.int32], held: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
-    """Notes one more lease or write on each row, and on what it hangs on. How many rows are held that were not."""
+    """Notes one more lease or write on each row, and on what it hangs on. How many rows are held
+    that were not."""
     assert _library is not None
     found: int = _library.kvkeep_hold(_at(parents), _at(held), len(held), _at(rows), len(rows))
     return found
@@ -169,13 +200,14 @@ def not_held(parents: NDArray[np.int32], held: NDArray[np.int32], row: int) -> i
 
 
 def _at(buffer: Any) -> Any:
-    """Where it begins: for short calls, quicker than numpy's way to say it, and than an array of ctypes, which makes a
-    type for each size."""
+    """Where it begins: for short calls, quicker than numpy's way to say it, and than an array of
+    ctypes, which makes a type for each size."""
     return ctypes.byref(ctypes.c_char.from_buffer(buffer))
 
 
 def drive(entries: ctypes.Array[ctypes.c_void_p], commands: int, count: int) -> tuple[int, int]:
-    """Gives commands to a GPU's driver (`kvkeep.gpu.batch`). What it answered, 0 if all is well, and to which."""
+    """Gives commands to a GPU's driver (`kvkeep.gpu.batch`). What it answered, 0 if all is well,
+    and to which."""
     assert _library is not None
     failed = ctypes.c_int64()
     return _library.kvkeep_drive(entries, commands, count, ctypes.byref(failed)), failed.value

@@ -1,8 +1,8 @@
 """How a model's KV is spread over an engine's ranks: who stores which shard, and who loads it.
 
-Tensor-parallel ranks are numbered contiguously, and a run of `replicas` neighbours in one group can hold the
-same bytes: with MLA the whole group, with grouped-query attention as many as share a KV head. One of them
-stores, all load.
+Tensor-parallel ranks are numbered contiguously, and a run of `replicas` neighbours in one group can
+hold the same bytes: with MLA the whole group, with grouped-query attention as many as share a KV
+head. One of them stores, all load.
 
     TP=4, PP=2, two KV heads, so replicas = 2:
 
@@ -21,12 +21,12 @@ from kvkeep.errors import SettingsError
 
 
 class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's place in the engine and in its KV. Build it with `of`; contradictions raise SettingsError.
+    """One rank's place in the engine and in its KV. Build it with `of`; contradictions raise
+    SettingsError.
 
-    Invariants: world_size == tp_size * pp_size; `replicas` divides tp_size, so that no shard spans two
-    pipeline stages; kv_rank == rank // replicas. Of all ranks, exactly one `stores` each shard
-    0..kv_world_size-1.
-    """
+    Invariants: world_size == tp_size * pp_size; `replicas` divides tp_size, so that no shard spans
+    two pipeline stages; kv_rank == rank // replicas. Of all ranks, exactly one `stores` each shard
+    0..kv_world_size-1."""
 
     use_mla: bool
     tp_size: int
@@ -49,10 +49,10 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ) -> ParallelStrategy:
         """The strategy of `rank`, from what engines know of themselves.
 
-        `num_kv_heads` is the model's total. `kv_tp_replicas`, where the engine says it, beats what would be
-        derived from MLA and heads. An engine that also splits the context over its TP ranks must say it (1 is
-        always right): neighbours then hold different tokens, whatever heads they share.
-        """
+        `num_kv_heads` is the model's total. `kv_tp_replicas`, where the engine says it, beats what
+        would be derived from MLA and heads. An engine that also splits the context over its TP
+        ranks must say it (1 is always right): neighbours then hold different tokens, whatever heads
+        they share."""
         _check_at_least("tp_size", tp_size, 1)
         _check_at_least("pp_size", pp_size, 1)
         replicas = _replicas(tp_size, use_mla, num_kv_heads, kv_tp_replicas)
@@ -99,8 +99,8 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def cut(self) -> str:
-        """How a block is divided, for the fingerprint of a layout. Ranks that hold the same bytes are one shard, so MLA
-        is divided alike at every tensor-parallel size."""
+        """How a block is divided, for the fingerprint of a layout. Ranks that hold the same bytes
+        are one shard, so MLA is divided alike at every tensor-parallel size."""
         return f"heads in {self.tp_size // self.replicas}, layers in {self.pp_size}"
 
     @property
@@ -119,7 +119,9 @@ class ParallelStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.rank % self.replicas == 0
 
 
-def _replicas(tp_size: int, use_mla: bool, num_kv_heads: int | None, kv_tp_replicas: int | None) -> int:
+def _replicas(
+    tp_size: int, use_mla: bool, num_kv_heads: int | None, kv_tp_replicas: int | None
+) -> int:
     if kv_tp_replicas is not None:
         _check_at_least("kv_tp_replicas", kv_tp_replicas, 1)
         if tp_size % kv_tp_replicas:
@@ -141,7 +143,9 @@ def _replicas(tp_size: int, use_mla: bool, num_kv_heads: int | None, kv_tp_repli
 
 
 def _check_at_least(field: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:  # a bool is an int to isinstance, and a mistake here
+    if (
+        type(value) is not int or value < least
+    ):  # a bool is an int to isinstance, and a mistake here
         raise _refusal(f"{field} must be an integer of at least {least}, not {value!r}")
 
 

@@ -1,10 +1,10 @@
-"""Which blocks a server may have: so that who asks for what nobody has stored need not wait to hear so.
+"""Which blocks a server may have: so that who asks for what nobody has stored need not wait to hear
+so.
 
     key ──► cell ──► how many blocks of the server have a key that falls into this cell
 
-Where that is 0 the server has no such block; where not, only the server can tell. Nothing relies on it: a wrong count
-makes a request wait for an answer, or compute what it could have loaded.
-"""
+Where that is 0 the server has no such block; where not, only the server can tell. Nothing relies on
+it: a wrong count makes a request wait for an answer, or compute what it could have loaded."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@
 
     slot        [ run 0 ][ run 1 ][ run 2 ]           the runs of one block, one after the other
 
-A layer's bytes go into the slot in the order in which they lie in memory (dims by descending stride), because that
-gives the fewest and longest runs. Two engines can exchange blocks only if they agree on that order, so it is part of
-the fingerprint. Tensors are taken by their looks (`data_ptr`, `stride`): this module does not need torch.
-"""
+A layer's bytes go into the slot in the order in which they lie in memory (dims by descending
+stride), because that gives the fewest and longest runs. Two engines can exchange blocks only if
+they agree on that order, so it is part of the fingerprint. Tensors are taken by their looks
+(`data_ptr`, `stride`): this module does not need torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ MAX_RUNS = 65_536  # per block; beyond that the layout is a mistake, and copying
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's memory: everything in bytes, `dims` as (size, stride) with the block dim taken out."""
+    """One layer's memory: everything in bytes, `dims` as (size, stride) with the block dim taken
+    out."""
 
     name: str
     address: int
@@ -42,7 +43,8 @@ class _Layer:
 
     @property
     def physical_order(self) -> list[int]:
-        """Dims as they lie in memory, outermost first. Those of size 1 are left out: their stride means nothing."""
+        """Dims as they lie in memory, outermost first. Those of size 1 are left out: their stride
+        means nothing."""
         wide = [d for d, (size, _) in enumerate(self.dims) if size > 1]
         return sorted(wide, key=lambda d: -self.dims[d][1])
 
@@ -57,9 +59,15 @@ class _Layer:
         while ordered and ordered[-1][1] == length:
             length *= ordered.pop()[0]
         if np.prod([size for size, _ in ordered], dtype=np.float64) > MAX_RUNS:
-            raise _refused(self.name, f"lies in more than {MAX_RUNS} pieces per block", "keep its last dim contiguous")
+            raise _refused(
+                self.name,
+                f"lies in more than {MAX_RUNS} pieces per block",
+                "keep its last dim contiguous",
+            )
         steps = [range(0, size * stride, stride) for size, stride in ordered]
-        return [(self.address + sum(at), self.block_stride, length) for at in itertools.product(*steps)]
+        return [
+            (self.address + sum(at), self.block_stride, length) for at in itertools.product(*steps)
+        ]
 
     def check(self) -> None:
         """RequestError unless each byte of each block lies in a place of its own."""
@@ -73,18 +81,21 @@ class _Layer:
             if stride == 0:
                 raise _refused(self.name, "is expanded (stride 0): its blocks share memory")
             if stride < span:
-                raise _refused(self.name, f"overlaps itself (a stride of {stride} bytes over pieces of {span})")
+                raise _refused(
+                    self.name, f"overlaps itself (a stride of {stride} bytes over pieces of {span})"
+                )
             span += stride * (size - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRuns:
-    """Run r of block b starts at address base[r] + b * stride[r] and has length[r] > 0 bytes; never changes.
+    """Run r of block b starts at address base[r] + b * stride[r] and has length[r] > 0 bytes; never
+    changes.
 
-    A slot holds the runs of one block in order, `nbytes` in all. `fingerprint` is equal exactly where blocks can be
-    exchanged: it covers each layer's name, dtype, shape of a block and order in memory, in the order of the layers; not
-    addresses, the number of blocks, or the distance between them. `keepalive` holds the memory.
-    """
+    A slot holds the runs of one block in order, `nbytes` in all. `fingerprint` is equal exactly
+    where blocks can be exchanged: it covers each layer's name, dtype, shape of a block and order in
+    memory, in the order of the layers; not addresses, the number of blocks, or the distance between
+    them. `keepalive` holds the memory."""
 
     base: NDArray[np.uint64]
     stride: NDArray[np.int64]
@@ -101,19 +112,27 @@ class BlockRuns:
 
     @classmethod
     def of(cls, layers: Mapping[str, Any] | Sequence[Any], block_dim: int = 0) -> BlockRuns:
-        """The runs of torch tensors or numpy arrays, one per layer, whose dim `block_dim` counts blocks.
+        """The runs of torch tensors or numpy arrays, one per layer, whose dim `block_dim` counts
+        blocks.
 
-        Layers of a list are named by their place in it. Raises RequestError, naming the layer, for memory in which
-        blocks cannot be copied.
-        """
-        named = dict(layers) if isinstance(layers, Mapping) else {str(i): layer for i, layer in enumerate(layers)}
+        Layers of a list are named by their place in it. Raises RequestError, naming the layer, for
+        memory in which blocks cannot be copied."""
+        named = (
+            dict(layers)
+            if isinstance(layers, Mapping)
+            else {str(i): layer for i, layer in enumerate(layers)}
+        )
         if not named:
-            raise RequestError("bad_request", "no layers given: there is nothing to copy", field="layers")
+            raise RequestError(
+                "bad_request", "no layers given: there is nothing to copy", field="layers"
+            )
         described = [_describe(name, layer, block_dim) for name, layer in named.items()]
         _check_together(described)
         runs = _merged([run for layer in described for run in layer.runs()])
         if len(runs) > MAX_RUNS:
-            raise _refused(described[-1].name, f"brings a block to {len(runs)} pieces, the limit is {MAX_RUNS}")
+            raise _refused(
+                described[-1].name, f"brings a block to {len(runs)} pieces, the limit is {MAX_RUNS}"
+            )
         signature = json.dumps([layer.signature() for layer in described], separators=(",", ":"))
         base, stride, length = zip(*runs, strict=True)
         return cls(
@@ -134,21 +153,29 @@ def _describe(name: str, layer: Any, block_dim: int) -> _Layer:
     device = "cpu"
     if isinstance(layer, np.ndarray):
         if layer.dtype.hasobject or not layer.flags.writeable:
-            raise _refused(name, "holds Python objects" if layer.dtype.hasobject else "is read-only")
+            raise _refused(
+                name, "holds Python objects" if layer.dtype.hasobject else "is read-only"
+            )
         address, strides, itemsize = layer.ctypes.data, layer.strides, layer.itemsize
         dtype = layer.dtype.name if layer.dtype.isnative else layer.dtype.str
     elif hasattr(layer, "data_ptr") and hasattr(layer, "element_size"):
         device = str(layer.device)
         if layer.device.type not in ("cpu", "cuda"):
-            raise _refused(name, f"is on {device}", "kvkeep moves KV in host memory and on CUDA GPUs")
+            raise _refused(
+                name, f"is on {device}", "kvkeep moves KV in host memory and on CUDA GPUs"
+            )
         address, itemsize = layer.data_ptr(), layer.element_size()
         strides = tuple(step * itemsize for step in layer.stride())
         dtype = str(layer.dtype).removeprefix("torch.")
     else:
-        raise _refused(name, f"is a {type(layer).__name__}, neither a torch tensor nor a numpy array")
+        raise _refused(
+            name, f"is a {type(layer).__name__}, neither a torch tensor nor a numpy array"
+        )
     dims = list(zip(shape, strides, strict=True))
     num_blocks, block_stride = dims.pop(block_dim)
-    described = _Layer(name, address, dtype, itemsize, num_blocks, block_stride, tuple(dims), device)
+    described = _Layer(
+        name, address, dtype, itemsize, num_blocks, block_stride, tuple(dims), device
+    )
     described.check()
     return described
 
@@ -158,16 +185,24 @@ def _check_together(layers: list[_Layer]) -> None:
     seen: dict[int, str] = {}
     for layer in layers:
         if layer.num_blocks != first.num_blocks:
-            raise _refused(layer.name, f"has {layer.num_blocks} blocks, but layer {first.name!r} {first.num_blocks}")
+            raise _refused(
+                layer.name,
+                f"has {layer.num_blocks} blocks, but layer {first.name!r} {first.num_blocks}",
+            )
         if layer.device != first.device:
-            raise _refused(layer.name, f"is on {layer.device}, but layer {first.name!r} on {first.device}")
+            raise _refused(
+                layer.name, f"is on {layer.device}, but layer {first.name!r} on {first.device}"
+            )
         if layer.address in seen:
-            raise _refused(layer.name, f"is the memory of layer {seen[layer.address]!r} again", "list it once")
+            raise _refused(
+                layer.name, f"is the memory of layer {seen[layer.address]!r} again", "list it once"
+            )
         seen[layer.address] = layer.name
 
 
 def _merged(runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Neighbours that touch in every block become one run: layers that are views of one tensor often do."""
+    """Neighbours that touch in every block become one run: layers that are views of one tensor
+    often do."""
     merged = runs[:1]
     for address, stride, length in runs[1:]:
         start, step, so_far = merged[-1]

@@ -1,8 +1,8 @@
 """How a model's blocks are cut into shards, and the layout that follows from it.
 
-The identity says what the numbers of a block mean and is in every key. The cut says which of them each shard holds and
-in which order: it is in the fingerprint of the layout, which is part of every block's address at the server.
-"""
+The identity says what the numbers of a block mean and is in every key. The cut says which of them
+each shard holds and in which order: it is in the fingerprint of the layout, which is part of every
+block's address at the server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ DIGEST_CHARS = 12
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A model's blocks. `shard_bytes[r]` is what KV rank r holds of each block; where a rank's part comes in several
-    pieces, because its engine keeps layers of several kinds apart, `shard_bytes[r * pieces + p]` is piece p of it.
-    `cut` describes how shards divide a block: ranks, heads or layers of each, order in memory."""
+    """A model's blocks. `shard_bytes[r]` is what KV rank r holds of each block; where a rank's part
+    comes in several pieces, because its engine keeps layers of several kinds apart, `shard_bytes[r
+    * pieces + p]` is piece p of it. `cut` describes how shards divide a block: ranks, heads or
+    layers of each, order in memory."""
 
     identity: ModelIdentity
     shard_bytes: tuple[int, ...]
@@ -40,7 +41,9 @@ class BlockShape:
                 field="shard_bytes",
             )
         if min(self.shard_bytes) < 1:
-            raise RequestError("bad_shards", "every shard has at least one byte", field="shard_bytes")
+            raise RequestError(
+                "bad_shards", "every shard has at least one byte", field="shard_bytes"
+            )
 
     @property
     def kv_world_size(self) -> int:
@@ -51,7 +54,11 @@ class BlockShape:
     def parts(self) -> dict[str, str]:
         """Everything that has to be equal for two engines to share blocks, by name, as text."""
         sizes = ",".join(map(str, self.shard_bytes))
-        return self.identity.parts | {"cut": self.cut, "shard_bytes": sizes, "pieces": str(self.pieces)}
+        return self.identity.parts | {
+            "cut": self.cut,
+            "shard_bytes": sizes,
+            "pieces": str(self.pieces),
+        }
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -61,5 +68,6 @@ class BlockShape:
 
     @property
     def digest(self) -> str:
-        """The fingerprint in short, for logs and `kvkeep status`: engines that show the same one share."""
+        """The fingerprint in short, for logs and `kvkeep status`: engines that show the same one
+        share."""
         return self.fingerprint.hex()[:DIGEST_CHARS]

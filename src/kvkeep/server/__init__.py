@@ -1,4 +1,5 @@
-"""The daemon: it takes requests, lets the store decide, and keeps sessions, memory and operators in order.
+"""The daemon: it takes requests, lets the store decide, and keeps sessions, memory and operators in
+order.
 
 settings.py   what an operator can set (setting_kinds.py: how each kind is read; host_memory.py: what it got)
 counters.py   what has happened, counted

@@ -1,8 +1,8 @@
 """What operators ask for and change while the server runs.
 
-Called from any thread but the loop's. Whatever touches the store is done in the loop's thread, in short pieces, and
-waited for with a limit; files are written in the caller's thread, so that a slow disk keeps no engine waiting.
-"""
+Called from any thread but the loop's. Whatever touches the store is done in the loop's thread, in
+short pieces, and waited for with a limit; files are written in the caller's thread, so that a slow
+disk keeps no engine waiting."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ from kvkeep.server.snapshot import (
     TenantShown,
     take,
     tenant_shown,
+    tenants_shown,
 )
 from kvkeep.server.tenant_counts import TenantCounts
 from kvkeep.store.operators import (
@@ -64,7 +66,8 @@ _TENANTS_SHOWN_A_TURN = 128
 
 @dataclass(frozen=True)
 class SecurityShown:
-    """Who is asked to prove who they are: engines by TLS certificates, operators by the admin API's token."""
+    """Who is asked to prove who they are: engines by TLS certificates, operators by the admin API's
+    token."""
 
     tls: bool
     admin_token: bool
@@ -110,7 +113,8 @@ class TenantList:
 
 @dataclass(frozen=True)
 class Drain:
-    """A server that was told to drain: what it waits for, how long at most, and what it will leave."""
+    """A server that was told to drain: what it waits for, how long at most, and what it will
+    leave."""
 
     leases: int
     writes: int
@@ -140,7 +144,8 @@ class Admin:
         self._changing = threading.Lock()
 
     def in_loop(self, duty: Callable[[], T]) -> T:
-        """Runs `duty` in the loop's thread. `loop_busy` if it was not begun in time, and then it never will be."""
+        """Runs `duty` in the loop's thread. `loop_busy` if it was not begun in time, and then it
+        never will be."""
         future = self.daemon.run_in_loop(duty)
         with contextlib.suppress(TimeoutError, CancelledError):
             return future.result(self._loop_wait_s)
@@ -154,7 +159,9 @@ class Admin:
             return future.result(self._loop_wait_s)
         except TimeoutError:
             raise RequestError(
-                "outcome_unknown", "the request is still being carried out", hint="ask for the status later"
+                "outcome_unknown",
+                "the request is still being carried out",
+                hint="ask for the status later",
             ) from None
 
     # -- asking
@@ -187,26 +194,32 @@ class Admin:
             largest_tenants=now.largest_tenants,
             tenant_counts=now.tenant_counts,
             counters=counters
-            | {"evictions": now.evictions, "slab_moves": now.slab_moves, "withheld_blocks": now.withheld_blocks},
+            | {
+                "evictions": now.evictions,
+                "slab_moves": now.slab_moves,
+                "withheld_blocks": now.withheld_blocks,
+            },
             refusals=now.counters.refusals,
             auth_failures=now.counters.auth_failures,
             restart=now.restart,
             security=SecurityShown(
                 tls=daemon.settings.tls_cert is not None,
-                admin_token=daemon.settings.admin_token is not None or not daemon.settings.http_is_local,
+                admin_token=daemon.settings.admin_token is not None
+                or not daemon.settings.http_is_local,
             ),
             not_shared=now.not_shared,
         )
 
     def tenants(self, limit: int) -> TenantList:
-        """Tenants are ranked in the caller's thread and looked at a few at a time: there may be 100,000."""
+        """Tenants are ranked in the caller's thread and looked at a few at a time: there may be
+        100,000."""
         store, counts = self.daemon.store, self.daemon.service.counters.tenants
         tenants = self.in_loop(lambda: list(store.tenants))
         largest = heapq.nlargest(limit, tenants, key=attrgetter("usage_bytes"))
         shown: list[TenantShown] = []
         for at in range(0, len(largest), _TENANTS_SHOWN_A_TURN):
             some = largest[at : at + _TENANTS_SHOWN_A_TURN]
-            shown += self.in_loop(lambda some=some: [tenant_shown(tenant, counts) for tenant in some])  # type: ignore[misc]
+            shown += self.in_loop(partial(tenants_shown, some, counts))
         return TenantList(len(tenants), shown)
 
     def tenant(self, tenant: str) -> TenantShown:
@@ -220,35 +233,52 @@ class Admin:
     # -- changing
 
     def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
-        """Gives a tenant a quota of its own, or with None the default again. Saved before it is in force."""
+        """Gives a tenant a quota of its own, or with None the default again. Saved before it is in
+        force."""
         _check_tenant(tenant)
         store, now_ms = self.daemon.store, self.daemon.now_ms()
         with self._one_change_at_a_time():
             self.in_loop(lambda: check_quota(store, tenant, quota_bytes))
-            others = {name: quota for name, quota in self.daemon.kept_quotas.tenants.items() if name != tenant}
+            others = {
+                name: quota
+                for name, quota in self.daemon.kept_quotas.tenants.items()
+                if name != tenant
+            }
             kept = others if quota_bytes is None else others | {tenant: quota_bytes}
             with self._saved(replace(self.daemon.kept_quotas, tenants=kept)):
                 self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
-        log.info("quota of tenant %s: %s", tenant, "the default" if quota_bytes is None else format_size(quota_bytes))
+        log.info(
+            "quota of tenant %s: %s",
+            tenant,
+            "the default" if quota_bytes is None else format_size(quota_bytes),
+        )
 
     def set_limit(self, tenant: str, limit_bytes: int | None) -> None:
-        """Lets a tenant use so much at most, or with None as much as the default limit. Saved before it is in force;
-        and in force, so that nothing more is stored, before the blocks that are too many go, a few at a time. They go
-        even if nobody waits for it any more."""
+        """Lets a tenant use so much at most, or with None as much as the default limit. Saved
+        before it is in force; and in force, so that nothing more is stored, before the blocks that
+        are too many go, a few at a time. They go even if nobody waits for it any more."""
         _check_tenant(tenant)
         store, now_ms = self.daemon.store, self.daemon.now_ms()
         with self._one_change_at_a_time():
             self.in_loop(lambda: check_limit(store, tenant, limit_bytes))
-            others = {name: limit for name, limit in self.daemon.kept_quotas.limits.items() if name != tenant}
+            others = {
+                name: limit
+                for name, limit in self.daemon.kept_quotas.limits.items()
+                if name != tenant
+            }
             kept = others if limit_bytes is None else others | {tenant: limit_bytes}
             with self._saved(replace(self.daemon.kept_quotas, limits=kept)):
                 self.in_loop(lambda: set_limit(store, tenant, limit_bytes, now_ms))
             self._tidy()
-        log.info("limit of tenant %s: %s", tenant, "the default" if limit_bytes is None else format_size(limit_bytes))
+        log.info(
+            "limit of tenant %s: %s",
+            tenant,
+            "the default" if limit_bytes is None else format_size(limit_bytes),
+        )
 
     def change_settings(self, changes: Mapping[str, str]) -> list[SettingShown]:
-        """Changes live settings, all or none. Defaults of quota and limit are saved like a tenant's; others last until
-        the end."""
+        """Changes live settings, all or none. Defaults of quota and limit are saved like a
+        tenant's; others last until the end."""
         store = self.daemon.store
         with self._one_change_at_a_time():
             changed, kept = self.daemon.settings.changed_all(changes), self.daemon.kept_quotas
@@ -257,7 +287,9 @@ class Admin:
                 kept = replace(kept, default_set=True, default_bytes=changed.default_quota)
             if "default_limit" in changes:
                 self.in_loop(lambda: check_default_limit(store, changed.default_limit))
-                kept = replace(kept, default_limit_set=True, default_limit_bytes=changed.default_limit)
+                kept = replace(
+                    kept, default_limit_set=True, default_limit_bytes=changed.default_limit
+                )
             with self._saved(kept) if kept != self.daemon.kept_quotas else contextlib.nullcontext():
                 self.in_loop(lambda: self._put_in_force(changed))
             self._tidy()
@@ -266,7 +298,8 @@ class Admin:
         return self.settings()
 
     def drain(self) -> Drain:
-        """Has the server stop: it admits nothing more, and ends when leases and writes have, or its grace is over."""
+        """Has the server stop: it admits nothing more, and ends when leases and writes have, or its
+        grace is over."""
         now, settings = self.snapshot(), self.daemon.settings  # first: the loop may end at once
         log.info("draining: an operator asked for it")
         self.daemon.stop()
@@ -274,8 +307,8 @@ class Admin:
         return Drain(now.leases, now.writes, blocks, settings.shutdown_grace, settings.keep_pool)
 
     def clear(self, tenant: str) -> int:
-        """Takes all blocks out of use that the tenant has now, all of them at once, and then frees their memory.
-        Returns how many."""
+        """Takes all blocks out of use that the tenant has now, all of them at once, and then frees
+        their memory. Returns how many."""
         _check_tenant(tenant)
         dropped = self.in_loop(lambda: clear(self.daemon.store, tenant))
         self._tidy()
@@ -287,7 +320,8 @@ class Admin:
         store, dropped = self.daemon.store, 0
         names = self.in_loop(lambda: [tenant.name for tenant in store.tenants])
         for at in range(0, len(names), _TENANTS_CLEARED_A_TURN):
-            dropped += self.in_loop(lambda at=at: clear_all(store, names[at : at + _TENANTS_CLEARED_A_TURN]))  # type: ignore[misc]
+            some = names[at : at + _TENANTS_CLEARED_A_TURN]
+            dropped += self.in_loop(partial(clear_all, store, some))
         self._tidy()
         log.info("cleared all %d blocks", dropped)
         return dropped
@@ -295,7 +329,8 @@ class Admin:
     # -- inside
 
     def _tidy(self) -> None:
-        """Waits until what a change has begun is done, and helps: pieces of it between engines' requests."""
+        """Waits until what a change has begun is done, and helps: pieces of it between engines'
+        requests."""
         store = self.daemon.store
         while self.in_loop(lambda: store.tidy(self.daemon.now_ms())):
             pass
@@ -321,7 +356,8 @@ class Admin:
 
     @contextlib.contextmanager
     def _saved(self, kept: KeptQuotas) -> Iterator[None]:
-        """Saves `kept` before the body puts it in force, and what was kept before if the body did not."""
+        """Saves `kept` before the body puts it in force, and what was kept before if the body did
+        not."""
         before = self.daemon.kept_quotas
         try:
             self.daemon.quotas.save(kept)

@@ -1,10 +1,11 @@
-"""Who may connect over TLS: certificates of our CA, the list of authorized clients, and the tenants they are bound to.
+"""Who may connect over TLS: certificates of our CA, the list of authorized clients, and the tenants
+they are bound to.
 
-    a TLS handshake ──► names of a verified certificate ──► Authority.caller_of ──► Caller, or None: not authorized
+    a TLS handshake ──► names of a verified certificate ──► Authority.caller_of ──► Caller, or None:
+    not authorized
 
-The list, the certificate, its key and the CA are read again when they change: clients are added and revoked, and
-certificates are renewed, without a restart.
-"""
+The list, the certificate, its key and the CA are read again when they change: clients are added and
+revoked, and certificates are renewed, without a restart."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ LOG_INTERVAL_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a message. `key`: the name in its certificate that matched the list. `tenants`: patterns of the tenants
-    it may name; None for all. `admin`: it administers over HTTPS. Without TLS: ANYONE."""
+    """Who sent a message. `key`: the name in its certificate that matched the list. `tenants`:
+    patterns of the tenants it may name; None for all. `admin`: it administers over HTTPS. Without
+    TLS: ANYONE."""
 
     key: str = ""
     name: str = ""
@@ -62,9 +64,9 @@ def _matches(tenant: str, pattern: str) -> bool:
 
 
 def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Caller]:
-    """All clients in a file, or in the files *.client of a directory, by name. What is wrong with a line goes to
-    `complain`, and the line counts for nothing. SettingsError if nothing can be read, or if others could have written
-    it."""
+    """All clients in a file, or in the files *.client of a directory, by name. What is wrong with a
+    line goes to `complain`, and the line counts for nothing. SettingsError if nothing can be read,
+    or if others could have written it."""
     try:
         status = os.stat(path)
         is_directory = stat.S_ISDIR(status.st_mode)
@@ -87,7 +89,9 @@ def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Ca
             try:
                 caller = read_line(line)
             except ValueError as error:
-                complain(f"{file}, client {number}: {error}")  # the line is not quoted: it may have a salt in it
+                complain(
+                    f"{file}, client {number}: {error}"
+                )  # the line is not quoted: it may have a salt in it
                 continue
             if caller.key in callers:
                 complain(f"{file}, client {number}: {caller.key} is authorized already")
@@ -97,20 +101,31 @@ def read_authorized(path: Path, complain: Callable[[str], None]) -> dict[str, Ca
 
 
 def _client_files(directory: Path) -> list[Path]:
-    """Those that count. What begins with a dot is an editor's, or half copied. OSError if we may not look."""
+    """Those that count. What begins with a dot is an editor's, or half copied. OSError if we may
+    not look."""
     names = sorted(os.listdir(directory))
-    return [directory / name for name in names if name.endswith(CLIENT_FILE) and not name.startswith(".")]
+    return [
+        directory / name
+        for name in names
+        if name.endswith(CLIENT_FILE) and not name.startswith(".")
+    ]
 
 
 def read_line(line: str) -> Caller:
     """A line `NAME [tenants=a,b] [admin]`. ValueError says what is wrong."""
     name, *options = line.split()
     if name.lower().startswith(FINGERPRINT):
-        name = name.lower().replace(":", "").replace("sha256", FINGERPRINT, 1)  # openssl writes AB:CD:...
+        name = (
+            name.lower().replace(":", "").replace("sha256", FINGERPRINT, 1)
+        )  # openssl writes AB:CD:...
         if not re.fullmatch(r"[0-9a-f]{64}", name.removeprefix(FINGERPRINT)):
-            raise ValueError("sha256: is not followed by the 64 hexadecimal digits of a certificate's fingerprint")
+            raise ValueError(
+                "sha256: is not followed by the 64 hexadecimal digits of a certificate's fingerprint"
+            )
     elif not name.isprintable() or len(name) > 256 or name.startswith("tenants="):
-        raise ValueError("the line does not begin with a name that a certificate can have, at most 256 characters")
+        raise ValueError(
+            "the line does not begin with a name that a certificate can have, at most 256 characters"
+        )
     tenants: tuple[str, ...] | None = None
     is_admin = False
     for option in options:
@@ -120,27 +135,33 @@ def read_line(line: str) -> Caller:
         elif what == "tenants" and tenants is None:
             tenants = tuple(_tenant(each) for each in value.split(","))
         else:
-            raise ValueError("after the name there may be tenants=a,b and admin, each once, and nothing else")
+            raise ValueError(
+                "after the name there may be tenants=a,b and admin, each once, and nothing else"
+            )
     return Caller(name, name, tenants, admin=is_admin)
 
 
 def _tenant(text: str) -> str:
-    """A tenant id, a beginning of one and *, or salt: and the salt itself, odd characters percent-encoded."""
+    """A tenant id, a beginning of one and *, or salt: and the salt itself, odd characters
+    percent-encoded."""
     if text.startswith("salt:") and len(text) > len("salt:"):
         return tenant_of(unquote(text.removeprefix("salt:")))
     if not is_tenant(text) and not re.fullmatch(r"(t-[0-9a-f]{0,32})?\*", text):
-        raise ValueError("a tenant is named by its id, by the beginning of one and *, or by salt: and its salt")
+        raise ValueError(
+            "a tenant is named by its id, by the beginning of one and *, or by salt: and its salt"
+        )
     return text
 
 
 class Authority:
-    """Decides which certificates are let in, with which tenants, and which administer. The loop's thread uses it; the
-    HTTP thread reads `trust`, then `http_context`, and calls `is_admin`.
+    """Decides which certificates are let in, with which tenants, and which administer. The loop's
+    thread uses it; the HTTP thread reads `trust`, then `http_context`, and calls `is_admin`.
 
-    `context` is for new connections of engines, `http_context` for those over HTTPS, which may come without a
-    certificate; None without files, and then everybody is ANYONE. `callers` is the list by name;
-    None without a list, and then every certificate of the CA is let in. `trust` grows when a CA was removed from
-    tls_ca: connections that were verified before have to be closed, and to be verified again."""
+    `context` is for new connections of engines, `http_context` for those over HTTPS, which may come
+    without a certificate; None without files, and then everybody is ANYONE. `callers` is the list
+    by name; None without a list, and then every certificate of the CA is let in. `trust` grows when
+    a CA was removed from tls_ca: connections that were verified before have to be closed, and to be
+    verified again."""
 
     def __init__(
         self,
@@ -158,18 +179,25 @@ class Authority:
         self.trust = 0
         if files is not None:
             self._files_signature = _signature_of(files)
-            self.context, self.http_context = server_context(files), server_context(files, ssl.CERT_OPTIONAL)
+            self.context, self.http_context = (
+                server_context(files),
+                server_context(files, ssl.CERT_OPTIONAL),
+            )
             self._trusted = _certificates_in(files.ca)
         if files is not None and authorized_clients is not None:
             self._list_signature = _signature_of(authorized_clients)
             self.callers = read_authorized(authorized_clients, _refuse_start)
-            log.info("engines need a certificate: %d names are in %s", len(self.callers), authorized_clients)
+            log.info(
+                "engines need a certificate: %d names are in %s",
+                len(self.callers),
+                authorized_clients,
+            )
             if not self.callers:
                 log.warning("nobody is authorized: of a directory, files *%s are read", CLIENT_FILE)
 
     def caller_of(self, names: tuple[str, ...]) -> Caller | None:
-        """Who has a certificate with these names (see `peer_names`), as the list says now. The line of its fingerprint
-        counts before those of its other names. None: not authorized."""
+        """Who has a certificate with these names (see `peer_names`), as the list says now. The line
+        of its fingerprint counts before those of its other names. None: not authorized."""
         if self.context is None:
             return ANYONE
         readable = next(iter(names[1:] or names), "")
@@ -180,14 +208,15 @@ class Authority:
         return known and replace(known, name=readable)
 
     def is_admin(self, names: tuple[str, ...], trust: int) -> bool:
-        """Whether a certificate with these names administers, as the list says now. `trust` is what it was before the
-        certificate was verified: not if a CA was removed since then."""
+        """Whether a certificate with these names administers, as the list says now. `trust` is what
+        it was before the certificate was verified: not if a CA was removed since then."""
         caller = self.caller_of(names)
         return caller is not None and caller.admin and trust == self.trust
 
     def reload(self) -> bool:
-        """Reads what changed, and now and then what could not be used. True if anything is different now. A file that
-        cannot be used changes nothing; a line that cannot be read authorizes nobody."""
+        """Reads what changed, and now and then what could not be used. True if anything is
+        different now. A file that cannot be used changes nothing; a line that cannot be read
+        authorizes nobody."""
         has_other_files = self._files is not None and self._reload_files(self._files)
         has_other_list = self.callers is not None and self._reload_list(self.callers)
         self._say()
@@ -195,7 +224,9 @@ class Authority:
 
     def _reload_files(self, files: TlsFiles) -> bool:
         signature, now = _signature_of(files), self._clock()
-        is_due = self._problems.get("tls") and now - self._tried_at >= LOG_INTERVAL_S  # a date may heal by itself
+        is_due = (
+            self._problems.get("tls") and now - self._tried_at >= LOG_INTERVAL_S
+        )  # a date may heal by itself
         if signature == self._files_signature and not is_due:
             return False
         self._files_signature, self._tried_at = signature, now
@@ -203,7 +234,9 @@ class Authority:
             context, http_context = server_context(files), server_context(files, ssl.CERT_OPTIONAL)
             trusted = _certificates_in(files.ca)
         except SettingsError as error:
-            self._problems["tls"] = [f"{error.message}; the files that were read before stay in force ({error.hint})"]
+            self._problems["tls"] = [
+                f"{error.message}; the files that were read before stay in force ({error.hint})"
+            ]
             return False
         self._problems["tls"] = []
         self.context, self.http_context = context, http_context
@@ -220,16 +253,25 @@ class Authority:
         problems: list[str] = []
         self._list_signature = signature
         try:
-            callers = read_authorized(self._list, lambda problem: problems.append(f"{problem}; ignored"))
+            callers = read_authorized(
+                self._list, lambda problem: problems.append(f"{problem}; ignored")
+            )
         except SettingsError as error:
             callers = before
-            problems = [f"{error.message}; those authorized before stay so, and nobody can be revoked ({error.hint})"]
+            problems = [
+                f"{error.message}; those authorized before stay so, and nobody can be revoked ({error.hint})"
+            ]
         self._problems["authorized_clients"] = problems
         if callers == before:
             return False
         added, removed = len(callers.keys() - before.keys()), len(before.keys() - callers.keys())
         self.callers = callers
-        log.info("authorized_clients was read again: %d names, %d new, %d revoked", len(callers), added, removed)
+        log.info(
+            "authorized_clients was read again: %d names, %d new, %d revoked",
+            len(callers),
+            added,
+            removed,
+        )
         return True
 
     def _say(self) -> None:
@@ -250,12 +292,15 @@ def _refuse_start(problem: str) -> None:
 
 
 def _certificates_in(path: Path) -> set[str]:
-    return set(re.findall(r"-----BEGIN [^-]*CERTIFICATE-----.*?-----END", read_text(path), re.DOTALL))
+    return set(
+        re.findall(r"-----BEGIN [^-]*CERTIFICATE-----.*?-----END", read_text(path), re.DOTALL)
+    )
 
 
 def _signature_of(what: Path | TlsFiles) -> list[object]:
-    """What changes when a list does (of the file, or of the directory and each file in it), or one of the TLS files.
-    What cannot be looked at is in it by its error, so that it hides no change of the others."""
+    """What changes when a list does (of the file, or of the directory and each file in it), or one
+    of the TLS files. What cannot be looked at is in it by its error, so that it hides no change of
+    the others."""
     if isinstance(what, TlsFiles):
         return [stat_of(file) for file in (what.cert, what.key, what.ca)]
     signature = [stat_of(what)]

@@ -4,9 +4,8 @@
                  Unix socket, loopback: its user      a few at a time; nothing is read from a peer
                  beyond: its certificate              that does not take its replies
 
-A peer costs at most the memory of one message and one reply, and all of them together MOST_BYTES_HELD. Whatever a peer
-does or leaves undone, the others are served.
-"""
+A peer costs at most the memory of one message and one reply, and all of them together
+MOST_BYTES_HELD. Whatever a peer does or leaves undone, the others are served."""
 
 from __future__ import annotations
 
@@ -34,20 +33,29 @@ from kvkeep.wire.tls import certificate_text, handshake_problem, peer_expiry_s, 
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES_HELD: Final = 256 * MIB  # of messages that are not whole and replies that were not taken, over all
-_MESSAGE_SLACK_BYTES = MIB  # a message a little too long is answered with an error; a huge one ends the connection
+MOST_BYTES_HELD: Final = (
+    256 * MIB
+)  # of messages that are not whole and replies that were not taken, over all
+_MESSAGE_SLACK_BYTES = (
+    MIB  # a message a little too long is answered with an error; a huge one ends the connection
+)
 _MOST_UNPROVED: Final = 64
 _PROVE_WITHIN_S, _SPEAK_WITHIN_S = 2.0, 10.0
-_MESSAGES_A_TURN, _TURN_S = 32, 0.02  # of one connection, and for all of them: then the loop has other duties
+_MESSAGES_A_TURN, _TURN_S = (
+    32,
+    0.02,
+)  # of one connection, and for all of them: then the loop has other duties
 
 Answer = Callable[[list[bytes], Caller, int], list[Any] | None]
 
 
 class Peer:
-    """A connection. `number`: those that are accepted later have higher ones. `caller`: who it is, once proved.
-    `token`: of the session that it last spoke for, if any."""
+    """A connection. `number`: those that are accepted later have higher ones. `caller`: who it is,
+    once proved. `token`: of the session that it last spoke for, if any."""
 
-    def __init__(self, stream: Stream, number: int, where: str, address: str, since_s: float) -> None:
+    def __init__(
+        self, stream: Stream, number: int, where: str, address: str, since_s: float
+    ) -> None:
         self.stream, self.number, self.where, self.address = stream, number, where, address
         self.caller: Caller | None = None
         self.names: tuple[str, ...] = ()  # in its certificate
@@ -82,7 +90,9 @@ class Connections:
         self._clock, self._wall_clock = clock, wall_clock
         self._listeners = {each.socket.fileno(): each for each in listeners}
         self._most_connections = most_connections
-        self._most_message_bytes = 2 * most_frame_bytes + _MESSAGE_SLACK_BYTES  # a body, and a payload
+        self._most_message_bytes = (
+            2 * most_frame_bytes + _MESSAGE_SLACK_BYTES
+        )  # a body, and a payload
         self._authority = authority or Authority(None, None)
         self._trusted_users = trusted_users
         self._counters, self._strangers = counters or Counters(), strangers or StrangerLog()
@@ -121,32 +131,44 @@ class Connections:
                 continue  # it was closed for another's sake
             try:
                 self._serve(peer, answer, until_s)
-            except Exception:  # guard: whatever one peer makes us stumble over, the server serves the others
+            except Exception:
+                # guard: whatever one peer makes us stumble over, the server serves the others
                 self._counters.internal_errors += 1
-                self._warn("internal", "serving a connection failed inside the server; it is closed", trace=True)
+                self._warn(
+                    "internal",
+                    "serving a connection failed inside the server; it is closed",
+                    trace=True,
+                )
                 self._close(peer)
 
     def tend(self, is_on: Callable[[int, int], bool]) -> None:
-        """Now and then: closes connections that have not proved who they are in time, those whose certificate has
-        expired, and those that no session is on."""
+        """Now and then: closes connections that have not proved who they are in time, those whose
+        certificate has expired, and those that no session is on."""
         now_s, date_s = self._clock(), self._wall_clock()
         for peer in list(self._peers.values()):
             if peer.caller is None:
                 if now_s - peer.since_s > _PROVE_WITHIN_S:
-                    self._turn_away("handshake_timeout", peer.where, peer.address, "it did not finish the handshake")
+                    self._turn_away(
+                        "handshake_timeout",
+                        peer.where,
+                        peer.address,
+                        "it did not finish the handshake",
+                    )
                     self._close(peer)
             elif date_s > peer.expires_s:
                 why = f"its certificate {certificate_text(peer.names)} has expired (renew it there)"
-                self._warn("expired", f"a connection of {peer.address} to {peer.where} is closed: {why}")
+                self._warn(
+                    "expired", f"a connection of {peer.address} to {peer.where} is closed: {why}"
+                )
                 self._close(peer)
             elif not is_on(peer.token, peer.number) and now_s - peer.since_s > _SPEAK_WITHIN_S:
                 self._close(peer)
         self._listen(on=True)
 
     def check_certificates(self) -> None:
-        """After the authority has read its files again: changed rights hold for open connections, too. A revoked client
-        is told so when it asks for something, and lets go of the pool then. Where a CA was removed, all connect again.
-        """
+        """After the authority has read its files again: changed rights hold for open connections,
+        too. A revoked client is told so when it asks for something, and lets go of the pool then.
+        Where a CA was removed, all connect again."""
         is_changed, self._trust = self._trust != self._authority.trust, self._authority.trust
         for peer in [peer for peer in self._peers.values() if peer.is_tls]:
             if peer.caller is not None:
@@ -211,7 +233,9 @@ class Connections:
     def _make_room(self) -> None:
         """OSError if there is none. Those that have not proved who they are make way first."""
         unproved = [peer for peer in self._peers.values() if peer.caller is None]
-        if unproved and (len(unproved) >= _MOST_UNPROVED or len(self._peers) >= self._most_connections):
+        if unproved and (
+            len(unproved) >= _MOST_UNPROVED or len(self._peers) >= self._most_connections
+        ):
             self._close(unproved[0])
         if len(self._peers) >= self._most_connections:
             raise OSError(f"there are {len(self._peers)} already")
@@ -221,12 +245,19 @@ class Connections:
         if not peer.stream.shake_hands():
             if peer.stream.is_over:
                 error = peer.stream.error
-                why = handshake_problem(error) if isinstance(error, ssl.SSLError) else "it broke off the handshake"
+                why = (
+                    handshake_problem(error)
+                    if isinstance(error, ssl.SSLError)
+                    else "it broke off the handshake"
+                )
                 self._turn_away("handshake", peer.where, peer.address, why)
                 self._close(peer)
             return False
         assert isinstance(peer.stream.socket, ssl.SSLSocket)
-        peer.names, peer.expires_s = peer_names(peer.stream.socket), peer_expiry_s(peer.stream.socket)
+        peer.names, peer.expires_s = (
+            peer_names(peer.stream.socket),
+            peer_expiry_s(peer.stream.socket),
+        )
         peer.caller = self._authority.caller_of(peer.names)
         if peer.caller is None:
             why = f"its certificate {certificate_text(peer.names)} is not in authorized_clients"
@@ -259,7 +290,9 @@ class Connections:
             return
         if bool(stream.unsent_bytes) != peer.waits_to_send:
             peer.waits_to_send = not peer.waits_to_send
-            self._epoll.modify(stream.fileno(), select.EPOLLOUT if peer.waits_to_send else select.EPOLLIN)
+            self._epoll.modify(
+                stream.fileno(), select.EPOLLOUT if peer.waits_to_send else select.EPOLLIN
+            )
         if has_next and not peer.waits_to_send:
             self._ready[stream.fileno()] = peer
         self._count(peer)
@@ -271,7 +304,9 @@ class Connections:
         while self._held_bytes > MOST_BYTES_HELD:
             most = format_size(MOST_BYTES_HELD)
             self._counters.connection_resets += 1
-            self._warn("memory", f"half messages and replies take more than {most}; a connection is closed")
+            self._warn(
+                "memory", f"half messages and replies take more than {most}; a connection is closed"
+            )
             self._close(max(self._peers.values(), key=lambda each: each.held_bytes))
 
     # -- closing, and saying so

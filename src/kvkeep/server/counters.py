@@ -1,4 +1,5 @@
-"""What has happened since the server started. Plain integers: counting must cost nothing on the way of a request."""
+"""What has happened since the server started. Plain integers: counting must cost nothing on the way
+of a request."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LATENCY_BUCKETS_US = (50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000, 25
 
 @dataclass
 class Latency:
-    """A histogram of how long requests of one kind, or turns of the loop, took inside the server."""
+    """A histogram of how long requests of one kind, or turns of the loop, took inside the
+    server."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_US) + 1))
     total_us: float = 0.0
@@ -50,7 +52,9 @@ class Counters:
     scrubbed_blocks: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     latency: dict[str, Latency] = field(default_factory=dict)
-    turns: Latency = field(default_factory=Latency)  # of the loop, from the end of its wait to its next one
+    turns: Latency = field(
+        default_factory=Latency
+    )  # of the loop, from the end of its wait to its next one
     auth_failures: dict[str, int] = field(default_factory=dict)
     tenants: CountsByTenant = field(default_factory=CountsByTenant)
 

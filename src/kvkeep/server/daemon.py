@@ -1,8 +1,8 @@
 """The daemon: sockets, signals and the loop around the service.
 
-One thread does everything that touches the store. A second fills the pool segment by segment, so that the server
-answers from its first moment on; a third runs HTTP. Both hand their work to the loop by `run_in_loop`.
-"""
+One thread does everything that touches the store. A second fills the pool segment by segment, so
+that the server answers from its first moment on; a third runs HTTP. Both hand their work to the
+loop by `run_in_loop`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ T = TypeVar("T")
 
 
 class Daemon:
-    """Everything one server process has. `run` serves until `stop`; `close` removes what was made."""
+    """Everything one server process has. `run` serves until `stop`; `close` removes what was
+    made."""
 
     def __init__(self, settings: Settings, *, fresh: bool = False) -> None:
         self.settings = settings
@@ -52,9 +53,13 @@ class Daemon:
         self.started = time.time()
         self.ready = threading.Event()
         self.degraded = ""  # why the pool is smaller than asked for, if it is
-        self.lost = False  # whether the pool's lock was removed under us: from then on there are no hits
+        self.lost = (
+            False  # whether the pool's lock was removed under us: from then on there are no hits
+        )
         self.last_turn = time.monotonic()
-        self.busy_since: float | None = None  # when the turn under way began; None while the loop waits for work
+        self.busy_since: float | None = (
+            None  # when the turn under way began; None while the loop waits for work
+        )
         self._stopping = self._is_over = False
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
@@ -75,11 +80,14 @@ class Daemon:
         warn_of_disk(settings.shm_dir)
         if settings.pool_size_is_auto:
             warn_of_small_pool(self.pool)
-            self.settings = replace(settings, pool_size=self.pool.pool_bytes, slab_size=self.pool.slab_bytes)
+            self.settings = replace(
+                settings, pool_size=self.pool.pool_bytes, slab_size=self.pool.slab_bytes
+            )
         try:
             self.store = self._make_store()
             if not self.pool.filled_bytes:
-                # The first segment is there before anyone can connect: who stores at once finds room.
+                # The first segment is there before anyone can connect: who stores at once finds
+                # room.
                 self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
             self.authority = Authority(tls_files(settings), settings.authorized_clients)
@@ -98,27 +106,38 @@ class Daemon:
             self._waker.setblocking(False)
             self._wake.setblocking(False)
             self._connections.also_wait_for(self._waker.fileno())
-        except BaseException:  # guard: whatever it is, nothing of a server that does not start may stay behind
+        except BaseException:
+            # guard: whatever it is, nothing of a server that does not start may stay behind
             self.close(keep=self.pool.is_left)  # but what was there before
             raise
 
     def run(self) -> None:
-        """Serves until `stop` is called, then gives sessions in the middle of a load or store time to finish."""
-        scrub = Scrub(self.store, self.pool.segments, self.service.counters, self.warm_start.adoption.rows)
+        """Serves until `stop` is called, then gives sessions in the middle of a load or store time
+        to finish."""
+        scrub = Scrub(
+            self.store, self.pool.segments, self.service.counters, self.warm_start.adoption.rows
+        )
         self._scrubber = Scrubber(scrub, self.run_in_loop)
         self._scrubber.start()
         self._filler = threading.Thread(target=self._fill_pool, name="kvkeep-fill", daemon=True)
         self._filler.start()
         gc.collect()
         gc.freeze()  # what is there from the start stays: no collection need ever look at it again
-        log.info("serving on %s, pool %s in %s", self.address, format_size(self.pool.pool_bytes), self.pool.directory)
+        log.info(
+            "serving on %s, pool %s in %s",
+            self.address,
+            format_size(self.pool.pool_bytes),
+            self.pool.directory,
+        )
         while not self._stopping:
             self._turn(self.settings.session_check_interval)
         self.service.draining = True
         deadline = time.monotonic() + self.settings.shutdown_grace
         while time.monotonic() < deadline and self._is_in_use():
             self._turn(0.05)
-        self._connections.wait(0)  # requests that came meanwhile are answered, and need not wait for a deadline
+        self._connections.wait(
+            0
+        )  # requests that came meanwhile are answered, and need not wait for a deadline
         self._connections.serve(self._answer)
         self._is_over = True
         while not self._duties.empty():  # nor need who asked by HTTP
@@ -144,7 +163,8 @@ class Daemon:
                 return
             try:
                 future.set_result(duty())
-            except BaseException as error:  # guard: whatever it is belongs to whoever waits for the result
+            except BaseException as error:
+                # guard: whatever it is belongs to whoever waits for the result
                 future.set_exception(error)
 
         self._duties.put(carry_out)
@@ -164,13 +184,14 @@ class Daemon:
         self.run_in_loop(duty).add_done_callback(look)
 
     def close(self, *, keep: bool = False) -> None:
-        """Closes sockets and removes the pool; or, with `keep`, leaves it to the next server if there is something in
-        it."""
+        """Closes sockets and removes the pool; or, with `keep`, leaves it to the next server if
+        there is something in it."""
         self._stopping = True
         if self._scrubber is not None:
             self._scrubber.stop()
         if self._filler is not None:
-            self._filler.join()  # or it would put its next segment into a directory that is being removed
+            # or it would put its next segment into a directory that is being removed
+            self._filler.join()
         if hasattr(self, "_listeners"):
             self._listeners.close()
         if hasattr(self, "_connections"):
@@ -178,14 +199,26 @@ class Daemon:
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()
-        keep = keep and self.pool.is_kept and (not hasattr(self, "store") or len(self.store.blocks.table) > 0)
+        keep = (
+            keep
+            and self.pool.is_kept
+            and (not hasattr(self, "store") or len(self.store.blocks.table) > 0)
+        )
         if keep and hasattr(self, "service"):
             self.service.sessions.leave_all()
             blocks, directory = len(self.store.blocks.table), self.pool.directory
-            log.info("%d blocks stay in %s for the next server; `rm -r %s` removes them", blocks, directory, directory)
+            log.info(
+                "%d blocks stay in %s for the next server; `rm -r %s` removes them",
+                blocks,
+                directory,
+                directory,
+            )
         if not keep:
             if hasattr(self, "store") and len(self.store.blocks.table):
-                log.info("%d blocks are removed; SIGTERM and `kvkeep drain` keep them", len(self.store.blocks.table))
+                log.info(
+                    "%d blocks are removed; SIGTERM and `kvkeep drain` keep them",
+                    len(self.store.blocks.table),
+                )
             self.pool.leave_nothing()
         for session in self.service.sessions.all() if hasattr(self, "service") else []:
             self.service.sessions.remove(session)
@@ -208,7 +241,9 @@ class Daemon:
             self._waker.recv(4096)
         if self.store.has_to_tidy:
             self.do_in_loop(lambda: self.store.tidy(self.now_ms()))
-        for _ in range(self._duties.qsize()):  # those that come meanwhile wait until engines have had their turn
+        for _ in range(
+            self._duties.qsize()
+        ):  # those that come meanwhile wait until engines have had their turn
             self._duties.get()()
         if time.monotonic() >= due:
             if self.authority.reload():
@@ -225,7 +260,8 @@ class Daemon:
         return self.service.handle(frames, self.now_ms(), caller, peer)
 
     def _look_after_lock(self) -> None:
-        """Without its lock file the server is dead to whoever comes, and the pool deserted: it stops admitting."""
+        """Without its lock file the server is dead to whoever comes, and the pool deserted: it
+        stops admitting."""
         if not self.lost and self.pool.is_unlocked():
             self.lost = self.service.draining = True
             log.error(
@@ -234,13 +270,16 @@ class Daemon:
             )
 
     def _is_in_use(self) -> bool:
-        """Whether a session of ours reads or writes. For those of an old server nobody waits: the next one will not
-        touch what they hold either."""
+        """Whether a session of ours reads or writes. For those of an old server nobody waits: the
+        next one will not touch what they hold either."""
         sessions = self.store.sessions.items()
-        return any(held.writes or held.leases for number, held in sessions if number != OLD_SESSIONS)
+        return any(
+            held.writes or held.leases for number, held in sessions if number != OLD_SESSIONS
+        )
 
     def _rouse(self) -> None:
-        """Ends the loop's wait. A full buffer will wake it just as well; a closed one has no loop behind it."""
+        """Ends the loop's wait. A full buffer will wake it just as well; a closed one has no loop
+        behind it."""
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
@@ -271,7 +310,9 @@ class Daemon:
         store, self.warm_start = open_store(self.pool, limits, self.now_ms())
         self.kept_quotas = self.quotas.load()
         self.quotas.check_writable()
-        self.settings = apply_kept(store, self.settings, self.kept_quotas, self.quotas.path, self.now_ms())
+        self.settings = apply_kept(
+            store, self.settings, self.kept_quotas, self.quotas.path, self.now_ms()
+        )
         return store
 
     def _make_service(self) -> Service:
@@ -290,7 +331,11 @@ class Daemon:
             self.pool.watch,
             int(settings.network_session_timeout * 1000),
             settings.verify,
-            ClientLimits(settings.max_sessions_per_client, settings.max_requests_per_second, settings.max_network_rate),
+            ClientLimits(
+                settings.max_sessions_per_client,
+                settings.max_requests_per_second,
+                settings.max_network_rate,
+            ),
             self.pool.old_sessions,
             int(settings.network_lease_timeout * 1000),
         )

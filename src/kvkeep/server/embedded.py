@@ -1,10 +1,11 @@
-"""A whole server inside the engine's process: no sockets and no HTTP, but the same service, store and pool.
+"""A whole server inside the engine's process: no sockets and no HTTP, but the same service, store
+and pool.
 
     connection ── transport.send ──► service.handle ──► store      requests: one thread at a time, under one lock
          └──────── copies ─────────► pool in shared memory         blocks: by the clients themselves, as with a daemon
 
-A request has been answered when `send` returns. A forked child does no harm: it reaches no server and closes none. A
-process that was killed leaves its pool behind; the next one to start removes it.
+A request has been answered when `send` returns. A forked child does no harm: it reaches no server
+and closes none. A process that was killed leaves its pool behind; the next one to start removes it.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ _LEFT_BEHIND_S = 5  # a pool younger than that may only not have its lock yet
 
 
 class EmbeddedServer:
-    """Serves connections of this process until `close`, the end of its last user, or that of the process.
+    """Serves connections of this process until `close`, the end of its last user, or that of the
+    process.
 
-    Memory beyond the pool's first segment comes in the background. When `ready`, all is there, or `degraded` says why
-    not. Whoever has the `turn` may touch service and store.
-    """
+    Memory beyond the pool's first segment comes in the background. When `ready`, all is there, or
+    `degraded` says why not. Whoever has the `turn` may touch service and store."""
 
-    def __init__(self, pool_bytes: int, directory: Path = Path("/dev/shm"), slab_bytes: int | None = None) -> None:
+    def __init__(
+        self, pool_bytes: int, directory: Path = Path("/dev/shm"), slab_bytes: int | None = None
+    ) -> None:
         self.ready = threading.Event()
         self.degraded = ""
         self.next_check_ms = 0
@@ -58,12 +61,20 @@ class EmbeddedServer:
         self._over = False
         self._filling = threading.Lock()
         epoch, limits = secrets.randbits(63), Limits()
-        self.pool = pool = _make_pool(pool_bytes, directory, slab_bytes or slab_bytes_for(pool_bytes), epoch)
+        self.pool = pool = _make_pool(
+            pool_bytes, directory, slab_bytes or slab_bytes_for(pool_bytes), epoch
+        )
         self.store = Store(pool.pool_bytes, pool.slab_bytes, limits, presence=pool.make_presence())
         self.store.add_slabs(0, pool.filled_bytes // pool.slab_bytes)
         place = PoolPlace(str(pool.directory), "", pool.segment_bytes, pool.pool_bytes)
-        held = (limits.blocks_per_request, limits.leases_per_session, limits.writing_blocks_per_session)
-        self.service = Service(self.store, pool.segments, place, WireLimits(_FRAME_BYTES, *held), epoch, pool.watch)
+        held = (
+            limits.blocks_per_request,
+            limits.leases_per_session,
+            limits.writing_blocks_per_session,
+        )
+        self.service = Service(
+            self.store, pool.segments, place, WireLimits(_FRAME_BYTES, *held), epoch, pool.watch
+        )
         _servers.add(self)
         threading.Thread(target=self._fill, name="kvkeep-fill", daemon=True).start()
 
@@ -82,14 +93,21 @@ class EmbeddedServer:
 
     def connection(self, shape: BlockShape, options: ClientOptions | None = None) -> Connection:
         """A connection for an adapter or a cache, with a name in place of an address."""
-        named = dataclasses.replace(options or ClientOptions(), address=f"inproc://{self.pool.directory.name}")
+        named = dataclasses.replace(
+            options or ClientOptions(), address=f"inproc://{self.pool.directory.name}"
+        )
         return Connection(shape, named, self.transport())
 
     def handle(self, frames: Sequence[Any], inbox: deque[list[bytes]]) -> bool:
-        """Carries out one request and puts the reply into the inbox. False if nobody serves any more."""
-        if not self.serving:  # first: in a forked child the lock may be one that nobody will ever let go of
+        """Carries out one request and puts the reply into the inbox. False if nobody serves any
+        more."""
+        if (
+            not self.serving
+        ):  # first: in a forked child the lock may be one that nobody will ever let go of
             return False
-        request = [bytes(frame) for frame in frames]  # as from a network: neither side has the other's memory
+        request = [
+            bytes(frame) for frame in frames
+        ]  # as from a network: neither side has the other's memory
         with self.turn:
             if self._over:
                 return False
@@ -104,8 +122,8 @@ class EmbeddedServer:
         return True
 
     def close(self) -> None:
-        """Ends all sessions and removes the pool. Calls fail from now on; copies under way have mappings of their own
-        and end in memory that nobody else has."""
+        """Ends all sessions and removes the pool. Calls fail from now on; copies under way have
+        mappings of their own and end in memory that nobody else has."""
         if not self.serving:
             return
         self._over = True
@@ -133,7 +151,8 @@ class EmbeddedServer:
 
 
 class EmbeddedTransport:
-    """A Transport. Safe to use from several threads; closing it takes no lock, so the garbage collector may."""
+    """A Transport. Safe to use from several threads; closing it takes no lock, so the garbage
+    collector may."""
 
     def __init__(self, server: EmbeddedServer) -> None:
         self._server = server
@@ -169,7 +188,9 @@ class EmbeddedTransport:
     def close(self) -> None:
         self._closed = True
         self._inbox.clear()
-        self._server.next_check_ms = 0  # a session that was dropped without Goodbye ends with the next request
+        self._server.next_check_ms = (
+            0  # a session that was dropped without Goodbye ends with the next request
+        )
 
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
@@ -188,7 +209,13 @@ def _make_pool(pool_bytes: int, directory: Path, slab_bytes: int, epoch: int) ->
         raise PoolError(problem, "use a larger kv_offloading_size")
     _remove_what_others_left(directory)
     try:
-        pool = Pool(directory, f"embedded-{os.getpid()}-{secrets.token_hex(4)}", pool_bytes, slab_bytes, epoch)
+        pool = Pool(
+            directory,
+            f"embedded-{os.getpid()}-{secrets.token_hex(4)}",
+            pool_bytes,
+            slab_bytes,
+            epoch,
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(pool.close)
             pool.fill_next()
@@ -201,7 +228,8 @@ def _make_pool(pool_bytes: int, directory: Path, slab_bytes: int, epoch: int) ->
 
 
 def _remove_what_others_left(directory: Path) -> None:
-    """Pools of processes that were killed: who can own one finds it deserted, and owning it empties it."""
+    """Pools of processes that were killed: who can own one finds it deserted, and owning it empties
+    it."""
     for path in directory.glob("kvkeep-embedded-*"):
         with contextlib.suppress(PoolError, OSError):
             if time.time() - path.stat().st_mtime > _LEFT_BEHIND_S:

@@ -4,15 +4,16 @@
     other reading routes   on loopback anybody; beyond it, and where `admin_token` is set, whoever sends the token
     routes that change     whoever sends the token, on loopback too
 
-Over TLS, a certificate that has the right `admin` in `authorized_clients` does instead of the token, for all routes.
-A server without `admin_token` makes a token at its first start, in a file that only its user can read.
+Over TLS, a certificate that has the right `admin` in `authorized_clients` does instead of the
+token, for all routes. A server without `admin_token` makes a token at its first start, in a file
+that only its user can read.
 
-A browser on the server's host can reach loopback on behalf of any site it shows. Two tricks are known, and refused
-here: a site whose name is made to resolve to 127.0.0.1 (its requests carry that name as Host), and a form or script
-that sends a change blindly (its requests carry the site's Origin). A server that listens elsewhere has names that it
-does not know; there the token does what the Host header does on loopback. A body has at most 64 KiB, and a longer one
-is refused before it is read.
-"""
+A browser on the server's host can reach loopback on behalf of any site it shows. Two tricks are
+known, and refused here: a site whose name is made to resolve to 127.0.0.1 (its requests carry that
+name as Host), and a form or script that sends a change blindly (its requests carry the site's
+Origin). A server that listens elsewhere has names that it does not know; there the token does what
+the Host header does on loopback. A body has at most 64 KiB, and a longer one is refused before it
+is read."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ from kvkeep.wire.auth import check_directory, read_token, write_new
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 64 * 1024
-MAX_WORKED_ON: Final = 4  # requests at a time, so that rendering answers leaves the server's loop its processor time
+MAX_WORKED_ON: Final = (
+    4  # requests at a time, so that rendering answers leaves the server's loop its processor time
+)
 MAX_WAITING: Final = 64
 LOG_INTERVAL_S: Final = 60.0
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
@@ -75,7 +78,8 @@ class RefusalLog:
 
 @dataclass(frozen=True)
 class Access:
-    """`token` gives the token as it is now. `for_reading`: reading routes need it too. `hint` says where it is."""
+    """`token` gives the token as it is now. `for_reading`: reading routes need it too. `hint` says
+    where it is."""
 
     token: Callable[[], bytes]
     for_reading: bool = True
@@ -84,7 +88,8 @@ class Access:
 
 
 class Guard:
-    """ASGI middleware: refuses, or passes on unchanged, at most MAX_WORKED_ON requests at a time."""
+    """ASGI middleware: refuses, or passes on unchanged, at most MAX_WORKED_ON requests at a
+    time."""
 
     def __init__(
         self,
@@ -104,15 +109,24 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
         try:
-            body = await _read_body(headers, receive)  # first: to close while the client sends loses the answer
+            body = await _read_body(
+                headers, receive
+            )  # first: to close while the client sends loses the answer
             self._check(scope, headers)
             if scope["path"] not in OPEN_PATHS and self._waiting >= MAX_WAITING:
-                raise RequestError("too_many_requests", "too many requests wait for an answer", hint="try again")
+                raise RequestError(
+                    "too_many_requests", "too many requests wait for an answer", hint="try again"
+                )
         except RequestError as refusal:
             client = (scope.get("client") or ("an unknown address",))[0]
-            self._refusals.note(refusal.code, f"a request from {client} was refused: {refusal.message}")
+            self._refusals.note(
+                refusal.code, f"a request from {client} was refused: {refusal.message}"
+            )
             if refusal.code == "unauthorized":
                 self._on_bad_token()
             await _refuse(refusal, send)
@@ -126,7 +140,11 @@ class Guard:
         if is_change:
             check_origin(headers, scope.get("scheme", "http"))
         is_admin = scope.get("state", {}).get("is_admin", lambda: False)  # see TlsLayer
-        if scope["path"] not in OPEN_PATHS and (self._access.for_reading or is_change) and not is_admin():
+        if (
+            scope["path"] not in OPEN_PATHS
+            and (self._access.for_reading or is_change)
+            and not is_admin()
+        ):
             check_token(headers, self._access.token(), self._access.hint)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,8 +163,9 @@ class Guard:
 
 
 def token_reader(path: Path, refusals: RefusalLog, *, ours: bool = False) -> Callable[[], bytes]:
-    """Gives the token as the file has it at that moment: a new one holds at once, one that cannot be read lets nobody
-    in. SettingsError if it cannot be read now, or should be `ours` and is another user's."""
+    """Gives the token as the file has it at that moment: a new one holds at once, one that cannot
+    be read lets nobody in. SettingsError if it cannot be read now, or should be `ours` and is
+    another user's."""
     read_token(path, ours=ours)
 
     def current() -> bytes:
@@ -160,8 +179,9 @@ def token_reader(path: Path, refusals: RefusalLog, *, ours: bool = False) -> Cal
 
 
 def make_token(path: Path) -> None:
-    """Makes the token of a server without `admin_token`, in a directory that is its user's alone. An earlier one stays,
-    unless others may have read or changed it. SettingsError if none can be made."""
+    """Makes the token of a server without `admin_token`, in a directory that is its user's alone.
+    An earlier one stays, unless others may have read or changed it. SettingsError if none can be
+    made."""
     directory = path.parent
     try:
         if directory.stat().st_uid == os.geteuid():
@@ -174,7 +194,9 @@ def make_token(path: Path) -> None:
             return
         except SettingsError as error:
             if path.exists():
-                log.warning("a new token for the admin API replaces the one before: %s", error.message)
+                log.warning(
+                    "a new token for the admin API replaces the one before: %s", error.message
+                )
         draft = path.with_suffix(".new")
         draft.unlink(missing_ok=True)
         write_new(draft, secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
@@ -187,12 +209,17 @@ def make_token(path: Path) -> None:
 
 
 def check_token(headers: Mapping[str, str], token: bytes, where: str = "") -> None:
-    """Raises unless the request carries the token. How long that takes says nothing of how much of it was right."""
+    """Raises unless the request carries the token. How long that takes says nothing of how much of
+    it was right."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode("latin-1"), token):
+    if scheme.lower() != "bearer" or not secrets.compare_digest(
+        given.strip().encode("latin-1"), token
+    ):
         raise RequestError(
             "unauthorized",
-            "this request needs the server's token" if not given else "this is not the token of this server",
+            "this request needs the server's token"
+            if not given
+            else "this is not the token of this server",
             field="Authorization",
             hint="send `Authorization: Bearer TOKEN`; with our commands --token-file FILE, or KVKEEP_ADMIN_TOKEN=FILE"
             + where,
@@ -211,11 +238,14 @@ def check_host(headers: Mapping[str, str]) -> None:
 
 
 def check_origin(headers: Mapping[str, str], scheme: str = "http") -> None:
-    """Raises for a change that a web page of another origin asks for. Programs other than browsers send no Origin."""
+    """Raises for a change that a web page of another origin asks for. Programs other than browsers
+    send no Origin."""
     origin = headers.get("origin")
     other_site = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
     if other_site or (origin is not None and origin != f"{scheme}://{headers.get('host', '')}"):
-        raise RequestError("bad_origin", "a web page of another site may change nothing here", field="Origin")
+        raise RequestError(
+            "bad_origin", "a web page of another site may change nothing here", field="Origin"
+        )
 
 
 def is_loopback_host(host: str) -> bool:
@@ -261,7 +291,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 def as_json(refusal: RequestError) -> bytes:
     """The body of an answer that refuses."""
-    said = {"error": refusal.code, "message": refusal.message, "field": refusal.field, "hint": refusal.hint}
+    said = {
+        "error": refusal.code,
+        "message": refusal.message,
+        "field": refusal.field,
+        "hint": refusal.hint,
+    }
     return json.dumps(said).encode()
 
 

@@ -1,4 +1,5 @@
-"""What the host gives a server: open files, and memory for a pool that may be less than it seems."""
+"""What the host gives a server: open files, and memory for a pool that may be less than it
+seems."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def allow_many_files() -> None:
-    """As many open files as the system lets us have: each connection is one, each session on this host another."""
+    """As many open files as the system lets us have: each connection is one, each session on this
+    host another."""
     with contextlib.suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

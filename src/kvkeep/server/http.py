@@ -5,16 +5,16 @@
     /metrics             for Prometheus
     /v1/...              status, tenants, quotas, limits, settings; described by /openapi.json
 
-Changes need a token, and with `admin_token` set so does reading; /healthz and /readyz never do (see guard.py). Beyond
-loopback a server with `tls_cert` speaks HTTPS alone (see http_tls.py).
-Errors are JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
+Changes need a token, and with `admin_token` set so does reading; /healthz and /readyz never do (see
+guard.py). Beyond loopback a server with `tls_cert` speaks HTTPS alone (see http_tls.py). Errors are
+JSON: {"error": code, "message": ..., "field": ..., "hint": ...}.
 
-A connection carries one request: there is no keep-alive and no pipelining. The request must come whole, and its answer
-be read, in time. What has not been read yet is bounded over all connections, and so is their number; beyond either
-limit the connection goes whose client has kept the server waiting longest. The event loop accepts a
-few connections in a turn and reads from all it has before it accepts more: a request that has
-arrived is read long before its connection is the oldest, however many others connect.
-"""
+A connection carries one request: there is no keep-alive and no pipelining. The request must come
+whole, and its answer be read, in time. What has not been read yet is bounded over all connections,
+and so is their number; beyond either limit the connection goes whose client has kept the server
+waiting longest. The event loop accepts a few connections in a turn and reads from all it has before
+it accepts more: a request that has arrived is read long before its connection is the oldest,
+however many others connect."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ TENANTS_SHOWN, TENANTS_SHOWN_AT_MOST = 1000, 100_000
 CONFIRMATION: Final = "everything"
 _STOP_WITHIN_S = 5.0
 _CONNECTIONS = 256
-_ACCEPTED_IN_A_TURN = 8  # of the event loop, which reads from a connection 3 turns after accepting it
+_ACCEPTED_IN_A_TURN = (
+    8  # of the event loop, which reads from a connection 3 turns after accepting it
+)
 _QUEUED = 2048  # connections in the kernel that are not accepted yet
 _UNREAD_BYTES = 64 * MIB  # of all answers
 _KERNEL_BYTES = 64 * KIB  # of one answer, in the kernel; without a limit it takes up to 4 MiB
@@ -106,7 +108,8 @@ class Cleared(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the loop turns and the pool is its own, and for how long it has been busy with one turn."""
+    """Whether the loop turns and the pool is its own, and for how long it has been busy with one
+    turn."""
 
     healthy: bool
     busy_s: float
@@ -123,13 +126,17 @@ class Readiness(BaseModel):
     degraded: str
 
 
-Tenant = Annotated[str, Path(description="A tenant id: `default`, or `t-` and 32 hex digits. Never a salt.")]
+Tenant = Annotated[
+    str, Path(description="A tenant id: `default`, or `t-` and 32 hex digits. Never a salt.")
+]
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     code: {"model": Problem} for code in (401, 403, 404, 409, 413, 422, 500, 503, 504)
 }
 
 
-def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: float = STUCK_AFTER_S) -> FastAPI:
+def make_app(
+    admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: float = STUCK_AFTER_S
+) -> FastAPI:
     """The application over one daemon."""
     app = FastAPI(
         title="kvkeep",
@@ -138,10 +145,14 @@ def make_app(admin: Admin, access: Access, refusals: RefusalLog, stuck_after_s: 
         responses=_PROBLEMS,
         docs_url=None,  # the pages that come with it load scripts from other sites
         redoc_url=None,
-        openapi_url=None,  # FastAPI would encode the document for each request: see _add_description
+        # FastAPI would encode the document for each request: see _add_description
+        openapi_url=None,
     )
     app.add_middleware(
-        Guard, access=access, refusals=refusals, on_bad_token=partial(_count_failure, admin.daemon, "admin_token")
+        Guard,
+        access=access,
+        refusals=refusals,
+        on_bad_token=partial(_count_failure, admin.daemon, "admin_token"),
     )
     app.add_exception_handler(KVKeepError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -160,7 +171,8 @@ def _count_failure(daemon: Daemon, reason: str) -> None:
 
 
 def _add_health(app: FastAPI, daemon: Daemon, stuck_after_s: float) -> None:
-    # Coroutines, so that they answer although all worker threads may be waiting for a loop that is stuck.
+    # Coroutines, so that they answer although all worker threads may be waiting for a loop that is
+    # stuck.
     @app.get("/healthz", tags=["health"], summary="Whether the server is alive")
     async def healthz(response: Response) -> Health:
         busy_since = daemon.busy_since
@@ -214,28 +226,46 @@ def _add_metrics(app: FastAPI, admin: Admin) -> None:
     def status() -> Status:
         return admin.status()
 
-    @app.post("/v1/drain", tags=["status"], summary="Stop admitting, let leases and stores end, exit", status_code=202)
+    @app.post(
+        "/v1/drain",
+        tags=["status"],
+        summary="Stop admitting, let leases and stores end, exit",
+        status_code=202,
+    )
     def drain() -> Drain:
         return admin.drain()
 
 
 def _add_tenants(app: FastAPI, admin: Admin) -> None:
-    @app.get("/v1/tenants", tags=["tenants"], summary="Tenants, largest first", response_model=TenantList)
+    @app.get(
+        "/v1/tenants", tags=["tenants"], summary="Tenants, largest first", response_model=TenantList
+    )
     def list_tenants(
         limit: Annotated[int, Query(ge=1, le=TENANTS_SHOWN_AT_MOST)] = TENANTS_SHOWN,
     ) -> Response:
-        # Encoded here, in a worker thread: FastAPI would keep the thread that answers /healthz busy for seconds.
+        # Encoded here, in a worker thread: FastAPI would keep the thread that answers /healthz busy
+        # for seconds.
         return Response(msgspec.json.encode(admin.tenants(limit)), media_type="application/json")
 
     @app.get("/v1/tenants/{tenant}", tags=["tenants"], summary="One tenant")
     def get_tenant(tenant: Tenant) -> TenantShown:
         return admin.tenant(tenant)
 
-    @app.put("/v1/tenants/{tenant}/quota", tags=["tenants"], summary="Set a tenant's quota", status_code=204)
+    @app.put(
+        "/v1/tenants/{tenant}/quota",
+        tags=["tenants"],
+        summary="Set a tenant's quota",
+        status_code=204,
+    )
     def put_quota(tenant: Tenant, change: QuotaChange) -> None:
         admin.set_quota(tenant, change.quota_bytes)
 
-    @app.put("/v1/tenants/{tenant}/limit", tags=["tenants"], summary="Set a tenant's limit", status_code=204)
+    @app.put(
+        "/v1/tenants/{tenant}/limit",
+        tags=["tenants"],
+        summary="Set a tenant's limit",
+        status_code=204,
+    )
     def put_limit(tenant: Tenant, change: LimitChange) -> None:
         admin.set_limit(tenant, change.limit_bytes)
 
@@ -244,7 +274,9 @@ def _add_tenants(app: FastAPI, admin: Admin) -> None:
         return Cleared(blocks=admin.clear(tenant))
 
     @app.delete("/v1/blocks", tags=["tenants"], summary="Clear everything")
-    def clear_all(confirm: Annotated[str, Query(description=f"Must be `{CONFIRMATION}`.")] = "") -> Cleared:
+    def clear_all(
+        confirm: Annotated[str, Query(description=f"Must be `{CONFIRMATION}`.")] = "",
+    ) -> Cleared:
         if confirm != CONFIRMATION:
             raise RequestError(
                 "not_confirmed",
@@ -290,15 +322,23 @@ def _as_text(value: str | bool | int | None) -> str:
 # -- errors
 
 
-def _problem(status: int, error: str, message: str, field: str = "", hint: str = "") -> JSONResponse:
+def _problem(
+    status: int, error: str, message: str, field: str = "", hint: str = ""
+) -> JSONResponse:
     said = {"error": error, "message": message, "field": field, "hint": hint}
-    # It may quote what came, and JSON may bring half of a surrogate pair, which nobody can send back.
-    return JSONResponse({name: text.encode(errors="backslashreplace").decode() for name, text in said.items()}, status)
+    # It may quote what came, and JSON may bring half of a surrogate pair, which nobody can send
+    # back.
+    return JSONResponse(
+        {name: text.encode(errors="backslashreplace").decode() for name, text in said.items()},
+        status,
+    )
 
 
 def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        return _problem(_STATUS.get(error.code, 422), error.code, error.message, error.field, error.hint)
+        return _problem(
+            _STATUS.get(error.code, 422), error.code, error.message, error.field, error.hint
+        )
     assert isinstance(error, KVKeepError)
     code = "bad_setting" if isinstance(error, SettingsError) else "internal_error"
     return _problem(422 if code == "bad_setting" else 500, code, error.message, "", error.hint)
@@ -311,32 +351,47 @@ def _invalid(request: Request, error: Exception) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if first["loc"][0] == "body" and kind != "application/json":
         return _problem(
-            422, "bad_request", "the body is not said to be JSON", "", "send it with content-type: application/json"
+            422,
+            "bad_request",
+            "the body is not said to be JSON",
+            "",
+            "send it with content-type: application/json",
         )
-    field = str(first["loc"][1]) if len(first["loc"]) > 1 and first["type"] != "json_invalid" else ""
+    field = (
+        str(first["loc"][1]) if len(first["loc"]) > 1 and first["type"] != "json_invalid" else ""
+    )
     return _problem(422, "bad_request", first["msg"], field)
 
 
 def _http_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _HTTP_CODES.get(error.status_code, "bad_request")
-    response = _problem(error.status_code, code, str(error.detail), hint="/openapi.json lists what there is")
+    response = _problem(
+        error.status_code, code, str(error.detail), hint="/openapi.json lists what there is"
+    )
     response.headers.update(error.headers or {})
     return response
 
 
 async def _failed(refusals: RefusalLog, request: Request, error: Exception) -> Response:
     """A coroutine, so that Starlette calls it in the thread that `refusals` belongs to."""
-    refusals.note(f"internal_error by {type(error).__name__}", "an HTTP request failed inside the server", error)
-    return _problem(500, "internal_error", "the server failed on this request", hint="see the server's log")
+    refusals.note(
+        f"internal_error by {type(error).__name__}",
+        "an HTTP request failed inside the server",
+        error,
+    )
+    return _problem(
+        500, "internal_error", "the server failed on this request", hint="see the server's log"
+    )
 
 
 # -- the thread
 
 
 class _Connection(H11Protocol):
-    """Carries one request and ends with its answer: first it waits for the request, then the server works on it, then
-    it waits until the client has read the answer. Both waits end in time, or sooner when others need the room."""
+    """Carries one request and ends with its answer: first it waits for the request, then the server
+    works on it, then it waits until the client has read the answer. Both waits end in time, or
+    sooner when others need the room."""
 
     strangers: StrangerLog
     refusals: RefusalLog
@@ -347,7 +402,9 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._waiting_since = self.loop.time()
-        self._timer = self.loop.call_later(self.request_within_s, self._end_unless_working, "sent no whole request")
+        self._timer = self.loop.call_later(
+            self.request_within_s, self._end_unless_working, "sent no whole request"
+        )
         if len(self._all()) > _CONNECTIONS:
             self._end_longest_waiting("too many connections")
 
@@ -359,11 +416,14 @@ class _Connection(H11Protocol):
         super().data_received(data)
 
     def on_response_complete(self) -> None:
-        """The whole answer is in the transport's buffer, from which the client may read it or not."""
+        """The whole answer is in the transport's buffer, from which the client may read it or
+        not."""
         super().on_response_complete()
         self._waiting_since = self.loop.time()
         self._timer.cancel()
-        self._timer = self.loop.call_later(self.read_within_s, self._end_unless_working, "did not read its answer")
+        self._timer = self.loop.call_later(
+            self.read_within_s, self._end_unless_working, "did not read its answer"
+        )
         while sum(each.transport.get_write_buffer_size() for each in self._all()) > _UNREAD_BYTES:
             self._end_longest_waiting("too much is unread")
 
@@ -381,8 +441,8 @@ class _Connection(H11Protocol):
             self._end(why)
 
     def _end_longest_waiting(self, why: str) -> None:
-        """Clients that do not read their answers go first: one that has just connected may wait longer than they, while
-        the server was busy with theirs."""
+        """Clients that do not read their answers go first: one that has just connected may wait
+        longer than they, while the server was busy with theirs."""
         waiting = [each for each in self._all() if not each._is_working()]
         unread = [each for each in waiting if each.transport.get_write_buffer_size()]
         min(unread or waiting, key=lambda each: each._waiting_since, default=self)._end(why)
@@ -419,11 +479,18 @@ class HttpServer:
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         limits = {"request_within_s": request_within_s, "read_within_s": read_within_s}
-        make: Any = type("Connection", (_Connection,), {"strangers": daemon.strangers, "refusals": refusals, **limits})
+        make: Any = type(
+            "Connection",
+            (_Connection,),
+            {"strangers": daemon.strangers, "refusals": refusals, **limits},
+        )
         if daemon.settings.http_has_tls:
             self.address = f"https://{self.address}"
             make = _over_tls(
-                make, Door(daemon.authority, refusals, partial(_count_failure, daemon), handshake_within_s)
+                make,
+                Door(
+                    daemon.authority, refusals, partial(_count_failure, daemon), handshake_within_s
+                ),
             )
         elif not daemon.settings.http_is_local:
             log.warning(
@@ -467,12 +534,16 @@ class HttpServer:
 def _access(settings: Settings, refusals: RefusalLog) -> Access:
     """Makes the server's own token where `admin_token` is not set."""
     is_local = settings.http_is_local
-    certificate = "; or show a certificate with the right admin in authorized_clients" * settings.http_has_tls
+    certificate = (
+        "; or show a certificate with the right admin in authorized_clients" * settings.http_has_tls
+    )
     if settings.admin_token is not None:
         return Access(token_reader(settings.admin_token, refusals), True, is_local, certificate)
     make_token(settings.made_token)
     token = token_reader(settings.made_token, refusals, ours=True)
-    where = f"; the token is in {settings.made_token}" if is_local else certificate  # no paths for other hosts
+    where = (
+        f"; the token is in {settings.made_token}" if is_local else certificate
+    )  # no paths for other hosts
     return Access(token, not is_local, is_local, where)
 
 
@@ -483,15 +554,17 @@ def _over_tls(make: Any, door: Door) -> Any:
         return TlsLayer(
             door,
             server_state.connections,
-            lambda state: make(server_state=server_state, app_state={**app_state, **state}, **options),
+            lambda state: make(
+                server_state=server_state, app_state={**app_state, **state}, **options
+            ),
         )
 
     return make_layer
 
 
 class _Listener(socket.socket):
-    """Keeps a long queue in the kernel. asyncio uses its `backlog` twice: for this queue, and as the
-    number of connections that it accepts in one turn."""
+    """Keeps a long queue in the kernel. asyncio uses its `backlog` twice: for this queue, and as
+    the number of connections that it accepts in one turn."""
 
     def listen(self, backlog: int = _QUEUED) -> None:
         super().listen(_QUEUED)
@@ -504,7 +577,9 @@ def _listen(address: str) -> socket.socket:
     try:
         with socket.create_server((host, port), family=family) as bound:
             listener = _Listener(fileno=bound.detach())
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BYTES)  # connections have it from here
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BYTES
+        )  # connections have it from here
         listener.listen()
         return listener
     except OSError as error:

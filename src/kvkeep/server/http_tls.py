@@ -57,7 +57,10 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
     `is_admin` says, each time it is called, whether the client's certificate administers."""
 
     def __init__(
-        self, door: Door, connections: set[Any], make_above: Callable[[dict[str, Any]], asyncio.Protocol]
+        self,
+        door: Door,
+        connections: set[Any],
+        make_above: Callable[[dict[str, Any]], asyncio.Protocol],
     ) -> None:
         self._door = door
         self._connections = connections  # of uvicorn, which shuts them down
@@ -140,7 +143,9 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._below.resume_reading()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._tls.context if name == "sslcontext" else self._below.get_extra_info(name, default)
+        return (
+            self._tls.context if name == "sslcontext" else self._below.get_extra_info(name, default)
+        )
 
     # -- the handshake
 
@@ -157,7 +162,9 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
                 self._below.write(_IN_THE_CLEAR)
             else:
                 self._flush()  # an alert that says why
-            self._refuse("handshake", "it speaks HTTP without TLS" if is_plain else handshake_problem(error))
+            self._refuse(
+                "handshake", "it speaks HTTP without TLS" if is_plain else handshake_problem(error)
+            )
             # Not closed yet: while the client still sends, that would take the answer back. The
             # client closes, or the timer does.
             self._below.write_eof()
@@ -198,7 +205,8 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
     # -- bytes
 
     def _pass_on(self) -> None:
-        """Gives the protocol above what has come. A connection that breaks the rules of TLS ends."""
+        """Gives the protocol above what has come. A connection that breaks the rules of TLS
+        ends."""
         assert self._above is not None
         pieces, is_over = [], False
         try:

@@ -1,9 +1,9 @@
-"""What one client may do a second, and how many sessions it may have: so that none can slow the others.
+"""What one client may do a second, and how many sessions it may have: so that none can slow the
+others.
 
-A session that asks too fast is refused, at once and cheaply, and nobody waits for it. Buckets hold one second's worth:
-who was quiet may hurry for a moment. What a session has used up stays used up when it ends: the client's next session
-goes on from there.
-"""
+A session that asks too fast is refused, at once and cheaply, and nobody waits for it. Buckets hold
+one second's worth: who was quiet may hurry for a moment. What a session has used up stays used up
+when it ends: the client's next session goes on from there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kvkeep.errors import RequestError
 
 
 class Bucket:
-    """So many a second, as many at once. The clock is the caller's, and may jump: backwards it stands still."""
+    """So many a second, as many at once. The clock is the caller's, and may jump: backwards it
+    stands still."""
 
     def __init__(self, per_second: float, now_ms: int) -> None:
         self._per_second = per_second
@@ -47,7 +48,8 @@ class ClientLimits:
 
 
 NO_LIMITS: Final = ClientLimits()
-_PACES_RESTING = 1024  # with keys there are no more than sessions; who lies about its process could make any number
+# with keys there are no more than sessions; who lies about its process could make any number
+_PACES_RESTING = 1024
 
 
 class Pace:
@@ -71,8 +73,8 @@ class Pace:
         self._requests.take(1)
 
     def check_network(self, now_ms: int) -> None:
-        """`too_fast` while bytes that were moved are more than may be. A message that is let through is so whole: the
-        debt it leaves is waited for by the next."""
+        """`too_fast` while bytes that were moved are more than may be. A message that is let
+        through is so whole: the debt it leaves is waited for by the next."""
         if self._network is not None and self._network.refill(now_ms) <= 0:
             raise RequestError(
                 "too_fast",
@@ -87,17 +89,20 @@ class Pace:
 
     def is_rested(self, now_ms: int) -> bool:
         """Whether it is as good as new."""
-        return all(bucket is None or bucket.is_full(now_ms) for bucket in (self._requests, self._network))
+        return all(
+            bucket is None or bucket.is_full(now_ms) for bucket in (self._requests, self._network)
+        )
 
 
 def client_of(key: str, pid: int) -> str | int:
-    """Who counts as one client: a key; where there are none, a process, by the number it gives itself: of use against
-    one that runs wild, not against one that lies."""
+    """Who counts as one client: a key; where there are none, a process, by the number it gives
+    itself: of use against one that runs wild, not against one that lies."""
     return key or pid
 
 
 class Paces:
-    """Paces of sessions that ended, by client, until they are rested. Goodbye and Hello do not make anybody faster."""
+    """Paces of sessions that ended, by client, until they are rested. Goodbye and Hello do not make
+    anybody faster."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self._limits = limits
@@ -108,8 +113,8 @@ class Paces:
         return len(self._resting)
 
     def begin(self, client: str | int, now_ms: int) -> Pace:
-        """For a new session: one that this client has used, if there is one that has not rested. Hello counts as a
-        request: `too_fast` if there were too many."""
+        """For a new session: one that this client has used, if there is one that has not rested.
+        Hello counts as a request: `too_fast` if there were too many."""
         self._forget_rested(now_ms)
         for number, (owner, pace) in self._resting.items():
             if owner == client:

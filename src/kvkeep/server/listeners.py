@@ -1,4 +1,5 @@
-"""The sockets that engines connect to: the address that was set, and the Unix socket that goes with a TCP port."""
+"""The sockets that engines connect to: the address that was set, and the Unix socket that goes with
+a TCP port."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ class Listening:
 
 
 class Listeners:
-    """Listens from construction on. `address` is where: the port that was taken is in it. The socket's file, if there
-    is one, is its owner's alone unless `for_others`: then whoever accepts has to see who it is."""
+    """Listens from construction on. `address` is where: the port that was taken is in it. The
+    socket's file, if there is one, is its owner's alone unless `for_others`: then whoever accepts
+    has to see who it is."""
 
     def __init__(self, address: str, *, for_others: bool = False) -> None:
         self.address, self._file = address, _socket_file(address)
@@ -50,7 +52,8 @@ class Listeners:
         return iter(self._all)
 
     def close(self) -> None:
-        """Stops listening. The socket's file goes first, while it is ours: nobody takes over a socket that listens."""
+        """Stops listening. The socket's file goes first, while it is ours: nobody takes over a
+        socket that listens."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -62,16 +65,24 @@ class Listeners:
         if (name := unix_name(self.address)) is None:
             return
         try:
-            self._all.append(Listening(_listen(socket.AF_UNIX, name), f"the Unix socket @{name[1:]}"))
+            self._all.append(
+                Listening(_listen(socket.AF_UNIX, name), f"the Unix socket @{name[1:]}")
+            )
         except OSError as error:
-            log.warning("engines on this host connect by TCP: the Unix socket @%s is taken: %s", name[1:], error)
+            log.warning(
+                "engines on this host connect by TCP: the Unix socket @%s is taken: %s",
+                name[1:],
+                error,
+            )
 
 
 def _listen_tcp(address: str, host: str, port: int) -> socket.socket:
     try:
         return _listen(family_of(host), ("" if host == "*" else host, port))
     except OSError as error:
-        raise SettingsError(f"cannot listen on {address}: {error.strerror}", _remedy(error.errno, None)) from error
+        raise SettingsError(
+            f"cannot listen on {address}: {error.strerror}", _remedy(error.errno, None)
+        ) from error
 
 
 def _listen_unix(address: str, path: Path | None, for_others: bool) -> socket.socket:
@@ -80,11 +91,15 @@ def _listen_unix(address: str, path: Path | None, for_others: bool) -> socket.so
     if path is not None:
         _check_free(path, address)
         path.unlink(missing_ok=True)  # a dead server's
-    before = os.umask(0o111 if for_others else 0o177)  # the file is the owner's from its first moment on
+    before = os.umask(
+        0o111 if for_others else 0o177
+    )  # the file is the owner's from its first moment on
     try:
         return _listen(socket.AF_UNIX, name)
     except OSError as error:
-        raise SettingsError(f"cannot listen on {address}: {error.strerror}", _remedy(error.errno, path)) from error
+        raise SettingsError(
+            f"cannot listen on {address}: {error.strerror}", _remedy(error.errno, path)
+        ) from error
     finally:
         os.umask(before)
 
@@ -106,7 +121,8 @@ def _listen(family: int, where: str | tuple[str, int]) -> socket.socket:
 
 
 def _socket_file(address: str) -> Path | None:
-    """The file of an ipc:// address. None for tcp, and for a name that begins with @: those have no file."""
+    """The file of an ipc:// address. None for tcp, and for a name that begins with @: those have no
+    file."""
     scheme, _, rest = address.partition("://")
     return Path(rest) if scheme == "ipc" and not rest.startswith("@") else None
 
@@ -128,11 +144,15 @@ def _check_free(path: Path, address: str) -> None:
         return
     if not path.is_socket():
         raise SettingsError(
-            f"cannot listen on {address}: there is a file that is no socket", "choose another --address"
+            f"cannot listen on {address}: there is a file that is no socket",
+            "choose another --address",
         )
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        if probe.connect_ex(str(path)) in (0, errno.EAGAIN):  # EAGAIN: it hangs, and its queue is full
+        if probe.connect_ex(str(path)) in (
+            0,
+            errno.EAGAIN,
+        ):  # EAGAIN: it hangs, and its queue is full
             raise SettingsError(
                 f"another server listens on {address}",
                 "stop it, or give this one a --name, an --address and an --http-address of its own",

@@ -1,8 +1,9 @@
-"""The network data plane, server side: the daemon itself moves blocks between the pool and a client elsewhere.
+"""The network data plane, server side: the daemon itself moves blocks between the pool and a client
+elsewhere.
 
-Slower than shared memory, and right in the same way: bytes that come are checked against the checksums that the client
-took of them before the block becomes visible; bytes that leave are checked where they arrive.
-"""
+Slower than shared memory, and right in the same way: bytes that come are checked against the
+checksums that the client took of them before the block becomes visible; bytes that leave are
+checked where they arrive."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class PoolMemory(Protocol):
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]: ...
 
 
-def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_bytes: int, caller: Caller) -> list[bytes]:
+def fetch(
+    session: ServerSession, request: Fetch, memory: PoolMemory, frame_bytes: int, caller: Caller
+) -> list[bytes]:
     """One payload frame for each block asked for."""
     if request.lease not in session.network_leases:
         if request.lease in session.expired:
@@ -41,7 +44,9 @@ def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_byte
                 field="lease",
                 hint="look up again; raise --network-lease-timeout if loads take that long",
             )
-        raise RequestError("unknown_lease", f"this session has no lease {request.lease}", field="lease")
+        raise RequestError(
+            "unknown_lease", f"this session has no lease {request.lease}", field="lease"
+        )
     lease = session.network_leases[request.lease]
     layout, slots = lease.layout, lease.slots
     caller.check_tenant(lease.tenant)
@@ -49,7 +54,9 @@ def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_byte
         raise RequestError("bad_shard", f"shard {request.shard} of {layout.shards}", field="shard")
     if request.start < 0 or request.count < 1 or request.start + request.count > len(slots):
         raise RequestError(
-            "bad_range", f"blocks {request.start} + {request.count} of {len(slots)} that are leased", field="start"
+            "bad_range",
+            f"blocks {request.start} + {request.count} of {len(slots)} that are leased",
+            field="start",
         )
     nbytes = layout.shard_bytes[request.shard]
     most_bytes = min(frame_bytes, max(REPLY_BYTES, nbytes))
@@ -66,21 +73,30 @@ def fetch(session: ServerSession, request: Fetch, memory: PoolMemory, frame_byte
 
 
 def put(session: ServerSession, request: Put, payload: Sequence[bytes], memory: PoolMemory) -> int:
-    """Writes the payload frames into the write's slots. Nothing is visible before CompleteStore. Returns bytes."""
+    """Writes the payload frames into the write's slots. Nothing is visible before CompleteStore.
+    Returns bytes."""
     write = _write(session, request.write)
     if request.start < 0 or not payload or request.start + len(payload) > len(write.slots):
         raise RequestError(
-            "bad_range", f"blocks {request.start} + {len(payload)} of {len(write.slots)} to write", field="start"
+            "bad_range",
+            f"blocks {request.start} + {len(payload)} of {len(write.slots)} to write",
+            field="start",
         )
     nbytes = write.layout.shard_bytes[write.shard]
     for frame in payload:
         if len(frame) != nbytes:
-            raise RequestError("bad_payload", f"a block's shard has {nbytes} bytes, not {len(frame)}", field="payload")
+            raise RequestError(
+                "bad_payload",
+                f"a block's shard has {nbytes} bytes, not {len(frame)}",
+                field="payload",
+            )
     at = write.layout.shard_offsets[write.shard]
     for position, frame in enumerate(payload, request.start):
         area = memory.view(int(write.slots[position]) + at, nbytes)
         area[:] = np.frombuffer(frame, dtype=np.uint8)
-        write.checksums[position] = checksum(area)  # now, a message at a time: CompleteStore only compares
+        write.checksums[position] = checksum(
+            area
+        )  # now, a message at a time: CompleteStore only compares
         write.arrived[position] = True
     return nbytes * len(payload)
 
@@ -97,13 +113,19 @@ def check_arrived(session: ServerSession, number: int, checksums: NDArray[np.uin
     count = min(len(checksums), len(write.checksums))  # the store refuses a wrong number of them
     differ = (checksums[:count] != write.checksums[:count]) & (checksums[:count] != ABSENT)
     if differ.any():
-        raise RequestError("bad_checksum", "the bytes that came are not those that were sent", field="checksums")
+        raise RequestError(
+            "bad_checksum", "the bytes that came are not those that were sent", field="checksums"
+        )
 
 
 def end_aged(session: ServerSession, store: Store, given_before_ms: int, now_ms: int) -> int:
-    """Ends leases and writes that the session was given before that time, however often it has used them: else one
-    Fetch a minute would keep blocks in the pool for ever. Returns how many; some hundreds at most, the oldest first."""
-    leases, writes = _aged(session.network_leases, given_before_ms), _aged(session.network_writes, given_before_ms)
+    """Ends leases and writes that the session was given before that time, however often it has used
+    them: else one Fetch a minute would keep blocks in the pool for ever. Returns how many; some
+    hundreds at most, the oldest first."""
+    leases, writes = (
+        _aged(session.network_leases, given_before_ms),
+        _aged(session.network_writes, given_before_ms),
+    )
     for lease in leases:
         del session.network_leases[lease]
         store.release(session.number, lease, now_ms)

@@ -1,8 +1,7 @@
 """Quotas and limits that were set at run time, kept on disk so that they survive a restart.
 
-The file holds tenant ids (digests, never salts) and bytes. It is replaced whole and synced, so a crash leaves the
-old one or the new one.
-"""
+The file holds tenant ids (digests, never salts) and bytes. It is replaced whole and synced, so a
+crash leaves the old one or the new one."""
 
 from __future__ import annotations
 
@@ -37,7 +36,8 @@ class KeptQuotas:
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What is not set is left out: a file without limits can be read by a server that knows none."""
+    """What is not set is left out: a file without limits can be read by a server that knows
+    none."""
 
     version: int
     tenants: dict[str, int]
@@ -58,13 +58,16 @@ class QuotaFile:
         self.path = path
 
     def load(self) -> KeptQuotas:
-        """What is kept; nothing if there is no file. SettingsError if there is one that cannot be trusted."""
+        """What is kept; nothing if there is no file. SettingsError if there is one that cannot be
+        trusted."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return KeptQuotas()
         except OSError as error:
-            raise SettingsError(f"cannot read {self.path}: {error.strerror}", "check --state-dir") from error
+            raise SettingsError(
+                f"cannot read {self.path}: {error.strerror}", "check --state-dir"
+            ) from error
         try:
             kept = msgspec.json.decode(data, type=_File)
             if kept.version != 1:
@@ -72,18 +75,25 @@ class QuotaFile:
             for kind, by_tenant in (("quota", kept.tenants), ("limit", kept.limits)):
                 for tenant, nbytes in by_tenant.items():
                     if not is_tenant(tenant) or nbytes < 0:
-                        raise msgspec.ValidationError(f"{tenant!r}: {nbytes} is no {kind} of a tenant")
-            for kind, default in (("quota", kept.default_bytes), ("limit", kept.default_limit_bytes)):
+                        raise msgspec.ValidationError(
+                            f"{tenant!r}: {nbytes} is no {kind} of a tenant"
+                        )
+            for kind, default in (
+                ("quota", kept.default_bytes),
+                ("limit", kept.default_limit_bytes),
+            ):
                 if default is not None and default < 0:
                     raise msgspec.ValidationError(f"{default} is no default {kind}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SettingsError(
-                f"{self.path} cannot be read: {error}", "mend it, or remove it to start without the quotas kept there"
+                f"{self.path} cannot be read: {error}",
+                "mend it, or remove it to start without the quotas kept there",
             ) from error
         return KeptQuotas(**{name: getattr(kept, name) for name in _KEPT})
 
     def check_writable(self) -> None:
-        """Makes the directory. SettingsError if no file can be made in it: better now than at the first change."""
+        """Makes the directory. SettingsError if no file can be made in it: better now than at the
+        first change."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=self.path.parent):
@@ -98,7 +108,9 @@ class QuotaFile:
         """Replaces the file. OSError if that fails; then the old one is still there."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = self.path.with_suffix(".new")
-        data = msgspec.json.format(msgspec.json.encode(_File(1, **{name: getattr(quotas, name) for name in _KEPT})))
+        data = msgspec.json.format(
+            msgspec.json.encode(_File(1, **{name: getattr(quotas, name) for name in _KEPT}))
+        )
         with open(draft, "wb") as file:
             os.fchmod(file.fileno(), 0o600)  # who has how much is the operator's business
             file.write(data)
@@ -112,13 +124,15 @@ class QuotaFile:
             os.close(directory)
 
 
-def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path, now_ms: int = 0) -> Settings:
-    """Puts the defaults and what is kept in force at start-up. Returns the settings, with kept defaults in them.
+def apply_kept(
+    store: Store, settings: Settings, kept: KeptQuotas, path: Path, now_ms: int = 0
+) -> Settings:
+    """Puts the defaults and what is kept in force at start-up. Returns the settings, with kept
+    defaults in them.
 
-    What no longer fits is in force as far as it does, with a warning; the file stays as it is, so that all of it is in
-    force again with a larger pool. Only a default quota and a pool size that were both given stop the start if they
-    contradict each other.
-    """
+    What no longer fits is in force as far as it does, with a warning; the file stays as it is, so
+    that all of it is in force again with a larger pool. Only a default quota and a pool size that
+    were both given stop the start if they contradict each other."""
     _check_given(settings, kept, store.pool_bytes)
     if kept.default_set:
         settings = _overrule(settings, "default_quota", kept.default_bytes, path)
@@ -126,9 +140,13 @@ def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path, n
         settings = _overrule(settings, "default_limit", kept.default_limit_bytes, path)
     settings = _lower_to_limit(settings)
     try:
-        restore(store, kept.tenants, kept.limits, settings.default_quota, settings.default_limit, now_ms)
+        restore(
+            store, kept.tenants, kept.limits, settings.default_quota, settings.default_limit, now_ms
+        )
     except RequestError as error:
-        raise SettingsError(f"quotas and limits kept in {path}: {error.message}", error.hint) from error
+        raise SettingsError(
+            f"quotas and limits kept in {path}: {error.message}", error.hint
+        ) from error
     _warn_of_quotas(store, path)
     return settings
 
@@ -136,7 +154,12 @@ def apply_kept(store: Store, settings: Settings, kept: KeptQuotas, path: Path, n
 def _check_given(settings: Settings, kept: KeptQuotas, pool_bytes: int) -> None:
     sources, quota_bytes = settings.sources, settings.default_quota
     is_auto = settings.pool_size_is_auto
-    if quota_bytes is not None and quota_bytes > pool_bytes and not kept.default_set and not is_auto:
+    if (
+        quota_bytes is not None
+        and quota_bytes > pool_bytes
+        and not kept.default_set
+        and not is_auto
+    ):
         raise SettingsError(
             f"default_quota = {format_size(quota_bytes)} ({sources.get('default_quota', 'default')}) does not fit a "
             f"pool of {format_size(pool_bytes)}",
@@ -148,7 +171,9 @@ def _overrule(settings: Settings, name: str, value: int | None, path: Path) -> S
     """The settings with a default that was set at run time."""
     if settings.sources.get(name, "default") != "default":
         shown = TABLE[name].kind.show(value)
-        log.warning("%s = %s was set at run time (%s) and overrules the one given", name, shown, path)
+        log.warning(
+            "%s = %s was set at run time (%s) and overrules the one given", name, shown, path
+        )
     return _with(settings, name, value, f"kept in {path}")
 
 
@@ -189,9 +214,19 @@ def _warn_of_quotas(store: Store, path: Path) -> None:
             "the quotas of %d tenants kept in %s are %s together and do not fit a pool of %s: they are scaled down to "
             "%s together. With a --pool-size of %s they are in force in full; or lower them with `kvkeep tenants "
             "set-quota`, which `kvkeep tenants list` shows",
-            *(len(own), path, format_size(promised), pool, format_size(in_force), format_size(promised)),
+            *(
+                len(own),
+                path,
+                format_size(promised),
+                pool,
+                format_size(in_force),
+                format_size(promised),
+            ),
         )
-    capped = sum(tenant.limit_bytes is not None and tenant.own_quota_bytes > tenant.limit_bytes for tenant in own)  # type: ignore[operator]
+    capped = sum(
+        tenant.limit_bytes is not None and (tenant.own_quota_bytes or 0) > tenant.limit_bytes
+        for tenant in own
+    )
     if capped:
         log.warning(
             "the quotas of %d tenants are more than default_limit: the quota in force is the limit. Give those tenants "

@@ -1,9 +1,9 @@
 """Adopted blocks looked through in the background: is what the pool holds what the index says?
 
-A seal proves the index, not the bytes; those are proven by whoever loads them, and here, before that. One thread takes
-a few blocks at a time, computes their checksums beside the loop, at the lowest priority and resting most of the time.
-What does not match is looked at again in the loop, where nothing changes meanwhile, and dropped if it is bad.
-"""
+A seal proves the index, not the bytes; those are proven by whoever loads them, and here, before
+that. One thread takes a few blocks at a time, computes their checksums beside the loop, at the
+lowest priority and resting most of the time. What does not match is looked at again in the loop,
+where nothing changes meanwhile, and dropped if it is bad."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Shard:
 class Scrub:
     """`take` and `judge` in the loop's thread, `look` in any."""
 
-    def __init__(self, store: Store, memory: PoolMemory, counters: Counters, rows: NDArray[np.int64]) -> None:
+    def __init__(
+        self, store: Store, memory: PoolMemory, counters: Counters, rows: NDArray[np.int64]
+    ) -> None:
         self._store = store
         self._memory = memory
         self._counters = counters
@@ -84,20 +86,29 @@ class Scrub:
                 row = int(self._rows[position])
                 tenant = self._store.tenants.by_number[table.tenant[row]].name
                 self._counters.bad_blocks += 1
-                log.error("an adopted block of tenant %s does not match its checksum; it is dropped", tenant)
+                log.error(
+                    "an adopted block of tenant %s does not match its checksum; it is dropped",
+                    tenant,
+                )
                 dropped += drop_blocks(self._store, tenant, [table.keys[row]])
         return dropped
 
     def _is_same(self, position: int) -> bool:
         table, row = self._store.blocks.table, int(self._rows[position])
-        return table.state[row] == READY and bool((table.keys.words[row] == self._keys[position]).all())
+        return table.state[row] == READY and bool(
+            (table.keys.words[row] == self._keys[position]).all()
+        )
 
     def _shards_of(self, position: int) -> list[Shard]:
         table, row = self._store.blocks.table, int(self._rows[position])
         layout, slot = self._store.layouts[table.layout[row]], table.slot[row]
         sums = layout.checks[table.check[row]].tolist()
         places = zip(layout.shard_offsets, layout.shard_bytes, sums, strict=True)
-        return [Shard(position, slot + at, nbytes, each) for at, nbytes, each in places if each not in (0, ABSENT)]
+        return [
+            Shard(position, slot + at, nbytes, each)
+            for at, nbytes, each in places
+            if each not in (0, ABSENT)
+        ]
 
     def _matches(self, shard: Shard) -> bool:
         return has_checksum(self._memory.view(shard.offset, shard.nbytes), shard.checksum)
@@ -106,7 +117,9 @@ class Scrub:
 class Scrubber:
     """A thread that scrubs until all is done or it is stopped."""
 
-    def __init__(self, scrub: Scrub, run_in_loop: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+    def __init__(
+        self, scrub: Scrub, run_in_loop: Callable[[Callable[[], Any]], Future[Any]]
+    ) -> None:
         self._scrub = scrub
         self._run_in_loop = run_in_loop
         self._stopping = threading.Event()

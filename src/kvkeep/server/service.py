@@ -1,8 +1,8 @@
 """A request in, a reply out: the daemon's logic, without sockets, threads or a clock of its own.
 
-Whatever arrives, exactly one reply leaves (none for bytes that are no message at all and so name nobody to answer).
-A fault of ours is answered too, counted and logged: it must not take the server down, nor leave an engine waiting.
-"""
+Whatever arrives, exactly one reply leaves (none for bytes that are no message at all and so name
+nobody to answer). A fault of ours is answered too, counted and logged: it must not take the server
+down, nor leave an engine waiting."""
 
 from __future__ import annotations
 
@@ -89,9 +89,11 @@ class Service:
             m.Goodbye: self._goodbye,
         }
 
-    def handle(self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE, peer: int = 0) -> list[Any] | None:
-        """Carries out one request of the caller's, which came by the connection `peer`, and returns the frames of its
-        reply."""
+    def handle(
+        self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE, peer: int = 0
+    ) -> list[Any] | None:
+        """Carries out one request of the caller's, which came by the connection `peer`, and returns
+        the frames of its reply."""
         started = time.perf_counter()
         try:
             header = decode_header(frames)
@@ -108,11 +110,14 @@ class Service:
         except RequestError as error:
             self.counters.refuse(error.code)
             reply = m.Refused(error.code, error.message[:_MESSAGE_CHARS], error.field, error.hint)
-        except Exception:  # guard: a fault of ours in one request must neither end the server nor go unanswered
+        except Exception:
+            # guard: a fault of ours in one request must neither end the server nor go unanswered
             self.counters.internal_errors += 1
             self.counters.refuse("internal_error")
             log.exception("a %s request failed inside the server", kind)
-            reply = m.Refused("internal_error", "the server failed on this request", hint="see the server's log")
+            reply = m.Refused(
+                "internal_error", "the server failed on this request", hint="see the server's log"
+            )
         self.counters.latency.setdefault(kind, Latency()).add((time.perf_counter() - started) * 1e6)
         return encode(Header(header.session, header.number), reply, payload)
 
@@ -126,20 +131,31 @@ class Service:
                     self._end(session, now_ms)
                     self.counters.sessions_died += 1
                     died += 1
-                elif ended := network.end_aged(session, self.store, now_ms - self._network_lease_ms, now_ms):
+                elif ended := network.end_aged(
+                    session, self.store, now_ms - self._network_lease_ms, now_ms
+                ):
                     self.counters.expired_leases += ended
-                    self._log(logging.WARNING, session, f"ends {ended} leases and writes that are too old", now_ms)
-            except Exception:  # guard: a fault with one session must neither end the server nor keep the others
+                    self._log(
+                        logging.WARNING,
+                        session,
+                        f"ends {ended} leases and writes that are too old",
+                        now_ms,
+                    )
+            except Exception:
+                # guard: a fault with one session must neither end the server nor keep the others
                 self.counters.internal_errors += 1
                 log.exception("session %d (%s, pid %d) could not be looked at", *_names(session))
         if OLD_SESSIONS in self.store.sessions and not self._old_sessions():
-            log.info("the last process of the old server's sessions is gone; what was held for them is free")
+            log.info(
+                "the last process of the old server's sessions is gone; what was held for them is free"
+            )
             self.store.close_session(OLD_SESSIONS, now_ms)
         return died
 
     def bar(self, authorized: Container[str], now_ms: int) -> None:
-        """Ends the sessions of keys that are no longer authorized. One that has the pool mapped cannot be made to let
-        go of it: nothing that it asks for is done any more, but its slots stay its own until the process is gone."""
+        """Ends the sessions of keys that are no longer authorized. One that has the pool mapped
+        cannot be made to let go of it: nothing that it asks for is done any more, but its slots
+        stay its own until the process is gone."""
         for session in self.sessions.all():
             if not session.key or session.key in authorized:
                 continue
@@ -148,12 +164,22 @@ class Service:
             elif not self.sessions.bar(session):
                 continue
             key = session.key[:_LOGGED_CHARS]
-            log.warning("session %d (%s, pid %d) ends: its certificate %s is not authorized now", *_names(session), key)
+            log.warning(
+                "session %d (%s, pid %d) ends: its certificate %s is not authorized now",
+                *_names(session),
+                key,
+            )
 
     # -- sessions
 
     def _answer(
-        self, header: Header, request: m.Request, payload: Sequence[bytes], now_ms: int, caller: Caller, peer: int
+        self,
+        header: Header,
+        request: m.Request,
+        payload: Sequence[bytes],
+        now_ms: int,
+        caller: Caller,
+        peer: int,
     ) -> tuple[m.Reply, list[bytes]]:
         if isinstance(request, m.Hello):
             return self._hello(request, now_ms, caller, peer), []
@@ -162,7 +188,9 @@ class Service:
         if not isinstance(request, m.Goodbye):  # which gives back, and which a session says once
             session.pace.check_request(now_ms)
         if not session.plane and not isinstance(request, m.Attach | m.Ping | m.Goodbye):
-            raise RequestError("not_attached", "this session has not said Attach", hint="choose a data plane first")
+            raise RequestError(
+                "not_attached", "this session has not said Attach", hint="choose a data plane first"
+            )
         if isinstance(request, m.Fetch):
             session.pace.check_network(now_ms)
             sent = network.fetch(session, request, self._memory, self._limits.frame_bytes, caller)
@@ -191,7 +219,9 @@ class Service:
                 hint="use a certificate that is in the server's authorized_clients",
             )
         if self.draining:
-            raise RequestError("shutting_down", "the server is shutting down", hint="connect to the next one")
+            raise RequestError(
+                "shutting_down", "the server is shutting down", hint="connect to the next one"
+            )
         client = client_of(caller.key, request.pid)
         pace = self._paces.begin(client, now_ms)
         number = self.sessions.next_number()
@@ -204,11 +234,18 @@ class Service:
         watch = None
         try:
             watch = self._make_watch(number)
-        except OSError as error:  # without a lock there is no shared memory, but there is the network
+        except OSError as error:
+            # without a lock there is no shared memory, but there is the network
             if self._lines.allows(client, now_ms / 1000):
-                log.warning("session %d gets no shared memory, its lock file cannot be made: %s", number, error)
+                log.warning(
+                    "session %d gets no shared memory, its lock file cannot be made: %s",
+                    number,
+                    error,
+                )
         name = _printable(request.client[:_LOGGED_CHARS])
-        session = self.sessions.add(number, name, request.pid, watch, now_ms, caller.key, pace, peer)
+        session = self.sessions.add(
+            number, name, request.pid, watch, now_ms, caller.key, pace, peer
+        )
         self.counters.sessions_opened += 1
         place = m.PoolPlace(
             self._place.directory,
@@ -226,20 +263,31 @@ class Service:
             verify=self.verify,
         )
 
-    def _attach(self, session: ServerSession, number: int, request: m.Attach, now_ms: int) -> m.Reply:
+    def _attach(
+        self, session: ServerSession, number: int, request: m.Attach, now_ms: int
+    ) -> m.Reply:
         if request.plane not in (m.SHARED_MEMORY, m.NETWORK):
-            raise RequestError("bad_plane", f"no data plane is called {request.plane!r}", field="plane")
+            raise RequestError(
+                "bad_plane", f"no data plane is called {request.plane!r}", field="plane"
+            )
         if session.plane:
-            raise RequestError("attached", f"this session uses {session.plane} already", field="plane")
+            raise RequestError(
+                "attached", f"this session uses {session.plane} already", field="plane"
+            )
         if request.plane == m.SHARED_MEMORY and not (session.watch and session.watch.is_held()):
             raise RequestError(
-                "lock_not_held", "the session's lock is not held", field="plane", hint="take the lock before Attach"
+                "lock_not_held",
+                "the session's lock is not held",
+                field="plane",
+                hint="take the lock before Attach",
             )
         session.plane = request.plane
         self._log(logging.INFO, session, "attached", now_ms)
         return m.Done()
 
-    def _goodbye(self, session: ServerSession, number: int, request: m.Goodbye, now_ms: int) -> m.Reply:
+    def _goodbye(
+        self, session: ServerSession, number: int, request: m.Goodbye, now_ms: int
+    ) -> m.Reply:
         self._log(logging.INFO, session, "ended", now_ms)
         self._end(session, now_ms)
         self.counters.sessions_ended += 1
@@ -250,7 +298,9 @@ class Service:
         self.sessions.remove(session)
         self._paces.end(session.owner, session.pace, now_ms)
 
-    def _open_layout(self, session: ServerSession, number: int, request: m.OpenLayout, now_ms: int) -> m.Reply:
+    def _open_layout(
+        self, session: ServerSession, number: int, request: m.OpenLayout, now_ms: int
+    ) -> m.Reply:
         if len(request.fingerprint) != FINGERPRINT_BYTES:
             raise RequestError(
                 "bad_fingerprint",
@@ -265,17 +315,22 @@ class Service:
                 field="shard_bytes",
                 hint="raise --max-frame-size, use fewer tokens a block, or run the engine on the server's host",
             )
-        layout = self.store.open_layout(session.number, request.fingerprint, tuple(request.shard_bytes))
+        layout = self.store.open_layout(
+            session.number, request.fingerprint, tuple(request.shard_bytes)
+        )
         if request.physical:
             self.store.layouts.agree(layout, request.shard, request.physical)
         differs = self._introduce(session, request, now_ms)
         return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets), differs)
 
     def _introduce(self, session: ServerSession, request: m.OpenLayout, now_ms: int) -> list[str]:
-        """Notes whose blocks the session uses. Returns which parts of its identity keep it from sharing with the engine
-        of its model that is nearest to it."""
+        """Notes whose blocks the session uses. Returns which parts of its identity keep it from
+        sharing with the engine of its model that is nearest to it."""
         session.parts = {_printable(name): _printable(text) for name, text in request.parts.items()}
-        session.role, session.identity = _printable(request.role), request.fingerprint.hex()[:DIGEST_CHARS]
+        session.role, session.identity = (
+            _printable(request.role),
+            request.fingerprint.hex()[:DIGEST_CHARS],
+        )
         differs = nearest_difference(session, self.sessions.all())
         role, model = session.role or "a client", session.parts.get("model", "unknown")
         text = f"is {role} of model {model[:_LOGGED_CHARS]}, identity {session.identity}"
@@ -293,7 +348,9 @@ class Service:
 
     # -- loads
 
-    def _lookup(self, session: ServerSession, number: int, request: m.Lookup, now_ms: int) -> m.Reply:
+    def _lookup(
+        self, session: ServerSession, number: int, request: m.Lookup, now_ms: int
+    ) -> m.Reply:
         store, layout, skip = self.store, request.layout, request.skip
         keys = self._addresses(layout, request.keys)
         if self.draining:
@@ -303,18 +360,28 @@ class Service:
         counters.lookups += 1
         counters.lookup_blocks += len(request.keys) // KEY_BYTES
         counters.hit_blocks += hit.blocks
-        counters.tenants.count_lookup(request.tenant, hit.blocks, len(request.keys) // KEY_BYTES - hit.blocks)
+        counters.tenants.count_lookup(
+            request.tenant, hit.blocks, len(request.keys) // KEY_BYTES - hit.blocks
+        )
         slots = hit.slots.tobytes()
         if session.plane == m.NETWORK and slots:
-            session.network_leases[number] = NetworkLease(store.layouts.get(layout), hit.slots, request.tenant, now_ms)
+            session.network_leases[number] = NetworkLease(
+                store.layouts.get(layout), hit.slots, request.tenant, now_ms
+            )
             slots = b""
         return m.Found(hit.blocks, slots, hit.checksums.tobytes())
 
-    def _release(self, session: ServerSession, number: int, request: m.Release, now_ms: int) -> m.Reply:
+    def _release(
+        self, session: ServerSession, number: int, request: m.Release, now_ms: int
+    ) -> m.Reply:
         released, tokens = 0, request.loaded_tokens
         for at, lease in enumerate(request.leases):
             session.network_leases.pop(lease, None)
-            tenant = self.store.tenant_of_lease(session.number, lease) if at < len(tokens) and tokens[at] else ""
+            tenant = (
+                self.store.tenant_of_lease(session.number, lease)
+                if at < len(tokens) and tokens[at]
+                else ""
+            )
             if self.store.release(session.number, lease, now_ms):
                 released += 1
                 if tenant:
@@ -322,17 +389,23 @@ class Service:
         return m.Done(released)
 
     def _count_loaded(self, tenant: str, tokens: int) -> None:
-        """As the engine says: nobody else knows. A number that cannot be meant counts as far as it can be."""
+        """As the engine says: nobody else knows. A number that cannot be meant counts as far as it
+        can be."""
         tokens = min(max(tokens, 0), _MOST_TOKENS_A_LEASE)
         self.counters.loaded_tokens += tokens
         self.counters.tenants.count_loaded(tenant, tokens)
 
-    def _finish(self, session: ServerSession, number: int, request: m.Finish, now_ms: int) -> m.Reply:
+    def _finish(
+        self, session: ServerSession, number: int, request: m.Finish, now_ms: int
+    ) -> m.Reply:
         address = self._addresses(request.layout, request.key)
         return m.Done(int(self.store.finish(session.number, request.tenant, address, now_ms)))
 
-    def _report_bad(self, session: ServerSession, number: int, request: m.ReportBad, now_ms: int) -> m.Reply:
-        """Believes nobody: a client with bad memory of its own must not cost others a good block."""
+    def _report_bad(
+        self, session: ServerSession, number: int, request: m.ReportBad, now_ms: int
+    ) -> m.Reply:
+        """Believes nobody: a client with bad memory of its own must not cost others a good
+        block."""
         tenant = self.store.tenants.get(request.tenant)
         table, address = self.store.blocks.table, self._addresses(request.layout, request.key)
         row = tenant.index.get(address, NO_ROW) if tenant else NO_ROW
@@ -342,22 +415,35 @@ class Service:
         for shard, expected in enumerate(layout.checks[table.check[row]].tolist()):
             if expected == ABSENT:
                 continue
-            area = self._memory.view(table.slot[row] + layout.shard_offsets[shard], layout.shard_bytes[shard])
+            area = self._memory.view(
+                table.slot[row] + layout.shard_offsets[shard], layout.shard_bytes[shard]
+            )
             if has_checksum(area, expected):
                 continue
             if expected:
                 self.counters.bad_blocks += 1
-                log.error("a block of tenant %s does not match its checksum; it is dropped", request.tenant)
-            else:  # not bad, but of no use to a client that verifies: it makes way for one with a checksum
-                log.info("a block of tenant %s was stored without a checksum; it is dropped", request.tenant)
+                log.error(
+                    "a block of tenant %s does not match its checksum; it is dropped",
+                    request.tenant,
+                )
+            # not bad, but of no use to a client that verifies: it makes way for one with a checksum
+            else:
+                log.info(
+                    "a block of tenant %s was stored without a checksum; it is dropped",
+                    request.tenant,
+                )
             return m.Done(drop_block(self.store, request.tenant, address))
         return m.Done(0)
 
     # -- stores
 
-    def _prepare_store(self, session: ServerSession, number: int, request: m.PrepareStore, now_ms: int) -> m.Reply:
+    def _prepare_store(
+        self, session: ServerSession, number: int, request: m.PrepareStore, now_ms: int
+    ) -> m.Reply:
         if self.draining:
-            raise RequestError("shutting_down", "the server is shutting down and stores nothing more")
+            raise RequestError(
+                "shutting_down", "the server is shutting down and stores nothing more"
+            )
         plan = self.store.prepare_store(
             session.number,
             number,
@@ -379,11 +465,15 @@ class Service:
             layout = self.store.layouts.get(request.layout)
             arrived = np.zeros(len(plan.slots), dtype=np.bool_)
             checksums = np.zeros(len(plan.slots), dtype=np.uint64)
-            session.network_writes[number] = NetworkWrite(layout, request.shard, plan.slots, arrived, checksums, now_ms)
+            session.network_writes[number] = NetworkWrite(
+                layout, request.shard, plan.slots, arrived, checksums, now_ms
+            )
             slots = b""
         return m.Prepared(plan.positions.tobytes(), slots, plan.refused, plan.orphan)
 
-    def _complete_store(self, session: ServerSession, number: int, request: m.CompleteStore, now_ms: int) -> m.Reply:
+    def _complete_store(
+        self, session: ServerSession, number: int, request: m.CompleteStore, now_ms: int
+    ) -> m.Reply:
         if len(request.checksums) % 8:
             raise RequestError("bad_checksums", "checksums are 8 bytes each", field="checksums")
         checksums = np.frombuffer(request.checksums, dtype="<u8")
@@ -396,7 +486,9 @@ class Service:
         self.counters.stored_bytes += stored.nbytes
         return m.Done(stored.blocks)
 
-    def _abandon_store(self, session: ServerSession, number: int, request: m.AbandonStore, now_ms: int) -> m.Reply:
+    def _abandon_store(
+        self, session: ServerSession, number: int, request: m.AbandonStore, now_ms: int
+    ) -> m.Reply:
         abandoned = self.store.abandon_all(session.number, request.writes, now_ms)
         for write in request.writes:
             session.network_writes.pop(write, None)
@@ -405,8 +497,8 @@ class Service:
         return m.Done(len(abandoned))
 
     def _addresses(self, layout: int, keys: bytes) -> bytes:
-        """Where blocks of these keys are kept for this layout. What is no whole number of keys goes to the store as it
-        is, to be refused there."""
+        """Where blocks of these keys are kept for this layout. What is no whole number of keys goes
+        to the store as it is, to be refused there."""
         fingerprint = self.store.layouts.get(layout).fingerprint
         return keys if len(keys) % KEY_BYTES else addresses(keys, fingerprint)
 

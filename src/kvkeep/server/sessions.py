@@ -4,9 +4,8 @@
                                             ├── shared memory: its lock has fallen    ──► died
                                             └── network: silent for too long          ──► died
 
-A session on this host touches the pool's memory itself, so only the kernel's word ends it. One on another host
-touches nothing: the daemon moves its bytes, and silence is enough.
-"""
+A session on this host touches the pool's memory itself, so only the kernel's word ends it. One on
+another host touches nothing: the daemon moves its bytes, and silence is enough."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ _ATTACH_WITHIN_MS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class NetworkLease:
-    """A lease whose bytes leave by Fetch: where they are, and whose: the client's key may lose that tenant."""
+    """A lease whose bytes leave by Fetch: where they are, and whose: the client's key may lose that
+    tenant."""
 
     layout: Layout
     slots: NDArray[np.int64]
@@ -40,7 +40,8 @@ class NetworkLease:
 
 @dataclass
 class NetworkWrite:
-    """A write whose bytes come by Put: where they go, which have come, and their checksums as they came."""
+    """A write whose bytes come by Put: where they go, which have come, and their checksums as they
+    came."""
 
     layout: Layout
     shard: int
@@ -52,7 +53,8 @@ class NetworkWrite:
 
 @dataclass
 class ServerSession:
-    """One engine process as the daemon knows it. `token` is in every request; nobody else can guess it."""
+    """One engine process as the daemon knows it. `token` is in every request; nobody else can guess
+    it."""
 
     token: int
     number: int
@@ -65,12 +67,20 @@ class ServerSession:
     pace: Pace = field(default_factory=Pace)
     plane: str = ""
     role: str = ""  # what the engine uses it for
-    identity: str = ""  # digest of the layout that it opened last: sessions that show the same one share blocks
-    parts: Mapping[str, str] = field(default_factory=dict)  # what that digest was taken over, by name
+    identity: str = (
+        ""  # digest of the layout that it opened last: sessions that show the same one share blocks
+    )
+    parts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what that digest was taken over, by name
     network_leases: dict[int, NetworkLease] = field(default_factory=dict)  # both oldest first
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
-    expired: deque[int] = field(default_factory=lambda: deque(maxlen=_NUMBERS_REMEMBERED))  # ended by their age
-    write_tenants: dict[int, str] = field(default_factory=dict)  # of writes under way, on either plane
+    expired: deque[int] = field(
+        default_factory=lambda: deque(maxlen=_NUMBERS_REMEMBERED)
+    )  # ended by their age
+    write_tenants: dict[int, str] = field(
+        default_factory=dict
+    )  # of writes under way, on either plane
     peer: int = 0  # the connection that it is on
 
     @property
@@ -79,9 +89,10 @@ class ServerSession:
         return client_of(self.key, self.pid)
 
     def is_on(self, peer: int) -> bool:
-        """Whether the session is on that connection. One that was accepted later takes it over, since the
-        one before may have broken. An earlier one cannot use it again: what a client sent over a connection
-        that it has given up is not carried out after what it sent over the next."""
+        """Whether the session is on that connection. One that was accepted later takes it over,
+        since the one before may have broken. An earlier one cannot use it again: what a client sent
+        over a connection that it has given up is not carried out after what it sent over the
+        next."""
         self.peer = max(self.peer, peer)
         return peer == self.peer
 
@@ -124,13 +135,15 @@ class Sessions:
         peer: int = 0,
     ) -> ServerSession:
         token = secrets.randbits(63) | 1
-        session = ServerSession(token, number, client, pid, watch, now_ms, now_ms, key, pace or Pace(), peer=peer)
+        session = ServerSession(
+            token, number, client, pid, watch, now_ms, now_ms, key, pace or Pace(), peer=peer
+        )
         self._by_token[token] = session
         return session
 
     def get(self, token: int, key: str = "", peer: int = 0) -> ServerSession:
-        """The session of that token, if it is asked for with the key that opened it, and not by a connection that it
-        has left."""
+        """The session of that token, if it is asked for with the key that opened it, and not by a
+        connection that it has left."""
         session = self._by_token.get(token)
         if session is None or session.key != key or not session.is_on(peer):
             raise RequestError(
@@ -146,14 +159,16 @@ class Sessions:
         return session is not None and session.peer == peer
 
     def bar(self, session: ServerSession) -> bool:
-        """From now on nobody can ask for it. What it holds stays its own until it is removed. False if it was so."""
+        """From now on nobody can ask for it. What it holds stays its own until it is removed. False
+        if it was so."""
         if self._by_token.pop(session.token, None) is None:
             return False
         self._barred.append(session)
         return True
 
     def leave_all(self) -> None:
-        """Forgets all sessions and leaves their lock files: their processes may outlive this server."""
+        """Forgets all sessions and leaves their lock files: their processes may outlive this
+        server."""
         for session in self.all():
             if session.watch is not None:
                 session.watch.leave()

@@ -1,8 +1,8 @@
-"""The kinds of value that a setting can have: how each is read from text, shown as text, and described.
+"""The kinds of value that a setting can have: how each is read from text, shown as text, and
+described.
 
-Parsers raise `ValueError`; the setting that uses the kind turns it into an error that names itself. Showing
-is the inverse of parsing: what `show` returns sets the same value again.
-"""
+Parsers raise `ValueError`; the setting that uses the kind turns it into an error that names itself.
+Showing is the inverse of parsing: what `show` returns sets the same value again."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ SWITCH = Kind("true or false", _parse_switch, lambda on: "true" if on else "fals
 NAME = Kind("letters, digits, - and _, at most 64", _parse_name)
 DIRECTORY = Kind("an absolute path", _parse_directory)
 ADDRESS = Kind(ADDRESS_FORMAT, parse_address)
-FILE = Kind('an absolute path, or "none"', _parse_file, lambda path: "none" if path is None else str(path))
+FILE = Kind(
+    'an absolute path, or "none"', _parse_file, lambda path: "none" if path is None else str(path)
+)
 HTTP_ADDRESS = Kind("host:port", _parse_http_address)
 USERS = Kind(USERS_FORMAT, parse_users, lambda users: ",".join(map(str, users)) or "none")
 AUTO_SIZE = _size_or("auto")

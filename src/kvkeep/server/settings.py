@@ -2,12 +2,11 @@
 
     defaults  <  TOML file  <  environment (KVKEEP_POOL_SIZE)  <  flags (--pool-size 8GiB)
 
-Each line of `Settings` is the single source for one setting: its name, type, default, limits, help and
-whether it is `live`, that is, may change while the server runs. Documentation, `kvkeep status` and the
-admin API are made from it. Whatever a source says that is unknown or malformed stops the start with a
-`SettingsError` that names the source, also where a later one would have overruled it: a mistake that waits
-is worse than one that shows.
-"""
+Each line of `Settings` is the single source for one setting: its name, type, default, limits, help
+and whether it is `live`, that is, may change while the server runs. Documentation, `kvkeep status`
+and the admin API are made from it. Whatever a source says that is unknown or malformed stops the
+start with a `SettingsError` that names the source, also where a later one would have overruled it:
+a mistake that waits is worse than one that shows."""
 
 from __future__ import annotations
 
@@ -44,16 +43,20 @@ from kvkeep.wire.address import is_loopback, split_host, tcp_host
 from kvkeep.wire.tls import tls_files
 
 ENV_PREFIX: Final = "KVKEEP_"
-MIN_KEY_BYTES: Final = 16  # no block key is shorter, so a request takes at least this many bytes a block
+MIN_KEY_BYTES: Final = (
+    16  # no block key is shorter, so a request takes at least this many bytes a block
+)
 AUTO: Final = "(auto"  # in the source of a size that was not given but found
-# Variables with our prefix that are no settings: where the file is, whether to use the C kernel, where the command
-# line finds the admin API, and the certificates of clients.
+# Variables with our prefix that are no settings: where the file is, whether to use the C kernel,
+# where the command line finds the admin API, and the certificates of clients.
 ENV_OTHERS: Final = frozenset(
     {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_AS_LMCACHE", "KVKEEP_HTTP"}
     | {"KVKEEP_CLIENT_TLS_CERT", "KVKEEP_CLIENT_TLS_KEY", "KVKEEP_CLIENT_TLS_CA"}
 )
 # Settings of earlier releases, and what replaces each.
-_OF_CLIENTS: Final = "set KVKEEP_CLIENT_TLS_CERT, KVKEEP_CLIENT_TLS_KEY and KVKEEP_CLIENT_TLS_CA for clients"
+_OF_CLIENTS: Final = (
+    "set KVKEEP_CLIENT_TLS_CERT, KVKEEP_CLIENT_TLS_KEY and KVKEEP_CLIENT_TLS_CA for clients"
+)
 _REPLACED: Final = {
     "curve_key": "set tls_cert, tls_key and tls_ca to files that `kvkeep keygen` makes",
     "authorized_keys": "set authorized_clients to a list of certificate names",
@@ -61,9 +64,9 @@ _REPLACED: Final = {
     "server_key": _OF_CLIENTS,
 }
 
-# Kubernetes gives every container variables named after the Services of its namespace, so a Service called
-# kvkeep, or kvkeep-something, looks like settings of ours. Those that end in _PORT hold an address, such as
-# tcp://10.0.0.1:5555: a plain number there is somebody's mistake and not ignored.
+# Kubernetes gives every container variables named after the Services of its namespace, so a Service
+# called kvkeep, or kvkeep-something, looks like settings of ours. Those that end in _PORT hold an
+# address, such as tcp://10.0.0.1:5555: a plain number there is somebody's mistake and not ignored.
 _KUBERNETES_NAME: Final = re.compile(
     r"KVKEEP(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
@@ -72,7 +75,8 @@ _KUBERNETES_PORT: Final = re.compile(r"KVKEEP(_[A-Z0-9_]+)?_PORT=(tcp|udp|sctp):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A line of the table. `default` is text, read like any source; `low` and `high` are inclusive."""
+    """A line of the table. `default` is text, read like any source; `low` and `high` are
+    inclusive."""
 
     kind: Kind
     default: str
@@ -82,7 +86,8 @@ class Setting:
     high: float | None = None
 
     def parse(self, name: str, text: str, source: str, quote: str = '"') -> Any:
-        """The value of `text`, or a SettingsError that names setting, value, source and what is expected."""
+        """The value of `text`, or a SettingsError that names setting, value, source and what is
+        expected."""
         try:
             value = self.kind.parse(text)
             below = value is not None and self.low is not None and value < self.low
@@ -91,7 +96,9 @@ class Setting:
                 raise ValueError
         except ValueError as error:
             why = f"{error}; " if self.kind is USERS else ""
-            raise SettingsError(f"{name} = {quote}{text}{quote} ({source}): {why}expected {self.expected}") from None
+            raise SettingsError(
+                f"{name} = {quote}{text}{quote} ({source}): {why}expected {self.expected}"
+            ) from None
         return value
 
     @property
@@ -117,7 +124,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a server was told, made by `load`. Sizes are bytes, durations seconds; None is auto or none."""
+    """What a server was told, made by `load`. Sizes are bytes, durations seconds; None is auto or
+    none."""
 
     address: Annotated[str, Setting(ADDRESS, "tcp://localhost:5555", "Where engines connect.")]
     http_address: Annotated[
@@ -132,7 +140,9 @@ class Settings:
         ),
     ]
     tls_key: Annotated[Path | None, Setting(FILE, "none", "File of the certificate's private key.")]
-    tls_ca: Annotated[Path | None, Setting(FILE, "none", "File of the CAs whose certificates engines may show.")]
+    tls_ca: Annotated[
+        Path | None, Setting(FILE, "none", "File of the CAs whose certificates engines may show.")
+    ]
     authorized_clients: Annotated[
         Path | None,
         Setting(
@@ -143,13 +153,22 @@ class Settings:
     ]
     admin_token: Annotated[
         Path | None,
-        Setting(FILE, "none", "File of the token that every request to the admin API must carry; none: changes only."),
+        Setting(
+            FILE,
+            "none",
+            "File of the token that every request to the admin API must carry; none: changes only.",
+        ),
     ]
     trusted_users: Annotated[
         tuple[int, ...],
-        Setting(USERS, "none", "Users of this host, beside our own and root, whose engines may connect."),
+        Setting(
+            USERS, "none", "Users of this host, beside our own and root, whose engines may connect."
+        ),
     ]
-    name: Annotated[str, Setting(NAME, "default", "Names this server's pool and state among others on the host.")]
+    name: Annotated[
+        str,
+        Setting(NAME, "default", "Names this server's pool and state among others on the host."),
+    ]
     pool_size: Annotated[
         int,
         Setting(
@@ -160,7 +179,9 @@ class Settings:
             high=64 * TIB,
         ),
     ]
-    shm_dir: Annotated[Path, Setting(DIRECTORY, "/dev/shm", "The memory file system that holds the pool.")]
+    shm_dir: Annotated[
+        Path, Setting(DIRECTORY, "/dev/shm", "The memory file system that holds the pool.")
+    ]
     slab_size: Annotated[
         int,
         Setting(
@@ -173,10 +194,17 @@ class Settings:
     ]
     state_dir: Annotated[
         Path,
-        Setting(DIRECTORY, "~/.local/state/kvkeep", "What outlives a restart of the host, such as quotas."),
+        Setting(
+            DIRECTORY,
+            "~/.local/state/kvkeep",
+            "What outlives a restart of the host, such as quotas.",
+        ),
     ]
     default_quota: Annotated[
-        int | None, Setting(QUOTA, "none", "Bytes promised to each tenant without a quota of its own.", live=True)
+        int | None,
+        Setting(
+            QUOTA, "none", "Bytes promised to each tenant without a quota of its own.", live=True
+        ),
     ]
     default_limit: Annotated[
         int | None,
@@ -188,64 +216,130 @@ class Settings:
             high=64 * TIB,
         ),
     ]
-    max_sessions: Annotated[int, Setting(COUNT, "256", "Engine processes connected at one time.", low=1, high=65536)]
+    max_sessions: Annotated[
+        int, Setting(COUNT, "256", "Engine processes connected at one time.", low=1, high=65536)
+    ]
     max_sessions_per_client: Annotated[
-        int, Setting(COUNT, "128", "Sessions of one certificate or, without TLS, of one process.", low=1, high=65536)
+        int,
+        Setting(
+            COUNT,
+            "128",
+            "Sessions of one certificate or, without TLS, of one process.",
+            low=1,
+            high=65536,
+        ),
     ]
     max_requests_per_second: Annotated[
-        int, Setting(COUNT, "20000", "Requests that one session may send in a second.", low=1, high=1 << 24)
+        int,
+        Setting(
+            COUNT, "20000", "Requests that one session may send in a second.", low=1, high=1 << 24
+        ),
     ]
     max_network_rate: Annotated[
         int | None,
-        Setting(QUOTA, "none", "Bytes of blocks that one session may move through the socket in a second.", low=KIB),
+        Setting(
+            QUOTA,
+            "none",
+            "Bytes of blocks that one session may move through the socket in a second.",
+            low=KIB,
+        ),
     ]
-    max_frame_size: Annotated[int, Setting(SIZE, "64MiB", "Longest message accepted.", low=64 * KIB, high=2 * GIB - 1)]
+    max_frame_size: Annotated[
+        int, Setting(SIZE, "64MiB", "Longest message accepted.", low=64 * KIB, high=2 * GIB - 1)
+    ]
     max_blocks_per_request: Annotated[
-        int, Setting(COUNT, "65536", "Blocks that one lookup or store may name.", low=1, high=1 << 24)
+        int,
+        Setting(COUNT, "65536", "Blocks that one lookup or store may name.", low=1, high=1 << 24),
     ]
     max_leases_per_session: Annotated[
         int,
-        Setting(COUNT, "4096", "Lookups whose blocks one session may hold at a time.", low=1, high=1 << 24),
+        Setting(
+            COUNT,
+            "4096",
+            "Lookups whose blocks one session may hold at a time.",
+            low=1,
+            high=1 << 24,
+        ),
     ]
     max_writing_blocks_per_session: Annotated[
-        int, Setting(COUNT, "65536", "Blocks that one session may have in flight.", low=1, high=1 << 24)
+        int,
+        Setting(COUNT, "65536", "Blocks that one session may have in flight.", low=1, high=1 << 24),
     ]
-    max_layouts: Annotated[int, Setting(COUNT, "64", "Different block layouts in one pool.", low=1, high=65536)]
-    max_tenants: Annotated[int, Setting(COUNT, "100000", "Tenants known at one time.", low=1, high=1 << 24)]
+    max_layouts: Annotated[
+        int, Setting(COUNT, "64", "Different block layouts in one pool.", low=1, high=65536)
+    ]
+    max_tenants: Annotated[
+        int, Setting(COUNT, "100000", "Tenants known at one time.", low=1, high=1 << 24)
+    ]
     session_check_interval: Annotated[
-        float, Setting(DURATION, "1s", "How often dead sessions are looked for.", low=0.01, high=3600)
+        float,
+        Setting(DURATION, "1s", "How often dead sessions are looked for.", low=0.01, high=3600),
     ]
     network_session_timeout: Annotated[
         float,
-        Setting(DURATION, "30s", "Silence after which a session on another host has ended.", low=0.1, high=86400),
+        Setting(
+            DURATION,
+            "30s",
+            "Silence after which a session on another host has ended.",
+            low=0.1,
+            high=86400,
+        ),
     ]
     network_lease_timeout: Annotated[
         float,
-        Setting(DURATION, "60s", "Age at which a lease or write of a network session ends.", low=0.1, high=86400),
+        Setting(
+            DURATION,
+            "60s",
+            "Age at which a lease or write of a network session ends.",
+            low=0.1,
+            high=86400,
+        ),
     ]
     shutdown_grace: Annotated[
         float,
-        Setting(DURATION, "10s", "Time for requests in progress when the server stops.", low=0, high=3600),
+        Setting(
+            DURATION,
+            "10s",
+            "Time for requests in progress when the server stops.",
+            low=0,
+            high=3600,
+        ),
     ]
     keep_pool: Annotated[
         bool,
-        Setting(SWITCH, "true", "Leave the pool and its index to the next server, which adopts them."),
+        Setting(
+            SWITCH, "true", "Leave the pool and its index to the next server, which adopts them."
+        ),
     ]
     verify: Annotated[
         bool,
-        Setting(SWITCH, "true", "Have every engine check what it loads; off: as its own option says.", live=True),
+        Setting(
+            SWITCH,
+            "true",
+            "Have every engine check what it loads; off: as its own option says.",
+            live=True,
+        ),
     ]
-    log_level: Annotated[str, Setting(LOG_LEVEL, "info", "Least severity that is logged.", live=True)]
+    log_level: Annotated[
+        str, Setting(LOG_LEVEL, "info", "Least severity that is logged.", live=True)
+    ]
     log_json: Annotated[bool, Setting(SWITCH, "false", "Log one JSON object a line.")]
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def load(cls, config: Path | None, env: Mapping[str, str], argv: Sequence[str], *, fresh: bool = False) -> Self:
-        """Settings from all sources, later ones first. Reads the file and, for "auto", what memory is free and, unless
-        `fresh`, how large the pool is that can be adopted.
+    def load(
+        cls,
+        config: Path | None,
+        env: Mapping[str, str],
+        argv: Sequence[str],
+        *,
+        fresh: bool = False,
+    ) -> Self:
+        """Settings from all sources, later ones first. Reads the file and, for "auto", what memory
+        is free and, unless `fresh`, how large the pool is that can be adopted.
 
-        `config` None means the file that KVKEEP_CONFIG names, if any. Raises SettingsError and nothing else.
-        """
+        `config` None means the file that KVKEEP_CONFIG names, if any. Raises SettingsError and
+        nothing else."""
         if config is None and "KVKEEP_CONFIG" in env:
             config = Path(env["KVKEEP_CONFIG"])
         values: dict[str, Any] = {}
@@ -277,7 +371,8 @@ class Settings:
 
     @property
     def http_has_tls(self) -> bool:
-        """Whether `http_address` speaks HTTPS. On loopback it does not: local commands need no certificates."""
+        """Whether `http_address` speaks HTTPS. On loopback it does not: local commands need no
+        certificates."""
         return self.tls_cert is not None and not self.http_is_local
 
     @property
@@ -286,7 +381,8 @@ class Settings:
         return AUTO in self.sources.get("pool_size", "")
 
     def changed(self, name: str, text: str) -> Self:
-        """A copy with one live setting changed. Raises SettingsError where it is unknown or not live."""
+        """A copy with one live setting changed. Raises SettingsError where it is unknown or not
+        live."""
         return self.changed_all({name: text})
 
     def changed_all(self, changes: Mapping[str, str]) -> Self:
@@ -298,17 +394,28 @@ class Settings:
             if not TABLE[name].live:
                 live = ", ".join(other for other in TABLE if TABLE[other].live)
                 raise SettingsError(
-                    f"{name} cannot change while the server runs", f"restart with it; these can change: {live}"
+                    f"{name} cannot change while the server runs",
+                    f"restart with it; these can change: {live}",
                 )
             values[name] = TABLE[name].parse(name, text, "change")
-        settings = replace(self, **values, sources={**self.sources, **dict.fromkeys(values, "changed while running")})
+        settings = replace(
+            self,
+            **values,
+            sources={**self.sources, **dict.fromkeys(values, "changed while running")},
+        )
         _check_together(settings)
         return settings
 
     def describe(self) -> list[Row]:
         """One row a setting, in the order of the table."""
         return [
-            Row(name, line.kind.show(getattr(self, name)), self.sources.get(name, ""), line.live, line.help)
+            Row(
+                name,
+                line.kind.show(getattr(self, name)),
+                self.sources.get(name, ""),
+                line.live,
+                line.help,
+            )
             for name, line in TABLE.items()
         ]
 
@@ -325,7 +432,8 @@ def _auto_pool_size(shm_dir: Path, name: str, adopt: bool) -> tuple[int, bool]:
         room = pool_room(shm_dir)
     except OSError as error:
         raise SettingsError(
-            f"shm_dir = {shm_dir} cannot be used: {error.strerror}", "choose a --shm-dir that exists, such as /dev/shm"
+            f"shm_dir = {shm_dir} cannot be used: {error.strerror}",
+            "choose a --shm-dir that exists, such as /dev/shm",
         ) from error
     if not nbytes:
         raise SettingsError(f"there is no room for a pool: {room.reason}", room.remedy)
@@ -340,7 +448,7 @@ def _read_table() -> dict[str, Setting]:
 TABLE: Final[Mapping[str, Setting]] = _read_table()
 
 
-# --- the sources: each yields (name, text, where it was found) ----------------------------------------------
+# --- the sources: each yields (name, text, where it was found) ------------------------------------
 
 Given = Iterator[tuple[str, str, str]]
 
@@ -361,7 +469,8 @@ def _from_file(config: Path | None) -> Given:
             document = tomllib.load(file)
     except OSError as error:
         raise SettingsError(
-            f"settings file {config} cannot be read: {error.strerror}", "check the path in --config or KVKEEP_CONFIG"
+            f"settings file {config} cannot be read: {error.strerror}",
+            "check the path in --config or KVKEEP_CONFIG",
         ) from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise SettingsError(
@@ -374,21 +483,30 @@ def _from_file(config: Path | None) -> Given:
             value = ",".join(map(str, value)) or "none"
         if key not in TABLE and isinstance(value, dict):
             raise SettingsError(
-                f"[{key}] ({source}): settings stand at the top level, in no table", f"remove the line [{key}]"
+                f"[{key}] ({source}): settings stand at the top level, in no table",
+                f"remove the line [{key}]",
             )
         if key not in TABLE:
             raise _unknown(key, source, "{}".format)
         if not isinstance(value, str | int | float):
-            raise SettingsError(f"{key} ({source}): expected {TABLE[key].expected}, not a table, list or date")
+            raise SettingsError(
+                f"{key} ({source}): expected {TABLE[key].expected}, not a table, list or date"
+            )
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        if not isinstance(value, str):  # what is wrong with it is said as it stands in the file, without quotes
+        if not isinstance(
+            value, str
+        ):  # what is wrong with it is said as it stands in the file, without quotes
             TABLE[key].parse(key, text, source, quote="")
         yield key, text, source
 
 
 def _from_env(env: Mapping[str, str]) -> Given:
     for variable in sorted(env):
-        if not variable.startswith(ENV_PREFIX) or variable in ENV_OTHERS or _is_kubernetes(variable, env[variable]):
+        if (
+            not variable.startswith(ENV_PREFIX)
+            or variable in ENV_OTHERS
+            or _is_kubernetes(variable, env[variable])
+        ):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if variable != _variable(name) or name not in TABLE:
@@ -397,12 +515,15 @@ def _from_env(env: Mapping[str, str]) -> Given:
 
 
 def _from_argv(argv: Sequence[str]) -> Given:
-    """`--name value`, `--name=value`, `--switch` and `--no-switch`; of one given twice the last counts."""
+    """`--name value`, `--name=value`, `--switch` and `--no-switch`; of one given twice the last
+    counts."""
     rest = iter(argv)
     for argument in rest:
         flag, equals, text = argument.partition("=")
         if not flag.startswith("--") or flag == "--":
-            raise SettingsError(f'unexpected argument "{argument}"', "settings are given as --name value")
+            raise SettingsError(
+                f'unexpected argument "{argument}"', "settings are given as --name value"
+            )
         positive = "--" + flag.removeprefix("--no-")
         if flag.startswith("--no-") and not equals and _is_switch(positive):
             yield _flag_name(positive), "false", f"flag {flag}"
@@ -418,7 +539,9 @@ def _from_argv(argv: Sequence[str]) -> Given:
 
 
 def _is_kubernetes(variable: str, value: str) -> bool:
-    return bool(_KUBERNETES_NAME.fullmatch(variable) or _KUBERNETES_PORT.fullmatch(f"{variable}={value}"))
+    return bool(
+        _KUBERNETES_NAME.fullmatch(variable) or _KUBERNETES_PORT.fullmatch(f"{variable}={value}")
+    )
 
 
 def _variable(name: str) -> str:
@@ -439,16 +562,19 @@ def _is_switch(flag: str) -> bool:
 
 
 def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsError:
-    """The error for an unknown name: with its replacement, or with the nearest known name as its source spells it."""
+    """The error for an unknown name: with its replacement, or with the nearest known name as its
+    source spells it."""
     for name, instead in _REPLACED.items():
         if given == spell(name):
             return replaced(f"{given} ({source})", instead)
     known = [spell(name) for name in TABLE]
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
-    return SettingsError(f'unknown setting "{given}" ({source})', f"the nearest known one is {near[0]}")
+    return SettingsError(
+        f'unknown setting "{given}" ({source})', f"the nearest known one is {near[0]}"
+    )
 
 
-# --- rules about several settings: each value is valid alone, the combination is not ------------------------
+# --- rules about several settings: each value is valid alone, the combination is not --------------
 
 
 def _check_together(settings: Settings) -> None:
@@ -457,10 +583,13 @@ def _check_together(settings: Settings) -> None:
     tcp = tcp_host(settings.address)
     http = split_host(settings.http_address)
     if tcp is not None and tcp[1] == http[1] != 0:
-        raise SettingsError(f"address and http_address both use port {http[1]}", "give each a port of its own")
+        raise SettingsError(
+            f"address and http_address both use port {http[1]}", "give each a port of its own"
+        )
     if settings.slab_size % (4 * KIB):
         raise SettingsError(
-            f"slab_size = {settings.slab_size} is no multiple of 4KiB", "use a round size such as 64MiB"
+            f"slab_size = {settings.slab_size} is no multiple of 4KiB",
+            "use a round size such as 64MiB",
         )
     quota, limit = settings.default_quota, settings.default_limit
     if quota is not None and limit is not None and limit < quota:
@@ -489,9 +618,8 @@ def _check_together(settings: Settings) -> None:
 def _check_reach(settings: Settings) -> None:
     """Raises SettingsError for an address that other hosts reach without proof of who they are.
 
-    Beyond loopback engines need TLS, which takes all three files, and HTTP needs a token or a list of
-    certificates.
-    """
+    Beyond loopback engines need TLS, which takes all three files, and HTTP needs a token or a list
+    of certificates."""
     has_tls = tls_files(settings) is not None
     if not has_tls and settings.authorized_clients is not None:
         raise SettingsError(

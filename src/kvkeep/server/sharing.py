@@ -1,8 +1,8 @@
 """Why engines of one model do not share blocks: which parts of their identities differ.
 
-Every session brings the parts of its engine's identity by name. Sessions with the same digest share blocks; sessions of
-one model with different digests are compared part by part, so that an operator reads the reason instead of guessing.
-"""
+Every session brings the parts of its engine's identity by name. Sessions with the same digest share
+blocks; sessions of one model with different digests are compared part by part, so that an operator
+reads the reason instead of guessing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SHOWN_CHARS = 120
 
 @dataclass(frozen=True)
 class NotShared:
-    """Two groups of sessions that serve one model under two identities. `differs` has each part that differs, with the
-    value of the first group and of the second."""
+    """Two groups of sessions that serve one model under two identities. `differs` has each part
+    that differs, with the value of the first group and of the second."""
 
     model: str
     identities: tuple[str, str]
@@ -28,7 +28,8 @@ class NotShared:
 
 
 def nearest_difference(session: ServerSession, others: Iterable[ServerSession]) -> list[str]:
-    """The parts in which a session differs from the one of its model that is nearest to it. Empty if none differs."""
+    """The parts in which a session differs from the one of its model that is nearest to it. Empty
+    if none differs."""
     model = session.parts.get("model")
     apart = {
         other.identity: differing_parts(session.parts, other.parts)
@@ -39,11 +40,14 @@ def nearest_difference(session: ServerSession, others: Iterable[ServerSession]) 
 
 
 def not_shared(sessions: Iterable[ServerSession]) -> list[NotShared]:
-    """For each model, the identities that differ from the one that connected first. At most MOST_PAIRS."""
+    """For each model, the identities that differ from the one that connected first. At most
+    MOST_PAIRS."""
     models: dict[str, dict[str, list[ServerSession]]] = {}
     for session in sessions:
         if session.parts.get("model"):
-            models.setdefault(session.parts["model"], {}).setdefault(session.identity, []).append(session)
+            models.setdefault(session.parts["model"], {}).setdefault(session.identity, []).append(
+                session
+            )
     pairs = []
     for model, groups in models.items():
         (first, here), *rest = groups.items()
@@ -60,7 +64,10 @@ def _compared(
         model,
         identities,
         ([session.number for session in here], [session.number for session in there]),
-        {name: (_shown(one.get(name)), _shown(other.get(name))) for name in differing_parts(one, other)},
+        {
+            name: (_shown(one.get(name)), _shown(other.get(name)))
+            for name in differing_parts(one, other)
+        },
     )
 
 

@@ -1,13 +1,15 @@
-"""The server at one moment: what metrics and status are made from, taken at once in the loop's thread.
+"""The server at one moment: what metrics and status are made from, taken at once in the loop's
+thread.
 
-Taking it must not keep engines waiting. At a million blocks it costs about a millisecond, and with a hundred thousand
-tenants some ten; whatever else is to be made of it (text, JSON, histograms) is made in the thread that asked.
-"""
+Taking it must not keep engines waiting. At a million blocks it costs about a millisecond, and with
+a hundred thousand tenants some ten; whatever else is to be made of it (text, JSON, histograms) is
+made in the thread that asked."""
 
 from __future__ import annotations
 
 import copy
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -58,10 +60,10 @@ class PoolShown:
 
 @dataclass(frozen=True)
 class QuotasShown:
-    """What is promised. `promised_bytes` is the sum of tenants' own quotas as they were set; where that exceeds the
-    pool they are `scaled_down` to fit. `in_force_bytes` is the sum of all quotas in force, with the default for every
-    tenant without one of its own; where that exceeds the pool, quotas are overcommitted, and a tenant may find that
-    its default quota cannot be had."""
+    """What is promised. `promised_bytes` is the sum of tenants' own quotas as they were set; where
+    that exceeds the pool they are `scaled_down` to fit. `in_force_bytes` is the sum of all quotas
+    in force, with the default for every tenant without one of its own; where that exceeds the pool,
+    quotas are overcommitted, and a tenant may find that its default quota cannot be had."""
 
     default_bytes: int | None
     promised_bytes: int
@@ -73,8 +75,9 @@ class QuotasShown:
 
 @dataclass(frozen=True)
 class TenantShown(TenantUsage):
-    """One tenant: what it has, and what it asked for and got since the server started. The counts of a tenant are kept
-    as long as it is among those that were looked up last (`TENANTS_COUNTED`)."""
+    """One tenant: what it has, and what it asked for and got since the server started. The counts
+    of a tenant are kept as long as it is among those that were looked up last
+    (`TENANTS_COUNTED`)."""
 
     lookups: int = 0
     hit_blocks: int = 0
@@ -84,8 +87,8 @@ class TenantShown(TenantUsage):
 
 @dataclass(frozen=True)
 class RestartShown:
-    """What was taken over from the server before, and what its processes, as long as they live, still hold. A server
-    that did not start warm says why: `why_cold`."""
+    """What was taken over from the server before, and what its processes, as long as they live,
+    still hold. A server that did not start warm says why: `why_cold`."""
 
     adopted_blocks: int = 0
     adopted_bytes: int = 0
@@ -116,7 +119,9 @@ class Snapshot:
     stopping: bool
     withheld_blocks: int = 0
     restart: RestartShown = RestartShown()
-    tenant_counts: dict[str, TenantCounts] = field(default_factory=dict)  # by the label that metrics show
+    tenant_counts: dict[str, TenantCounts] = field(
+        default_factory=dict
+    )  # by the label that metrics show
     not_shared: list[NotShared] = field(default_factory=list)
 
 
@@ -129,7 +134,11 @@ def take(daemon: Daemon) -> Snapshot:
         pool=_pool(daemon),
         quotas=_quotas(store),
         sessions=_sessions(daemon),
-        leases=sum(len(session.leases) for number, session in store.sessions.items() if number != OLD_SESSIONS),
+        leases=sum(
+            len(session.leases)
+            for number, session in store.sessions.items()
+            if number != OLD_SESSIONS
+        ),
         writes=sum(len(session.writes) for session in store.sessions.values()),
         layouts=sum(1 for _ in store.layouts),
         tenants=len(store.tenants),
@@ -161,6 +170,10 @@ def tenant_shown(tenant: Tenant, counts: CountsByTenant) -> TenantShown:
     return TenantShown(**vars(usage_of(tenant)), **vars(counts.of(tenant.name)))
 
 
+def tenants_shown(tenants: Iterable[Tenant], counts: CountsByTenant) -> list[TenantShown]:
+    return [tenant_shown(tenant, counts) for tenant in tenants]
+
+
 def _pool(daemon: Daemon) -> PoolShown:
     slabs = daemon.store.slabs
     blocks, used_bytes = _by_state(daemon.store)
@@ -177,14 +190,19 @@ def _pool(daemon: Daemon) -> PoolShown:
 
 
 def _by_state(store: Store) -> tuple[dict[str, int], dict[str, int]]:
-    """Blocks and bytes in each state. Nearly all are ready: only the others are looked at one by one."""
+    """Blocks and bytes in each state. Nearly all are ready: only the others are looked at one by
+    one."""
     many = store.blocks.table.many
     others = np.flatnonzero((many.state != READY) & (many.state != FREE))
     blocks = dict.fromkeys(STATE_NAMES[1:], 0)
     used_bytes = dict.fromkeys(STATE_NAMES[1:], 0)
     blocks[STATE_NAMES[READY]] = len(store.blocks.table) - len(others)
-    used_bytes[STATE_NAMES[READY]] = sum(layout.blocks * layout.slot_bytes for layout in store.layouts)
-    kinds, counts = np.unique(np.stack([many.state[others], many.layout[others]]), axis=1, return_counts=True)
+    used_bytes[STATE_NAMES[READY]] = sum(
+        layout.blocks * layout.slot_bytes for layout in store.layouts
+    )
+    kinds, counts = np.unique(
+        np.stack([many.state[others], many.layout[others]]), axis=1, return_counts=True
+    )
     for (state, layout), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
         nbytes = count * store.layouts[layout].slot_bytes
         blocks[STATE_NAMES[state]] += count

@@ -1,8 +1,8 @@
-"""Says what knocks at our ports and is no engine of ours: one line for each peer's address and kind.
+"""Says what knocks at our ports and is no engine of ours: one line for each peer's address and
+kind.
 
-Whoever knocks must not fill the disk nor the memory: a limit on lines a minute, and on what is remembered. Lines that
-are over the limit are said when the peer comes again.
-"""
+Whoever knocks must not fill the disk nor the memory: a limit on lines a minute, and on what is
+remembered. Lines that are over the limit are said when the peer comes again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class StrangerLog:
         with self._lock:
             if not self._may_say((address, stranger.kind)):
                 return
-        log.warning("%s talks to %s and seems to be %s: %s", address, where, stranger.kind, stranger.hint)
+        log.warning(
+            "%s talks to %s and seems to be %s: %s", address, where, stranger.kind, stranger.hint
+        )
 
     def _may_say(self, what: tuple[str, str]) -> bool:
         if what in self._said:

@@ -1,10 +1,10 @@
-"""What each tenant has asked for and what it got, counted since the server started, for a bounded number of tenants.
+"""What each tenant has asked for and what it got, counted since the server started, for a bounded
+number of tenants.
 
-Metrics databases pay for every label value for months, and whoever can mint tenant names could mint labels. So only
-TENANTS_LABELLED tenants have a label of their own, those that ask for most; all others count under OTHER. What is
-counted for one label never becomes less, as counters must not: a tenant that gets a label begins at 0 there, and what
-it had until then stays under OTHER.
-"""
+Metrics databases pay for every label value for months, and whoever can mint tenant names could mint
+labels. So only TENANTS_LABELLED tenants have a label of their own, those that ask for most; all
+others count under OTHER. What is counted for one label never becomes less, as counters must not: a
+tenant that gets a label begins at 0 there, and what it had until then stays under OTHER."""
 
 from __future__ import annotations
 
@@ -62,19 +62,25 @@ class CountsByTenant:
         return replace(self._counted.get(tenant, TenantCounts()))
 
     def by_label(self) -> dict[str, TenantCounts]:
-        """What metrics show: some tenants by name, and the rest together. A tenant without a label that has asked for
-        more than twice as much as one with a label takes its place."""
+        """What metrics show: some tenants by name, and the rest together. A tenant without a label
+        that has asked for more than twice as much as one with a label takes its place."""
         others = (name for name in self._counted if name not in self._labelled)
         largest = nlargest(TENANTS_LABELLED, others, key=self._asked_blocks)
-        for name, smallest in zip(largest, sorted(self._labelled, key=self._asked_blocks), strict=False):
+        for name, smallest in zip(
+            largest, sorted(self._labelled, key=self._asked_blocks), strict=False
+        ):
             if self._asked_blocks(name) > 2 * self._asked_blocks(smallest):
                 self._withdraw(smallest)
                 self._labelled[name] = TenantCounts()
-        self._shown = {name: replace(counts) for name, counts in (*self._labelled.items(), (OTHER, self._other))}
+        self._shown = {
+            name: replace(counts)
+            for name, counts in (*self._labelled.items(), (OTHER, self._other))
+        }
         return dict(self._shown)
 
     def _withdraw(self, label: str) -> None:
-        """What was counted under a label since it was last shown goes to OTHER: the rest was seen."""
+        """What was counted under a label since it was last shown goes to OTHER: the rest was
+        seen."""
         counts, seen = self._labelled.pop(label), self._shown.get(label, TenantCounts())
         for field in fields(TenantCounts):
             unseen = getattr(counts, field.name) - getattr(seen, field.name)

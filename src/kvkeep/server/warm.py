@@ -1,7 +1,8 @@
-"""The start of a server over what the one before it left: adopted where it can be proven, removed where not.
+"""The start of a server over what the one before it left: adopted where it can be proven, removed
+where not.
 
-Nothing that lies there can keep a server from starting. If anything is odd it starts empty and says why in one line.
-"""
+Nothing that lies there can keep a server from starting. If anything is odd it starts empty and says
+why in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class WarmStart:
 
 
 def open_store(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, WarmStart]:
-    """A store over the pool, with what is left in it. The pool's memory that is there is the store's."""
+    """A store over the pool, with what is left in it. The pool's memory that is there is the
+    store's."""
     if pool.not_adopted:
         log.warning(
             "what is left in %s is not adopted, the server starts empty: %s. It is removed "
@@ -51,20 +53,32 @@ def open_store(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, WarmStar
 
 
 def _store(pool: Pool, limits: Limits) -> Store:
-    return Store(pool.pool_bytes, pool.slab_bytes, limits, columns=pool.columns, presence=pool.make_presence())
+    return Store(
+        pool.pool_bytes,
+        pool.slab_bytes,
+        limits,
+        columns=pool.columns,
+        presence=pool.make_presence(),
+    )
 
 
 def _adopt(pool: Pool, limits: Limits, now_ms: int) -> tuple[Store, Adoption] | str:
     """Or why it cannot be adopted."""
     try:
         store = _store(pool, limits)
-        adoption = adopt(store, pool.filled_bytes // pool.slab_bytes, pool.old_sessions() > 0, now_ms)
+        adoption = adopt(
+            store, pool.filled_bytes // pool.slab_bytes, pool.old_sessions() > 0, now_ms
+        )
     except Exception:  # guard: whatever lies there, a server that starts empty is better than none
-        log.exception("what is left in %s cannot be adopted, the server starts empty", pool.directory)
+        log.exception(
+            "what is left in %s cannot be adopted, the server starts empty", pool.directory
+        )
         return "adopting what was left failed inside; the log has the traceback"
     if adoption.contradiction:
         why = "processes of the old server live, and its index does not say which memory is theirs"
-        log.warning("what is left in %s is not adopted, the server starts empty: %s", pool.directory, why)
+        log.warning(
+            "what is left in %s is not adopted, the server starts empty: %s", pool.directory, why
+        )
         return why
     return store, adoption
 

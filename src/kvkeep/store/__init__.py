@@ -1,4 +1,5 @@
-"""Decisions, without I/O: which blocks are where, whose they are, who may read or write them, which must go.
+"""Decisions, without I/O: which blocks are where, whose they are, who may read or write them, which
+must go.
 
     table.py     one row a block, one column a fact
     layouts.py   how big a block is and how it is cut into shards
@@ -13,6 +14,5 @@
     seals.py     what proves a block to it
     adopt.py     what a server left, taken over
 
-Nothing here reads a clock, a socket or a file: time is an argument, and every answer is a plan for somebody else
-to carry out. That is what lets thousands of seeded runs a minute try to break it.
-"""
+Nothing here reads a clock, a socket or a file: time is an argument, and every answer is a plan for
+somebody else to carry out. That is what lets thousands of seeded runs a minute try to break it."""

@@ -1,4 +1,5 @@
-"""What a server that is gone has left in its columns, taken over by the next one: what can be proven, and nothing else.
+"""What a server that is gone has left in its columns, taken over by the next one: what can be
+proven, and nothing else.
 
     READY, its seal matches, its parents are adopted too    adopted: a lookup finds it as before
     leased when the old server ended                        adopted, and held as long as an old process lives
@@ -6,12 +7,12 @@
     being written, waiting, evicting, or not to be proven   dropped; its slot is held as long as an old process lives
     all slots that no row names                             free
 
-Processes of the old server's sessions may still be alive, paused in the middle of a copy. What they may touch is held
-by a session in their name (OLD_SESSIONS) until the last of them is gone: kept out of eviction, and never handed out.
+Processes of the old server's sessions may still be alive, paused in the middle of a copy. What they
+may touch is held by a session in their name (OLD_SESSIONS) until the last of them is gone: kept out
+of eviction, and never handed out.
 
-Whatever bytes the columns hold, this neither raises nor hangs. Cut off at any point it can be done again: a row is
-free, or held, before anything else can have its slot.
-"""
+Whatever bytes the columns hold, this neither raises nor hangs. Cut off at any point it can be done
+again: a row is free, or held, before anything else can have its slot."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _WORDS_AT_A_TIME = 1 << 19  # of seals that are computed at once: the temporarie
 
 @dataclass(frozen=True)
 class Adoption:
-    """What came of it. `rows` are those of the adopted blocks, `held` counts slots kept for old processes."""
+    """What came of it. `rows` are those of the adopted blocks, `held` counts slots kept for old
+    processes."""
 
     blocks: int = 0
     nbytes: int = 0
@@ -48,11 +50,12 @@ class Adoption:
 
 
 def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption:
-    """Takes over what the store's columns hold, for a pool of which the first `slabs` slabs are there as they were.
+    """Takes over what the store's columns hold, for a pool of which the first `slabs` slabs are
+    there as they were.
 
-    The store is new: nothing was asked of it yet. If old processes live and it cannot be told which memory they may
-    touch, that is a `contradiction`: the store is of no use then, and only other memory is safe to hand out.
-    """
+    The store is new: nothing was asked of it yet. If old processes live and it cannot be told which
+    memory they may touch, that is a `contradiction`: the store is of no use then, and only other
+    memory is safe to hand out."""
     found = _Found(store, slabs)
     adopted = found.provable()
     dropped = found.live[~np.isin(found.live, adopted, assume_unique=True)]
@@ -62,7 +65,8 @@ def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption
             return Adoption(contradiction=True)
         held = _one_a_slot(store.blocks.table, dropped)
     many = store.blocks.table.many
-    # A lease pins the last block of a chain. If that cannot be proven, nobody can tell what else is being read.
+    # A lease pins the last block of a chain. If that cannot be proven, nobody can tell what else is
+    # being read.
     pinned = (many.pins[adopted] > 0) | (many.state[dropped] == READY).any()
     # A lease on what is dropped now covers what that hung on, too: only its child kept it in place.
     pinned |= np.isin(adopted, many.parent[dropped])
@@ -71,7 +75,9 @@ def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption
     _rebuild(store, slabs, adopted, held, now_ms)
     store.blocks.presence.count(store.blocks.table.keys.words[store.blocks.table.live_rows(), 0])
     nbytes = sum(layout.blocks * layout.slot_bytes for layout in store.layouts)
-    nbytes -= sum(store.layouts[layout].slot_bytes for layout in store.blocks.table.many.layout[held].tolist())
+    nbytes -= sum(
+        store.layouts[layout].slot_bytes for layout in store.blocks.table.many.layout[held].tolist()
+    )
     return Adoption(len(adopted), nbytes, len(dropped), len(held) + len(leased), rows=adopted)
 
 
@@ -85,7 +91,9 @@ class _Found:
         numbers = np.unique(table.many.tenant[self.live]).tolist()
         self._names = store.tenants.names_left(numbers)
         self._layouts = {layout.number: layout for layout in store.layouts.take_over()}
-        sizes = np.zeros(max(self._layouts, default=0) + 2, dtype=np.int64)  # by number; the last is of all unknown
+        sizes = np.zeros(
+            max(self._layouts, default=0) + 2, dtype=np.int64
+        )  # by number; the last is of all unknown
         for number, layout in self._layouts.items():
             sizes[number] = layout.slot_bytes
         numbers = table.many.layout[self.live]
@@ -94,7 +102,8 @@ class _Found:
         self._mixed = self._is_mixed(slabs)
 
     def all_placed(self) -> bool:
-        """Whether it is known of every row which memory is its own, and the slots of a slab have one size."""
+        """Whether it is known of every row which memory is its own, and the slots of a slab have
+        one size."""
         return bool(self._placed.all() and not self._mixed.any())
 
     def provable(self) -> Rows:
@@ -110,26 +119,38 @@ class _Found:
         return self._with_all_above(good)
 
     def _has_place(self, slabs: int) -> Mask:
-        """Whether tenant and layout are known, and the slot is one of that size in a slab that is there."""
+        """Whether tenant and layout are known, and the slot is one of that size in a slab that is
+        there."""
         many, live, slab_bytes = self._table.many, self.live, self._store.slabs.slab_bytes
         known = np.isin(many.tenant[live], list(self._names))
         slot, size = many.slot[live], np.maximum(self._slot_bytes, 1)
         within = slot % slab_bytes
-        inside: Mask = (slot >= 0) & (slot < slabs * slab_bytes) & (within + size <= slab_bytes) & (within % size == 0)
+        inside: Mask = (
+            (slot >= 0)
+            & (slot < slabs * slab_bytes)
+            & (within + size <= slab_bytes)
+            & (within % size == 0)
+        )
         inside &= known & (self._slot_bytes > 0)
         return inside
 
     def _is_mixed(self, slabs: int) -> Mask:
         """Rows in slabs of which others say that their slots have another size."""
-        slab = np.where(self._placed, self._table.many.slot[self.live] // self._store.slabs.slab_bytes, slabs)
-        smallest, largest = np.full(slabs + 1, np.iinfo(np.int64).max), np.zeros(slabs + 1, dtype=np.int64)
+        slab = np.where(
+            self._placed, self._table.many.slot[self.live] // self._store.slabs.slab_bytes, slabs
+        )
+        smallest, largest = (
+            np.full(slabs + 1, np.iinfo(np.int64).max),
+            np.zeros(slabs + 1, dtype=np.int64),
+        )
         np.minimum.at(smallest, slab, self._slot_bytes)
         np.maximum.at(largest, slab, self._slot_bytes)
         mixed: Mask = (smallest != largest)[slab]
         return self._placed & mixed
 
     def _check_seals(self, good: Mask) -> None:
-        """Takes those out whose seal does not match, or that have a shard without checksum: nothing proves it."""
+        """Takes those out whose seal does not match, or that have a shard without checksum: nothing
+        proves it."""
         many = self._table.many
         words = np.zeros(max(self._names, default=-1) + 1, dtype=np.uint64)  # by tenant number
         for number, name in self._names.items():
@@ -144,20 +165,24 @@ class _Found:
             for at in range(0, len(of_layout), at_a_time):
                 some = of_layout[at : at + at_a_time]
                 rows = self.live[some]
-                proven = seals(self._table, rows, layout, words[many.tenant[rows]]) == many.seal[rows]
+                proven = (
+                    seals(self._table, rows, layout, words[many.tenant[rows]]) == many.seal[rows]
+                )
                 proven &= layout.checks[many.check[rows]].all(axis=1)
                 good[some[~proven]] = False
 
     def _names_of_blocks(self) -> NDArray[np.uint64]:
-        """Tenant and key of each row, as 64 bits: two that are equal by accident are both dropped, once in ages."""
+        """Tenant and key of each row, as 64 bits: two that are equal by accident are both dropped,
+        once in ages."""
         names = np.empty((len(self.live), WORDS_A_KEY + 1), dtype=np.uint64)
         names[:, :WORDS_A_KEY] = self._table.keys.words[self.live]
         names[:, WORDS_A_KEY] = self._table.many.tenant[self.live]
         return fold(names)
 
     def _with_all_above(self, good: Mask) -> Rows:
-        """Those that are good and hang on good ones of the same tenant and layout only, up to a root. Every round
-        doubles how far up a row looks; who has not found a root when all could be passed hangs on itself."""
+        """Those that are good and hang on good ones of the same tenant and layout only, up to a
+        root. Every round doubles how far up a row looks; who has not found a root when all could be
+        passed hangs on itself."""
         many = self._table.many
         sound = np.zeros(len(many.state) + 1, dtype=np.bool_)  # one more, which NO_ROW finds
         sound[self.live[good]] = True
@@ -200,9 +225,12 @@ def _one_a_slot(table: BlockTable, rows: Rows) -> Rows:
 
 
 def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
-    """Leaves in the columns what the store is to begin with, in an order that may be cut off anywhere."""
+    """Leaves in the columns what the store is to begin with, in an order that may be cut off
+    anywhere."""
     table, many = store.blocks.table, store.blocks.table.many
-    many.pins[leased] = np.maximum(many.pins[leased], 1)  # first: what told us so is gone with the next lines
+    many.pins[leased] = np.maximum(
+        many.pins[leased], 1
+    )  # first: what told us so is gone with the next lines
     many.pins[held] = 1
     many.parent[held] = NO_ROW
     many.state[held] = EVICTING
@@ -212,7 +240,9 @@ def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
     many.pins[adopted] = pins
     uses, ranks = np.unique(many.used[adopted], return_inverse=True)
     was_last = many.finished[adopted] == many.used[adopted]
-    many.used[adopted] = ranks.reshape(-1) + 1  # counted anew: no number that a row may hold can do harm
+    many.used[adopted] = (
+        ranks.reshape(-1) + 1
+    )  # counted anew: no number that a row may hold can do harm
     many.finished[adopted] = np.where(was_last, ranks.reshape(-1) + 1, 0)
     store.blocks.sequence = len(uses)
     many.used[held] = many.finished[held] = 0
@@ -228,16 +258,25 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
     link_all(table, rows)
     by_number = store.tenants.names_left(np.unique(many.tenant[rows]).tolist())
     store.tenants.take_over(by_number)
-    for number, of_tenant in sorted(_split(rows, many.tenant[rows]), key=lambda item: int(many.used[item[1]].max())):
-        tenant = store.tenants.by_number[number]  # the one that was used longest ago first: so they may make way
+    for number, of_tenant in sorted(
+        _split(rows, many.tenant[rows]), key=lambda item: int(many.used[item[1]].max())
+    ):
+        tenant = store.tenants.by_number[
+            number
+        ]  # the one that was used longest ago first: so they may make way
         indexed = of_tenant[many.state[of_tenant] == READY]
-        tenant.index.update(zip(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist(), strict=True))
+        tenant.index.update(
+            zip(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist(), strict=True)
+        )
         for layout, some in _split(of_tenant, many.layout[of_tenant]):
             store.tenants.charge(tenant, len(some), len(some) * store.layouts[layout].slot_bytes)
             evicting = int((many.state[some] == EVICTING).sum())
             tenant.unindexed_bytes += evicting * store.layouts[layout].slot_bytes
     for layout, some in _split(rows, many.layout[rows]):
-        store.layouts[layout].blocks, store.layouts[layout].used = len(some), int(many.used[some].max())
+        store.layouts[layout].blocks, store.layouts[layout].used = (
+            len(some),
+            int(many.used[some].max()),
+        )
         _rebuild_checks(store, store.layouts[layout], some)
     store.slabs.take_over(slabs, _slots_by_slab(store, rows))
     many.held[rows] = 0
@@ -252,8 +291,9 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
 
 
 def _hold_lacking(store: Store) -> None:
-    """Whoever holds a block that lacks a shard may be writing that shard: to the store it is a write of the old
-    sessions', so that no second writer gets the place. Readers never look there."""
+    """Whoever holds a block that lacks a shard may be writing that shard: to the store it is a
+    write of the old sessions', so that no second writer gets the place. Readers never look
+    there."""
     many, old = store.blocks.table.many, store.sessions.get(OLD_SESSIONS)
     rows = _held_by_old_sessions(store)
     rows = rows[many.state[rows] == READY]
@@ -274,8 +314,8 @@ def _held_by_old_sessions(store: Store) -> Rows:
 
 
 def _rebuild_checks(store: Store, layout: Layout, rows: Rows) -> None:
-    """Rows of checksums that adopted blocks have stay theirs. A held block needs none that says anything, only one
-    that is nobody else's."""
+    """Rows of checksums that adopted blocks have stay theirs. A held block needs none that says
+    anything, only one that is nobody else's."""
     many = store.blocks.table.many
     ready = many.state[rows] == READY
     check = many.check[rows[ready]].astype(np.int64)

@@ -1,7 +1,8 @@
-"""Blocks coming and going: the few steps in which a block changes state, each leaving everything consistent.
+"""Blocks coming and going: the few steps in which a block changes state, each leaving everything
+consistent.
 
-What is taken out of use can be found no more from that moment on, however much it is. Its memory comes back in pieces
-of `a_turn` blocks (`sweep`), so that nobody waits for long:
+What is taken out of use can be found no more from that moment on, however much it is. Its memory
+comes back in pieces of `a_turn` blocks (`sweep`), so that nobody waits for long:
 
     a tree        `drop` takes its root out of the index; the blocks below are `unswept`: they are still in the index,
                   and whoever finds one looks at what it hangs on
@@ -28,7 +29,9 @@ from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, 
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import any_above, hold, let_go, link_chain, split_keys, unlink_leaf
 
-BLOCKS_A_TURN = 512  # that one request takes out of use or frees, and each turn after it: a millisecond or two
+BLOCKS_A_TURN = (
+    512  # that one request takes out of use or frees, and each turn after it: a millisecond or two
+)
 
 
 class Blocks:
@@ -49,11 +52,15 @@ class Blocks:
         self.slabs = slabs
         self.order = EvictionOrder(self.table, tenants, layouts)
         self.sequence = 0  # counts uses: the only time that the eviction order knows
-        self.shards_in: dict[int, int] = {}  # rows with shards missing -> bit mask of the shards that are there
+        self.shards_in: dict[
+            int, int
+        ] = {}  # rows with shards missing -> bit mask of the shards that are there
         self.a_turn = BLOCKS_A_TURN
         self.freed = 0  # blocks, since the start
         self.dropped = 0  # blocks that have left the index by `drop`
-        self.unswept: dict[int, int] = {}  # EVICTING rows whose children may be in the index -> the next to look at
+        self.unswept: dict[
+            int, int
+        ] = {}  # EVICTING rows whose children may be in the index -> the next to look at
         self._to_free: list[int] = []  # EVICTING leaves that nobody holds
         self._cleared: deque[tuple[Tenant, dict[bytes, int]]] = deque()
         self._may_free = BLOCKS_A_TURN  # in this turn
@@ -63,9 +70,16 @@ class Blocks:
         return self.sequence
 
     def create(
-        self, tenant: Tenant, layout: Layout, parent: int, keys: list[bytes], priority: int, expires_ms: int
+        self,
+        tenant: Tenant,
+        layout: Layout,
+        parent: int,
+        keys: list[bytes],
+        priority: int,
+        expires_ms: int,
     ) -> NDArray[np.int64]:
-        """Makes a chain of new WRITING blocks under `parent`. The caller has made room for them, within the limit."""
+        """Makes a chain of new WRITING blocks under `parent`. The caller has made room for them,
+        within the limit."""
         table, n = self.table, len(keys)
         rows = table.take(n)
         row_list, many = rows.tolist(), table.many
@@ -75,7 +89,9 @@ class Blocks:
         words = table.keys.put(at, b"".join(keys))
         self.presence.add(words[:, 0])
         above = table.keys[parent] if parent != NO_ROW else b""
-        many.seal[at] = seals_of_chain(words, above, slots, layout, tenant.word, (priority, expires_ms))
+        many.seal[at] = seals_of_chain(
+            words, above, slots, layout, tenant.word, (priority, expires_ms)
+        )
         many.slot[at] = slots
         many.check[at] = layout.take_checks(n)
         many.priority[at] = priority
@@ -101,8 +117,11 @@ class Blocks:
                 self.order.expire_later(row)
         return rows
 
-    def note_checksums(self, rows: list[int], shard: int, layout: Layout, checksums: NDArray[np.uint64]) -> None:
-        """Notes the checksums of one shard of some blocks, and adds them to their seals: before a block is READY."""
+    def note_checksums(
+        self, rows: list[int], shard: int, layout: Layout, checksums: NDArray[np.uint64]
+    ) -> None:
+        """Notes the checksums of one shard of some blocks, and adds them to their seals: before a
+        block is READY."""
         many, at = self.table.many, np.array(rows)
         places, change = many.check[at], fold_checks(checksums, shard)
         if layout.lacking:  # it may have been noted before as not there
@@ -112,8 +131,8 @@ class Blocks:
         many.seal[at] += change
 
     def shard_arrived(self, rows: list[int], shard: int, layout: Layout) -> None:
-        """Notes one shard of some blocks, whose checksums are noted already; with its last shard a block is READY as
-        soon as its ancestors are."""
+        """Notes one shard of some blocks, whose checksums are noted already; with its last shard a
+        block is READY as soon as its ancestors are."""
         many, at, shards_in = self.table.many, np.array(rows), self.shards_in
         complete, bit = (1 << layout.shards) - 1, 1 << shard
         whole: list[int] = []
@@ -136,11 +155,13 @@ class Blocks:
             self.order.await_no_more(row for row in rows if row not in shards_in)
 
     def touch(self, row: int, sequence: int) -> None:
-        """Notes a use of the whole prefix up to `row`: ancestors inherit it when they become leaves."""
+        """Notes a use of the whole prefix up to `row`: ancestors inherit it when they become
+        leaves."""
         self.table.used[row] = sequence
 
     def hold(self, rows: NDArray[np.int64]) -> None:
-        """Counts one more lease or write on each of these blocks, which are of one tenant and layout."""
+        """Counts one more lease or write on each of these blocks, which are of one tenant and
+        layout."""
         self._charge_held(int(rows[0]), hold(self.table, rows))
 
     def let_go(self, rows: NDArray[np.int64]) -> None:
@@ -150,13 +171,16 @@ class Blocks:
     def _charge_held(self, row: int, blocks: int) -> None:
         layout = self.layouts[self.table.layout[row]]
         layout.held_blocks += blocks
-        self.tenants.hold(self.tenants.by_number[self.table.tenant[row]], blocks * layout.slot_bytes)
+        self.tenants.hold(
+            self.tenants.by_number[self.table.tenant[row]], blocks * layout.slot_bytes
+        )
 
     def pin(self, row: int) -> None:
         self.table.pins[row] += 1
 
     def unpin(self, row: int, now_ms: int) -> None:
-        """Ends one lease or write on a block; the last one makes it evictable, or sets an evicting block free."""
+        """Ends one lease or write on a block; the last one makes it evictable, or sets an evicting
+        block free."""
         self.table.pins[row] -= 1
         self._unpinned(row, now_ms)
 
@@ -164,7 +188,8 @@ class Blocks:
         self.table.many.pins[np.array(rows, dtype=np.int64)] += 1
 
     def unpin_many(self, rows: list[int], now_ms: int) -> None:
-        """Ends one write on each of these blocks, parents first. Only leaves and evicting ones need a closer look."""
+        """Ends one write on each of these blocks, parents first. Only leaves and evicting ones need
+        a closer look."""
         many, at = self.table.many, np.array(rows)
         many.pins[at] -= 1
         look = at[(many.first_child[at] == NO_ROW) | (many.state[at] == EVICTING)]
@@ -173,16 +198,18 @@ class Blocks:
                 self._unpinned(row, now_ms)
 
     def evict(self, row: int, now_ms: int, limit: int = 1) -> int:
-        """Frees an evictable leaf, and up to `limit` blocks in all as far as its ancestors are next in line anyway.
+        """Frees an evictable leaf, and up to `limit` blocks in all as far as its ancestors are next
+        in line anyway.
 
-        The first that stays inherits the last use, and whether the session has finished. Returns how many were freed.
-        """
+        The first that stays inherits the last use, and whether the session has finished. Returns
+        how many were freed."""
         chain = self._same_rank_above(row, limit)
         self._evict_chain(chain, now_ms)
         return len(chain)
 
     def evict_all(self, rows: list[int], now_ms: int) -> None:
-        """Frees blocks that nobody reads or writes, each after all that hang on it, whatever their rank."""
+        """Frees blocks that nobody reads or writes, each after all that hang on it, whatever their
+        rank."""
         table, chain = self.table, list[int]()
         for row in rows:
             if chain and not (table.parent[chain[-1]] == row and self._is_only_child(chain[-1])):
@@ -193,7 +220,8 @@ class Blocks:
             self._evict_chain(chain, now_ms)
 
     def _evict_chain(self, chain: list[int], now_ms: int) -> int:
-        """Frees a leaf and the ancestors that follow it. Returns the first that stays: it inherits the last use."""
+        """Frees a leaf and the ancestors that follow it. Returns the first that stays: it inherits
+        the last use."""
         table = self.table
         used, finished = table.used[chain[0]], table.finished[chain[0]]
         for row in chain:
@@ -213,13 +241,19 @@ class Blocks:
         return self.table.next_sibling[row] == NO_ROW == self.table.prev_sibling[row]
 
     def _same_rank_above(self, row: int, limit: int) -> list[int]:
-        """The row and ancestors that become leaves of the same rank one after the other: most often the rest of a
-        conversation, which so goes in one step instead of a turn through the queue for each block."""
+        """The row and ancestors that become leaves of the same rank one after the other: most often
+        the rest of a conversation, which so goes in one step instead of a turn through the queue
+        for each block."""
         table, chain = self.table, [row]
         all_used, all_states, pins, parent = table.used, table.state, table.pins, table.parent
         next_sibling, prev_sibling = table.next_sibling, table.prev_sibling
         priorities, all_expire_ms = table.priority, table.expires_ms
-        used, state, priority, expires_ms = all_used[row], all_states[row], priorities[row], all_expire_ms[row]
+        used, state, priority, expires_ms = (
+            all_used[row],
+            all_states[row],
+            priorities[row],
+            all_expire_ms[row],
+        )
         while len(chain) < limit and next_sibling[row] == NO_ROW == prev_sibling[row]:
             row = parent[row]
             if (
@@ -235,12 +269,11 @@ class Blocks:
         return chain
 
     def drop(self, rows: Iterable[int]) -> int:
-        """Takes blocks and all below them out of use at once, and frees those that nobody reads or writes: the first
-        now, and the rest by `sweep`.
+        """Takes blocks and all below them out of use at once, and frees those that nobody reads or
+        writes: the first now, and the rest by `sweep`.
 
-        The others, and what they hang on, are EVICTING until the last lease or write on them ends. Returns how many
-        blocks have left the index until now.
-        """
+        The others, and what they hang on, are EVICTING until the last lease or write on them ends.
+        Returns how many blocks have left the index until now."""
         before = self.dropped
         for row in rows:
             if self.table.state[row] in (WRITING, WAITING, READY):
@@ -264,8 +297,8 @@ class Blocks:
         return bool(self.unswept) and any_above(self.table, row, EVICTING)
 
     def clear(self, tenant: Tenant) -> int:
-        """Takes all blocks of a tenant out of use at once. Returns how many were in the index. Those that nobody reads
-        or writes are freed by `sweep`."""
+        """Takes all blocks of a tenant out of use at once. Returns how many were in the index.
+        Those that nobody reads or writes are freed by `sweep`."""
         index, tenant.index = tenant.index, {}
         if index:
             tenant.unindexed_bytes = tenant.usage_bytes
@@ -321,7 +354,11 @@ class Blocks:
         for _ in range(looked_at):
             key, row = index.popitem()
             is_same = is_known and table.tenant[row] == tenant.number and table.keys[row] == key
-            if is_same and table.state[row] in (WRITING, WAITING, READY) and tenant.index.get(key) != row:
+            if (
+                is_same
+                and table.state[row] in (WRITING, WAITING, READY)
+                and tenant.index.get(key) != row
+            ):
                 self._evicting(row)
                 rows.append(row)
         if not index:
@@ -357,14 +394,19 @@ class Blocks:
             self._publish_below(row)
 
     def _publish_chain(self, rows: list[int]) -> bool:
-        """The same for many at once, if each is the only child of the one before it: all of them are READY with the
-        first, parents first, or wait with it. False: they are not, and nothing has changed."""
+        """The same for many at once, if each is the only child of the one before it: all of them
+        are READY with the first, parents first, or wait with it. False: they are not, and nothing
+        has changed."""
         table, many, at = self.table, self.table.many, np.array(rows, dtype=np.int64)
-        if (many.first_child[at[:-1]] != at[1:]).any() or (many.next_sibling[at[1:]] != NO_ROW).any():
+        if (many.first_child[at[:-1]] != at[1:]).any() or (
+            many.next_sibling[at[1:]] != NO_ROW
+        ).any():
             return False
         if len(rows) > 1:
             above = table.parent[rows[0]]
-            many.state[at[:-1]] = READY if above == NO_ROW or table.state[above] == READY else WAITING
+            many.state[at[:-1]] = (
+                READY if above == NO_ROW or table.state[above] == READY else WAITING
+            )
         if rows:
             self._publish(rows[-1])
         return True
@@ -389,11 +431,11 @@ class Blocks:
             self._became_leaf(row, now_ms)
 
     def _free_evicting(self, row: int) -> None:
-        """Frees an EVICTING leaf without pins, then its ancestors as far as that makes them such leaves.
+        """Frees an EVICTING leaf without pins, then its ancestors as far as that makes them such
+        leaves.
 
-        The first ancestor that stays may now be a leaf itself. Its rank is as of the last look for expired blocks:
-        what expires later is still to be noted.
-        """
+        The first ancestor that stays may now be a leaf itself. Its rank is as of the last look for
+        expired blocks: what expires later is still to be noted."""
         table, unswept = self.table, self.unswept
         while row != NO_ROW and table.state[row] == EVICTING:
             if table.pins[row] or table.first_child[row] != NO_ROW or row in unswept:
@@ -404,7 +446,12 @@ class Blocks:
             chain = [row]
             while len(chain) < self._may_free and self._is_only_child(row):
                 row = table.parent[row]
-                if row == NO_ROW or table.pins[row] or table.state[row] != EVICTING or row in unswept:
+                if (
+                    row == NO_ROW
+                    or table.pins[row]
+                    or table.state[row] != EVICTING
+                    or row in unswept
+                ):
                     break
                 chain.append(row)
             self._may_free -= len(chain)
@@ -413,8 +460,8 @@ class Blocks:
             self._became_leaf(row, self.order.noted_ms)
 
     def _became_leaf(self, row: int, now_ms: int) -> None:
-        """Puts a block in line that somebody let go. One that nothing was ever written to goes at once, and so do
-        its ancestors as far as they are like it: they would only be in the way."""
+        """Puts a block in line that somebody let go. One that nothing was ever written to goes at
+        once, and so do its ancestors as far as they are like it: they would only be in the way."""
         table, shards_in = self.table, self.shards_in
         while row != NO_ROW and self._is_empty(row) and self._may_free:
             chain = [row]
@@ -429,8 +476,8 @@ class Blocks:
             self.order.enqueue(row, now_ms)
 
     def _free(self, chain: list[int]) -> int:
-        """Frees a leaf and the ancestors that follow it in `chain`, each the only child of the next. Returns the
-        parent of the last one."""
+        """Frees a leaf and the ancestors that follow it in `chain`, each the only child of the
+        next. Returns the parent of the last one."""
         table, leaf, top = self.table, chain[0], chain[-1]
         assert table.first_child[leaf] == NO_ROW
         table.first_child[top] = NO_ROW

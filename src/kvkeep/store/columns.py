@@ -1,8 +1,9 @@
-"""Memory for the index: named columns that outlive the store that wrote them, wherever they come from.
+"""Memory for the index: named columns that outlive the store that wrote them, wherever they come
+from.
 
-The store asks for a column by name and gets an array. The daemon's columns are files beside the pool, so that the next
-server finds what the last one knew (`kvkeep.tiers.index_files`); everybody else's are plain memory.
-"""
+The store asks for a column by name and gets an array. The daemon's columns are files beside the
+pool, so that the next server finds what the last one knew (`kvkeep.tiers.index_files`); everybody
+else's are plain memory."""
 
 from __future__ import annotations
 
@@ -16,17 +17,19 @@ class Columns(Protocol):
     """Where columns come from."""
 
     def grow(self, name: str, dtype: DTypeLike, width: int, rows: int) -> NDArray[Any]:
-        """The column with at least so many rows: those it had, as they were, then zeros. `width` 0 is a flat column.
+        """The column with at least so many rows: those it had, as they were, then zeros. `width` 0
+        is a flat column.
 
-        The memory is there: no later write to it can fail. An array of the column from before is the column no longer.
-        """
+        The memory is there: no later write to it can fail. An array of the column from before is
+        the column no longer."""
 
     def drop(self, name: str) -> None:
         """Forgets the column. Nothing if there is none."""
 
 
 class PlainColumns:
-    """Columns in this process's memory. Who keeps this object when a store is gone can give it to the next one."""
+    """Columns in this process's memory. Who keeps this object when a store is gone can give it to
+    the next one."""
 
     def __init__(self) -> None:
         self._columns: dict[str, NDArray[Any]] = {}

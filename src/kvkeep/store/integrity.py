@@ -1,4 +1,5 @@
-"""Everything that must hold between two operations, checked by brute force. For tests, chaos runs and idle moments."""
+"""Everything that must hold between two operations, checked by brute force. For tests, chaos runs
+and idle moments."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from kvkeep.store.tree import children
 
 
 def check_integrity(store: Store) -> None:
-    """Raises AssertionError if the store contradicts itself. A failure here is a bug of ours, never a user's."""
+    """Raises AssertionError if the store contradicts itself. A failure here is a bug of ours, never
+    a user's."""
     _check_index(store)
     _check_tree(store)
     _check_usage_and_slots(store)
@@ -25,12 +27,20 @@ def _check_index(store: Store) -> None:
             assert table.keys[row] == key and table.tenant[row] == tenant.number
             assert table.state[row] in (WRITING, WAITING, READY)
             indexed[row] = key
-    assert store.blocks.presence.holds_exactly(table.keys.words[table.live_rows(), 0]), "an engine would not ask"
+    assert store.blocks.presence.holds_exactly(table.keys.words[table.live_rows(), 0]), (
+        "an engine would not ask"
+    )
     for row in table.live_rows().tolist():
         was_cleared = store.tenants.by_number[table.tenant[row]].cleared > 0
-        assert (row in indexed) == (table.state[row] != EVICTING) or was_cleared, f"row {row} is indexed wrongly"
+        assert (row in indexed) == (table.state[row] != EVICTING) or was_cleared, (
+            f"row {row} is indexed wrongly"
+        )
     for tenant in store.tenants:
-        rows = [row for row in table.live_rows().tolist() if table.tenant[row] == tenant.number and row not in indexed]
+        rows = [
+            row
+            for row in table.live_rows().tolist()
+            if table.tenant[row] == tenant.number and row not in indexed
+        ]
         nbytes = sum(store.layouts[table.layout[row]].slot_bytes for row in rows)
         assert tenant.unindexed_bytes == nbytes, f"{tenant.name}: bytes out of the index"
 
@@ -40,12 +50,16 @@ def _check_tree(store: Store) -> None:
     assert all(table.state[row] == EVICTING for row in unswept)
     for row in table.live_rows().tolist():
         parent = table.parent[row]
-        assert all(table.parent[child] == row for child in children(table, row)), f"row {row}: another's child"
+        assert all(table.parent[child] == row for child in children(table, row)), (
+            f"row {row}: another's child"
+        )
         if parent == NO_ROW:
             continue
         assert table.state[parent] != FREE, f"row {row} outlived its parent"
         assert row in children(table, parent)
-        assert table.tenant[parent] == table.tenant[row] and table.layout[parent] == table.layout[row]
+        assert (
+            table.tenant[parent] == table.tenant[row] and table.layout[parent] == table.layout[row]
+        )
         if parent in unswept or store.tenants.by_number[table.tenant[row]].cleared:
             continue  # on its way out, or of one that is
         if table.state[row] == READY:
@@ -68,7 +82,9 @@ def _check_usage_and_slots(store: Store) -> None:
         usage[table.tenant[row]] = (blocks + 1, nbytes + layout.slot_bytes)
         per_layout[layout.number] = per_layout.get(layout.number, 0) + 1
     for tenant in store.tenants:
-        assert (tenant.blocks, tenant.usage_bytes) == usage.pop(tenant.number, (0, 0)), f"{tenant.name}: usage"
+        assert (tenant.blocks, tenant.usage_bytes) == usage.pop(tenant.number, (0, 0)), (
+            f"{tenant.name}: usage"
+        )
     assert not usage, "blocks of a tenant that is not there"
     for layout in store.layouts:
         assert layout.blocks == per_layout.get(layout.number, 0)
@@ -76,7 +92,8 @@ def _check_usage_and_slots(store: Store) -> None:
 
 
 def _check_holdings(store: Store) -> None:
-    """Pins are exactly the leases and writes that sessions hold; incomplete blocks are exactly the WRITING ones."""
+    """Pins are exactly the leases and writes that sessions hold; incomplete blocks are exactly the
+    WRITING ones."""
     table = store.blocks.table
     pins: dict[int, int] = {}
     writers: dict[int, int] = {}
@@ -90,7 +107,9 @@ def _check_holdings(store: Store) -> None:
                 assert not writers.get(row, 0) >> write.shard & 1, "two writers of one shard"
                 writers[row] = writers.get(row, 0) | 1 << write.shard
         is_open = not any(session is each for each in ended)
-        assert not is_open or session.writing_blocks == sum(len(write.rows) for write in session.writes.values())
+        assert not is_open or session.writing_blocks == sum(
+            len(write.rows) for write in session.writes.values()
+        )
     _check_held(store, pins)
     assert writers == store.writers
     for row in table.live_rows().tolist():
@@ -112,7 +131,9 @@ def _check_held(store: Store, pins: dict[int, int]) -> None:
     rows = [row for row in held if held[row]]
     seen = set(rows)
     for row in rows:  # grows while it is walked
-        of_tenant[table.tenant[row]] = of_tenant.get(table.tenant[row], 0) + store.layouts[table.layout[row]].slot_bytes
+        of_tenant[table.tenant[row]] = (
+            of_tenant.get(table.tenant[row], 0) + store.layouts[table.layout[row]].slot_bytes
+        )
         of_layout[table.layout[row]] = of_layout.get(table.layout[row], 0) + 1
         parent = table.parent[row]
         if parent != NO_ROW:
@@ -120,6 +141,8 @@ def _check_held(store: Store, pins: dict[int, int]) -> None:
             if parent not in seen:
                 seen.add(parent)
                 rows.append(parent)
-    assert all(table.held[row] == count for row, count in held.items()), "what is held is counted wrongly"
+    assert all(table.held[row] == count for row, count in held.items()), (
+        "what is held is counted wrongly"
+    )
     assert all(tenant.held_bytes == of_tenant.get(tenant.number, 0) for tenant in store.tenants)
     assert all(layout.held_blocks == of_layout.get(layout.number, 0) for layout in store.layouts)

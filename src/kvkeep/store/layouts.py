@@ -1,7 +1,7 @@
 """How big a block is and how it is cut into shards.
 
-An engine opens a layout once; lookups and stores then name it by number. A block takes one slot, and its shards lie
-in it side by side, each on a cache-line boundary:
+An engine opens a layout once; lookups and stores then name it by number. A block takes one slot,
+and its shards lie in it side by side, each on a cache-line boundary:
 
     slot   |<- shard 0 ->|pad|<- shard 1 ->|pad| ... |pad to a whole number of 4 KiB|
 """
@@ -32,7 +32,8 @@ def _aligned(nbytes: int, to: int) -> int:
 
 @dataclass(eq=False)
 class Layout:
-    """One way of cutting blocks. `checks` holds the checksums of its blocks, a row a block, a column a shard."""
+    """One way of cutting blocks. `checks` holds the checksums of its blocks, a row a block, a
+    column a shard."""
 
     number: int
     fingerprint: bytes
@@ -44,10 +45,14 @@ class Layout:
     held_blocks: int = 0  # that somebody reads or writes, with those that they hang on
     used: int = 0  # when a block was last used
     sessions: set[int] = field(default_factory=set)
-    physical: dict[int, bytes] = field(default_factory=dict)  # shard -> digest of how its tensors lie in memory
+    physical: dict[int, bytes] = field(
+        default_factory=dict
+    )  # shard -> digest of how its tensors lie in memory
     word: int = field(init=False)  # stands for the layout in seals
     checks: NDArray[np.uint64] = field(init=False)
-    lacking: bool = False  # some block was stored without one of its shards, and may be given it later
+    lacking: bool = (
+        False  # some block was stored without one of its shards, and may be given it later
+    )
     _free_checks: list[int] = field(default_factory=list)
     _next_check: int = 0
 
@@ -66,9 +71,9 @@ class Layout:
         return len(self.shard_bytes)
 
     def agree(self, shard: int, physical: bytes) -> bool:
-        """Takes the word of the first worker of a shard for how its bytes are ordered; whoever orders them otherwise
-        is refused. Such a worker would read what the other stored, checksums and all, and mean something else.
-        Returns whether it was the first."""
+        """Takes the word of the first worker of a shard for how its bytes are ordered; whoever
+        orders them otherwise is refused. Such a worker would read what the other stored, checksums
+        and all, and mean something else. Returns whether it was the first."""
         if not 0 <= shard < self.shards:
             raise RequestError("bad_shard", f"shard {shard} of {self.shards}", field="shard")
         first, digest = shard not in self.physical, blake2b(physical, digest_size=16).digest()
@@ -91,7 +96,9 @@ class Layout:
             step = min(len(self.checks), _LARGEST_STEP)
             self.checks = self._grow_checks(max(self._next_check + fresh, len(self.checks) + step))
         rows.extend(range(self._next_check, self._next_check + fresh))
-        self.checks[self._next_check : self._next_check + fresh] = 0  # an earlier server's may be left there
+        self.checks[self._next_check : self._next_check + fresh] = (
+            0  # an earlier server's may be left there
+        )
         self._next_check += fresh
         taken = np.array(rows, dtype=np.int64)
         if reused:
@@ -114,9 +121,9 @@ class Layout:
 
 
 class Layouts:
-    """The layouts in use. When the limit is reached one makes way that no session has open: if all of those have
-    blocks, the least recently used one loses them, by and by: `leaving` has those, with the next row of the table to
-    look at for blocks of theirs."""
+    """The layouts in use. When the limit is reached one makes way that no session has open: if all
+    of those have blocks, the least recently used one loses them, by and by: `leaving` has those,
+    with the next row of the table to look at for blocks of theirs."""
 
     def __init__(self, limit: int, largest_slot_bytes: int, columns: Columns | None = None) -> None:
         self.limit = limit
@@ -172,7 +179,8 @@ class Layouts:
                 hint="start the server with a larger --slab-size, or use fewer tokens a block",
             )
         self._make_way()
-        # Of a layout whose record was damaged the checksums may be left: they are nobody's, and rows begin with zeros.
+        # Of a layout whose record was damaged the checksums may be left: they are nobody's, and
+        # rows begin with zeros.
         self._columns.drop(f"checks-{self._next}")
         layout = Layout(self._next, fingerprint, shard_bytes, self._columns)
         self._records.put(layout.number, fingerprint, shard_bytes)
@@ -187,7 +195,8 @@ class Layouts:
             self._records.put_physical(layout.number, shard, layout.physical[shard])
 
     def take_over(self) -> list[Layout]:
-        """The layouts that an earlier store has left, as far as they can be read. Before any was opened."""
+        """The layouts that an earlier store has left, as far as they can be read. Before any was
+        opened."""
         for found in self._records.find_all():
             smallest = sum(_aligned(nbytes, _SHARD_ALIGN) for nbytes in found.shard_bytes)
             if smallest > self.largest_slot_bytes or found.fingerprint in self._by_fingerprint:
@@ -213,7 +222,11 @@ class Layouts:
     def _make_way(self) -> None:
         if len(self._by_number) - len(self.leaving) < self.limit or self._forget_one():
             return
-        idle = [each for each in self if not (each.sessions or each.held_blocks or each.number in self.leaving)]
+        idle = [
+            each
+            for each in self
+            if not (each.sessions or each.held_blocks or each.number in self.leaving)
+        ]
         if idle and len(self.leaving) < self.limit:
             self.leaving[min(idle, key=lambda layout: layout.used).number] = 0
             return

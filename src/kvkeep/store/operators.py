@@ -1,4 +1,5 @@
-"""What operators do to the store: quotas, limits, usage, clearing, and the end of a block that proved bad."""
+"""What operators do to the store: quotas, limits, usage, clearing, and the end of a block that
+proved bad."""
 
 from __future__ import annotations
 
@@ -17,21 +18,26 @@ _TENANTS_SHRUNK_A_TURN = 64
 
 
 def drop_blocks(store: Store, tenant: str, keys: Iterable[bytes]) -> int:
-    """Takes blocks out of use, with everything that hangs on them. Returns how many left; unknown keys are no error."""
+    """Takes blocks out of use, with everything that hangs on them. Returns how many left; unknown
+    keys are no error."""
     owner = store.tenants.get(tenant)
     rows = [owner.index.get(key, NO_ROW) for key in keys] if owner else []
     return store.blocks.drop([row for row in rows if row != NO_ROW])
 
 
 def drop_block(store: Store, tenant: str, key: bytes) -> int:
-    """Takes a block that proved bad out of use, with everything that hangs on it. Returns how many left."""
+    """Takes a block that proved bad out of use, with everything that hangs on it. Returns how many
+    left."""
     return drop_blocks(store, tenant, [key])
 
 
 def clear(store: Store, tenant: str | None = None) -> int:
-    """Takes all blocks of one tenant, or of all, out of use: from now on no lookup finds them. Returns how many. Their
-    memory comes back by and by: `Store.tidy`."""
-    return clear_all(store, [each.name for each in store.tenants] if tenant is None else [_known(store, tenant).name])
+    """Takes all blocks of one tenant, or of all, out of use: from now on no lookup finds them.
+    Returns how many. Their memory comes back by and by: `Store.tidy`."""
+    return clear_all(
+        store,
+        [each.name for each in store.tenants] if tenant is None else [_known(store, tenant).name],
+    )
 
 
 def clear_all(store: Store, tenants: Iterable[str]) -> int:
@@ -43,8 +49,9 @@ def clear_all(store: Store, tenants: Iterable[str]) -> int:
 
 
 def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
-    """Raises what `set_quota` would raise: for a quota that does not fit the pool or exceeds the tenant's limit, or a
-    tenant that the store does not know. Changes nothing. Lowering a quota is never refused."""
+    """Raises what `set_quota` would raise: for a quota that does not fit the pool or exceeds the
+    tenant's limit, or a tenant that the store does not know. Changes nothing. Lowering a quota is
+    never refused."""
     if quota_bytes is None:
         _known(store, tenant)
         return
@@ -71,7 +78,8 @@ def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
 
 
 def set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
-    """Promises a tenant memory, or with None puts it back to the default. All own quotas together fit the pool."""
+    """Promises a tenant memory, or with None puts it back to the default. All own quotas together
+    fit the pool."""
     check_quota(store, tenant, quota_bytes)
     _set_quota(store, tenant, quota_bytes)
     _begin(store, now_ms)
@@ -85,9 +93,9 @@ def restore(
     default_limit_bytes: int | None,
     now_ms: int,
 ) -> None:
-    """Puts in force at a start what was set before, perhaps for a larger pool. Nothing is refused for its size: own
-    quotas that exceed the pool together are scaled down by one factor until they fit again, a default quota is at most
-    the pool, and limits lower the quotas that exceed them."""
+    """Puts in force at a start what was set before, perhaps for a larger pool. Nothing is refused
+    for its size: own quotas that exceed the pool together are scaled down by one factor until they
+    fit again, a default quota is at most the pool, and limits lower the quotas that exceed them."""
     store.tenants.set_default_quota(default_quota_bytes)
     store.tenants.set_default_limit(default_limit_bytes)
     for name, quota_bytes in quotas.items():
@@ -99,8 +107,8 @@ def restore(
 
 
 def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
-    """Raises what `set_limit` would raise: for a limit out of range or below the tenant's own quota, or a tenant that
-    the store does not know. Changes nothing."""
+    """Raises what `set_limit` would raise: for a limit out of range or below the tenant's own
+    quota, or a tenant that the store does not know. Changes nothing."""
     if limit_bytes is None:
         _known(store, tenant)
     _check_limit_range(limit_bytes, "limit_bytes")
@@ -118,12 +126,13 @@ def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
 
 
 def set_limit(store: Store, tenant: str, limit_bytes: int | None, now_ms: int) -> None:
-    """Lets a tenant use so much at most, 0: nothing, or with None puts it back to the default limit.
+    """Lets a tenant use so much at most, 0: nothing, or with None puts it back to the default
+    limit.
 
-    Where the tenant uses more, its blocks go, least recently used leaves first: the first now, and the rest by
-    `Store.tidy`. Blocks that somebody reads or writes can no longer be looked up, but count until the last lease or
-    write on them ends. Until the tenant is within its limit nothing of it is stored.
-    """
+    Where the tenant uses more, its blocks go, least recently used leaves first: the first now, and
+    the rest by `Store.tidy`. Blocks that somebody reads or writes can no longer be looked up, but
+    count until the last lease or write on them ends. Until the tenant is within its limit nothing
+    of it is stored."""
     check_limit(store, tenant, limit_bytes)
     _set_limit(store, tenant, limit_bytes)
     _begin(store, now_ms)
@@ -147,7 +156,8 @@ def check_default_limit(store: Store, limit_bytes: int | None) -> None:
 
 
 def set_default_limit(store: Store, limit_bytes: int | None, now_ms: int) -> None:
-    """Changes the limit of every tenant that has none of its own, with what follows from `set_limit`."""
+    """Changes the limit of every tenant that has none of its own, with what follows from
+    `set_limit`."""
     check_default_limit(store, limit_bytes)
     store.tenants.set_default_limit(limit_bytes)
     _begin(store, now_ms)
@@ -165,7 +175,8 @@ def check_default_quota(store: Store, quota_bytes: int | None) -> None:
 
 
 def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> None:
-    """Changes the quota of every tenant that has none of its own. None: they have no promise and share one LRU."""
+    """Changes the quota of every tenant that has none of its own. None: they have no promise and
+    share one LRU."""
     check_default_quota(store, quota_bytes)
     store.tenants.set_default_quota(quota_bytes)
     _begin(store, now_ms)
@@ -238,5 +249,10 @@ def _check_limit_range(limit_bytes: int | None, field: str) -> None:
 
 
 def _size(nbytes: int) -> str:
-    """For people and exact. What is beyond all memory, and maybe beyond a float, is not put into units."""
-    return f"{nbytes} bytes" if abs(nbytes) > 1_000_000 * TIB else f"{format_size(nbytes)} ({nbytes} bytes)"
+    """For people and exact. What is beyond all memory, and maybe beyond a float, is not put into
+    units."""
+    return (
+        f"{nbytes} bytes"
+        if abs(nbytes) > 1_000_000 * TIB
+        else f"{format_size(nbytes)} ({nbytes} bytes)"
+    )

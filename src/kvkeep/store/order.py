@@ -7,13 +7,14 @@ A leaf's rank is one number, lowest first:
     1 its session has finished and nobody has used it since
     2 all others, also those that not all ranks have written yet: the last one may come any moment
 
-Of those that not all ranks have written the newest are waited for, an eighth of all blocks. They have no more than
-normal priority: what a rank that is gone has left must not be in the way of others for ever.
+Of those that not all ranks have written the newest are waited for, an eighth of all blocks. They
+have no more than normal priority: what a rank that is gone has left must not be in the way of
+others for ever.
 
-Queues are binary heaps of `rank << 32 | row`, one for each owner and slot size. Entries are corrected lazily: a block
-used again stays where it is and is moved only when it comes to the top. `queued` in the table is the rank of a block's
-one live entry; any other entry for that row is stale and dropped when met.
-"""
+Queues are binary heaps of `rank << 32 | row`, one for each owner and slot size. Entries are
+corrected lazily: a block used again stays where it is and is moved only when it comes to the top.
+`queued` in the table is the rank of a block's one live entry; any other entry for that row is stale
+and dropped when met."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class EvictionOrder:
         self._expiring: list[int] = []  # heap of `expires_ms << 32 | row`
         self._awaited: OrderedDict[int, None] = OrderedDict()  # half written, oldest first
         self.noted_ms = 0  # blocks that expire up to here have been noted
-        self.to_scan = 0  # rows still to be looked at for blocks of tenants that have changed queues
+        self.to_scan = (
+            0  # rows still to be looked at for blocks of tenants that have changed queues
+        )
         self._scan_at = 0
         self._is_moving: NDArray[np.bool_] = np.zeros(64, dtype=np.bool_)  # by number of a tenant
 
@@ -92,7 +95,8 @@ class EvictionOrder:
             self._awaited.pop(row, None)
 
     def enqueue(self, row: int, now_ms: int) -> None:
-        """Puts a block in line if it is evictable, or where its rank has fallen, further to the front."""
+        """Puts a block in line if it is evictable, or where its rank has fallen, further to the
+        front."""
         if not self.evictable(row):
             return
         queued = self._table.queued[row]
@@ -108,10 +112,16 @@ class EvictionOrder:
         expires_ms = many.expires_ms[rows]
         order_class = np.where(many.finished[rows] == many.used[rows], 1, 2)
         order_class[(expires_ms > 0) & (expires_ms <= now_ms)] = 0
-        ranks = order_class << _CLASS_SHIFT | many.priority[rows].astype(np.int64) << _PRIORITY_SHIFT | many.used[rows]
+        ranks = (
+            order_class << _CLASS_SHIFT
+            | many.priority[rows].astype(np.int64) << _PRIORITY_SHIFT
+            | many.used[rows]
+        )
         groups = many.tenant[rows].astype(np.int64) << _ROW_BITS | many.layout[rows]
         by_group = np.argsort(groups, kind="stable")
-        for here in np.split(by_group, np.flatnonzero(np.diff(groups[by_group])) + 1) if len(rows) else []:
+        for here in (
+            np.split(by_group, np.flatnonzero(np.diff(groups[by_group])) + 1) if len(rows) else []
+        ):
             first = int(rows[here[0]])
             owner, slot_bytes = self._current_owner(first), self._slot_bytes(first)
             many.queued[rows[here]], many.queue_owner[rows[here]] = ranks[here], owner
@@ -133,7 +143,8 @@ class EvictionOrder:
             heapify(self._expiring)
 
     def peek(self, owner: int, slot_bytes: int, now_ms: int) -> int:
-        """The next block to go of this owner and size, or NO_ROW. It stays in line until it is evicted."""
+        """The next block to go of this owner and size, or NO_ROW. It stays in line until it is
+        evicted."""
         heap = self._queues.get(owner, {}).get(slot_bytes)
         if not heap:
             return NO_ROW
@@ -162,16 +173,22 @@ class EvictionOrder:
     def peek_any(self, owner: int, now_ms: int) -> int:
         """The next block to go of this owner, whatever its size, or NO_ROW."""
         sizes = self._queues.get(owner, {})
-        rows = [row for slot_bytes in sizes if (row := self.peek(owner, slot_bytes, now_ms)) != NO_ROW]
+        rows = [
+            row for slot_bytes in sizes if (row := self.peek(owner, slot_bytes, now_ms)) != NO_ROW
+        ]
         return min(rows, key=lambda row: self._table.queued[row], default=NO_ROW)
 
     def next_after(self, first: int) -> list[int]:
-        """Some of those that are next in line in the queue that `first` heads, oldest first. Not exactly the next:
-        the beginning of a heap is only nearly sorted, but costs nothing."""
+        """Some of those that are next in line in the queue that `first` heads, oldest first. Not
+        exactly the next: the beginning of a heap is only nearly sorted, but costs nothing."""
         table = self._table
         owner = table.queue_owner[first]
         heap = self._queues[owner][self._slot_bytes(first)][:_LOOK_AHEAD]
-        rows = [entry & _ROW_MASK for entry in sorted(heap) if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS]
+        rows = [
+            entry & _ROW_MASK
+            for entry in sorted(heap)
+            if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS
+        ]
         return [row for row in rows if table.queue_owner[row] == owner and self.evictable(row)]
 
     def move_later(self, tenant: Tenant) -> None:
@@ -184,10 +201,15 @@ class EvictionOrder:
         self.to_scan = len(self._table.many.state)
 
     def is_moving(self, tenant: Tenant) -> bool:
-        return self.to_scan > 0 and tenant.number < len(self._is_moving) and bool(self._is_moving[tenant.number])
+        return (
+            self.to_scan > 0
+            and tenant.number < len(self._is_moving)
+            and bool(self._is_moving[tenant.number])
+        )
 
     def move(self, now_ms: int, most: int) -> None:
-        """Puts blocks into their tenants' queues, up to `most` of them, where those have changed."""
+        """Puts blocks into their tenants' queues, up to `most` of them, where those have
+        changed."""
         many = self._table.many
         start = self._scan_at if self._scan_at < len(many.state) else 0
         stop = min(start + _ROWS_A_SCAN, start + self.to_scan, len(many.state))
@@ -204,7 +226,8 @@ class EvictionOrder:
             self._is_moving[:] = False
 
     def note_expired(self, now_ms: int) -> None:
-        """Moves blocks whose time to live has run out to the front. Call before looking for victims.
+        """Moves blocks whose time to live has run out to the front. Call before looking for
+        victims.
 
         Some thousand at most: if a million expire at once, the rest waits for the next call.
         """
@@ -222,16 +245,21 @@ class EvictionOrder:
         for owner, sizes in self._queues.items():
             for slot_bytes, heap in sizes.items():
                 for entry in heap:
-                    entries.setdefault(entry & _ROW_MASK, []).append((owner, slot_bytes, entry >> _ROW_BITS))
+                    entries.setdefault(entry & _ROW_MASK, []).append(
+                        (owner, slot_bytes, entry >> _ROW_BITS)
+                    )
         for row in table.live_rows().tolist():
             if self.evictable(row):
                 live = (table.queue_owner[row], self._slot_bytes(row), table.queued[row])
                 tenant = self._tenants.by_number[table.tenant[row]]
-                assert live[0] == tenant.owner or self.is_moving(tenant), f"row {row} waits in another owner's queue"
+                assert live[0] == tenant.owner or self.is_moving(tenant), (
+                    f"row {row} waits in another owner's queue"
+                )
                 assert live in entries.get(row, []), f"row {row} is evictable and in no queue"
 
     def _expires(self, entry: int) -> bool:
-        """Whether a block still waits for this time to run out; its row may have another block by now."""
+        """Whether a block still waits for this time to run out; its row may have another block by
+        now."""
         row = entry & _ROW_MASK
         return self._table.state[row] != FREE and self._table.expires_ms[row] == entry >> _ROW_BITS
 
@@ -256,6 +284,7 @@ class EvictionOrder:
         heap[:] = {
             entry
             for entry in heap
-            if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS and table.queue_owner[entry & _ROW_MASK] == owner
+            if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS
+            and table.queue_owner[entry & _ROW_MASK] == owner
         }
         heapify(heap)

@@ -28,7 +28,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Hit:
-    """The longest prefix that is READY. If it reaches beyond `skip`, it is leased, and from there on described.
+    """The longest prefix that is READY. If it reaches beyond `skip`, it is leased, and from there
+    on described.
 
     blocks      leading blocks that are READY, of all keys asked for
     slots       int64[blocks - skip]: byte offset of each block's slot in the pool

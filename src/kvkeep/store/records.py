@@ -1,9 +1,9 @@
 """Tenants and layouts as records of fixed size, in columns beside the blocks' own.
 
-Rows of blocks name tenants and layouts by number; these records say who that is. A tenant's record needs no check of
-its own: the seal of each of its blocks covers its name. A layout's is checked as a whole, and so is what the first
-worker of each shard said about its tensors: were that lost, another kind of worker could read what this one stored.
-"""
+Rows of blocks name tenants and layouts by number; these records say who that is. A tenant's record
+needs no check of its own: the seal of each of its blocks covers its name. A layout's is checked as
+a whole, and so is what the first worker of each shard said about its tensors: were that lost,
+another kind of worker could read what this one stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ LAYOUT = np.dtype(
         ("fingerprint", "u1", (LONGEST_FINGERPRINT_BYTES,)),
         ("shards", "<i8"),
         ("shard_bytes", "<i8", (MOST_SHARDS,)),
-        ("physical", "<u8", (MOST_SHARDS, 3)),  # a digest in two words and their check, 0 while nobody has said
+        (
+            "physical",
+            "<u8",
+            (MOST_SHARDS, 3),
+        ),  # a digest in two words and their check, 0 while nobody has said
     ]
 )
 _CHECKED = slice(LAYOUT.fields["number"][1], LAYOUT.fields["physical"][1])  # type: ignore[index]
@@ -51,10 +55,12 @@ class TenantRecords:
         self._records = columns.grow("tenants", TENANT, 0, _FIRST_TENANTS)
 
     def put(self, number: int, name: str) -> None:
-        """Before the tenant's first block. (A name that is too long for a record is no id of a tenant, and its blocks
-        are not adopted.)"""
+        """Before the tenant's first block. (A name that is too long for a record is no id of a
+        tenant, and its blocks are not adopted.)"""
         if number >= len(self._records):
-            self._records = self._columns.grow("tenants", TENANT, 0, max(2 * len(self._records), number + 1))
+            self._records = self._columns.grow(
+                "tenants", TENANT, 0, max(2 * len(self._records), number + 1)
+            )
         encoded = name.encode(errors="surrogatepass")[:_LONGEST_NAME_BYTES]
         self._records[number]["name"][: len(encoded)] = np.frombuffer(encoded, np.uint8)
         self._records[number]["length"] = len(encoded)
@@ -99,7 +105,11 @@ class LayoutRecords:
             self._records = self._columns.grow("layouts", LAYOUT, 0, place + 1)
         record = self._records[place]
         record["check"] = 0
-        record["number"], record["shards"], record["fingerprint_bytes"] = number, len(shard_bytes), len(fingerprint)
+        record["number"], record["shards"], record["fingerprint_bytes"] = (
+            number,
+            len(shard_bytes),
+            len(fingerprint),
+        )
         record["fingerprint"][: len(fingerprint)] = np.frombuffer(fingerprint, np.uint8)
         record["shard_bytes"][: len(shard_bytes)] = shard_bytes
         record["physical"][:] = 0
@@ -107,7 +117,8 @@ class LayoutRecords:
         self._places[number] = place
 
     def put_physical(self, number: int, shard: int, digest: bytes) -> None:
-        """What the first worker of a shard said about its tensors, before it hears that it may go on."""
+        """What the first worker of a shard said about its tensors, before it hears that it may go
+        on."""
         entry = self._records[self._places[number]]["physical"][shard]
         entry[:2] = np.frombuffer(digest, "<u8")
         entry[2] = word_of(digest, shard.to_bytes(8, "little")) or 1
@@ -116,7 +127,8 @@ class LayoutRecords:
         self._records[self._places.pop(number)]["check"] = 0
 
     def find_all(self) -> list[LayoutFound]:
-        """All layouts whose records are sound, in the order of their places; the others are removed."""
+        """All layouts whose records are sound, in the order of their places; the others are
+        removed."""
         found: dict[int, LayoutFound] = {}
         for place in range(len(self._records)):
             layout = self._read(place)
@@ -131,14 +143,22 @@ class LayoutRecords:
         record = self._records[place]
         if not record["check"] or int(record["check"]) != self._check(place):
             return None
-        number, length, shards = (int(record[name]) for name in ("number", "fingerprint_bytes", "shards"))
-        if not (0 < number < 1 << 31 and 0 <= length <= LONGEST_FINGERPRINT_BYTES and 0 < shards <= MOST_SHARDS):
+        number, length, shards = (
+            int(record[name]) for name in ("number", "fingerprint_bytes", "shards")
+        )
+        if not (
+            0 < number < 1 << 31
+            and 0 <= length <= LONGEST_FINGERPRINT_BYTES
+            and 0 < shards <= MOST_SHARDS
+        ):
             return None
         shard_bytes = tuple(record["shard_bytes"][:shards].tolist())
         physical = {}
         for shard in np.flatnonzero(record["physical"][:shards, 2]).tolist():
             digest = record["physical"][shard, :2].tobytes()
-            if int(record["physical"][shard, 2]) != (word_of(digest, shard.to_bytes(8, "little")) or 1):
+            if int(record["physical"][shard, 2]) != (
+                word_of(digest, shard.to_bytes(8, "little")) or 1
+            ):
                 return None
             physical[shard] = digest
         if not all(0 < nbytes < 1 << 48 for nbytes in shard_bytes):

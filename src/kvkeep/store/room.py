@@ -1,4 +1,5 @@
-"""Making room: which blocks make way for a tenant that stores, and never more of them than it needs.
+"""Making room: which blocks make way for a tenant that stores, and never more of them than it
+needs.
 
 Who gives way, in a full pool:
 
@@ -9,10 +10,10 @@ Who gives way, in a full pool:
     the tenant has no quota                   the oldest among those that borrow (it is one of them)
     the tenant would exceed its limit         its own, before anything else; what then does not fit is refused
 
-so that nobody's flood takes memory from a tenant that is within its own quota. If no block of the same size can go,
-the coldest slab of another size is emptied and changes its size. Failing that, a tenant within its own quota empties a
-slab that is nearly empty, whoever has the few blocks in it: else one small block in each slab would keep them all.
-"""
+so that nobody's flood takes memory from a tenant that is within its own quota. If no block of the
+same size can go, the coldest slab of another size is emptied and changes its size. Failing that, a
+tenant within its own quota empties a slab that is nearly empty, whoever has the few blocks in it:
+else one small block in each slab would keep them all."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ from kvkeep.store.table import EVICTING, NO_ROW
 from kvkeep.store.tenants import COMMONS, Tenant
 from kvkeep.store.tree import latest_below, subtree
 
-# With more borrowers than this, the oldest is looked for among so many at a time, in turn: a bound on the work for
-# one block, and with that many tenants the oldest of a sample is old enough.
+# With more borrowers than this, the oldest is looked for among so many at a time, in turn: a bound
+# on the work for one block, and with that many tenants the oldest of a sample is old enough.
 _BORROWERS_LOOKED_AT = 64
 _LOOKS_A_SEARCH = 16  # looking at so many tenants counts as one more search
 _OLD_SLABS_LOOKED_AT = 8
 _SLABS_LOOKED_AT = 16
-_ROWS_PER_EVICTION = 64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
+_ROWS_PER_EVICTION = (
+    64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
+)
 _NEARLY_EMPTY = 8  # a slab of which less than one part in so many is used
 _SEARCHES_A_MOVE = 256
 _NEVER = np.iinfo(np.int64).max
@@ -63,14 +66,16 @@ class Room:
         self.evictions = 0
         self.slab_moves = 0
         self._budget = _Budget()
-        self._evicted_since_look: dict[int, int] = {}  # slot size -> evictions since other sizes were compared
+        self._evicted_since_look: dict[
+            int, int
+        ] = {}  # slot size -> evictions since other sizes were compared
 
     def make(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> int:
         """Makes room for up to `wanted` blocks; returns for how many there is room now.
 
-        Blocks that must stay (the chain that the new blocks hang on) are pinned by the caller. There may be less room
-        than could be made: one request evicts and moves only so much (`_Budget`), and the next one goes on from there.
-        """
+        Blocks that must stay (the chain that the new blocks hang on) are pinned by the caller.
+        There may be less room than could be made: one request evicts and moves only so much
+        (`_Budget`), and the next one goes on from there."""
         self._budget = _Budget()
         slabs, slot_bytes = self._blocks.slabs, layout.slot_bytes
         self._blocks.order.note_expired(now_ms)
@@ -92,19 +97,21 @@ class Room:
                     break
                 limit = self._limit(tenant, row, slot_bytes, available, wanted)
                 evicted = self._blocks.evict(row, now_ms, limit)
-                self._evicted_since_look[slot_bytes] = self._evicted_since_look.get(slot_bytes, 0) + evicted
+                self._evicted_since_look[slot_bytes] = (
+                    self._evicted_since_look.get(slot_bytes, 0) + evicted
+                )
                 self.evictions += evicted
                 self._budget.blocks -= evicted
             available = slabs.available(slot_bytes)
         return min(wanted, available)
 
     def shrink_to_limit(self, tenant: Tenant, now_ms: int, most: int) -> bool:
-        """Takes blocks of a tenant that is over its limit out of use, up to `most` at a time. True when it is done.
+        """Takes blocks of a tenant that is over its limit out of use, up to `most` at a time. True
+        when it is done.
 
-        Evicts as long as there is something to evict. If what is left in the index is still too much, somebody reads
-        or writes below every block of it: all of them leave the index at once. Their memory is free, and no longer
-        counts, when the last lease or write on them ends.
-        """
+        Evicts as long as there is something to evict. If what is left in the index is still too
+        much, somebody reads or writes below every block of it: all of them leave the index at once.
+        Their memory is free, and no longer counts, when the last lease or write on them ends."""
         order, before = self._blocks.order, self.evictions
         order.note_expired(now_ms)
         while tenant.is_over_limit:
@@ -125,8 +132,9 @@ class Room:
         return True
 
     def _within_limit(self, tenant: Tenant, slot_bytes: int, wanted: int, now_ms: int) -> int:
-        """Evicts the tenant's own blocks, of whatever size, until up to `wanted` more are within its limit; returns how
-        many are. None while the tenant is over its limit: what is too many then is on its way out."""
+        """Evicts the tenant's own blocks, of whatever size, until up to `wanted` more are within
+        its limit; returns how many are. None while the tenant is over its limit: what is too many
+        then is on its way out."""
         limit_bytes = tenant.limit_bytes
         if limit_bytes is None:
             return wanted
@@ -136,7 +144,10 @@ class Room:
         if tenant.is_over_limit:
             return 0
         wanted = min(wanted, limit_bytes // slot_bytes)
-        while not self._budget.spent() and (excess := tenant.usage_bytes + wanted * slot_bytes - limit_bytes) > 0:
+        while (
+            not self._budget.spent()
+            and (excess := tenant.usage_bytes + wanted * slot_bytes - limit_bytes) > 0
+        ):
             self._budget.searches -= 1
             row = self._blocks.order.peek_any(tenant.owner, now_ms)
             if row == NO_ROW:
@@ -147,34 +158,51 @@ class Room:
         return min(wanted, (limit_bytes - tenant.usage_bytes) // slot_bytes)
 
     def _evict_excess(self, row: int, excess_bytes: int, now_ms: int, most: int = _NEVER) -> None:
-        """Evicts a leaf and, up to that many bytes, those of its ancestors that are next in line anyway."""
+        """Evicts a leaf and, up to that many bytes, those of its ancestors that are next in line
+        anyway."""
         nbytes = self._blocks.layouts[self._blocks.table.layout[row]].slot_bytes
         self.evictions += self._blocks.evict(row, now_ms, min(most, -(-excess_bytes // nbytes)))
 
     def _limit(self, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int) -> int:
-        """How many blocks of one chain may go before whoever gives way has to be looked for again."""
+        """How many blocks of one chain may go before whoever gives way has to be looked for
+        again."""
         loser = self._blocks.tenants.by_number[self._blocks.table.tenant[row]]
         limit = wanted - available
         if loser is not tenant:
             if loser.quota_bytes is not None and loser in self._blocks.tenants.borrowers:
                 limit = min(limit, (loser.usage_bytes - loser.quota_bytes) // slot_bytes)
             if tenant.quota_bytes is not None:
-                limit = min(limit, (tenant.quota_bytes - tenant.usage_bytes) // slot_bytes - available)
+                limit = min(
+                    limit, (tenant.quota_bytes - tenant.usage_bytes) // slot_bytes - available
+                )
         return max(1, limit)
 
     def _victim(self, tenant: Tenant, slot_bytes: int, more: int, now_ms: int) -> int:
         order, tenants = self._blocks.order, self._blocks.tenants
         if tenant.quota_bytes is None or tenant.entitled_to(more):
             best = order.peek(COMMONS, slot_bytes, now_ms)
-            row = self._oldest(best, tenants.borrowers, slot_bytes, now_ms, lambda other: other.may_lose(slot_bytes))
+            row = self._oldest(
+                best,
+                tenants.borrowers,
+                slot_bytes,
+                now_ms,
+                lambda other: other.may_lose(slot_bytes),
+            )
             if row == NO_ROW and tenant.has_own_right_to(more):
-                row = self._oldest(NO_ROW, tenants.on_default, slot_bytes, now_ms, lambda other: True)
+                row = self._oldest(
+                    NO_ROW, tenants.on_default, slot_bytes, now_ms, lambda other: True
+                )
             if row != NO_ROW:
                 return row
         return NO_ROW if tenant.owner == COMMONS else order.peek(tenant.owner, slot_bytes, now_ms)
 
     def _oldest(
-        self, best: int, tenants: dict[Tenant, None], slot_bytes: int, now_ms: int, gives: Callable[[Tenant], bool]
+        self,
+        best: int,
+        tenants: dict[Tenant, None],
+        slot_bytes: int,
+        now_ms: int,
+        gives: Callable[[Tenant], bool],
     ) -> int:
         """The oldest evictable block of those tenants that give, and `best`."""
         order, rank = self._blocks.order, self._blocks.table.queued
@@ -192,22 +220,30 @@ class Room:
         return best
 
     def _time_to_compare_sizes(self, slot_bytes: int) -> bool:
-        """Once for every slab's worth of evictions, or less often when there is much to scan: what an eviction costs
-        must not grow with the pool."""
-        every = max(self._blocks.slabs.per_slab(slot_bytes), len(self._blocks.table) // _ROWS_PER_EVICTION)
+        """Once for every slab's worth of evictions, or less often when there is much to scan: what
+        an eviction costs must not grow with the pool."""
+        every = max(
+            self._blocks.slabs.per_slab(slot_bytes), len(self._blocks.table) // _ROWS_PER_EVICTION
+        )
         due = self._evicted_since_look.get(slot_bytes, 0) + 1 >= every
         if due:
             self._evicted_since_look[slot_bytes] = 0
         return due
 
-    def _empty_a_slab(self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int) -> bool:
-        """Evicts everything in a cold slab of another size, with what hangs on it, if that is better than to evict
-        `victim`: because all of it is colder, because others borrow what is this tenant's by right while the victim is
-        its own, or because there is no victim."""
+    def _empty_a_slab(
+        self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int
+    ) -> bool:
+        """Evicts everything in a cold slab of another size, with what hangs on it, if that is
+        better than to evict `victim`: because all of it is colder, because others borrow what is
+        this tenant's by right while the victim is its own, or because there is no victim."""
         blocks, table = self._blocks, self._blocks.table
         sizes = set(blocks.slabs.slabs_of_other_sizes(slot_bytes).values())
-        leaves = [leaf for size in sizes if (leaf := self._victim(tenant, size, more, now_ms)) != NO_ROW]
-        owed = victim != NO_ROW and table.tenant[victim] == tenant.number and tenant.entitled_to(more)
+        leaves = [
+            leaf for size in sizes if (leaf := self._victim(tenant, size, more, now_ms)) != NO_ROW
+        ]
+        owed = (
+            victim != NO_ROW and table.tenant[victim] == tenant.number and tenant.entitled_to(more)
+        )
         colder_than = _NEVER if victim == NO_ROW or owed else table.used[victim]
         doomed = None
         if leaves:
@@ -215,7 +251,13 @@ class Room:
             doomed = self._old_slab(oldest, tenant, more, colder_than, spare_own=owed)
             if doomed is None and colder_than == _NEVER and self._budget.scans:
                 doomed = self._coldest_slab(tenant, slot_bytes, more, spare_own=owed)
-        if doomed is None and colder_than == _NEVER and sizes and tenant.has_own_right_to(more) and self._budget.scans:
+        if (
+            doomed is None
+            and colder_than == _NEVER
+            and sizes
+            and tenant.has_own_right_to(more)
+            and self._budget.scans
+        ):
             doomed = self._nearly_empty_slab(tenant, slot_bytes)
         if doomed is None:
             return False
@@ -226,23 +268,30 @@ class Room:
         self._budget.moved_blocks -= len(doomed)
         return True
 
-    def _old_slab(self, oldest: int, tenant: Tenant, more: int, colder_than: int, spare_own: bool) -> list[int] | None:
-        """All that must go to empty one of the slabs that hold the oldest leaves, children first. None if all of those
-        hold something that must stay or is not old. Mostly one can go, and then nothing else needs to be looked at."""
+    def _old_slab(
+        self, oldest: int, tenant: Tenant, more: int, colder_than: int, spare_own: bool
+    ) -> list[int] | None:
+        """All that must go to empty one of the slabs that hold the oldest leaves, children first.
+        None if all of those hold something that must stay or is not old. Mostly one can go, and
+        then nothing else needs to be looked at."""
         table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
         old = min(colder_than, (table.used[oldest] + self._blocks.sequence) // 2 + 1)
-        slabs = dict.fromkeys(table.slot[leaf] // slab_bytes for leaf in self._blocks.order.next_after(oldest))
+        slabs = dict.fromkeys(
+            table.slot[leaf] // slab_bytes for leaf in self._blocks.order.next_after(oldest)
+        )
         for slab in list(slabs)[:_OLD_SLABS_LOOKED_AT]:
             rows = table.rows_between(slab * slab_bytes, (slab + 1) * slab_bytes)
             if table.many.used[rows].max() < old:
                 doomed = self._with_descendants(rows.tolist())
-                if self._is_idle(doomed, old, tenant if spare_own else None) and self._may_go(doomed, tenant, more):
+                if self._is_idle(doomed, old, tenant if spare_own else None) and self._may_go(
+                    doomed, tenant, more
+                ):
                     return doomed
         return None
 
     def _nearly_empty_slab(self, tenant: Tenant, slot_bytes: int) -> list[int] | None:
-        """The same for the emptiest slab, if with all that hangs on its blocks hardly any memory goes, and nothing of
-        this tenant. Looks at every block there is."""
+        """The same for the emptiest slab, if with all that hangs on its blocks hardly any memory
+        goes, and nothing of this tenant. Looks at every block there is."""
         self._budget.scans -= 1
         table, slabs = self._blocks.table, self._blocks.slabs
         rows = table.live_rows()
@@ -260,15 +309,21 @@ class Room:
         return None
 
     def _is_idle(self, rows: list[int], older_than: int, without: Tenant | None) -> bool:
-        """Whether nobody reads or writes these blocks, or has used them lately, and none is of that tenant."""
+        """Whether nobody reads or writes these blocks, or has used them lately, and none is of that
+        tenant."""
         many = self._blocks.table.many
-        busy = (many.held[rows] > 0) | (many.state[rows] == EVICTING) | (many.used[rows] >= older_than)
+        busy = (
+            (many.held[rows] > 0) | (many.state[rows] == EVICTING) | (many.used[rows] >= older_than)
+        )
         if without is not None:
             busy |= many.tenant[rows] == without.number
         return not busy.any()
 
-    def _coldest_slab(self, tenant: Tenant, slot_bytes: int, more: int, spare_own: bool) -> list[int] | None:
-        """The same for the coldest slab that can be emptied at all. Looks at every block there is."""
+    def _coldest_slab(
+        self, tenant: Tenant, slot_bytes: int, more: int, spare_own: bool
+    ) -> list[int] | None:
+        """The same for the coldest slab that can be emptied at all. Looks at every block there
+        is."""
         self._budget.scans -= 1
         table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
         rows = table.live_rows()
@@ -277,7 +332,11 @@ class Room:
         np.maximum.at(last_used, slab_of, self._last_use(rows, tenant, more, spare_own))
         hanging_on = self._hanging_on(rows, len(last_used))
         coldest = sorted(
-            (slab for slab in self._blocks.slabs.slabs_of_other_sizes(slot_bytes) if last_used[slab] < _NEVER),
+            (
+                slab
+                for slab in self._blocks.slabs.slabs_of_other_sizes(slot_bytes)
+                if last_used[slab] < _NEVER
+            ),
             key=lambda slab: (last_used[slab], hanging_on[slab]),
         )
         for slab in coldest[:_SLABS_LOOKED_AT]:
@@ -286,23 +345,28 @@ class Room:
                 return doomed
         return None
 
-    def _last_use(self, rows: NDArray[np.int64], tenant: Tenant, more: int, spare_own: bool) -> NDArray[np.int64]:
-        """When each row or anything below it was last used; _NEVER in the past for what must stay."""
+    def _last_use(
+        self, rows: NDArray[np.int64], tenant: Tenant, more: int, spare_own: bool
+    ) -> NDArray[np.int64]:
+        """When each row or anything below it was last used; _NEVER in the past for what must
+        stay."""
         table, many = self._blocks.table, self._blocks.table.many
         takes_from_others = tenant.quota_bytes is None or tenant.entitled_to(more)
         owners = many.tenant[rows]
         protected = np.zeros(int(owners.max()) + 1, dtype=np.bool_)  # by tenant number
         for other in self._blocks.tenants:
             if other.blocks and (
-                spare_own if other is tenant else not (takes_from_others and other.may_lose_to(tenant, 1, more))
+                spare_own
+                if other is tenant
+                else not (takes_from_others and other.may_lose_to(tenant, 1, more))
             ):
                 protected[other.number] = True
         stays = (many.held[rows] > 0) | (many.state[rows] == EVICTING) | protected[owners]
         return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
 
     def _hanging_on(self, rows: NDArray[np.int64], slabs: int) -> NDArray[np.int64]:
-        """For each slab how many blocks in others are children of its own. A chain that fills several slabs has one
-        last use: its tail, on which nothing hangs, goes first."""
+        """For each slab how many blocks in others are children of its own. A chain that fills
+        several slabs has one last use: its tail, on which nothing hangs, goes first."""
         many, slab_bytes = self._blocks.table.many, self._blocks.slabs.slab_bytes
         rows = rows[many.parent[rows] != NO_ROW]
         slab_above = many.slot[many.parent[rows]] // slab_bytes
@@ -319,7 +383,8 @@ class Room:
         return found
 
     def _may_go(self, rows: list[int], tenant: Tenant, more: int) -> bool:
-        """Whether the owners of these blocks may lose them to this tenant. Nobody reads or writes them."""
+        """Whether the owners of these blocks may lose them to this tenant. Nobody reads or writes
+        them."""
         table, tenants = self._blocks.table, self._blocks.tenants
         assert not table.many.pins[rows].any()
         losses: dict[int, int] = {}
@@ -330,5 +395,6 @@ class Room:
         if losses and tenant.quota_bytes is not None and not tenant.entitled_to(more - own):
             return False
         return all(
-            tenants.by_number[number].may_lose_to(tenant, nbytes, more - own) for number, nbytes in losses.items()
+            tenants.by_number[number].may_lose_to(tenant, nbytes, more - own)
+            for number, nbytes in losses.items()
         )

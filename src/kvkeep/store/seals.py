@@ -2,14 +2,14 @@
 
     seal = sum of half_j * factor_j  mod 2^64        half_j: the 32-bit halves of these words, in this order
 
-    key (2), parent's key (2, zeros at a root), slot, layout, tenant, expiry and priority, checksum of each shard
+    key (2), parent's key (2, zeros at a root), slot, layout, tenant, expiry and priority, checksum
+    of each shard
 
-Factors are fixed odd numbers of 64 bits. A change of one half is always seen: an odd number times less than 2^32 is
-never 0. Changes of several cancel out once in 2^33 for the worst pattern of damage, and once in 2^64 for damage that
-does not conspire. Like the checksum of a block this finds accidents, not forgeries: whoever can write into these
-columns owns the server. A checksum that is 0 adds nothing, so a seal is begun with the block, and each shard that
-arrives is added to it.
-"""
+Factors are fixed odd numbers of 64 bits. A change of one half is always seen: an odd number times
+less than 2^32 is never 0. Changes of several cancel out once in 2^33 for the worst pattern of
+damage, and once in 2^64 for damage that does not conspire. Like the checksum of a block this finds
+accidents, not forgeries: whoever can write into these columns owns the server. A checksum that is 0
+adds nothing, so a seal is begun with the block, and each shard that arrives is added to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from kvkeep.store.layouts import Layout
 from kvkeep.store.records import MOST_SHARDS
 from kvkeep.store.table import NO_ROW, WORDS_A_KEY, BlockTable
 
-_PARENT, _SLOT, _OWNERS = WORDS_A_KEY, 2 * WORDS_A_KEY, 2 * WORDS_A_KEY + 1  # where these words begin
+_PARENT, _SLOT, _OWNERS = (
+    WORDS_A_KEY,
+    2 * WORDS_A_KEY,
+    2 * WORDS_A_KEY + 1,
+)  # where these words begin
 _CHECKS = _OWNERS + 3
 _PRIORITY_SHIFT = 56  # above any time in milliseconds
 _LOW, _ALL = (1 << 32) - 1, (1 << 64) - 1
@@ -47,7 +51,8 @@ def seals_of_chain(
     tenant: int,
     hints: tuple[int, int],
 ) -> NDArray[np.uint64]:
-    """The seals of new blocks, each the child of the one before, without any checksum. `hints`: priority, expiry."""
+    """The seals of new blocks, each the child of the one before, without any checksum. `hints`:
+    priority, expiry."""
     words = np.empty((len(keys), _OWNERS), dtype=np.uint64)
     words[:, :_PARENT] = keys
     words[1:, _PARENT:_SLOT] = keys[:-1]
@@ -65,9 +70,13 @@ def fold_checks(checksums: NDArray[np.uint64], shard: int) -> NDArray[np.uint64]
 
 
 def seals(
-    table: BlockTable, rows: NDArray[np.int64], layout: Layout, tenants: NDArray[np.uint64] | np.uint64
+    table: BlockTable,
+    rows: NDArray[np.int64],
+    layout: Layout,
+    tenants: NDArray[np.uint64] | np.uint64,
 ) -> NDArray[np.uint64]:
-    """The seals that these blocks of one layout must have, given what stands in their rows. `tenants`: their words."""
+    """The seals that these blocks of one layout must have, given what stands in their rows.
+    `tenants`: their words."""
     many, keys = table.many, table.keys.words
     parents = many.parent[rows]
     words = np.empty((len(rows), _CHECKS), dtype=np.uint64)
@@ -77,5 +86,7 @@ def seals(
     words[:, _SLOT] = many.slot[rows]
     words[:, _OWNERS] = layout.word
     words[:, _OWNERS + 1] = tenants
-    words[:, _OWNERS + 2] = many.expires_ms[rows] ^ many.priority[rows].astype(np.int64) << _PRIORITY_SHIFT
+    words[:, _OWNERS + 2] = (
+        many.expires_ms[rows] ^ many.priority[rows].astype(np.int64) << _PRIORITY_SHIFT
+    )
     return fold(words) + fold(layout.checks[many.check[rows]], _CHECKS)

@@ -2,21 +2,24 @@
 
     pool  |   slab 0: slots of 64 KiB   |   slab 1: slots of 1 MiB   |   slab 2: free   | ...
 
-A slab takes on a slot size when its first slot is taken and loses it with its last, so models with blocks of different
-sizes share one pool without fixed partitions. Slots are named by their byte offset in the pool.
-"""
+A slab takes on a slot size when its first slot is taken and loses it with its last, so models with
+blocks of different sizes share one pool without fixed partitions. Slots are named by their byte
+offset in the pool."""
 
 from __future__ import annotations
 
 
 class Slabs:
-    """Slots in and out. Every slot is in exactly one place: handed out, or in its slab's list of free slots."""
+    """Slots in and out. Every slot is in exactly one place: handed out, or in its slab's list of
+    free slots."""
 
     def __init__(self, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
         self._slot_bytes: dict[int, int] = {}  # slab -> its slot size; only slabs that have one
         self._unused: list[int] = []  # slabs without a slot size, next one last
-        self._partial: dict[int, dict[int, list[int]]] = {}  # slot size -> slab -> free offsets, next one last
+        self._partial: dict[
+            int, dict[int, list[int]]
+        ] = {}  # slot size -> slab -> free offsets, next one last
         self._free_slots: dict[int, int] = {}  # slot size -> free slots in its slabs
 
     @property
@@ -50,7 +53,8 @@ class Slabs:
         self._unused[:0] = range(first + count - 1, first - 1, -1)
 
     def take_over(self, slabs: int, taken: dict[int, tuple[int, list[int]]]) -> None:
-        """The first `slabs` slabs are there. `taken`: of each slab with slots handed out, their size and offsets."""
+        """The first `slabs` slabs are there. `taken`: of each slab with slots handed out, their
+        size and offsets."""
         for slab, (slot_bytes, offsets) in taken.items():
             handed_out, base = set(offsets), slab * self.slab_bytes
             self._slot_bytes[slab] = slot_bytes
@@ -67,7 +71,8 @@ class Slabs:
         return self._free_slots.get(slot_bytes, 0) + len(self._unused) * self.per_slab(slot_bytes)
 
     def take(self, slot_bytes: int, n: int) -> list[int]:
-        """Takes exactly n slots; the caller has seen that they are available. Neighbours where possible."""
+        """Takes exactly n slots; the caller has seen that they are available. Neighbours where
+        possible."""
         assert self.available(slot_bytes) >= n
         partial = self._partial.setdefault(slot_bytes, {})
         taken: list[int] = []
@@ -103,7 +108,8 @@ class Slabs:
             start = stop
 
     def check_integrity(self, handed_out: dict[int, int]) -> None:
-        """Asserts that free and handed-out slots (offset -> slot size) together fill every slab exactly."""
+        """Asserts that free and handed-out slots (offset -> slot size) together fill every slab
+        exactly."""
         free_total: dict[int, int] = {}
         offsets: dict[int, list[int]] = {slab: [] for slab in self._slot_bytes}
         for slot_bytes, partial in self._partial.items():
@@ -112,18 +118,26 @@ class Slabs:
                 offsets[slab].extend(free)
                 free_total[slot_bytes] = free_total.get(slot_bytes, 0) + len(free)
         for offset, slot_bytes in handed_out.items():
-            assert self._slot_bytes[offset // self.slab_bytes] == slot_bytes, "a slot outside slabs of its size"
+            assert self._slot_bytes[offset // self.slab_bytes] == slot_bytes, (
+                "a slot outside slabs of its size"
+            )
             offsets[offset // self.slab_bytes].append(offset)
         for slab, slot_bytes in self._slot_bytes.items():
             base = slab * self.slab_bytes
             expected = [base + i * slot_bytes for i in range(self.per_slab(slot_bytes))]
-            assert sorted(offsets[slab]) == expected, f"slab {slab}: a slot is lost or handed out twice"
+            assert sorted(offsets[slab]) == expected, (
+                f"slab {slab}: a slot is lost or handed out twice"
+            )
         assert {s: n for s, n in self._free_slots.items() if n} == free_total
-        assert not set(self._unused) & set(self._slot_bytes) and len(set(self._unused)) == len(self._unused)
+        assert not set(self._unused) & set(self._slot_bytes) and len(set(self._unused)) == len(
+            self._unused
+        )
 
     def _cut(self, slab: int, slot_bytes: int) -> None:
         per_slab = self.per_slab(slot_bytes)
         base = slab * self.slab_bytes
         self._slot_bytes[slab] = slot_bytes
-        self._partial[slot_bytes][slab] = [base + i * slot_bytes for i in range(per_slab - 1, -1, -1)]
+        self._partial[slot_bytes][slab] = [
+            base + i * slot_bytes for i in range(per_slab - 1, -1, -1)
+        ]
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) + per_slab

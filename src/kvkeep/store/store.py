@@ -1,12 +1,12 @@
 """The store: a single-threaded state machine that takes a request and answers with a plan.
 
-Every operation either happens whole or raises RequestError and changes nothing. Sessions, leases and writes are named
-by numbers that the caller chooses: a lease is the number of the lookup that asked for it, a write the number of its
-prepare_store. So whoever lost an answer can still give back what the answer gave.
+Every operation either happens whole or raises RequestError and changes nothing. Sessions, leases
+and writes are named by numbers that the caller chooses: a lease is the number of the lookup that
+asked for it, a write the number of its prepare_store. So whoever lost an answer can still give back
+what the answer gave.
 
-No request does more work than fits a few milliseconds. What is more, such as freeing a million blocks, is begun by the
-request, which takes effect at once, and is carried on by `tidy`.
-"""
+No request does more work than fits a few milliseconds. What is more, such as freeing a million
+blocks, is begun by the request, which takes effect at once, and is carried on by `tidy`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from kvkeep.store.tree import longest_hit, not_held, rows_of_chain, split_keys, 
 
 BLOCKS_PER_STORE = 2048  # that one prepare_store may name: a few milliseconds
 _ROWS_A_SCAN = 1 << 15
-OLD_SESSIONS = 0  # stands for all sessions of the server before this one, as long as any of their processes lives
+# stands for all sessions of the server before this one, as long as any of their processes lives
+OLD_SESSIONS = 0
 
 
 @dataclass
@@ -58,14 +59,16 @@ class Write:
 class Session:
     """One engine process. Everything it holds is found here, and given back when it is gone."""
 
-    leases: dict[int, int] = field(default_factory=dict)  # lease -> its deepest row, which protects all above
+    leases: dict[int, int] = field(
+        default_factory=dict
+    )  # lease -> its deepest row, which protects all above
     writes: dict[int, Write] = field(default_factory=dict)
     writing_blocks: int = 0
 
 
 class Store:
-    """See the module's docstring. `pool_bytes` is what the pool will have; memory itself comes by `add_slabs`. Columns
-    that an earlier store has left are of no use before `adopt`."""
+    """See the module's docstring. `pool_bytes` is what the pool will have; memory itself comes by
+    `add_slabs`. Columns that an earlier store has left are of no use before `adopt`."""
 
     def __init__(
         self,
@@ -85,12 +88,18 @@ class Store:
         self.blocks = Blocks(self.tenants, self.layouts, self.slabs, columns, presence)
         self.room = Room(self.blocks)
         self.tenants.on_moved = self.blocks.order.move_later
-        self.withheld_blocks = 0  # found by lookups and not leased: their tenant held all that it may
+        self.withheld_blocks = (
+            0  # found by lookups and not leased: their tenant held all that it may
+        )
         self.sessions: dict[int, Session] = {}
-        self.closing: deque[Session] = deque()  # sessions that have ended and what they hold still has to be given back
-        self.writers: dict[int, int] = {}  # row -> bit mask of the shards that somebody is writing now
+        self.closing: deque[Session] = (
+            deque()
+        )  # sessions that have ended and what they hold still has to be given back
+        self.writers: dict[
+            int, int
+        ] = {}  # row -> bit mask of the shards that somebody is writing now
 
-    # -- memory, sessions, layouts ---------------------------------------------------------------------------------
+    # -- memory, sessions, layouts -----------------------------------------------------------------
 
     def add_slabs(self, first: int, count: int) -> None:
         """Memory from slab `first` on is there and may be used."""
@@ -98,7 +107,9 @@ class Store:
 
     def open_session(self, session: int) -> None:
         if session in self.sessions:
-            raise RequestError("session_exists", f"session {session} is open already", field="session")
+            raise RequestError(
+                "session_exists", f"session {session} is open already", field="session"
+            )
         if len(self.sessions) - (OLD_SESSIONS in self.sessions) >= self.limits.sessions:
             raise RequestError(
                 "too_many_sessions",
@@ -109,7 +120,8 @@ class Store:
         self.sessions[session] = Session()
 
     def close_session(self, session: int, now_ms: int) -> None:
-        """Gives back everything the session holds. Only once its process is done with the memory, or dead."""
+        """Gives back everything the session holds. Only once its process is done with the memory,
+        or dead."""
         self.closing.append(self._session(session))
         self.layouts.forget_session(session)
         del self.sessions[session]
@@ -124,7 +136,9 @@ class Store:
                 field="shard_bytes",
             )
         if min(shard_bytes) <= 0:
-            raise RequestError("bad_shards", "every shard has at least one byte", field="shard_bytes")
+            raise RequestError(
+                "bad_shards", "every shard has at least one byte", field="shard_bytes"
+            )
         if self.layouts.opened_by(session) >= self.limits.layouts_per_session:
             raise RequestError(
                 "too_many_layouts",
@@ -137,7 +151,8 @@ class Store:
         return layout
 
     def tidy(self, now_ms: int) -> bool:
-        """Carries on with what requests have begun: one piece of it. Returns whether there is more to do."""
+        """Carries on with what requests have begun: one piece of it. Returns whether there is more
+        to do."""
         if self.closing:
             self._give_back(now_ms)
         elif self.blocks.has_to_sweep:
@@ -157,18 +172,36 @@ class Store:
     @property
     def has_to_tidy(self) -> bool:
         blocks, tenants = self.blocks, self.tenants
-        begun = self.closing or blocks.has_to_sweep or tenants.to_update or blocks.order.to_scan or tenants.to_shrink
+        begun = (
+            self.closing
+            or blocks.has_to_sweep
+            or tenants.to_update
+            or blocks.order.to_scan
+            or tenants.to_shrink
+        )
         return bool(begun) or any(at >= 0 for at in self.layouts.leaving.values())
 
-    # -- lookup and release ----------------------------------------------------------------------------------------
+    # -- lookup and release ------------------------------------------------------------------------
 
-    def lookup(self, session: int, lease: int, tenant: str, layout: int, keys: bytes, skip: int, now_ms: int) -> Hit:
-        """Finds the longest prefix of READY blocks; leases and describes what lies beyond the first `skip`."""
+    def lookup(
+        self,
+        session: int,
+        lease: int,
+        tenant: str,
+        layout: int,
+        keys: bytes,
+        skip: int,
+        now_ms: int,
+    ) -> Hit:
+        """Finds the longest prefix of READY blocks; leases and describes what lies beyond the first
+        `skip`."""
         state = self._session(session)
         shape = self.layouts.get(layout)
         self._check_keys(keys)
         if not 0 <= skip <= len(keys) // KEY_BYTES:
-            raise RequestError("bad_skip", f"skip is {skip}, of {len(keys) // KEY_BYTES} keys", field="skip")
+            raise RequestError(
+                "bad_skip", f"skip is {skip}, of {len(keys) // KEY_BYTES} keys", field="skip"
+            )
         if lease in state.leases or lease in state.writes:
             raise RequestError("lease_exists", f"lease {lease} is held already", field="lease")
         if len(state.leases) >= self.limits.leases_per_session:
@@ -214,7 +247,8 @@ class Store:
         return "" if row == NO_ROW else self.tenants.by_number[self.blocks.table.tenant[row]].name
 
     def finish(self, session: int, tenant: str, key: bytes, now_ms: int) -> bool:
-        """Hint: whoever used the chain that ends in `key` is done with it. Unless used again it goes early."""
+        """Hint: whoever used the chain that ends in `key` is done with it. Unless used again it
+        goes early."""
         self._session(session)
         owner = self.tenants.get(tenant)
         row = owner.index.get(key, NO_ROW) if owner else NO_ROW
@@ -225,7 +259,7 @@ class Store:
         self.blocks.order.enqueue(row, now_ms)
         return True
 
-    # -- stores ----------------------------------------------------------------------------------------------------
+    # -- stores ------------------------------------------------------------------------------------
 
     def prepare_store(
         self,
@@ -240,12 +274,11 @@ class Store:
         priority: int = NORMAL_PRIORITY,
         ttl_ms: int = 0,
     ) -> StorePlan:
-        """Gives slots for one shard of those blocks that lack it, or were stored as lacking it; evicts to make room.
-        `parent` is b"" at a root.
+        """Gives slots for one shard of those blocks that lack it, or were stored as lacking it;
+        evicts to make room. `parent` is b"" at a root.
 
-        If there is no room for all, the first ones are taken: a beginning is worth storing, an end without its
-        beginning is not.
-        """
+        If there is no room for all, the first ones are taken: a beginning is worth storing, an end
+        without its beginning is not."""
         state = self._session(session)
         shape = self.layouts.get(layout)
         self._check_store(state, write, shape, shard, parent, keys, priority, ttl_ms)
@@ -283,9 +316,11 @@ class Store:
         slots = self.blocks.table.many.slot[work.rows]
         return StorePlan(np.array(positions, dtype=np.int32), slots, len(wanted) - new_from)
 
-    def complete_store(self, session: int, write: int, checksums: NDArray[np.uint64], now_ms: int) -> Stored:
-        """The shard's bytes are in their slots. Blocks become visible when their last shard is in. Returns how many
-        blocks were written."""
+    def complete_store(
+        self, session: int, write: int, checksums: NDArray[np.uint64], now_ms: int
+    ) -> Stored:
+        """The shard's bytes are in their slots. Blocks become visible when their last shard is in.
+        Returns how many blocks were written."""
         state = self._session(session)
         work = self._write(state, write)
         if len(checksums) != len(work.rows):
@@ -303,13 +338,16 @@ class Store:
         return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])
 
     def abandon_store(self, session: int, write: int, now_ms: int) -> bool:
-        """Gives the slots back unwritten. False if there is no such write: abandoning twice is no error."""
+        """Gives the slots back unwritten. False if there is no such write: abandoning twice is no
+        error."""
         return bool(self.abandon_all(session, [write], now_ms))
 
     def abandon_all(self, session: int, writes: Iterable[int], now_ms: int) -> set[int]:
         """The same for many. Returns those that there were."""
         state = self._session(session)
-        abandoned = {write: work for write in writes if (work := state.writes.pop(write, None)) is not None}
+        abandoned = {
+            write: work for write in writes if (work := state.writes.pop(write, None)) is not None
+        }
         state.writing_blocks -= sum(len(work.rows) for work in abandoned.values())
         numbers = set(abandoned)
         if abandoned:
@@ -317,12 +355,17 @@ class Store:
             self._give_back(now_ms)
         return numbers
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _session(self, session: int) -> Session:
         state = self.sessions.get(session)
         if state is None:
-            raise RequestError("unknown_session", f"session {session} is not open", field="session", hint="send Hello")
+            raise RequestError(
+                "unknown_session",
+                f"session {session} is not open",
+                field="session",
+                hint="send Hello",
+            )
         return state
 
     def _write(self, state: Session, write: int) -> Write:
@@ -332,7 +375,8 @@ class Store:
         return work
 
     def _give_back(self, now_ms: int) -> None:
-        """Gives back what sessions held that have ended, the oldest first: up to `a_turn` leases and blocks."""
+        """Gives back what sessions held that have ended, the oldest first: up to `a_turn` leases
+        and blocks."""
         self.blocks.begin_turn()
         left = self.blocks.a_turn
         while self.closing and left > 0:
@@ -356,13 +400,16 @@ class Store:
         self.blocks.unpin(row, now_ms)
 
     def _without_unswept(self, owner: Tenant, keys: bytes, blocks: int) -> int:
-        """How many of the leading blocks are READY, where some that hang on what was dropped are still in the index."""
+        """How many of the leading blocks are READY, where some that hang on what was dropped are
+        still in the index."""
         row = owner.index[keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]]
         rows = way_up(self.blocks.table, row, blocks)
         gone = np.flatnonzero(self.blocks.table.many.state[rows] != READY)
         return blocks - len(rows) + int(gone[0]) if len(gone) else blocks
 
-    def _that_may_be_held(self, owner: Tenant, shape: Layout, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _that_may_be_held(
+        self, owner: Tenant, shape: Layout, rows: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """The first ones of a chain, as many as the tenant may hold."""
         may_hold = self.tenants.may_hold(owner, self.slabs.capacity_bytes) // shape.slot_bytes
         too_many = min(max(0, not_held(self.blocks.table, int(rows[-1])) - may_hold), len(rows))
@@ -370,7 +417,8 @@ class Store:
         return rows[: len(rows) - too_many]
 
     def _drop_leaving_layout(self) -> None:
-        """Takes trees of a layout that makes way out of use, as many as are among some thousand rows of the table."""
+        """Takes trees of a layout that makes way out of use, as many as are among some thousand
+        rows of the table."""
         number, start = next(((n, at) for n, at in self.layouts.leaving.items() if at >= 0), (0, 0))
         if not number:
             return
@@ -388,7 +436,9 @@ class Store:
     def _check_keys(self, keys: bytes) -> None:
         if len(keys) % KEY_BYTES:
             raise RequestError(
-                "bad_keys", f"{len(keys)} bytes are no whole number of {KEY_BYTES}-byte keys", field="keys"
+                "bad_keys",
+                f"{len(keys)} bytes are no whole number of {KEY_BYTES}-byte keys",
+                field="keys",
             )
         if len(keys) // KEY_BYTES > self.limits.blocks_per_request:
             raise RequestError(
@@ -418,7 +468,9 @@ class Store:
                 hint="send fewer at a time",
             )
         if len(parent) not in (0, KEY_BYTES):
-            raise RequestError("bad_keys", f"a parent key has {KEY_BYTES} bytes, not {len(parent)}", field="parent")
+            raise RequestError(
+                "bad_keys", f"a parent key has {KEY_BYTES} bytes, not {len(parent)}", field="parent"
+            )
         if not 0 <= shard < shape.shards:
             raise RequestError("bad_shard", f"shard {shard} of {shape.shards}", field="shard")
         if not LOWEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
@@ -429,7 +481,9 @@ class Store:
             )
         if not 0 <= ttl_ms <= LONGEST_TTL_MS:
             raise RequestError(
-                "bad_ttl", f"ttl_ms is {ttl_ms}, of {LONGEST_TTL_MS} at most; 0 means for ever", field="ttl_ms"
+                "bad_ttl",
+                f"ttl_ms is {ttl_ms}, of {LONGEST_TTL_MS} at most; 0 means for ever",
+                field="ttl_ms",
             )
         if state.writing_blocks >= self.limits.writing_blocks_per_session:
             raise RequestError(
@@ -444,11 +498,14 @@ class Store:
     def _walk_known(
         self, owner: Tenant | None, shape: Layout, shard: int, above: int, wanted: list[bytes]
     ) -> tuple[list[tuple[int, int]], int, int]:
-        """Follows the chain as far as it is known. Returns (position, row) of blocks that lack the shard and that
-        nobody is writing it to, the position of the first unknown key, and the last known row."""
+        """Follows the chain as far as it is known. Returns (position, row) of blocks that lack the
+        shard and that nobody is writing it to, the position of the first unknown key, and the last
+        known row."""
         table, joined = self.blocks.table, []
         if above != NO_ROW and table.layout[above] != shape.number:
-            raise RequestError("broken_chain", "the parent is a block of another layout", field="parent")
+            raise RequestError(
+                "broken_chain", "the parent is a block of another layout", field="parent"
+            )
         index: dict[bytes, int] = owner.index if owner else {}
         new_from = len(wanted)
         for position, key in enumerate(wanted):
@@ -458,11 +515,15 @@ class Store:
                 break
             if table.parent[row] != above or table.layout[row] != shape.number:
                 raise RequestError(
-                    "broken_chain", f"key {position} is not the child of the key before it", field="keys"
+                    "broken_chain",
+                    f"key {position} is not the child of the key before it",
+                    field="keys",
                 )
             if table.state[row] == WRITING:
                 lacks = not self.blocks.shards_in[row] >> shard & 1
-            else:  # whoever found such a block knows that the shard is not there: nobody reads where it will be
+            # whoever found such a block knows that the shard is not there: nobody reads where it
+            # will be
+            else:
                 lacks = shape.lacking and shape.checks[table.check[row], shard] == ABSENT
             if lacks and not self.writers.get(row, 0) >> shard & 1:
                 joined.append((position, row))
@@ -471,13 +532,16 @@ class Store:
         unswept = self._unswept_among(index, rest) if self.blocks.unswept else {}
         known = rest if not unswept else [key for key in rest if key not in unswept]
         if len(set(rest)) != len(rest) or not index.keys().isdisjoint(known):
-            raise RequestError("broken_chain", "a key appears twice, or before its parent", field="keys")
+            raise RequestError(
+                "broken_chain", "a key appears twice, or before its parent", field="keys"
+            )
         for row in unswept.values():  # others are to be stored in their place
             self.blocks.take_out(row)
         return joined, new_from, above
 
     def _unswept_among(self, index: dict[bytes, int], keys: list[bytes]) -> dict[bytes, int]:
-        """Those of the keys whose blocks hang on what was dropped, or on each other so, with their rows."""
+        """Those of the keys whose blocks hang on what was dropped, or on each other so, with their
+        rows."""
         table, unswept, gone = self.blocks.table, dict[bytes, int](), set[int]()
         for key in keys:
             row = index.get(key, NO_ROW)
@@ -506,13 +570,17 @@ class Store:
         owner.storing = True
         shape.used = self.blocks.next_use()
         if above != NO_ROW:
-            self.blocks.pin(above)  # or making room might take the very block that the new ones hang on
+            self.blocks.pin(
+                above
+            )  # or making room might take the very block that the new ones hang on
         self.blocks.begin_turn()
         room = self.room.make(owner, shape, len(keys), now_ms)
         rows: list[int] = []
         if room:
             expires_ms = now_ms + ttl_ms if ttl_ms else 0
-            rows = self.blocks.create(owner, shape, above, keys[:room], priority, expires_ms).tolist()
+            rows = self.blocks.create(
+                owner, shape, above, keys[:room], priority, expires_ms
+            ).tolist()
         if above != NO_ROW:
             self.blocks.unpin(above, now_ms)
         owner.storing = False
@@ -526,7 +594,11 @@ class Store:
         if rows:
             self.blocks.hold(np.array(rows))
         are_new = writers.keys().isdisjoint(rows)
-        writers.update(dict.fromkeys(rows, bit) if are_new else {row: writers.get(row, 0) | bit for row in rows})
+        writers.update(
+            dict.fromkeys(rows, bit)
+            if are_new
+            else {row: writers.get(row, 0) | bit for row in rows}
+        )
         work.rows.extend(rows)
         state.writing_blocks += len(rows)
 

@@ -1,13 +1,12 @@
 """The facts about every block, one row a block and one column a fact.
 
-A column is a numpy array (quick for thousands of rows at once) with a `memoryview` of the same memory beside it (quick
-to read and write one row at a time). A million blocks so cost some 100 bytes each here, where an object a block would
-cost ten times that.
+A column is a numpy array (quick for thousands of rows at once) with a `memoryview` of the same
+memory beside it (quick to read and write one row at a time). A million blocks so cost some 100
+bytes each here, where an object a block would cost ten times that.
 
-KEPT columns may lie in memory that outlives this process: the next server adopts them (`adopt.py`). Whoever changes
-one answers for what a crash would leave: all of a row is written before its state says so, and on the way out the
-state goes first. The others can be made anew from those.
-"""
+KEPT columns may lie in memory that outlives this process: the next server adopts them (`adopt.py`).
+Whoever changes one answers for what a crash would leave: all of a row is written before its state
+says so, and on the way out the state goes first. The others can be made anew from those."""
 
 from __future__ import annotations
 
@@ -21,9 +20,10 @@ from kvkeep.store.columns import Columns, PlainColumns
 
 NO_ROW = -1
 
-# The life of a block: WRITING -> READY -> EVICTING. Between the first two a block that has all its shards may be
-# WAITING for an ancestor: what is READY is closed under prefixes, which is what makes the longest hit a matter of
-# bisection. EVICTING blocks have left the index and keep their slot until the last reader or writer is done with it.
+# The life of a block: WRITING -> READY -> EVICTING. Between the first two a block that has all its
+# shards may be WAITING for an ancestor: what is READY is closed under prefixes, which is what makes
+# the longest hit a matter of bisection. EVICTING blocks have left the index and keep their slot
+# until the last reader or writer is done with it.
 FREE, WRITING, WAITING, READY, EVICTING = 0, 1, 2, 3, 4
 STATE_NAMES = ("free", "writing", "waiting", "ready", "evicting")
 
@@ -126,12 +126,15 @@ class BlockTable:
     check: memoryview  # row in the layout's table of checksums
     slot: memoryview  # byte offset in the pool
     used: memoryview  # sequence number of the last use; a parent inherits its evicted child's
-    finished: memoryview  # equal to `used` while nobody has used the block since its session finished
+    finished: (
+        memoryview  # equal to `used` while nobody has used the block since its session finished
+    )
     expires_ms: memoryview  # 0: never
     seal: memoryview  # of all that the block is, from before it is READY: see seals.py
     queued: memoryview  # rank of the block's one live entry in an eviction queue, or -1
     queue_owner: memoryview  # whose queue that entry is in
-    held: memoryview  # leases and writes that end here, plus children that are held: nothing held can be evicted
+    # leases and writes that end here, plus children that are held: nothing held can be evicted
+    held: memoryview
 
     def __init__(self, columns: Columns | None = None) -> None:
         self._columns = columns or PlainColumns()
@@ -159,7 +162,8 @@ class BlockTable:
         return np.array(rows, dtype=np.int64)
 
     def give(self, rows: list[int]) -> None:
-        """Takes rows back. Whatever still points at one (a queue entry) is told apart by `queued` being -1."""
+        """Takes rows back. Whatever still points at one (a queue entry) is told apart by `queued`
+        being -1."""
         at = rows[0] if len(rows) == 1 else np.array(rows)
         self.many.state[at] = FREE
         self.many.queued[at] = -1
@@ -177,14 +181,20 @@ class BlockTable:
     def rows_between(self, begin: int, end: int) -> NDArray[np.int64]:
         """The rows whose slots lie in that range of the pool."""
         slot = self.many.slot[: self._next]
-        return np.flatnonzero((slot >= begin) & (slot < end) & (self.many.state[: self._next] != FREE))
+        return np.flatnonzero(
+            (slot >= begin) & (slot < end) & (self.many.state[: self._next] != FREE)
+        )
 
     def live_rows(self) -> NDArray[np.int64]:
         """All rows in use, for scans that are rare enough to look at everything."""
         return np.flatnonzero(self.many.state[: self._next] != FREE)
 
     def _grow(self, capacity: int) -> None:
-        kept = {name: self._columns.grow(name, dtype, 0, capacity) for name, dtype in KEPT.items() if name != "state"}
+        kept = {
+            name: self._columns.grow(name, dtype, 0, capacity)
+            for name, dtype in KEPT.items()
+            if name != "state"
+        }
         keys = self._columns.grow("keys", np.uint64, WORDS_A_KEY, capacity)
         kept["state"] = self._columns.grow("state", np.int8, 0, capacity)
         capacity = min(len(keys), *map(len, kept.values()))

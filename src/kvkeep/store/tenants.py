@@ -1,18 +1,19 @@
-"""Who owns which blocks, how much memory that is, how much each is promised, and how much each may have at most.
+"""Who owns which blocks, how much memory that is, how much each is promised, and how much each may
+have at most.
 
-A quota is a promise: a tenant may use memory that others do not need (it borrows), and gives it back when somebody
-entitled to it asks. A limit is a ceiling: a tenant never uses more, whether or not memory is free. A tenant without a
-quota has no promise and only borrows; the tenants without quota and limit share one eviction queue, so with none set
-the pool is one plain LRU.
+A quota is a promise: a tenant may use memory that others do not need (it borrows), and gives it
+back when somebody entitled to it asks. A limit is a ceiling: a tenant never uses more, whether or
+not memory is free. A tenant without a quota has no promise and only borrows; the tenants without
+quota and limit share one eviction queue, so with none set the pool is one plain LRU.
 
     in force      limit     the tenant's own, else the default; None: no limit
                   quota     the tenant's own, else the default; at most the limit. Where the own quotas together exceed
-                            the pool (it was larger when they were set), each is scaled down by pool / sum of all
+                            the pool (it was larger when they were set), each is scaled down by pool
+                            / sum of all
 
-What somebody reads or writes is *held* and cannot be evicted. A tenant holds up to its own quota by right. What all
-tenants hold beyond theirs fits into the memory that no own quota promises (`may_hold`): so each own quota can be had
-at any time, whatever the others hold.
-"""
+What somebody reads or writes is *held* and cannot be evicted. A tenant holds up to its own quota by
+right. What all tenants hold beyond theirs fits into the memory that no own quota promises
+(`may_hold`): so each own quota can be had at any time, whatever the others hold."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def tenant_word(name: str) -> int:
 
 @dataclass(eq=False)
 class Tenant:
-    """One tenant. `usage_bytes` is at all times the sum of the slots of its blocks, evicting ones included."""
+    """One tenant. `usage_bytes` is at all times the sum of the slots of its blocks, evicting ones
+    included."""
 
     name: str
     number: int
@@ -49,7 +51,8 @@ class Tenant:
     share_bytes: int = 0  # what it may hold by right: its own quota in force
     cleared: int = 0  # indices that were taken from it and are not swept yet
     defaults: int = 0  # which defaults its quota and limit were computed with
-    storing: bool = False  # at work for it right now: not forgotten even if its last block makes way for its next
+    # at work for it right now: not forgotten even if its last block makes way for its next
+    storing: bool = False
     index: dict[bytes, int] = field(default_factory=dict)
     word: int = field(init=False)
 
@@ -63,7 +66,8 @@ class Tenant:
 
     @property
     def is_named(self) -> bool:
-        """Whether an operator has set something for this tenant. Such a tenant is never forgotten."""
+        """Whether an operator has set something for this tenant. Such a tenant is never
+        forgotten."""
         return self.own_quota_bytes is not None or self.own_limit_bytes is not None
 
     @property
@@ -81,12 +85,16 @@ class Tenant:
         return self.quota_bytes is None or self.usage_bytes - nbytes >= self.quota_bytes
 
     def may_lose_to(self, taker: Tenant, nbytes: int, taken: int) -> bool:
-        """Whether that tenant may take that much from this one, having `taken` bytes more itself then. Own quotas fit
-        the pool together and default ones need not: a tenant within its own quota takes from those too."""
-        return self.may_lose(nbytes) or (self.own_quota_bytes is None and taker.has_own_right_to(taken))
+        """Whether that tenant may take that much from this one, having `taken` bytes more itself
+        then. Own quotas fit the pool together and default ones need not: a tenant within its own
+        quota takes from those too."""
+        return self.may_lose(nbytes) or (
+            self.own_quota_bytes is None and taker.has_own_right_to(taken)
+        )
 
     def has_own_right_to(self, nbytes: int) -> bool:
-        """Whether that much more would still be within a quota that is its own, not the default one."""
+        """Whether that much more would still be within a quota that is its own, not the default
+        one."""
         return self.own_quota_bytes is not None and self.entitled_to(nbytes)
 
     def entitled_to(self, nbytes: int) -> bool:
@@ -95,8 +103,8 @@ class Tenant:
 
 
 class Tenants:
-    """All tenants that have blocks, or a quota or limit of their own. Others are forgotten, so names cannot pile up.
-    `limit` is how many there may be."""
+    """All tenants that have blocks, or a quota or limit of their own. Others are forgotten, so
+    names cannot pile up. `limit` is how many there may be."""
 
     def __init__(
         self,
@@ -111,18 +119,26 @@ class Tenants:
         self.default_quota_bytes = default_quota_bytes  # as set; see default_in_force
         self.default_limit_bytes: int | None = None
         self.by_number: dict[int, Tenant] = {}
-        # Tenants that may lose blocks to others and have a queue of their own, in no order that matters: those above
-        # their quota, and those with blocks and a limit but no quota.
+        # Tenants that may lose blocks to others and have a queue of their own, in no order that
+        # matters: those above their quota, and those with blocks and a limit but no quota.
         self.borrowers: dict[Tenant, None] = {}
-        self.on_default: dict[Tenant, None] = {}  # tenants with blocks whose quota is the default one, likewise
+        self.on_default: dict[
+            Tenant, None
+        ] = {}  # tenants with blocks whose quota is the default one, likewise
         self.named: dict[Tenant, None] = {}  # tenants with a quota or limit of their own
-        # Tenants that may make way for a new name, the one that was held longest ago first: those with blocks of which
-        # none is held, and without a quota or limit of their own.
+        # Tenants that may make way for a new name, the one that was held longest ago first: those
+        # with blocks of which none is held, and without a quota or limit of their own.
         self.idle: dict[Tenant, None] = {}
-        self.leaving: dict[Tenant, None] = {}  # tenants that have made way and still have blocks: no place is theirs
-        self.to_shrink: dict[Tenant, None] = {}  # tenants that were over their limit when it was lowered
+        self.leaving: dict[
+            Tenant, None
+        ] = {}  # tenants that have made way and still have blocks: no place is theirs
+        self.to_shrink: dict[
+            Tenant, None
+        ] = {}  # tenants that were over their limit when it was lowered
         self.to_update: list[Tenant] = []  # tenants that the defaults may have changed for
-        self.on_moved: Callable[[Tenant], None] = lambda tenant: None  # its blocks belong into other eviction queues
+        self.on_moved: Callable[[Tenant], None] = lambda tenant: (
+            None
+        )  # its blocks belong into other eviction queues
         self.reserved_bytes = 0  # the sum of all shares
         self._excess_bytes = 0  # the sum of what all tenants hold beyond their shares
         self._defaults = 0
@@ -171,8 +187,11 @@ class Tenants:
         return self._add(name, number)
 
     def names_left(self, numbers: list[int]) -> dict[int, str]:
-        """Those of the numbers whose tenants an earlier store has left, with their names, none of them twice."""
-        names = {number: name for number in numbers if (name := self._records.get(number)) is not None}
+        """Those of the numbers whose tenants an earlier store has left, with their names, none of
+        them twice."""
+        names = {
+            number: name for number in numbers if (name := self._records.get(number)) is not None
+        }
         owners: dict[str, list[int]] = {}
         for number, name in names.items():
             owners.setdefault(name, []).append(number)
@@ -192,7 +211,8 @@ class Tenants:
         return tenant
 
     def make_way(self) -> Tenant | None:
-        """The tenant that gives its place to a new name; None if all are held, or have something of their own."""
+        """The tenant that gives its place to a new name; None if all are held, or have something of
+        their own."""
         coldest = next(iter(self.idle), None)
         if coldest is not None:
             self.leaving[coldest] = None
@@ -200,8 +220,8 @@ class Tenants:
         return coldest
 
     def may_hold(self, tenant: Tenant | None, capacity_bytes: int) -> int:
-        """How much more a tenant may hold, of so much memory: what is left of its share, and of what nobody has a
-        right to. None: a tenant that is not known yet."""
+        """How much more a tenant may hold, of so much memory: what is left of its share, and of
+        what nobody has a right to. None: a tenant that is not known yet."""
         of_share = 0 if tenant is None else max(0, tenant.share_bytes - tenant.held_bytes)
         return of_share + max(0, capacity_bytes - self.reserved_bytes - self._excess_bytes)
 
@@ -233,8 +253,8 @@ class Tenants:
             self._free_numbers.append(tenant.number)
 
     def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
-        """Gives the tenant a quota of its own, or with None the default again. While own quotas exceed the pool, this
-        changes what all of them are scaled down to."""
+        """Gives the tenant a quota of its own, or with None the default again. While own quotas
+        exceed the pool, this changes what all of them are scaled down to."""
         was_scaled = self.is_scaled
         self._promised_bytes += (quota_bytes or 0) - (tenant.own_quota_bytes or 0)
         tenant.own_quota_bytes = quota_bytes
@@ -257,8 +277,8 @@ class Tenants:
         self._change_defaults()
 
     def update(self, most: int) -> int:
-        """Puts changed defaults in force for tenants that have asked for nothing since, so many at a time. Returns how
-        many it looked at; 0: all are done."""
+        """Puts changed defaults in force for tenants that have asked for nothing since, so many at
+        a time. Returns how many it looked at; 0: all are done."""
         some = self.to_update[-most:]
         del self.to_update[-most:]
         for tenant in some:
@@ -284,26 +304,51 @@ class Tenants:
     def check_integrity(self) -> None:
         assert self._promised_bytes == sum(tenant.own_quota_bytes or 0 for tenant in self)
         for tenant in self:
-            assert self._borrows(tenant) == (tenant in self.borrowers), f"{tenant.name}: borrowing is noted wrongly"
+            assert self._borrows(tenant) == (tenant in self.borrowers), (
+                f"{tenant.name}: borrowing is noted wrongly"
+            )
             assert tenant.is_named == (tenant in self.named)
             assert tenant.blocks or tenant.is_named, f"{tenant.name}: should be forgotten"
-            idle = tenant.blocks > 0 and not tenant.held_bytes and not tenant.is_named and tenant not in self.leaving
-            assert idle == (tenant in self.idle), f"{tenant.name}: whether it may make way is noted wrongly"
+            idle = (
+                tenant.blocks > 0
+                and not tenant.held_bytes
+                and not tenant.is_named
+                and tenant not in self.leaving
+            )
+            assert idle == (tenant in self.idle), (
+                f"{tenant.name}: whether it may make way is noted wrongly"
+            )
             own = tenant.quota_bytes if tenant.own_quota_bytes is not None else 0
             assert tenant.share_bytes == own, f"{tenant.name}: its share"
-            by_default = tenant.blocks > 0 and tenant.own_quota_bytes is None and tenant.quota_bytes is not None
-            assert by_default == (tenant in self.on_default), f"{tenant.name}: its default quota is noted wrongly"
-        in_force = sum(tenant.quota_bytes or 0 for tenant in self if tenant.own_quota_bytes is not None)
+            by_default = (
+                tenant.blocks > 0
+                and tenant.own_quota_bytes is None
+                and tenant.quota_bytes is not None
+            )
+            assert by_default == (tenant in self.on_default), (
+                f"{tenant.name}: its default quota is noted wrongly"
+            )
+        in_force = sum(
+            tenant.quota_bytes or 0 for tenant in self if tenant.own_quota_bytes is not None
+        )
         assert in_force <= self.pool_bytes, "own quotas in force exceed the pool"
         assert self.reserved_bytes == sum(tenant.share_bytes for tenant in self)
         assert self._excess_bytes == sum(tenant.excess_bytes for tenant in self)
-        noted = (*self.named, *self.borrowers, *self.on_default, *self.idle, *self.leaving, *self.to_shrink)
+        noted = (
+            *self.named,
+            *self.borrowers,
+            *self.on_default,
+            *self.idle,
+            *self.leaving,
+            *self.to_shrink,
+        )
         assert all(self._by_name.get(tenant.name) is tenant for tenant in noted)
         assert sorted([*self.by_number, *self._free_numbers]) == list(range(self._next))
 
     def _change_defaults(self) -> None:
-        """From now on: a tenant that asks for something has the new defaults then, and all others by and by. Tenants
-        with something of their own have them at once: what they are promised must add up."""
+        """From now on: a tenant that asks for something has the new defaults then, and all others
+        by and by. Tenants with something of their own have them at once: what they are promised
+        must add up."""
         self._defaults += 1
         self.to_update = list(self)
         for tenant in list(self.named):
@@ -312,7 +357,9 @@ class Tenants:
     def _put_in_force(self, tenant: Tenant) -> None:
         owner, excess = tenant.owner, tenant.excess_bytes
         tenant.defaults = self._defaults
-        limit = self.default_limit_bytes if tenant.own_limit_bytes is None else tenant.own_limit_bytes
+        limit = (
+            self.default_limit_bytes if tenant.own_limit_bytes is None else tenant.own_limit_bytes
+        )
         quota = tenant.own_quota_bytes
         if quota is None and self.default_quota_bytes is not None:
             quota = min(self.default_quota_bytes, self.pool_bytes)
@@ -320,7 +367,11 @@ class Tenants:
             quota = quota * self.pool_bytes // self._promised_bytes
         tenant.limit_bytes = limit
         tenant.quota_bytes = quota if quota is None or limit is None else min(quota, limit)
-        share = 0 if tenant.own_quota_bytes is None or tenant.quota_bytes is None else tenant.quota_bytes
+        share = (
+            0
+            if tenant.own_quota_bytes is None or tenant.quota_bytes is None
+            else tenant.quota_bytes
+        )
         self.reserved_bytes += share - tenant.share_bytes
         tenant.share_bytes = share
         self._excess_bytes += tenant.excess_bytes - excess

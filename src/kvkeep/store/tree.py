@@ -1,4 +1,5 @@
-"""Blocks as chains. A prompt is a path from a root; prompts that begin alike share the beginning of their path.
+"""Blocks as chains. A prompt is a path from a root; prompts that begin alike share the beginning of
+their path.
 
 a ── b ── c ── d          "a b c d" was stored by one request, "a b e" by another;
       └── e               d and e are leaves, and only leaves are ever evicted
@@ -26,11 +27,11 @@ def split_keys(keys: bytes) -> list[bytes]:
 
 
 def longest_hit(table: BlockTable, index: dict[bytes, int], keys: bytes) -> int:
-    """How many leading keys are READY, by bisection: eleven probes for 2,000 keys, one when nothing is there.
+    """How many leading keys are READY, by bisection: eleven probes for 2,000 keys, one when nothing
+    is there.
 
-    Right for every chain, because what is READY is closed under prefixes. Keys that form no chain may give any
-    number; `rows_of_chain` is what tells.
-    """
+    Right for every chain, because what is READY is closed under prefixes. Keys that form no chain
+    may give any number; `rows_of_chain` is what tells."""
     state = table.state
 
     def ready(position: int) -> bool:
@@ -52,12 +53,14 @@ def longest_hit(table: BlockTable, index: dict[bytes, int], keys: bytes) -> int:
     return miss
 
 
-def rows_of_chain(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int) -> NDArray[np.int64]:
+def rows_of_chain(
+    table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int
+) -> NDArray[np.int64]:
     """The rows of keys[skip:hit], as far as they really are one READY chain hanging on key skip-1.
 
-    Whatever a client sends, no row comes back that is not the child of the one before it. For a chain the way leads
-    from its last row to its first: parents are one small column, the index of keys a large one, full of cache misses.
-    """
+    Whatever a client sends, no row comes back that is not the child of the one before it. For a
+    chain the way leads from its last row to its first: parents are one small column, the index of
+    keys a large one, full of cache misses."""
     rows = way_up(table, index[keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES]], hit - skip)
     parent = table.parent[rows[0]]
     above = keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES] if skip else b""
@@ -78,13 +81,21 @@ def way_up(table: BlockTable, row: int, count: int) -> NDArray[np.int64]:
     return np.array(upwards[::-1], dtype=np.int64)
 
 
-def _walk_down(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int) -> NDArray[np.int64]:
-    """The same for keys that form no chain, one by one: only a client that is broken or hostile sends such."""
+def _walk_down(
+    table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int
+) -> NDArray[np.int64]:
+    """The same for keys that form no chain, one by one: only a client that is broken or hostile
+    sends such."""
     above = index.get(keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES], NO_ROW) if skip else NO_ROW
     rows: list[int] = []
     for key in split_keys(keys[skip * KEY_BYTES : hit * KEY_BYTES]):
         row = index.get(key, NO_ROW)
-        if row == NO_ROW or table.parent[row] != above or table.state[row] != READY or (skip and above == NO_ROW):
+        if (
+            row == NO_ROW
+            or table.parent[row] != above
+            or table.state[row] != READY
+            or (skip and above == NO_ROW)
+        ):
             break
         if table.keys[row] != key:  # somebody else wrote into our columns
             break
@@ -94,8 +105,8 @@ def _walk_down(table: BlockTable, index: dict[bytes, int], keys: bytes, skip: in
 
 
 def hold(table: BlockTable, rows: NDArray[np.int64]) -> int:
-    """Notes one more lease or write on each of some rows. Returns how many rows are held now that were not: a held row
-    holds all that it hangs on."""
+    """Notes one more lease or write on each of some rows. Returns how many rows are held now that
+    were not: a held row holds all that it hangs on."""
     if native.available:
         return native.hold(table.many.parent, table.many.held, rows)
     newly = 0
@@ -110,7 +121,8 @@ def hold(table: BlockTable, rows: NDArray[np.int64]) -> int:
 
 
 def let_go(table: BlockTable, rows: NDArray[np.int64]) -> int:
-    """Notes one lease or write less on each of some rows. Returns how many rows were held and are not now."""
+    """Notes one lease or write less on each of some rows. Returns how many rows were held and are
+    not now."""
     if native.available:
         return native.let_go(table.many.parent, table.many.held, rows)
     gone = 0
@@ -146,7 +158,8 @@ def any_above(table: BlockTable, row: int, state: int) -> bool:
 
 
 def link_chain(table: BlockTable, rows: NDArray[np.int64], parent: int) -> None:
-    """Hangs new rows under `parent` as one chain: each row is the only child of the one before it."""
+    """Hangs new rows under `parent` as one chain: each row is the only child of the one before
+    it."""
     many = table.many
     many.parent[rows[1:]] = rows[:-1]
     many.first_child[rows[:-1]] = rows[1:]
@@ -202,14 +215,17 @@ def children(table: BlockTable, row: int) -> list[int]:
 
 
 def subtree(table: BlockTable, row: int, without: Collection[int] = ()) -> list[int]:
-    """The row and all below it, parents before their children, leaving out `without` and what is below those."""
+    """The row and all below it, parents before their children, leaving out `without` and what is
+    below those."""
     found = [row]
     for each in found:
         found.extend(child for child in children(table, each) if child not in without)
     return found
 
 
-def latest_below(table: BlockTable, rows: NDArray[np.int64], used: NDArray[np.int64]) -> NDArray[np.int64]:
+def latest_below(
+    table: BlockTable, rows: NDArray[np.int64], used: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """For each of all live rows the largest `used` of itself and everything below it.
 
     Every round doubles how far up a row reports, so a chain of 2,000 blocks takes eleven rounds.

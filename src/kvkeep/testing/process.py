@@ -23,15 +23,16 @@ _ENDS_IN_S = 60
 
 
 def wait_for(file: Any, timeout_ms: int, *, readable: bool = True, writable: bool = False) -> bool:
-    """Waits until a file or socket is ready. By poll: select takes no descriptor beyond 1,023, and a process that has
-    run many simulations has more."""
+    """Waits until a file or socket is ready. By poll: select takes no descriptor beyond 1,023, and
+    a process that has run many simulations has more."""
     poll = select.poll()
     poll.register(file, (select.POLLIN if readable else 0) | (select.POLLOUT if writable else 0))
     return bool(poll.poll(timeout_ms))
 
 
 class ServerProcess:
-    """`kvkeep serve` on free ports, with a pool and state of its own; all of it is gone when the block ends.
+    """`kvkeep serve` on free ports, with a pool and state of its own; all of it is gone when the
+    block ends.
 
     with ServerProcess("--pool-size", "1GiB") as server:
         cache = kvkeep.connect(server.address, ...)
@@ -39,9 +40,13 @@ class ServerProcess:
 
     def __init__(self, *flags: str, name: str | None = None, state_dir: Path | None = None) -> None:
         self._flags = flags
-        self._shm_dir = Path(flags[flags.index("--shm-dir") + 1] if "--shm-dir" in flags else "/dev/shm")
+        self._shm_dir = Path(
+            flags[flags.index("--shm-dir") + 1] if "--shm-dir" in flags else "/dev/shm"
+        )
         self.name = name or f"p{os.getpid()}-{next(_numbers)}"
-        self._own_state = tempfile.TemporaryDirectory(prefix="kvkeep-") if state_dir is None else None
+        self._own_state = (
+            tempfile.TemporaryDirectory(prefix="kvkeep-") if state_dir is None else None
+        )
         self.state_dir = Path(self._own_state.name) if self._own_state else state_dir
         self.address = ""
         self.http = ""
@@ -59,11 +64,15 @@ class ServerProcess:
         return self._shm_dir / f"kvkeep-{self.name}"
 
     def start(self, *more: str) -> ServerProcess:
-        """Starts the server and waits for its word that it serves; Unavailable, with what it said, if it does not.
-        `more` are flags for this time only."""
+        """Starts the server and waits for its word that it serves; Unavailable, with what it said,
+        if it does not. `more` are flags for this time only."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the server)
         self.process = subprocess.Popen(
-            [*self.command(), *more], stdout=subprocess.PIPE, stderr=self._log, text=True, env=_clean_environment()
+            [*self.command(), *more],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=_clean_environment(),
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -116,7 +125,10 @@ class ServerProcess:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.process is not None and self.process.poll() is None:
             self.send(signal.SIGCONT)  # a paused process cannot end

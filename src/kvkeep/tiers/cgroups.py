@@ -1,16 +1,17 @@
-"""Memory limits of control groups: all that apply to this process, from its own group up to the top.
+"""Memory limits of control groups: all that apply to this process, from its own group up to the
+top.
 
     /proc/self/cgroup       0::/system.slice/kvkeep.service          the group of this process, in version 2
                             4:memory:/docker/a5c8                    the same in version 1: a tree for memory
     /proc/self/mountinfo    where each tree is mounted, and which group is the top of what can be seen there
 
-A limit holds for a group and all groups below it, so the one that ends a process is often not on its own group: a pod
-has one around its containers, a slice one around its services. In a container the groups above its own are hidden; of
-those, version 1 tells the lowest limit, and version 2 nothing.
+A limit holds for a group and all groups below it, so the one that ends a process is often not on
+its own group: a pod has one around its containers, a slice one around its services. In a container
+the groups above its own are hidden; of those, version 1 tells the lowest limit, and version 2
+nothing.
 
-Memory in /dev/shm counts for the group of the process that touched it first, and stays counted after that process
-ended.
-"""
+Memory in /dev/shm counts for the group of the process that touched it first, and stays counted
+after that process ended."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _MOST_LEVELS: Final = 64
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One limit. `used_bytes` is without file cache, which the kernel gives up before it ends a process;
-    `shared_bytes` of it are in memory file systems."""
+    """One limit. `used_bytes` is without file cache, which the kernel gives up before it ends a
+    process; `shared_bytes` of it are in memory file systems."""
 
     group: Path
     limit_bytes: int
@@ -38,8 +39,8 @@ class MemoryLimit:
     shared_bytes: int = 0
 
     def free_bytes(self, freed_bytes: int = 0) -> int:
-        """What is left of it when an old pool of so many bytes is gone. Nothing tells which groups that pool counts
-        for; with less shared memory than that, a group has no more to get back."""
+        """What is left of it when an old pool of so many bytes is gone. Nothing tells which groups
+        that pool counts for; with less shared memory than that, a group has no more to get back."""
         return max(0, self.limit_bytes - self.used_bytes + min(freed_bytes, self.shared_bytes))
 
 
@@ -77,8 +78,9 @@ def _version(mount: Mount) -> int:
 
 
 def _levels(mount: Mount, group: str) -> Iterator[Path]:
-    """The group and those above it, as directories. Only the mount's top if the group does not lie below it, as in a
-    container that sees its own group as the top and is told the host's name for it."""
+    """The group and those above it, as directories. Only the mount's top if the group does not lie
+    below it, as in a container that sees its own group as the top and is told the host's name for
+    it."""
     top = Path(mount.point)
     with contextlib.suppress(ValueError):
         below = PurePosixPath(group).relative_to(mount.root)
@@ -89,7 +91,8 @@ def _levels(mount: Mount, group: str) -> Iterator[Path]:
 
 
 def _limit_v2(group: Path) -> MemoryLimit | None:
-    """memory.high counts as well: beyond it the kernel slows a group down until it has less, which a pool never has."""
+    """memory.high counts as well: beyond it the kernel slows a group down until it has less, which
+    a pool never has."""
     limits = [_number(group / name) for name in ("memory.max", "memory.high")]
     known = [limit for limit in limits if limit is not None]
     if not known:
@@ -104,10 +107,14 @@ def _limit_v1(group: Path) -> MemoryLimit | None:
     known = [limit for limit in limits if limit is not None]
     if not known:
         return None
-    return _with_usage(group, min(known), _number(group / "memory.usage_in_bytes"), statistics, "total_")
+    return _with_usage(
+        group, min(known), _number(group / "memory.usage_in_bytes"), statistics, "total_"
+    )
 
 
-def _with_usage(group: Path, limit: int, used: int | None, statistics: dict[str, int], prefix: str) -> MemoryLimit:
+def _with_usage(
+    group: Path, limit: int, used: int | None, statistics: dict[str, int], prefix: str
+) -> MemoryLimit:
     cached, shared = (
         sum(statistics.get(prefix + name, 0) for name in names)
         for names in (("active_file", "inactive_file"), ("shmem",))

@@ -1,4 +1,5 @@
-"""How large a pool can be: what its file system, the host's memory and every memory limit have left.
+"""How large a pool can be: what its file system, the host's memory and every memory limit have
+left.
 
     file system    │ in use │ index │ pool …                     │
     host, limits   │ in use │ the server itself │ pool …         │
@@ -22,10 +23,14 @@ from kvkeep.units import KIB, MIB, format_size
 MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 SMALL_POOL_BYTES: Final = 256 * MIB  # some 2,000 tokens of a model of 8B parameters
 _LEAST_AUTO_BYTES: Final = 64 * MIB
-# What a server takes beside its pool. Measured: 39 MiB from the check until it has stored 65,000 blocks.
+# What a server takes beside its pool. Measured: 39 MiB from the check until it has stored 65,000
+# blocks.
 _SERVER_BYTES: Final = 64 * MIB
-_FILLING_BYTES: Final = 16 * MIB  # the part of it that is left when the last segment is filled, at least
-# Files beside the segments: the first rows of the index, and the presence file, at most one byte for 128 of the pool.
+_FILLING_BYTES: Final = (
+    16 * MIB
+)  # the part of it that is left when the last segment is filled, at least
+# Files beside the segments: the first rows of the index, and the presence file, at most one byte
+# for 128 of the pool.
 _INDEX_BYTES: Final = MIB
 _POOL_BYTES_A_PRESENCE_BYTE: Final = 128
 _MOST_PRESENCE_BYTES: Final = 4 * MIB
@@ -42,12 +47,14 @@ class Room:
 
     @property
     def advised_bytes(self) -> int:
-        """Whole MiB that fit even if a little less is free the next time, with space for an index that grows."""
+        """Whole MiB that fit even if a little less is free the next time, with space for an index
+        that grows."""
         return self.nbytes * 9 // 10 // MIB * MIB
 
 
 def pool_room(shm_dir: Path, freed_bytes: int = 0) -> Room:
-    """The room for a pool in this directory. `freed_bytes` is what an old pool there holds and is about to give back.
+    """The room for a pool in this directory. `freed_bytes` is what an old pool there holds and is
+    about to give back.
 
     OSError if there is no such directory.
     """
@@ -58,13 +65,20 @@ def pool_room(shm_dir: Path, freed_bytes: int = 0) -> Room:
 
 
 def room_to_fill(shm_dir: Path) -> Room | None:
-    """The memory that a pool which has begun to fill may still take. None if its files take no memory."""
-    return min(_memory(0, _FILLING_BYTES), key=lambda room: room.nbytes) if _takes_memory(shm_dir) else None
+    """The memory that a pool which has begun to fill may still take. None if its files take no
+    memory."""
+    return (
+        min(_memory(0, _FILLING_BYTES), key=lambda room: room.nbytes)
+        if _takes_memory(shm_dir)
+        else None
+    )
 
 
 def can_stay(shm_dir: Path) -> bool:
     """Whether a pool that is all there leaves enough of each memory limit for a server to run."""
-    return not _takes_memory(shm_dir) or all(limit.free_bytes() >= _FILLING_BYTES for limit in memory_limits())
+    return not _takes_memory(shm_dir) or all(
+        limit.free_bytes() >= _FILLING_BYTES for limit in memory_limits()
+    )
 
 
 def auto_pool_bytes(shm_dir: Path, freed_bytes: int = 0) -> int:
@@ -73,19 +87,23 @@ def auto_pool_bytes(shm_dir: Path, freed_bytes: int = 0) -> int:
     OSError if there is no such directory.
     """
     free_bytes = _space(shm_dir, freed_bytes).free_bytes
-    if file_system_of(shm_dir) != "hugetlbfs":  # on a disk, too: nobody expects a pool larger than memory there
+    if (
+        file_system_of(shm_dir) != "hugetlbfs"
+    ):  # on a disk, too: nobody expects a pool larger than memory there
         free_bytes = min(free_bytes, available_bytes(freed_bytes))
     wanted_bytes = max(free_bytes // 4, _LEAST_AUTO_BYTES) // MIB * MIB
     return min(wanted_bytes, pool_room(shm_dir, freed_bytes).advised_bytes)
 
 
 def available_bytes(freed_bytes: int = 0) -> int:
-    """Memory that can be had without swapping: of the host, or of a memory limit where that leaves less."""
+    """Memory that can be had without swapping: of the host, or of a memory limit where that leaves
+    less."""
     return min(room.free_bytes for room in _memory(freed_bytes, 0))
 
 
 def _takes_memory(shm_dir: Path) -> bool:
-    """A disk takes none that counts, and huge pages were set aside before: they count nowhere else."""
+    """A disk takes none that counts, and huge pages were set aside before: they count nowhere
+    else."""
     return file_system_of(shm_dir) in MEMORY_FILE_SYSTEMS - {"hugetlbfs"} | {""}
 
 
@@ -104,8 +122,8 @@ def _space(shm_dir: Path, freed_bytes: int) -> Room:
 
 
 def _memory(freed_bytes: int, reserve_bytes: int) -> Iterator[Room]:
-    """Of the host, then of each limit. A quarter of what is free is offered in any case: where that is less than the
-    server itself takes, a small pool makes no difference."""
+    """Of the host, then of each limit. A quarter of what is free is offered in any case: where that
+    is less than the server itself takes, a small pool makes no difference."""
     host_bytes = _host_bytes() + freed_bytes
     yield Room(
         max(host_bytes - reserve_bytes, host_bytes // 4),
@@ -127,5 +145,7 @@ def _memory(freed_bytes: int, reserve_bytes: int) -> Iterator[Room]:
 def _host_bytes() -> int:
     with contextlib.suppress(OSError, ValueError, StopIteration, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * KIB
+        return (
+            int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * KIB
+        )
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

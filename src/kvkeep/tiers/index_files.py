@@ -1,13 +1,14 @@
-"""The index beside the pool: columns that are files in the memory file system, there for the next server.
+"""The index beside the pool: columns that are files in the memory file system, there for the next
+server.
 
     index-header             what the columns were made for, with a check of its own; locked by who uses them
     index-state …            one file a column; its length says how many rows there are
     index-sessions           which locks of sessions there are (`session_locks`)
 
-A file is made longer before its rows are used (no write to a mapping can fail later), and never shorter. Everything is
-written in place, by one thread: what the process had stored when it was killed is what the next one finds. When there
-is no shared memory left, the header goes and the index goes on in plain memory: the server serves, and leaves nothing.
-"""
+A file is made longer before its rows are used (no write to a mapping can fail later), and never
+shorter. Everything is written in place, by one thread: what the process had stored when it was
+killed is what the next one finds. When there is no shared memory left, the header goes and the
+index goes on in plain memory: the server serves, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ PREFIX = "index-"
 _HEADER_FILE = PREFIX + "header"
 _VERSION = 2
 _MAGIC = b"kvkeepix"
-_HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, 0, form, pool bytes, slab bytes, segment bytes
+_HEADER = struct.Struct(
+    "<8sIIQQQQ"
+)  # magic, version, 0, form, pool bytes, slab bytes, segment bytes
 _CHECK = struct.Struct("<Q")
 # Changes by itself when a column does, should somebody forget to raise the version.
 _FORM = word_of(
-    repr([(name, np.dtype(kind).str) for name, kind in KEPT.items()]).encode(), repr((TENANT, LAYOUT)).encode()
+    repr([(name, np.dtype(kind).str) for name, kind in KEPT.items()]).encode(),
+    repr((TENANT, LAYOUT)).encode(),
 )
 
 _ROWS_TO_SPARE = 1 << 20  # a table grows by large steps
@@ -77,7 +81,10 @@ class FileColumns:
             except OSError as error:
                 self.kept = False
                 remove_header(self._directory)
-                log.warning("no shared memory for the index (%s): the next server will start empty", error.strerror)
+                log.warning(
+                    "no shared memory for the index (%s): the next server will start empty",
+                    error.strerror,
+                )
         longer, before = self._plain.grow(name, dtype, width, rows), self._columns.get(name)
         if before is not None:
             longer[: len(before)] = before
@@ -101,7 +108,9 @@ class FileColumns:
 def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> None:
     """Says what the columns in this directory are made for."""
     head = _HEADER.pack(_MAGIC, _VERSION, 0, _FORM, pool_bytes, slab_bytes, segment_bytes)
-    descriptor = os.open(directory / _HEADER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        directory / _HEADER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+    )
     try:
         os.write(descriptor, head + _CHECK.pack(checksum(head)))
     finally:
@@ -109,8 +118,8 @@ def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_byte
 
 
 def own_header(directory: Path) -> int:
-    """Locks the header, until the descriptor is closed. It goes with the columns wherever somebody moves them, so no
-    two servers ever write into the same ones. BlockingIOError if another does."""
+    """Locks the header, until the descriptor is closed. It goes with the columns wherever somebody
+    moves them, so no two servers ever write into the same ones. BlockingIOError if another does."""
     descriptor = os.open(directory / _HEADER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,14 +135,20 @@ def remove_header(directory: Path) -> None:
 
 
 def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> str:
-    """Why what lies in this directory is no index for such a pool; empty if it is one. OSError if nobody can tell."""
+    """Why what lies in this directory is no index for such a pool; empty if it is one. OSError if
+    nobody can tell."""
     for name in os.listdir(directory):
         if name.startswith((PREFIX, "segment-")):
             found = os.stat(directory / name, follow_symlinks=False)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
+            if (
+                not stat.S_ISREG(found.st_mode)
+                or found.st_uid != os.getuid()
+                or found.st_nlink != 1
+            ):
                 return f"{name} is no plain file of ours"
             if name.startswith(PREFIX) and found.st_blocks * 512 < found.st_size:
-                return f"{name} has holes"  # to read one takes memory, and where there is none that ends a process
+                # to read one takes memory, and where there is none that ends a process
+                return f"{name} has holes"
     try:
         left = _read_header(directory)
     except ValueError as error:
@@ -143,8 +158,12 @@ def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_byt
     ):
         if was != wanted:
             return f"its {name} size is {format_size(was)}, not {format_size(wanted)}"
-    row_bytes = {name: np.dtype(kind).itemsize for name, kind in KEPT.items()} | {"keys": 8 * WORDS_A_KEY}
-    lengths = {name: _size(directory / (PREFIX + name)) // nbytes for name, nbytes in row_bytes.items()}
+    row_bytes = {name: np.dtype(kind).itemsize for name, kind in KEPT.items()} | {
+        "keys": 8 * WORDS_A_KEY
+    }
+    lengths = {
+        name: _size(directory / (PREFIX + name)) // nbytes for name, nbytes in row_bytes.items()
+    }
     if not 0 < lengths["state"] <= min(lengths.values()):  # it is the last to grow
         return "a column of its index is missing or too short"
     if lengths["state"] > pool_bytes // SLOT_ALIGN + _ROWS_TO_SPARE:
@@ -153,7 +172,8 @@ def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_byt
 
 
 def sizes_left(directory: Path) -> tuple[int, int, int]:
-    """Pool, slab and segment bytes of the index that lies in this directory; zeros if there is none to adopt."""
+    """Pool, slab and segment bytes of the index that lies in this directory; zeros if there is none
+    to adopt."""
     try:
         return _read_header(directory) or (0, 0, 0)
     except (OSError, ValueError):
@@ -164,19 +184,27 @@ def _read_header(directory: Path) -> tuple[int, int, int]:
     """ValueError says what is wrong with it."""
     path = directory / _HEADER_FILE
     if _size(path) != _HEADER.size + _CHECK.size:
-        raise ValueError("its index has no header" if _size(path) < 0 else "its index has a header of another length")
+        raise ValueError(
+            "its index has no header"
+            if _size(path) < 0
+            else "its index has a header of another length"
+        )
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         data = os.pread(descriptor, _HEADER.size + _CHECK.size, 0)
     finally:
         os.close(descriptor)
-    magic, version, _, form, pool_bytes, slab_bytes, segment_bytes = _HEADER.unpack(data[: _HEADER.size])
+    magic, version, _, form, pool_bytes, slab_bytes, segment_bytes = _HEADER.unpack(
+        data[: _HEADER.size]
+    )
     if magic != _MAGIC:
         raise ValueError("its index has a header that is not ours")
     if _CHECK.unpack(data[_HEADER.size :]) != (checksum(data[: _HEADER.size]),):
         raise ValueError("its index has a damaged header")
     if (version, form) != (_VERSION, _FORM):
-        raise ValueError(f"its index was written by another release (format {version}, here it is {_VERSION})")
+        raise ValueError(
+            f"its index was written by another release (format {version}, here it is {_VERSION})"
+        )
     return pool_bytes, slab_bytes, segment_bytes
 
 

@@ -49,13 +49,14 @@ _SLABS_AT_LEAST = 16
 
 
 def slab_bytes_for(pool_bytes: int) -> int:
-    """The default slab size: 64 MiB, less in a small pool so that several block sizes still find room in it."""
+    """The default slab size: 64 MiB, less in a small pool so that several block sizes still find
+    room in it."""
     return max(MIB, min(_LARGEST_SLAB_BYTES, pool_bytes // _SLABS_AT_LEAST // MIB * MIB))
 
 
 class PoolLeft(NamedTuple):
-    """What a server has left behind: the size its pool was to have, how much of that is there, and the memory that all
-    of its files hold. The first is 0 if it cannot be adopted."""
+    """What a server has left behind: the size its pool was to have, how much of that is there, and
+    the memory that all of its files hold. The first is 0 if it cannot be adopted."""
 
     pool_bytes: int
     filled_bytes: int
@@ -76,11 +77,12 @@ def pool_left(shm_dir: Path, name: str) -> PoolLeft:
 
 
 def auto_size(shm_dir: Path, name: str, *, adopt: bool) -> tuple[int, bool]:
-    """The size of a pool that nobody gave a size, and whether it is that of the pool which the last server left.
+    """The size of a pool that nobody gave a size, and whether it is that of the pool which the last
+    server left.
 
-    With `adopt` it is, if the memory that is missing of that pool can be had: a server that was killed under a memory
-    limit must not be killed again. Otherwise the old pool is removed, so its memory counts as free. The size is 0 if
-    nothing fits.
+    With `adopt` it is, if the memory that is missing of that pool can be had: a server that was
+    killed under a memory limit must not be killed again. Otherwise the old pool is removed, so its
+    memory counts as free. The size is 0 if nothing fits.
 
     OSError if there is no such directory.
     """
@@ -97,15 +99,16 @@ def _directory(shm_dir: Path, name: str) -> Path:
 
 
 class Pool:
-    """Owns the pool's directory from construction to `close`. Segments become usable one by one by `fill_next`.
+    """Owns the pool's directory from construction to `close`. Segments become usable one by one by
+    `fill_next`.
 
-    With `keep` its index lies beside it, and what an earlier server left is kept where it can be adopted: then
-    `is_left` says so, and that many bytes are filled. Otherwise, or with `fresh`, all is removed; `why_empty` says why,
-    and `not_adopted` the same if there was something to adopt.
+    With `keep` its index lies beside it, and what an earlier server left is kept where it can be
+    adopted: then `is_left` says so, and that many bytes are filled. Otherwise, or with `fresh`, all
+    is removed; `why_empty` says why, and `not_adopted` the same if there was something to adopt.
 
-    PoolError if there is no room for it. With `may_shrink` it takes the size that `auto` comes to instead: how much
-    memory an old pool gives back is known only when it is gone, and processes that have it mapped keep it.
-    """
+    PoolError if there is no room for it. With `may_shrink` it takes the size that `auto` comes to
+    instead: how much memory an old pool gives back is known only when it is gone, and processes
+    that have it mapped keep it."""
 
     def __init__(
         self,
@@ -140,10 +143,13 @@ class Pool:
                 self._check_room(shm_dir, pool_bytes, may_shrink)
                 self.segments = self._make_segments()
                 self._begin()
-        except BaseException as error:  # guard: whatever it is, no lock may stay behind, nor a directory of ours
+        except BaseException as error:
+            # guard: whatever it is, no lock may stay behind, nor a directory of ours
             self.close(keep=self.is_left)
             if isinstance(error, OSError):
-                raise PoolError(f"cannot make {self.directory}: {error.strerror}", "check --shm-dir") from error
+                raise PoolError(
+                    f"cannot make {self.directory}: {error.strerror}", "check --shm-dir"
+                ) from error
             raise
 
     def _set_sizes(self, pool_bytes: int, slab_bytes: int) -> None:
@@ -152,7 +158,8 @@ class Pool:
         self.pool_bytes = pool_bytes // slab_bytes * slab_bytes
 
     def _check_rest(self, shm_dir: Path) -> None:
-        """What is left is not adopted if the rest of it does not fit: filling it would end the server."""
+        """What is left is not adopted if the rest of it does not fit: filling it would end the
+        server."""
         missing, room = self.pool_bytes - self.filled_bytes, pool_room(shm_dir)
         if self.is_left and missing > room.nbytes:
             why = f"{format_size(missing)} of it are missing and do not fit: {room.reason}"
@@ -172,7 +179,8 @@ class Pool:
             raise PoolError(problem, _how_to_fit(room, self.slab_bytes))
 
     def start_over(self) -> None:
-        """Removes all that is there and begins anew, in other memory: who has the old one mapped keeps it."""
+        """Removes all that is there and begins anew, in other memory: who has the old one mapped
+        keeps it."""
         self._remove_all()
         self._begin()
 
@@ -181,7 +189,10 @@ class Pool:
         self.is_left = False
         self._remove_files()
         if left := sorted(set(os.listdir(self.directory)) - {LOCK_FILE}):
-            raise PoolError(f"{self.directory / left[0]} cannot be removed", "remove it, or choose another --name")
+            raise PoolError(
+                f"{self.directory / left[0]} cannot be removed",
+                "remove it, or choose another --name",
+            )
 
     def _begin(self) -> None:
         self._write_epoch()
@@ -198,8 +209,8 @@ class Pool:
         return isinstance(self.columns, FileColumns) and self.columns.kept and self.is_in_place()
 
     def leave_nothing(self) -> None:
-        """From now on no server adopts what is here. Before a session's lock goes whose process may still be at work:
-        the next server would take its memory for free."""
+        """From now on no server adopts what is here. Before a session's lock goes whose process may
+        still be at work: the next server would take its memory for free."""
         if self.is_in_place():
             remove_header(self.directory)
 
@@ -212,27 +223,32 @@ class Pool:
         return self.pool_bytes // self.slab_bytes
 
     def is_in_place(self) -> bool:
-        """Whether the directory is still ours, and says so: somebody may have removed it, or the lock file in it, and
-        another server made it anew."""
+        """Whether the directory is still ours, and says so: somebody may have removed it, or the
+        lock file in it, and another server made it anew."""
         return self._ownership.has_lock_file()
 
     def is_unlocked(self) -> bool:
-        """Whether the directory is ours and our lock file in it is gone: who comes now takes the server for dead, and
-        what it has for deserted."""
+        """Whether the directory is ours and our lock file in it is gone: who comes now takes the
+        server for dead, and what it has for deserted."""
         return self._ownership.has_directory() and not self._ownership.has_lock_file()
 
     def fill_next(self) -> tuple[int, int]:
-        """Allocates the next segment's memory, so that no later write to it can fail. May take a while.
+        """Allocates the next segment's memory, so that no later write to it can fail. May take a
+        while.
 
-        Returns the first slab and the number of slabs that may be used now; (0, 0) when all are there.
-        """
+        Returns the first slab and the number of slabs that may be used now; (0, 0) when all are
+        there."""
         if self.filled_bytes >= self.pool_bytes:
             return 0, 0
         if not self.is_in_place():
-            raise PoolError(f"the pool's directory {self.directory} was removed", "restart the server")
+            raise PoolError(
+                f"the pool's directory {self.directory} was removed", "restart the server"
+            )
         nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
         room = room_to_fill(self.directory)
-        if room is not None and nbytes > room.nbytes:  # beyond a memory limit no call fails: the kernel ends the server
+        if (
+            room is not None and nbytes > room.nbytes
+        ):  # beyond a memory limit no call fails: the kernel ends the server
             raise self._no_more(nbytes, room.reason)
         path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -243,7 +259,9 @@ class Pool:
             raise self._no_more(nbytes, error.strerror or "unknown error") from error
         finally:
             os.close(descriptor)
-        self.segments.view(self.filled_bytes, 1)  # mapped now, it serves the network even if the file goes
+        self.segments.view(
+            self.filled_bytes, 1
+        )  # mapped now, it serves the network even if the file goes
         first = self.filled_bytes // self.slab_bytes
         self.filled_bytes += nbytes
         return first, nbytes // self.slab_bytes
@@ -255,7 +273,8 @@ class Pool:
         )
 
     def make_presence(self) -> Presence | None:
-        """For the store that is all there is in the pool. Without it, engines wait for every answer."""
+        """For the store that is all there is in the pool. Without it, engines wait for every
+        answer."""
         try:
             return make_presence(self.directory, self._epoch, self.pool_bytes)
         except OSError as error:
@@ -266,33 +285,40 @@ class Pool:
     def watch(self, number: int) -> Watch:
         """A new lock file for a session. OSError if there is no place for it."""
         if not self.is_in_place():
-            raise FileNotFoundError(errno.ENOENT, "the pool's directory was removed", str(self.directory))
+            raise FileNotFoundError(
+                errno.ENOENT, "the pool's directory was removed", str(self.directory)
+            )
         return self._session_locks.watch(self._epoch, number)
 
     def close(self, *, keep: bool = False) -> None:
-        """Removes the pool, or leaves it to the next server. Processes that have it mapped keep their mapping until
-        they let go of it."""
-        if not keep and self._ownership.has_directory():  # else it is gone, or another server's by now
+        """Removes the pool, or leaves it to the next server. Processes that have it mapped keep
+        their mapping until they let go of it."""
+        if (
+            not keep and self._ownership.has_directory()
+        ):  # else it is gone, or another server's by now
             self._let_go_of_what_was_left()
             self._remove_files()
             shutil.rmtree(self.directory, ignore_errors=True)
         self.let_go()
 
     def let_go(self) -> None:
-        """Ends all that this process has of the pool, as its death would, and changes nothing in it."""
+        """Ends all that this process has of the pool, as its death would, and changes nothing in
+        it."""
         self._let_go_of_what_was_left()
         if hasattr(self, "segments"):
             self.segments.files.close()
         self._ownership.close()
 
     def _find_what_is_left(self) -> None:
-        """Takes segments and columns as they are, if they are an index and its pool. From then on no process of the
-        old server can map them any more."""
+        """Takes segments and columns as they are, if they are an index and its pool. From then on
+        no process of the old server can map them any more."""
         if not any(name.startswith("segment-") for name in os.listdir(self.directory)):
             self.why_empty = "no server before it has left anything"
             return
         try:
-            why = why_not_adopt(self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes)
+            why = why_not_adopt(
+                self.directory, self.pool_bytes, self.slab_bytes, self.segment_bytes
+            )
             if not why:
                 self._header = own_header(self.directory)
                 columns = FileColumns(self.directory)
@@ -316,7 +342,11 @@ class Pool:
             return "a column of its index is missing or too short"
         self._session_locks = SessionLocks(self.directory, columns)
         missing = self._session_locks.missing()
-        return f"{missing} is not the file that it was, and its process may still be at work" if missing else ""
+        return (
+            f"{missing} is not the file that it was, and its process may still be at work"
+            if missing
+            else ""
+        )
 
     def _map_segments_left(self) -> None:
         """The first ones, as far as all their memory is there. Those after a gap are removed."""
@@ -324,7 +354,11 @@ class Pool:
         while self.filled_bytes < self.pool_bytes:
             nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
             path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
-            if path not in beyond or path.stat().st_size != nbytes or path.stat().st_blocks * 512 < nbytes:
+            if (
+                path not in beyond
+                or path.stat().st_size != nbytes
+                or path.stat().st_blocks * 512 < nbytes
+            ):
                 break
             self.segments.view(self.filled_bytes, 1)
             self.filled_bytes += nbytes
@@ -355,14 +389,16 @@ class Pool:
         os.replace(draft, self.directory / EPOCH_FILE)
 
     def _remove_files(self) -> None:
-        """All but the lock, which goes last: whoever can take it must find no leftovers that are still going. And first
-        what makes them an index: see `leave_nothing`.
+        """All but the lock, which goes last: whoever can take it must find no leftovers that are
+        still going. And first what makes them an index: see `leave_nothing`.
 
         As far as it goes: what cannot be removed stays, and does not keep the rest.
         """
         with contextlib.suppress(OSError):
             remove_header(self.directory)
-        with contextlib.suppress(FileNotFoundError):  # somebody else removed the directory: so much the better
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # somebody else removed the directory: so much the better
             for path in self.directory.iterdir():
                 with contextlib.suppress(OSError):
                     if path.is_dir() and not path.is_symlink():

@@ -12,7 +12,8 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 class Mount(NamedTuple):
-    """`root` is the directory of the file system that appears at `point`; `options` are those of the file system."""
+    """`root` is the directory of the file system that appears at `point`; `options` are those of
+    the file system."""
 
     root: str
     point: str
@@ -21,7 +22,8 @@ class Mount(NamedTuple):
 
 
 def read_mounts(mounts: Path = MOUNTS) -> list[Mount]:
-    """In the order of mounting. Empty if the list cannot be read; lines of another form are left out."""
+    """In the order of mounting. Empty if the list cannot be read; lines of another form are left
+    out."""
     found = []
     with contextlib.suppress(OSError):
         for line in mounts.read_text(errors="surrogateescape").splitlines():
@@ -34,7 +36,8 @@ def read_mounts(mounts: Path = MOUNTS) -> list[Mount]:
 
 
 def file_system_of(directory: Path, mounts: Path = MOUNTS) -> str:
-    """The type of the file system that holds `directory`, such as tmpfs or ext4. Empty if it is unknown."""
+    """The type of the file system that holds `directory`, such as tmpfs or ext4. Empty if it is
+    unknown."""
     found, longest = "", -1
     place = os.path.realpath(directory)
     for mount in read_mounts(mounts):

@@ -1,9 +1,9 @@
 """Processes that were at work in the pool under the server before this one, and may still be.
 
-Each holds the lock of its session (`kvkeep.wire.liveness`), whoever serves meanwhile. As long as one is held, what
-those sessions had when their server ended stays as it is. A lock that nobody holds can never be taken again by a
-process that has slots: the file is removed, and a lock comes before the first slot.
-"""
+Each holds the lock of its session (`kvkeep.wire.liveness`), whoever serves meanwhile. As long as
+one is held, what those sessions had when their server ended stays as it is. A lock that nobody
+holds can never be taken again by a process that has slots: the file is removed, and a lock comes
+before the first slot."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from pathlib import Path
 
 
 class OldSessions:
-    """The locks that were held when this was made. OSError if one cannot be looked at. `forget` is told of each file
-    before it is removed."""
+    """The locks that were held when this was made. OSError if one cannot be looked at. `forget` is
+    told of each file before it is removed."""
 
     def __init__(self, directory: Path, forget: Callable[[Path], None] = lambda path: None) -> None:
         self._forget = forget
         self._locks: dict[Path, int] = {}
         for path in sorted(directory.glob("session-*.lock")):
-            self._locks[path] = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._locks[path] = os.open(
+                path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
         self.alive()
 
     def alive(self) -> int:

@@ -1,10 +1,9 @@
 """Who owns a pool's directory: one process at a time, by the kernel's word.
 
-Two things are locked. The directory itself, because it is what two servers would share: whoever removes files in it
-(a cleaner, an operator) does not remove that lock. And `daemon.lock` in it, which says who the owner is and by which
-clients tell that their server lives. (Cleaners that ask first, as systemd-tmpfiles does, leave a locked directory
-alone.)
-"""
+Two things are locked. The directory itself, because it is what two servers would share: whoever
+removes files in it (a cleaner, an operator) does not remove that lock. And `daemon.lock` in it,
+which says who the owner is and by which clients tell that their server lives. (Cleaners that ask
+first, as systemd-tmpfiles does, leave a locked directory alone.)"""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ LOCK_FILE = "daemon.lock"
 
 
 class Ownership:
-    """Makes the directory and owns it until `close`. PoolError says who has it, or what is in the way."""
+    """Makes the directory and owns it until `close`. PoolError says who has it, or what is in the
+    way."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory
@@ -94,14 +94,16 @@ class Ownership:
 
 
 def _open_directory(directory: Path) -> int:
-    """Makes it if need be. What is opened is a directory of that very name: anyone may put a link into shared memory,
-    at any moment, and what it points at would be emptied."""
+    """Makes it if need be. What is opened is a directory of that very name: anyone may put a link
+    into shared memory, at any moment, and what it points at would be emptied."""
     directory.mkdir(mode=0o700, exist_ok=True)
     try:
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise PoolError(f"{directory} is a symbolic link", "remove it, or choose another --name") from None
+            raise PoolError(
+                f"{directory} is a symbolic link", "remove it, or choose another --name"
+            ) from None
         raise
 
 

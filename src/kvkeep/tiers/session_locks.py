@@ -1,9 +1,8 @@
 """The lock files of a pool's sessions, and a record of them beside the index.
 
-The next server tells by these files who may still be at work in the pool. A file that somebody removed, or made anew,
-would tell it that nobody is. So the record says which files there must be, and which inodes they are: more of them do
-no harm, one less and nothing is adopted.
-"""
+The next server tells by these files who may still be at work in the pool. A file that somebody
+removed, or made anew, would tell it that nobody is. So the record says which files there must be,
+and which inodes they are: more of them do no harm, one less and nothing is adopted."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ class SessionLocks:
         self._grow(_FIRST_ROWS)
 
     def watch(self, epoch: int, number: int) -> Watch:
-        """Makes a lock file and notes it: before anybody knows of it, and after it is there. OSError if it cannot."""
+        """Makes a lock file and notes it: before anybody knows of it, and after it is there.
+        OSError if it cannot."""
         watch = _NotedWatch(self, self._path(epoch, number))
         free = np.flatnonzero(self._rows[:, 0] == 0)
         if not len(free):

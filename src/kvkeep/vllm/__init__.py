@@ -1,9 +1,10 @@
-"""The vLLM connector. vLLM finds it by name through the entry point `kvkeep` of `vllm.general_plugins`, or by module
-path: `--kv-transfer-config '{"kv_connector": "KVKeepConnector", "kv_role": "kv_both"}'`.
+"""The vLLM connector. vLLM finds it by name through the entry point `kvkeep` of
+`vllm.general_plugins`, or by module path: `--kv-transfer-config '{"kv_connector":
+"KVKeepConnector", "kv_role": "kv_both"}'`.
 
-Importing this imports no vLLM: `KVKeepConnector` is loaded when it is asked for. `LMCacheMPConnector` is another name
-for it, so that `--kv-offloading-backend lmcache` reaches our server (stand_in.py says when).
-"""
+Importing this imports no vLLM: `KVKeepConnector` is loaded when it is asked for.
+`LMCacheMPConnector` is another name for it, so that `--kv-offloading-backend lmcache` reaches our
+server (stand_in.py says when)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _NAMES = ("KVKeepConnector", stand_in.NAME)
 
 
 def register() -> None:
-    """Makes the connector known to vLLM by its name. vLLM calls this in each of its processes, perhaps twice."""
+    """Makes the connector known to vLLM by its name. vLLM calls this in each of its processes,
+    perhaps twice."""
     _register("KVKeepConnector")
     if stand_in.reason():
         _register(stand_in.NAME)
@@ -33,5 +35,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvkeep.vllm.connector import KVKeepConnector
 
-    _register("KVKeepConnector")  # MultiConnector asks by the class's name for what belongs to its statistics
+    _register(
+        "KVKeepConnector"
+    )  # MultiConnector asks by the class's name for what belongs to its statistics
     return KVKeepConnector

@@ -1,10 +1,10 @@
-"""How vLLM's attention backends write KV: shapes, strides and types do not tell it, the class of the backend does.
+"""How vLLM's attention backends write KV: shapes, strides and types do not tell it, the class of
+the backend does.
 
-An *encoding* names one arrangement of keys and values within a block's memory. Backends that write the same bytes share
-one; a backend that is not listed here is refused by name, because its bytes may mean anything. Entries were read in the
-sources of vLLM 0.28 to 0.33; those of the CPU were checked by running its kernels on an ARM host, see
-docs/concepts/identity.md.
-"""
+An *encoding* names one arrangement of keys and values within a block's memory. Backends that write
+the same bytes share one; a backend that is not listed here is refused by name, because its bytes
+may mean anything. Entries were read in the sources of vLLM 0.28 to 0.33; those of the CPU were
+checked by running its kernels on an ARM host, see docs/concepts/identity.md."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import versions
 
-# Keys and values of a token and head lie side by side: [head][token][K ‖ V], or with heads and tokens exchanged, which
-# strides show.
+# Keys and values of a token and head lie side by side: [head][token][K ‖ V], or with heads and
+# tokens exchanged, which strides show.
 _FUSED = (
     "FlashAttentionBackend",
     "FlashAttentionDiffKVBackend",
@@ -37,7 +37,8 @@ _MLA = (
     "TokenspeedMLABackend",
     "TritonMLABackend",
 )
-# States of layers that are not attention: the tensors of their spec, in the order of the convolution's layout.
+# States of layers that are not attention: the tensors of their spec, in the order of the
+# convolution's layout.
 _STATES = (
     "BailingLinearAttentionBackend",
     "GDNAttentionBackend",
@@ -59,23 +60,42 @@ _BY_RELEASE = (
     "HpcAttentionBackend",
     "TurboQuantAttentionBackend",
 )
-# Numbers that are stored one by one. Every other cache type packs several, or keeps scales beside them.
-_PLAIN_TYPES = ("auto", "float16", "half", "bfloat16", "float32", "float", "fp8", "fp8_e4m3", "fp8_e5m2")
+# Numbers that are stored one by one. Every other cache type packs several, or keeps scales beside
+# them.
+_PLAIN_TYPES = (
+    "auto",
+    "float16",
+    "half",
+    "bfloat16",
+    "float32",
+    "float",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+)
 
-# The CPU's kernels keep keys column by column and values row by row, whatever instructions they use: checked for these.
+# The CPU's kernels keep keys column by column and values row by row, whatever instructions they
+# use: checked for these.
 _CPU_COLUMNS = ("vec", "vec16")
-# ARM's kernels pack bfloat16, and the order of values has moved once. What was not run is shared within a release.
-_NEON_BFLOAT16 = {(0, 28): "cpu-neon-bf16-v1", (0, 30): "cpu-neon-bf16-v1", (0, 32): "cpu-neon-bf16-v2"}
+# ARM's kernels pack bfloat16, and the order of values has moved once. What was not run is shared
+# within a release.
+_NEON_BFLOAT16 = {
+    (0, 28): "cpu-neon-bf16-v1",
+    (0, 30): "cpu-neon-bf16-v1",
+    (0, 32): "cpu-neon-bf16-v2",
+}
 
 
 def encodings_of(vllm_config: Any, layer_names: Iterable[str]) -> dict[str, str]:
-    """How each of these layers writes its KV. SettingsError, naming the backend, if that is not known."""
+    """How each of these layers writes its KV. SettingsError, naming the backend, if that is not
+    known."""
     layers = vllm_config.compilation_config.static_forward_context
     return {name: _encoding(name, layers.get(name), vllm_config) for name in layer_names}
 
 
 def summary_of(encodings: dict[str, str]) -> str:
-    """What goes into the identity: the encoding of all layers, or if they differ a digest of which has which."""
+    """What goes into the identity: the encoding of all layers, or if they differ a digest of which
+    has which."""
     distinct = sorted(set(encodings.values()))
     if len(distinct) == 1:
         return distinct[0]
@@ -123,12 +143,17 @@ def _cpu_encoding(name: str, layer: Any, dtype: Any, cache_type: str) -> str:
 
 
 def _number_type(cache_type: str) -> str:
-    """Which kind of fp8 a platform means: there are several, and the name of the cache's type is one."""
+    """Which kind of fp8 a platform means: there are several, and the name of the cache's type is
+    one."""
     if "fp8" not in cache_type:
         return ""
     from vllm.platforms import current_platform
 
-    kind = "e5m2" if cache_type.endswith("e5m2") else str(current_platform.fp8_dtype()).removeprefix("torch.")
+    kind = (
+        "e5m2"
+        if cache_type.endswith("e5m2")
+        else str(current_platform.fp8_dtype()).removeprefix("torch.")
+    )
     return f"fp8 {kind}"
 
 

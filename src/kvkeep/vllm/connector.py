@@ -1,8 +1,11 @@
-"""The class that vLLM makes, in its scheduler's process and in each worker's: its names on the outside, ours inside.
+"""The class that vLLM makes, in its scheduler's process and in each worker's: its names on the
+outside, ours inside.
 
     scheduler  on_new_request ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► build_connector_meta
                update_connector_output · request_finished_all_groups · reset_cache                    │
-                                                                                                      ▼ every step
+                                                                                                      ▼
+                                                                                                      every
+                                                                                                      step
     workers    handle_preemptions ─► bind_connector_metadata ─► (forward) ─► wait_for_save ─► get_finished
                build_connector_worker_meta
 
@@ -16,10 +19,20 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
 
 import vllm
-from kvkeep.connector.options import allow_untested, client_options, load_failure_policy, load_mode, load_when
+from kvkeep.connector.options import (
+    allow_untested,
+    client_options,
+    load_failure_policy,
+    load_mode,
+    load_when,
+)
 from kvkeep.connector.recoveries import log_policy
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in, versions
@@ -36,7 +49,8 @@ R = TypeVar("R")
 
 
 def _log_as_vllm_does() -> None:
-    """What kvkeep has to say goes where vLLM's own messages go, unless somebody has arranged it otherwise."""
+    """What kvkeep has to say goes where vLLM's own messages go, unless somebody has arranged it
+    otherwise."""
     ours, theirs = logging.getLogger("kvkeep"), logging.getLogger("vllm")
     if not ours.hasHandlers():
         ours.handlers = list(theirs.handlers)
@@ -64,8 +78,8 @@ def _guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callabl
 
 
 class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
-    """`kv_connector` of a KV-transfer config. Settings are in its `kv_connector_extra_config`; a bad one is refused
-    at start-up with a SettingsError."""
+    """`kv_connector` of a KV-transfer config. Settings are in its `kv_connector_extra_config`; a
+    bad one is refused at start-up with a SettingsError."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -80,19 +94,27 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: RequestSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            # vLLM's own default ends a request whose load failed. Its scheduler reads this after the connector is made.
+            # vLLM's own default ends a request whose load failed. Its scheduler reads this after
+            # the connector is made.
             transfer.kv_load_failure_policy = load_failure_policy(extra)
             if transfer.kv_connector == stand_in.NAME and not transfer.kv_connector_module_path:
                 log.info("kvkeep: stands in for %s (%s)", stand_in.NAME, stand_in.reason())
             is_set = "kvkeep.load_failure_policy" in extra
             log_policy(
                 transfer.kv_load_failure_policy,
-                "set by kvkeep.load_failure_policy" if is_set else "kvkeep's default; vLLM's is fail",
+                "set by kvkeep.load_failure_policy"
+                if is_set
+                else "kvkeep's default; vLLM's is fail",
             )
             if load_mode(extra) == "sync":
-                log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are asynchronous here")
+                log.warning(
+                    "kvkeep: kvkeep.load = sync is not for vLLM: loads are asynchronous here"
+                )
             if transfer.kv_role != "kv_both":
-                log.warning("kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads", transfer.kv_role)
+                log.warning(
+                    "kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads",
+                    transfer.kv_role,
+                )
             self._requests = RequestSide(vllm_config, kv_cache_config, options, load_when(extra))
         else:
             siblings = siblings_of(vllm_config, type(self), load_failure_policy(extra))
@@ -133,7 +155,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests.arrive(request)
 
     @_guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         assert self._requests is not None
         found = self._requests.lookup(request, num_computed_tokens)
         return found, bool(found) and not self._requests.loads_in_step(request)
@@ -159,7 +183,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             self._requests.hear_outages(reports.outages)
         arrived = self._requests.complete(reports.finished)
         if arrived:  # vLLM reads this next
-            connector_output.finished_recving = {*(connector_output.finished_recving or ()), *arrived}
+            connector_output.finished_recving = {
+                *(connector_output.finished_recving or ()),
+                *arrived,
+            }
         self._requests.tell_loaded(connector_output.finished_recving or ())
 
     @_guarded(lambda: (False, None))
@@ -172,7 +199,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         taken = self._requests.keys_of_siblings
         return False, reply and {key: count for key, count in reply.items() if key not in taken}
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """What MultiConnector calls if a sibling does not support HMA."""
         return self.request_finished_all_groups(request, (block_ids,))
 
@@ -195,8 +224,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """From 0.33 on vLLM asks, and calls `unregister_kv_caches` before it takes the KV's memory away and
-        `restore_kv_caches` when it is there again."""
+        """From 0.33 on vLLM asks, and calls `unregister_kv_caches` before it takes the KV's memory
+        away and `restore_kv_caches` when it is there again."""
         return True
 
     @_guarded(lambda: None)
@@ -215,7 +244,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """The first that a worker hears of a step, before vLLM zeroes or copies any block for it."""
+        """The first that a worker hears of a step, before vLLM zeroes or copies any block for
+        it."""
         assert self._worker is not None
         self._worker.save(kv_connector_metadata)
 
@@ -234,7 +264,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no step waits for a load."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing: blocks are stored when they are whole."""
 
     @_guarded(lambda: None)

@@ -1,9 +1,9 @@
 """Requests that arrive before the workers have said how they keep KV.
 
-A connector that vLLM calls itself has its workers' handshakes before the first request. Beside siblings they come with
-the results of the first step (see siblings.py), and only then can the server be asked. So the first requests wait for a
-moment, as they do for an answer of the server: vLLM makes empty steps meanwhile.
-"""
+A connector that vLLM calls itself has its workers' handshakes before the first request. Beside
+siblings they come with the results of the first step (see siblings.py), and only then can the
+server be asked. So the first requests wait for a moment, as they do for an answer of the server:
+vLLM makes empty steps meanwhile."""
 
 from __future__ import annotations
 

@@ -13,20 +13,19 @@ What routers make of the fields, and what therefore must hold:
 
 - `medium`: `CPU` is host memory to all of them. Dynamo drops a name that it does not know, or takes
   it for GPU memory.
-- `block_size`, `block_hashes`: Dynamo drops blocks of another size than the engine's; llm-d drops an
-  event that does not have `block_size` tokens for each hash.
+- `block_size`, `block_hashes`: Dynamo drops blocks of another size than the engine's; llm-d drops
+  an event that does not have `block_size` tokens for each hash.
 - `parent_block_hash`: llm-d drops an event whose parent was not published.
 - `group_idx`, `kv_cache_spec_kind`: llm-d and Dynamo count groups of full attention only, and llm-d
   drops an event that names a group without its kind. Other groups are not published from here.
 - `locality`: Dynamo drops `REMOTE`. Unset means local, and the server's memory is.
-- llm-d and Dynamo count how often a block was stored and wait for as many removals, so each block is
-  published once, until it is removed.
+- llm-d and Dynamo count how often a block was stored and wait for as many removals, so each block
+  is published once, until it is removed.
 - `AllBlocksCleared` makes llm-d and Dynamo forget the engine's GPU blocks too, so it is never sent
   from here.
 
-The server does not tell what it evicts. A block counts as stored until a load of it fails, the cache
-is reset, or this engine has stored or loaded `_REMEMBERED_BLOCKS` others since.
-"""
+The server does not tell what it evicts. A block counts as stored until a load of it fails, the
+cache is reset, or this engine has stored or loaded `_REMEMBERED_BLOCKS` others since."""
 
 from __future__ import annotations
 
@@ -86,7 +85,11 @@ class _Blocks:
     def stored(self, start: int, stop: int) -> BlockStored:
         """The event of blocks start..stop-1 of these."""
         fields, tokens = self.fields, self.group.block_tokens
-        parent = fields["parent_block_hash"] if start == 0 else maybe_convert_block_hash(self.hashes[start - 1])
+        parent = (
+            fields["parent_block_hash"]
+            if start == 0
+            else maybe_convert_block_hash(self.hashes[start - 1])
+        )
         return BlockStored(
             **fields
             | {
@@ -110,8 +113,9 @@ class CacheEvents:
         self._waiting: list[KVCacheEvent] = []
 
     def prepared(self, job: Job, request: Any, groups: Sequence[EventGroup]) -> None:
-        """Notes what a job will have stored or loaded: by its end the request may be gone. Without a
-        prefix cache of its own, vLLM has no hashes to name blocks by, and publishes nothing either."""
+        """Notes what a job will have stored or loaded: by its end the request may be gone. Without
+        a prefix cache of its own, vLLM has no hashes to name blocks by, and publishes nothing
+        either."""
         if self._enabled and request.block_hashes:
             self._jobs[job.number] = [_blocks(job, request, group) for group in groups]
 
@@ -160,11 +164,16 @@ class CacheEvents:
                 gone.setdefault(number, []).append(each)
         for number, hashes in gone.items():
             group = versions.event_fields(BlockRemoved, {"group_idx": number})
-            self._waiting.append(BlockRemoved(block_hashes=_external(hashes), medium=MEDIUM, **group))
+            self._waiting.append(
+                BlockRemoved(block_hashes=_external(hashes), medium=MEDIUM, **group)
+            )
 
 
 def _blocks(job: Job, request: Any, group: EventGroup) -> _Blocks:
-    first, stop = job.first_block * group.blocks_each, (job.first_block + job.blocks) * group.blocks_each
+    first, stop = (
+        job.first_block * group.blocks_each,
+        (job.first_block + job.blocks) * group.blocks_each,
+    )
     every = versions.hashes_of_blocks(request.block_hashes, group.hash_tokens, group.block_tokens)
     hashes = every[first:stop]
     if job.is_load:
@@ -184,11 +193,16 @@ def _blocks(job: Job, request: Any, group: EventGroup) -> _Blocks:
     return _Blocks(group, hashes, versions.event_fields(BlockStored, fields))
 
 
-def _extra_keys(request: Any, first: int, stop: int, block_tokens: int) -> list[tuple[Any, ...] | None]:
-    """What vLLM hashed into each block besides tokens: adapter, images, salt, embeddings. The salt is
-    in block 0 only; later blocks are bound to it by their parent."""
+def _extra_keys(
+    request: Any, first: int, stop: int, block_tokens: int
+) -> list[tuple[Any, ...] | None]:
+    """What vLLM hashed into each block besides tokens: adapter, images, salt, embeddings. The salt
+    is in block 0 only; later blocks are bound to it by their parent."""
     keys: list[tuple[Any, ...] | None] = [None] * (stop - first)
-    is_in_all = bool(request.mm_features or request.lora_request) or getattr(request, "prompt_embeds", None) is not None
+    is_in_all = (
+        bool(request.mm_features or request.lora_request)
+        or getattr(request, "prompt_embeds", None) is not None
+    )
     next_media = 0
     for block in range(first, stop if is_in_all else min(stop, 1)):
         start = block * block_tokens

@@ -1,7 +1,8 @@
-"""A model's KV as vLLM describes it, in our words: which cache groups it has, and where their blocks lie.
+"""A model's KV as vLLM describes it, in our words: which cache groups it has, and where their
+blocks lie.
 
-Raises SettingsError, with a hint, for what would not be right: such an engine is served without the cache.
-"""
+Raises SettingsError, with a hint, for what would not be right: such an engine is served without the
+cache."""
 
 from __future__ import annotations
 
@@ -28,26 +29,36 @@ def pieces_of(vllm_config: Any, kv_cache_config: Any) -> Pieces:
     if not kv_cache_config.kv_cache_groups:
         raise SettingsError("this model keeps no KV", "serve it without kvkeep")
     dcp_size, _ = versions.context_parallel(vllm_config.parallel_config)
-    pieces = Pieces([_group(group.kv_cache_spec, dcp_size) for group in kv_cache_config.kv_cache_groups])
+    pieces = Pieces(
+        [_group(group.kv_cache_spec, dcp_size) for group in kv_cache_config.kv_cache_groups]
+    )
     if not pieces.whole and not versions.names_failed_requests():
         raise SettingsError(
             "this model keeps layers of several kinds, and this release of vLLM cannot recover a failed load of one",
             "vLLM 0.30 or later can",
         )
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and vllm_config.use_v2_model_runner:
+    if (
+        getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+        and vllm_config.use_v2_model_runner
+    ):
         raise SettingsError(
             "vLLM's second model runner writes into blocks of this model before it tells of a step",
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         )
     for group in kv_cache_config.kv_cache_groups:
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
-            raise SettingsError("this model has KV that vLLM does not let out", "serve it without kvkeep")
+            raise SettingsError(
+                "this model has KV that vLLM does not let out", "serve it without kvkeep"
+            )
     return pieces
 
 
 def _check_engine(vllm_config: Any) -> None:
     if vllm_config.model_config.is_encoder_decoder:
-        raise SettingsError("encoder-decoder models keep KV that no prefix of tokens determines", "serve it as it is")
+        raise SettingsError(
+            "encoder-decoder models keep KV that no prefix of tokens determines",
+            "serve it as it is",
+        )
     _check_sleep(vllm_config.model_config)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise SettingsError(
@@ -57,7 +68,10 @@ def _check_engine(vllm_config: Any) -> None:
 
 
 def _check_sleep(model: Any) -> None:
-    if not (getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False)):
+    if not (
+        getattr(model, "enable_sleep_mode", False)
+        or getattr(model, "enable_cumem_allocator", False)
+    ):
         return
     if not versions.tells_of_sleep():
         raise SettingsError(
@@ -65,7 +79,9 @@ def _check_sleep(model: Any) -> None:
             "vLLM 0.33 or later does; otherwise leave out --enable-sleep-mode, or serve without kvkeep",
         )
     backend = getattr(model, "sleep_mode_backend", "cumem")
-    if backend != "cumem":  # others may take more than memory: streams, or registrations of host memory
+    if (
+        backend != "cumem"
+    ):  # others may take more than memory: streams, or registrations of host memory
         raise SettingsError(
             f"kvkeep does not know what sleep-mode backend {backend!r} takes away",
             "set --sleep-mode-backend cumem, or serve without kvkeep",
@@ -73,10 +89,13 @@ def _check_sleep(model: Any) -> None:
 
 
 def _group(spec: Any, dcp_size: int) -> CacheGroup:
-    """With decode context parallelism a block of the scheduler's spans the tokens of `dcp_size` ranks' blocks."""
+    """With decode context parallelism a block of the scheduler's spans the tokens of `dcp_size`
+    ranks' blocks."""
     kinds = {_kind(each) for each in _members(spec)}
     if len(kinds) != 1:
-        raise SettingsError(f"a cache group mixes layers: {sorted(kinds)}", "serve this model without kvkeep")
+        raise SettingsError(
+            f"a cache group mixes layers: {sorted(kinds)}", "serve this model without kvkeep"
+        )
     (kind,) = kinds
     if dcp_size > 1 and (kind != "full" or not getattr(spec, "dcp_sharded", True)):
         raise SettingsError(
@@ -87,7 +106,9 @@ def _group(spec: Any, dcp_size: int) -> CacheGroup:
         return CacheGroup("full", spec.block_size * dcp_size)
     if kind == "state":
         return CacheGroup("state", spec.block_size)
-    reach = max(each.sliding_window + getattr(each, "extra_retained_tokens", 0) for each in _members(spec))
+    reach = max(
+        each.sliding_window + getattr(each, "extra_retained_tokens", 0) for each in _members(spec)
+    )
     return CacheGroup("window", spec.block_size, reach)
 
 
@@ -111,11 +132,14 @@ def _kind(spec: Any) -> str:
             f"recurrent states are kept in mode {spec.mamba_cache_mode!r}, in which they belong to no prefix",
             "set enable_prefix_caching and mamba_cache_mode='align', without speculative decoding",
         )
-    raise SettingsError(f"kvkeep does not know how {name} keeps KV", "serve this model without kvkeep")
+    raise SettingsError(
+        f"kvkeep does not know how {name} keeps KV", "serve this model without kvkeep"
+    )
 
 
 def locate(pieces: Pieces, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[Piece]:
-    """Where each piece lies in this rank's memory. Raises RequestError for memory that blocks cannot be copied from."""
+    """Where each piece lies in this rank's memory. Raises RequestError for memory that blocks
+    cannot be copied from."""
     located = []
     for number in range(len(pieces)):
         group = kv_cache_config.kv_cache_groups[pieces.group_of(number)]
@@ -135,12 +159,15 @@ def _layers(names: Sequence[str], kv_caches: Mapping[str, Any], num_blocks: int)
         for at, tensor in enumerate(tensors):
             if tensor.data_ptr() not in seen:  # layers that share their KV
                 seen.add(tensor.data_ptr())
-                layers[f"{name}.{at}" if len(tensors) > 1 else name] = _by_block(name, tensor, num_blocks)
+                layers[f"{name}.{at}" if len(tensors) > 1 else name] = _by_block(
+                    name, tensor, num_blocks
+                )
     return layers
 
 
 def _by_block(name: str, tensor: Any, num_blocks: int) -> Any:
-    """The tensor with a row for each block of the scheduler's: kernels may cut those into smaller ones."""
+    """The tensor with a row for each block of the scheduler's: kernels may cut those into smaller
+    ones."""
     rows = tensor.shape[0]
     if rows == num_blocks:
         return tensor

@@ -1,9 +1,10 @@
-"""Which engines share blocks: everything about model, weights, attention and memory that decides what bytes mean.
+"""Which engines share blocks: everything about model, weights, attention and memory that decides
+what bytes mean.
 
-Every rank knows its own memory; all of them together are one block. So the ranks tell each other at start-up
-how their parts lie and how their layers write KV, and each comes to the same shape, which the scheduler then
-hears from every one. docs/concepts/identity.md lists the parts and the reason of each.
-"""
+Every rank knows its own memory; all of them together are one block. So the ranks tell each other at
+start-up how their parts lie and how their layers write KV, and each comes to the same shape, which
+the scheduler then hears from every one. docs/concepts/identity.md lists the parts and the reason of
+each."""
 
 from __future__ import annotations
 
@@ -35,7 +36,16 @@ log = logging.getLogger(__name__)
 
 # Position embeddings that compute the same whatever max_model_len is; it only sizes their tables.
 _POSITIONS_OF_ANY_LENGTH = (
-    *("default", "linear", "llama3", "ntk", "proportional", "yarn", "deepseek_yarn", "deepseek_llama_scaling"),
+    *(
+        "default",
+        "linear",
+        "llama3",
+        "ntk",
+        "proportional",
+        "yarn",
+        "deepseek_yarn",
+        "deepseek_llama_scaling",
+    ),
     *("mrope", "mllama4", "openpangu"),
 )
 _LLAMA4_TUNED_FROM = 32_768  # Llama 4 scales queries where an engine takes longer prompts than that
@@ -44,7 +54,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Part(NamedTuple):
-    """What one rank tells the others: for each piece how it lies in memory and its bytes; how each layer writes KV."""
+    """What one rank tells the others: for each piece how it lies in memory and its bytes; how each
+    layer writes KV."""
 
     layouts: list[str]
     sizes: list[int]
@@ -55,7 +66,8 @@ class Part(NamedTuple):
 
 
 def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: Pieces) -> ParallelStrategy:
-    """This rank's place in the engine. Ranks that divide the context hold different tokens: none is a replica."""
+    """This rank's place in the engine. Ranks that divide the context hold different tokens: none is
+    a replica."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     dcp_size, pcp_size = versions.context_parallel(parallel)
     tp_size, pp_size = parallel.tensor_parallel_size * pcp_size, parallel.pipeline_parallel_size
@@ -66,7 +78,8 @@ def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: Pieces) -> Paral
     if dcp_size > 1 or pcp_size > 1:
         replicas = 1
     elif replicas is None and not (pieces.whole and _is_of_one_kind(kv_cache_config)):
-        # Of several kinds of layers some may be replicated while others are not: each rank for itself is always right.
+        # Of several kinds of layers some may be replicated while others are not: each rank for
+        # itself is always right.
         replicas = 1
     heads = None if model.use_mla or replicas is not None else model.get_total_num_kv_heads()
     return ParallelStrategy.of(
@@ -80,18 +93,23 @@ def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: Pieces) -> Paral
 
 
 def _is_of_one_kind(kv_cache_config: Any) -> bool:
-    """Whether all layers keep KV alike. A draft model with KV heads beside a target with MLA does not."""
+    """Whether all layers keep KV alike. A draft model with KV heads beside a target with MLA does
+    not."""
     specs = [group.kv_cache_spec for group in getattr(kv_cache_config, "kv_cache_groups", ())]
     kinds: set[tuple[str, int]] = set()
     for spec in specs:
-        each = spec.kv_cache_specs.values() if isinstance(spec, kvi.UniformTypeKVCacheSpecs) else [spec]
+        each = (
+            spec.kv_cache_specs.values()
+            if isinstance(spec, kvi.UniformTypeKVCacheSpecs)
+            else [spec]
+        )
         kinds |= {(type(one).__name__, getattr(one, "num_kv_heads", 0)) for one in each}
     return len(kinds) <= 1
 
 
 def parts_of_all_ranks(located: tuple[Sequence[Piece], dict[str, str]] | KVKeepError) -> list[Part]:
-    """What every rank of this engine tells, in the order of ranks. All ranks must call this, also one that cannot be
-    cached: then SettingsError is raised on every rank."""
+    """What every rank of this engine tells, in the order of ranks. All ranks must call this, also
+    one that cannot be cached: then SettingsError is raised on every rank."""
     own: Part | str
     if isinstance(located, KVKeepError):
         own = f"{located.message} ({located.hint})" if located.hint else located.message
@@ -125,8 +143,9 @@ def _gather(group: Any, own: Any) -> list[Any]:
 
 
 class Weights:
-    """Which weights an engine computes with: those of the model and of a draft model that keeps KV. `pending` while
-    files that were never seen on this host are hashed; blocks have no name until then."""
+    """Which weights an engine computes with: those of the model and of a draft model that keeps KV.
+    `pending` while files that were never seen on this host are hashed; blocks have no name until
+    then."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._model, self._load = vllm_config.model_config, vllm_config.load_config
@@ -134,7 +153,9 @@ class Weights:
         draft = _draft_model(vllm_config.speculative_config)
         models = [self._model, *([] if draft is None else [draft])]
         is_looked_at = self._said is None and not self._is_made_up
-        self._digests = [(model, _digest_of(model, self._load)) for model in models] if is_looked_at else []
+        self._digests = (
+            [(model, _digest_of(model, self._load)) for model in models] if is_looked_at else []
+        )
 
     @property
     def _is_made_up(self) -> bool:
@@ -151,7 +172,8 @@ class Weights:
 
     @property
     def revision(self) -> str:
-        """What stands for the weights in the identity. SettingsError if nothing on this host tells them apart."""
+        """What stands for the weights in the identity. SettingsError if nothing on this host tells
+        them apart."""
         if self._said is not None:
             return self._said
         if self._is_made_up:
@@ -174,7 +196,8 @@ def _named(model: Any, digest: CheckpointDigest) -> str:
         return digest.value
     is_elsewhere = not digest.found and not os.path.exists(str(model.model))
     if is_elsewhere and model.revision and _COMMIT.fullmatch(str(model.revision)):
-        return f"{model.model}@{model.revision}"  # a commit of the hub never changes its files; those here may
+        # a commit of the hub never changes its files; those here may
+        return f"{model.model}@{model.revision}"
     raise SettingsError(
         f"nothing tells the weights of {model.model} from others of that name: {digest.problem}",
         "set kvkeep.revision in kv_connector_extra_config to a name that changes with the weights",
@@ -192,7 +215,11 @@ def _draft_model(speculative: Any) -> Any | None:
 
 
 def shape_of(
-    vllm_config: Any, pieces: Pieces, strategy: ParallelStrategy, parts: Sequence[Part], weights: str
+    vllm_config: Any,
+    pieces: Pieces,
+    strategy: ParallelStrategy,
+    parts: Sequence[Part],
+    weights: str,
 ) -> BlockShape:
     """What all ranks, and every other engine that may share blocks with this one, agree on."""
     model = vllm_config.model_config
@@ -201,7 +228,9 @@ def shape_of(
         revision=weights,
         kv_dtype=f"{vllm_config.cache_config.cache_dtype} of {model.dtype}".replace("torch.", ""),
         block_tokens=pieces.block_tokens,
-        content="; ".join(f"{group.kind} {group.block_tokens} {group.reach}" for group in pieces.groups),
+        content="; ".join(
+            f"{group.kind} {group.block_tokens} {group.reach}" for group in pieces.groups
+        ),
         details=tuple(_details(vllm_config, _encodings(parts)).items()),
     )
     shards = [(part.layouts, part.sizes) for part in parts[:: strategy.replicas]]
@@ -238,30 +267,43 @@ def _details(vllm_config: Any, encodings: dict[str, str]) -> dict[str, str]:
     speculative = vllm_config.speculative_config
     draft = _draft_model(speculative)
     config = model.hf_config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "max_model_len"):  # the last one counts as a position
+    for name in (
+        "_name_or_path",
+        "transformers_version",
+        "max_model_len",
+    ):  # the last one counts as a position
         config.pop(name, None)
     return {
         "attention": summary_of(encodings),
         "positions": _positions(model, config),
         "config": _digest(config),
         "quantization": f"{model.quantization} {_digest(getattr(model, 'quantization_config', None))}",
-        "implementation": " ".join(str(getattr(model, name, None)) for name in ("model_impl", "model_class_overrides")),
+        "implementation": " ".join(
+            str(getattr(model, name, None)) for name in ("model_impl", "model_class_overrides")
+        ),
         "loading": f"{load.load_format} {_digest(load.model_loader_extra_config)}",
         "lora": str(getattr(lora, "lora_dtype", None)),
         "media": _digest(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
-        "draft": "none" if draft is None else f"{speculative.method} {_name_of(draft)} {_digest(_config_of(draft))}",
+        "draft": "none"
+        if draft is None
+        else f"{speculative.method} {_name_of(draft)} {_digest(_config_of(draft))}",
     }
 
 
 def _config_of(model: Any) -> Any:
     hf_config = getattr(model, "hf_config", None)
     config = {} if hf_config is None else hf_config.to_dict()
-    return {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
 
 
 def _positions(model: Any, config: Mapping[str, Any]) -> str:
-    """What max_model_len changes in the numbers: mostly nothing. It picks one of two tables of LongRoPE and the
-    attention temperature of Llama 4; where that is not known it counts as it is."""
+    """What max_model_len changes in the numbers: mostly nothing. It picks one of two tables of
+    LongRoPE and the attention temperature of Llama 4; where that is not known it counts as it
+    is."""
     length, kinds = int(model.max_model_len), sorted(set(_position_kinds(config)))
     facts = kinds or ["default"]
     if any(kind == "longrope" for kind in kinds):
@@ -301,4 +343,6 @@ def _dicts(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _digest(facts: Any) -> str:
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=8
+    ).hexdigest()

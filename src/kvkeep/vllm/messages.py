@@ -17,10 +17,11 @@ from kvkeep.kv.shape import BlockShape
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """From a worker, once its memory is there: what blocks are like. Without a shape: why they are not cached, or that
-    the worker is still finding out (`is_pending`): then another handshake comes with the results of a step. `name` is
-    the worker's own, by which the scheduler finds it if it is in the same process. `siblings`: the connectors that
-    stand beside this one in a MultiConnector. `sleeps`: how often vLLM has taken its memory away and given it again."""
+    """From a worker, once its memory is there: what blocks are like. Without a shape: why they are
+    not cached, or that the worker is still finding out (`is_pending`): then another handshake comes
+    with the results of a step. `name` is the worker's own, by which the scheduler finds it if it is
+    in the same process. `siblings`: the connectors that stand beside this one in a MultiConnector.
+    `sleeps`: how often vLLM has taken its memory away and given it again."""
 
     shape: BlockShape | None
     refusal: str = ""
@@ -32,9 +33,10 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """To every worker with a step. `lost` are loads that vLLM waits for and that could not be prepared: the blocks of
-    each request that must be computed. `all_withdrawn`: which blocks the step writes into is not known, so nothing
-    that is still to be copied may be stored. `idle`: it computes nothing."""
+    """To every worker with a step. `lost` are loads that vLLM waits for and that could not be
+    prepared: the blocks of each request that must be computed. `all_withdrawn`: which blocks the
+    step writes into is not known, so nothing that is still to be copied may be stored. `idle`: it
+    computes nothing."""
 
     step: StepMetadata = field(default_factory=StepMetadata)
     lost: dict[str, list[int]] = field(default_factory=dict)
@@ -44,9 +46,10 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Reports(KVConnectorWorkerMetadata):
-    """From the workers with a step's results, one of each rank that has something to say. `handshakes` that could not
-    be told at start-up come with the first of them. `outages` has the ranks whose connection to the server has failed
-    since they last said so, and why (client/outage.py), or None if it is over."""
+    """From the workers with a step's results, one of each rank that has something to say.
+    `handshakes` that could not be told at start-up come with the first of them. `outages` has the
+    ranks whose connection to the server has failed since they last said so, and why
+    (client/outage.py), or None if it is over."""
 
     finished: list[Finished] = field(default_factory=list)
     handshakes: list[Handshake] = field(default_factory=list)

@@ -30,13 +30,16 @@ from kvkeep.errors import SettingsError
 def siblings_of(vllm_config: Any, own: type, policy: str) -> tuple[str, ...]:
     """The names of the connectors beside this worker's own; none if vLLM calls it itself.
 
-    SettingsError if kvkeep cannot be right there. vLLM shows the outer config to its workers only."""
+    SettingsError if kvkeep cannot be right there. vLLM shows the outer config to its workers
+    only."""
     current = get_current_vllm_config_or_none()
     outer = current.kv_transfer_config if current is not None else None
     if outer is None or outer is vllm_config.kv_transfer_config:
         return ()
     children = outer.kv_connector_extra_config.get("connectors", ())
-    classes = [KVConnectorFactory.get_connector_class(KVTransferConfig(**each)) for each in children]
+    classes = [
+        KVConnectorFactory.get_connector_class(KVTransferConfig(**each)) for each in children
+    ]
     if classes.count(own) > 1:
         raise SettingsError(
             f"{outer.kv_connector} has {classes.count(own)} kvkeep connectors: each would store the same blocks",
@@ -53,17 +56,21 @@ def siblings_of(vllm_config: Any, own: type, policy: str) -> tuple[str, ...]:
 
 def is_child(worker: object) -> bool:
     """Whether another connector stands between vLLM and that worker's side."""
-    return has_kv_transfer_group() and getattr(get_kv_transfer_group(), "_worker", None) is not worker
+    return (
+        has_kv_transfer_group() and getattr(get_kv_transfer_group(), "_worker", None) is not worker
+    )
 
 
 def keys_of_siblings(siblings: Collection[str]) -> set[str]:
-    """What a sibling returns in `kv_transfer_params`. A key that two children return raises into the engine."""
+    """What a sibling returns in `kv_transfer_params`. A key that two children return raises into
+    the engine."""
     return {LMCACHE_COUNT} if any(name.startswith("LMCache") for name in siblings) else set()
 
 
 class SiblingLoads:
-    """What siblings load inside a step. Whether such a load went well is known when the step's results are in; until
-    then any block may hold what a failed load left in it, and so may every block that was computed from it."""
+    """What siblings load inside a step. Whether such a load went well is known when the step's
+    results are in; until then any block may hold what a failed load left in it, and so may every
+    block that was computed from it."""
 
     def __init__(self) -> None:
         self._built = self._ended = 0  # steps

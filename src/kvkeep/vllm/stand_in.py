@@ -1,7 +1,9 @@
-"""When kvkeep answers to LMCache's name, so that `--kv-offloading-backend lmcache` reaches our server.
+"""When kvkeep answers to LMCache's name, so that `--kv-offloading-backend lmcache` reaches our
+server.
 
-vLLM makes that option to the connector LMCacheMPConnector, without any extra config: the size is not passed on, and the
-server is at tcp://localhost:5555. vLLM has an entry of that name, which works where LMCache is installed.
+vLLM makes that option to the connector LMCacheMPConnector, without any extra config: the size is
+not passed on, and the server is at tcp://localhost:5555. vLLM has an entry of that name, which
+works where LMCache is installed.
 
     KVKEEP_AS_LMCACHE    LMCache installed    LMCache not installed
     1                    kvkeep               kvkeep

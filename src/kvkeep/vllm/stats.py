@@ -4,9 +4,9 @@
     each rank ─► KVKeepStats ─┼─ aggregate ─► data
     scheduler ─► KVKeepStats ─┘                  └─► KVKeepPromMetrics.observe: vllm:kvkeep_loaded_blocks_total
 
-`data` crosses processes as pickle and as MessagePack, in older releases as it is: so it is names and plain ints alone.
-Counters say what came to pass since the last report, so they are added; one that is 0 is left out.
-"""
+`data` crosses processes as pickle and as MessagePack, in older releases as it is: so it is names
+and plain ints alone. Counters say what came to pass since the last report, so they are added; one
+that is 0 is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvkeep.client.requests import Finished
 
@@ -44,7 +47,8 @@ _MOST = 2**63 - 1  # what MessagePack and a Prometheus float both take
 
 @dataclass
 class KVKeepStats(KVConnectorStats):
-    """Counts since the last report. Made of anything: what is unknown in `data`, or no count, is left out."""
+    """Counts since the last report. Made of anything: what is unknown in `data`, or no count, is
+    left out."""
 
     data: dict[str, int] = field(default_factory=dict)
 
@@ -53,7 +57,8 @@ class KVKeepStats(KVConnectorStats):
 
     @classmethod
     def of(cls, **counts: int) -> KVKeepStats:
-        """Counts by name, those left out being 0. KeyError for a name that is in neither table: a mistake of ours."""
+        """Counts by name, those left out being 0. KeyError for a name that is in neither table: a
+        mistake of ours."""
         for name in counts:
             if name not in COUNTERS and name not in GAUGES:
                 raise KeyError(name)
@@ -61,7 +66,8 @@ class KVKeepStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVKeepStats:
         """Takes the other's counts in, and returns itself: counters are added. Of a gauge the newer
-        value stays, but who is connected says nothing of who is not: there it is the least of both."""
+        value stays, but who is connected says nothing of who is not: there it is the least of
+        both."""
         for name, value in _counts(other.data).items():
             if name == "connected":
                 self.data[name] = min(value, self.data.get(name, value))
@@ -86,12 +92,14 @@ class KVKeepStats(KVConnectorStats):
         return dict(self.data)
 
     def __getitem__(self, name: str) -> dict[str, int]:
-        """`data`, by its name: MultiConnector of vLLM 0.28 takes stats for the dict that another process would send."""
+        """`data`, by its name: MultiConnector of vLLM 0.28 takes stats for the dict that another
+        process would send."""
         return {"data": self.data}[name]
 
 
 class KVKeepPromMetrics(KVConnectorPromMetrics):
-    """Registers a counter or gauge for each name, with a line for each engine. A gauge is 0 until its first report."""
+    """Registers a counter or gauge for each name, with a line for each engine. A gauge is 0 until
+    its first report."""
 
     def __init__(
         self,
@@ -105,9 +113,13 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(name=_metric(name), documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         } | {
-            # Several API processes may report; Prometheus then shows the newest, as for vLLM's own gauges.
+            # Several API processes may report; Prometheus then shows the newest, as for vLLM's own
+            # gauges.
             name: self._gauge_cls(
-                name=_metric(name), documentation=text, labelnames=labelnames, multiprocess_mode="mostrecent"
+                name=_metric(name),
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
             )
             for name, text in GAUGES.items()
         }
@@ -143,10 +155,15 @@ def counts_of(reports: Sequence[Finished]) -> dict[str, int]:
 
 
 def _counts(data: object) -> dict[str, int]:
-    """What there is to report in `data`, in the tables' order: counters above 0, and gauges, as plain ints."""
+    """What there is to report in `data`, in the tables' order: counters above 0, and gauges, as
+    plain ints."""
     given = data if isinstance(data, Mapping) else {}
     counts = {name: _count(given[name]) for name in (*COUNTERS, *GAUGES) if name in given}
-    return {name: value for name, value in counts.items() if value is not None and (value or name in GAUGES)}
+    return {
+        name: value
+        for name, value in counts.items()
+        if value is not None and (value or name in GAUGES)
+    }
 
 
 def _count(value: object) -> int | None:

@@ -1,8 +1,10 @@
-"""Loads that are over before the step which computes the rest of their prompt, for an engine with nothing else to do.
+"""Loads that are over before the step which computes the rest of their prompt, for an engine with
+nothing else to do.
 
-A load in the background is heard of steps later: vLLM sleeps a millisecond between two steps that compute nothing, and
-reads the results of a step when the next one has begun. A request that is alone in an engine gains nothing by that. So
-vLLM is told that its tokens are there, and they are when it is told where the blocks lie:
+A load in the background is heard of steps later: vLLM sleeps a millisecond between two steps that
+compute nothing, and reads the results of a step when the next one has begun. A request that is
+alone in an engine gains nothing by that. So vLLM is told that its tokens are there, and they are
+when it is told where the blocks lie:
 
     schedule   get_num_new_matched_tokens: so many, at once        slots ──► the GPU's staging memory
                vLLM looks for blocks                               … as many as there is room for
@@ -10,12 +12,12 @@ vLLM is told that its tokens are there, and they are when it is told where the b
                build_connector_meta: what was no good is not counted
     step       computes the rest of the prompt
 
-What crosses the bus before vLLM has blocks is for that load of that request within this call of `schedule`, which the
-lease of its lookup outlives; if it does not come it is dropped.
+What crosses the bus before vLLM has blocks is for that load of that request within this call of
+`schedule`, which the lease of its lookup outlives; if it does not come it is dropped.
 
-vLLM's own recovery from such a load that failed may deliver a token that was computed from bad blocks. It is not
-needed: the step is still being made when the failure is known, so the step is made with what is there.
-"""
+vLLM's own recovery from such a load that failed may deliver a token that was computed from bad
+blocks. It is not needed: the step is still being made when the failure is known, so the step is
+made with what is there."""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from kvkeep.connector.step import Job
 from kvkeep.vllm import versions
 from kvkeep.vllm.worker import WorkerSide
 
-LONGEST_S = 0.1  # requests that come meanwhile wait as long, as they do for a step that computes a prompt
+LONGEST_S = (
+    0.1  # requests that come meanwhile wait as long, as they do for a step that computes a prompt
+)
 LARGEST_BYTES = 512 << 20  # of a load, where nobody knows yet how long it takes
 _PAUSE_S = 60.0  # after one that took longer
 
@@ -46,15 +50,20 @@ class StepLoads:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         is_wanted = load_mode(extra) == "auto" and load_failure_policy(extra) == "recompute"
         self._is_possible = is_wanted and vllm_config.speculative_config is None and _is_known()
-        self._short: dict[str, tuple[Any, int]] = {}  # requests, and how many of their tokens are there
+        self._short: dict[
+            str, tuple[Any, int]
+        ] = {}  # requests, and how many of their tokens are there
         self._not_before_s = 0.0
         self._ahead_for = ""  # the last request that was fetched for and is not loaded
         self._is_ahead = False  # something may be fetched
         self.pool: BlockPool | None = None
-        self.worker: WorkerSide | None = None  # the only one, if it may load before a step and be waited for
+        self.worker: WorkerSide | None = (
+            None  # the only one, if it may load before a step and be waited for
+        )
 
     def is_short(self, expected_s: float | None, nbytes: int) -> bool:
-        """Whether a load of so many bytes, which is expected to take that long, can be waited for."""
+        """Whether a load of so many bytes, which is expected to take that long, can be waited
+        for."""
         is_short = nbytes <= LARGEST_BYTES if expected_s is None else expected_s < LONGEST_S
         return is_short and time.monotonic() >= self._not_before_s
 
@@ -64,8 +73,8 @@ class StepLoads:
             self._not_before_s = time.monotonic() + _PAUSE_S
 
     def may_load(self, request: Any) -> bool:
-        """Whether the worker is near, and it is a request that has just come, of which vLLM computes no more than
-        tokens."""
+        """Whether the worker is near, and it is a request that has just come, of which vLLM
+        computes no more than tokens."""
         is_new = not (request.num_computed_tokens or request.num_preemptions)
         return (
             self._is_possible
@@ -78,18 +87,22 @@ class StepLoads:
         )
 
     def fetch_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> None:
-        """vLLM hears that this request is loaded, and will say where to. If it does not, for want of blocks, it asks
-        again and again: the bus is busy for nothing once."""
+        """vLLM hears that this request is loaded, and will say where to. If it does not, for want
+        of blocks, it asks again and again: the bus is busy for nothing once."""
         assert self.worker is not None
         if request_id != self._ahead_for:
             self._is_ahead = True
-            self._ahead_for = request_id if self.worker.load_ahead(request_id, epoch, slots) else self._ahead_for
+            self._ahead_for = (
+                request_id if self.worker.load_ahead(request_id, epoch, slots) else self._ahead_for
+            )
 
     def load_now(self, side: SchedulerSide, job: Job) -> Finished:
         """That load, in the thread that asks for it."""
         worker, reports, self._ahead_for = self.worker, list[Finished](), ""
         assert worker is not None
-        side.begin_load(job, lambda number, load: reports.append(worker.load_now(job.request_id, number, load)))
+        side.begin_load(
+            job, lambda number, load: reports.append(worker.load_now(job.request_id, number, load))
+        )
         self.took(reports[0].seconds.get(job.number, 0.0))
         return reports[0]
 
@@ -100,15 +113,16 @@ class StepLoads:
             self.worker.drop_ahead()
 
     def fell_short(self, request: Any, tokens: int, block_ids: list[int]) -> None:
-        """Only so many of its tokens are there. These are its other blocks: vLLM counts some of them as cached, and
-        offers them to others from the next request on."""
+        """Only so many of its tokens are there. These are its other blocks: vLLM counts some of
+        them as cached, and offers them to others from the next request on."""
         self._short[request.request_id] = request, tokens
         assert self.pool is not None
         self.pool.evict_blocks(set(block_ids))
 
     def correct(self, scheduled: Any) -> None:
-        """The step that is being made computes as many tokens of such a request as it was to, but from there on. vLLM
-        counts the others as cached until now, and publishes that with the first token."""
+        """The step that is being made computes as many tokens of such a request as it was to, but
+        from there on. vLLM counts the others as cached until now, and publishes that with the first
+        token."""
         short, self._short = self._short, {}
         for new in scheduled.scheduled_new_reqs if short else ():
             if new.req_id in short:
@@ -120,4 +134,6 @@ class StepLoads:
 
 def _is_known() -> bool:
     """Whether vLLM has what this relies on."""
-    return "num_computed_tokens" in NewRequestData.__annotations__ and hasattr(BlockPool, "evict_blocks")
+    return "num_computed_tokens" in NewRequestData.__annotations__ and hasattr(
+        BlockPool, "evict_blocks"
+    )

@@ -19,11 +19,11 @@ since   what                                      before
         is there again; handshakes are handed
         over once more then
 
-What 0.33 moved besides, and why nothing here has to follow it: block hashes can cover tokens after their block, but
-not beside a connector; a step's results can be collected before `wait_for_save`, which we do not rely on; an external
-hit can be refused as a whole for want of routed experts, which is a hit that is not loaded, as before; loads are put
-off for caches in host memory only, which we refuse; groups and tensors of the KV are planned in other modules.
-"""
+What 0.33 moved besides, and why nothing here has to follow it: block hashes can cover tokens after
+their block, but not beside a connector; a step's results can be collected before `wait_for_save`,
+which we do not rely on; an external hit can be refused as a whole for want of routed experts, which
+is a hit that is not loaded, as before; loads are put off for caches in host memory only, which we
+refuse; groups and tensors of the KV are planned in other modules."""
 
 from __future__ import annotations
 
@@ -53,14 +53,16 @@ def release() -> tuple[int, int]:
 
 
 def conv_state_layout() -> str:
-    """Which dimension comes first in the states of convolutions, which an environment variable decides."""
+    """Which dimension comes first in the states of convolutions, which an environment variable
+    decides."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     return str(get_conv_state_layout())
 
 
 def refusal(version: str, allow_untested: bool) -> str:
-    """Why this release is not served, or "". Development builds have odd versions: what has no number is untested."""
+    """Why this release is not served, or "". Development builds have odd versions: what has no
+    number is untested."""
     found = re.match(r"(\d+)\.(\d+)", version)
     release = (int(found[1]), int(found[2])) if found else (0, 0)
     if OLDEST <= release <= NEWEST:
@@ -92,7 +94,9 @@ def tells_of_sleep() -> bool:
 
 def hashes_are_stable(algorithm: str) -> bool:
     """Whether block hashes are the same in every process, and are sound keys."""
-    has_fixed_root = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and "PYTHONHASHSEED" not in os.environ
+    has_fixed_root = (
+        hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and "PYTHONHASHSEED" not in os.environ
+    )
     return has_fixed_root and algorithm in _SOUND_HASHES
 
 
@@ -103,24 +107,30 @@ def hash_tokens(kv_cache_config: Any, block_tokens: Sequence[int]) -> int:
 
 
 def context_parallel(parallel_config: Any) -> tuple[int, int]:
-    """Over how many ranks the tokens of a block are spread when decoding (DCP), and prompts when computing (PCP)."""
+    """Over how many ranks the tokens of a block are spread when decoding (DCP), and prompts when
+    computing (PCP)."""
     names = ("decode_context_parallel_size", "prefill_context_parallel_size")
     dcp_size, pcp_size = (int(getattr(parallel_config, name, 1)) for name in names)
     return dcp_size, pcp_size
 
 
 def context_interleave(parallel_config: Any) -> int:
-    """How many neighbouring tokens of a block one of those ranks keeps before the next one's turn."""
+    """How many neighbouring tokens of a block one of those ranks keeps before the next one's
+    turn."""
     names = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
     return max(int(getattr(parallel_config, name, None) or 1) for name in names)
 
 
 def is_own_model(model_config: Any) -> bool:
-    """Whether the model's code is vLLM's own, and not a plugin's, the checkpoint's or transformers'."""
+    """Whether the model's code is vLLM's own, and not a plugin's, the checkpoint's or
+    transformers'."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     module = get_model_architecture(model_config)[0].__module__
-    return module.startswith(("vllm.model_executor.models.", "vllm.models.")) and ".transformers" not in module
+    return (
+        module.startswith(("vllm.model_executor.models.", "vllm.models."))
+        and ".transformers" not in module
+    )
 
 
 def kv_tp_replicas(kv_cache_config: Any) -> int | None:
@@ -185,12 +195,17 @@ class BlockTables:
 
 
 def correct_cached_tokens(request: Any, tokens: int) -> None:
-    """Of a request that is being scheduled for the first time only these tokens are cached, and not all that vLLM has
-    counted as such: `usage.prompt_tokens_details.cached_tokens` and vLLM's metrics of prompt tokens come from here."""
+    """Of a request that is being scheduled for the first time only these tokens are cached, and not
+    all that vLLM has counted as such: `usage.prompt_tokens_details.cached_tokens` and vLLM's
+    metrics of prompt tokens come from here."""
     stats = getattr(request, "prefill_stats", None)
     if stats is not None:
         local = min(tokens, stats.num_local_cached_tokens)
-        stats.set(request.num_prompt_tokens, num_local_cached_tokens=local, num_external_cached_tokens=tokens - local)
+        stats.set(
+            request.num_prompt_tokens,
+            num_local_cached_tokens=local,
+            num_external_cached_tokens=tokens - local,
+        )
     counted = getattr(request, "num_cached_tokens", None)  # in releases without such an object
     if counted is not None and counted > tokens:
         request.num_cached_tokens = tokens

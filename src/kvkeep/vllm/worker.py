@@ -5,12 +5,12 @@
     finish     after it: stores of what it computed
     collect    what has ended meanwhile; `received`, `failed` and `invalid` are what vLLM asks for then
 
-A failed load is told by its blocks, where vLLM can take a prefix of a load as it is, and otherwise by its request.
+A failed load is told by its blocks, where vLLM can take a prefix of a load as it is, and otherwise
+by its request.
 
-What a step's results tell, vLLM reads a step later where it schedules ahead. A scheduler that is in the same process
-need not wait for that: it asks this side itself (`hand_over`) for all that has ended by then, but for loads that
-failed, which vLLM must hear of in its own words.
-"""
+What a step's results tell, vLLM reads a step later where it schedules ahead. A scheduler that is in
+the same process need not wait for that: it asks this side itself (`hand_over`) for all that has
+ended by then, but for loads that failed, which vLLM must hear of in its own words."""
 
 from __future__ import annotations
 
@@ -43,17 +43,21 @@ from kvkeep.vllm.stats import KVKeepStats, counts_of
 
 log = logging.getLogger(__name__)
 
-_HASH_PATIENCE_S = 0.4  # start-up waits that long for a small checkpoint to be hashed, and not for a large one
+_HASH_PATIENCE_S = (
+    0.4  # start-up waits that long for a small checkpoint to be hashed, and not for a large one
+)
 
 # vLLM polls an engine that has nothing to compute once a millisecond or two.
-_IDLE_WAIT_S = 0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
+_IDLE_WAIT_S = (
+    0.008  # a load that ends while vLLM sleeps between two looks is heard of a millisecond late
+)
 
 _here: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()  # by name
 
 
 def may_wait(vllm_config: Any) -> bool:
-    """Whether an engine that has nothing to compute may wait a little for the cache. One of a data-parallel group has
-    others who wait for it in each of their steps."""
+    """Whether an engine that has nothing to compute may wait a little for the cache. One of a
+    data-parallel group has others who wait for it in each of their steps."""
     return bool(vllm_config.parallel_config.data_parallel_size == 1)
 
 
@@ -70,7 +74,8 @@ def is_alone(worker: WorkerSide | None) -> bool:
 
 @dataclass
 class _Registered:
-    """What came of a worker's start: its handshake, and unless it refused, what moves its blocks."""
+    """What came of a worker's start: its handshake, and unless it refused, what moves its
+    blocks."""
 
     handshake: Handshake
     pieces: Pieces | None = None
@@ -86,7 +91,11 @@ class WorkerSide:
     """One for each rank."""
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, options: ClientOptions, siblings: tuple[str, ...] = ()
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        options: ClientOptions,
+        siblings: tuple[str, ...] = (),
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -96,7 +105,9 @@ class WorkerSide:
         self._adapter: WorkerAdapter | None = None
         self._pieces: Pieces | None = None
         self._kv_caches: Mapping[str, Any] = {}  # vLLM's tensors
-        self._loading: dict[Any, tuple[str, LoadRequest]] = {}  # jobs that vLLM has not heard of, and whose they are
+        self._loading: dict[
+            Any, tuple[str, LoadRequest]
+        ] = {}  # jobs that vLLM has not heard of, and whose they are
         self._reports: list[Finished] = []
         self._is_joined = False  # with a scheduler's side in this process
         self._may_wait = True
@@ -105,9 +116,13 @@ class WorkerSide:
         self._is_idle = self._was_idle = False  # the step, and the one before it, compute nothing
         self._is_asleep = False  # vLLM has taken the KV's memory away
         self._rank = 0
-        self._pending: Weights | None = None  # being hashed; then `_start_late` is called with the next step
+        self._pending: Weights | None = (
+            None  # being hashed; then `_start_late` is called with the next step
+        )
         self._start_late: Callable[[], _Registered] | None = None
-        self._told_trouble: tuple[str, str] | None = None  # what the scheduler knows of the connection to the server
+        self._told_trouble: tuple[str, str] | None = (
+            None  # what the scheduler knows of the connection to the server
+        )
         self.faults = 0
         self.handshake: Handshake | None = None
         self.received: set[str] = set()
@@ -115,7 +130,8 @@ class WorkerSide:
         self.invalid: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """vLLM has made the KV memory. From here on blocks move, unless this is no engine that can be cached."""
+        """vLLM has made the KV memory. From here on blocks move, unless this is no engine that can
+        be cached."""
         located: tuple[list[Piece], dict[str, str]] | KVKeepError
         self._kv_caches = kv_caches
         try:
@@ -124,7 +140,8 @@ class WorkerSide:
             located = memory, encodings_of(self._vllm_config, kv_caches)
         except KVKeepError as error:
             located = error
-        except Exception as error:  # guard: the other ranks wait for this one below; they hear why it is not cached
+        except Exception as error:
+            # guard: the other ranks wait for this one below; they hear why it is not cached
             log.exception("kvkeep: the KV of this rank could not be described")
             self.faults += 1
             located = SettingsError(f"the KV of a rank could not be described: {error}")
@@ -178,15 +195,16 @@ class WorkerSide:
             _here[self.handshake.name] = self
 
     def _take_over_late(self) -> None:
-        """Starts a worker whose weights have become known meanwhile. In the engine's thread: it is on the right GPU
-        and captures no graph now, and as a step begins the engine is awake."""
+        """Starts a worker whose weights have become known meanwhile. In the engine's thread: it is
+        on the right GPU and captures no graph now, and as a step begins the engine is awake."""
         start = self._start_late
         if start is None or self._pending is None or self._pending.pending:
             return
         self._start_late = self._pending = None
         try:
             registered = start()
-        except Exception as error:  # guard: the scheduler must hear that this worker will never be ready
+        except Exception as error:
+            # guard: the scheduler must hear that this worker will never be ready
             log.exception("kvkeep: a worker could not be started")
             self.faults += 1
             registered = _Registered(Handshake(None, f"a worker could not be started: {error}"))
@@ -194,17 +212,18 @@ class WorkerSide:
         self._is_told = False  # the scheduler knows only that it was pending
 
     def first_handshake(self) -> Handshake | None:
-        """The handshake, at start-up. None as one of several connectors: MultiConnector would give it to the siblings,
-        or theirs to us. Then it comes with the first reports."""
+        """The handshake, at start-up. None as one of several connectors: MultiConnector would give
+        it to the siblings, or theirs to us. Then it comes with the first reports."""
         if is_child(self):
             return None
         self._is_told = self.handshake is not None
         return self.handshake
 
     def unregister(self) -> None:
-        """vLLM takes the memory of its KV away: when this returns, no copy reads or writes it. Until `restore` every
-        store ends undone and every load fails; those under way do, too, because what a load has brought goes with the
-        memory. vLLM hears of all that with the next step's results. Again: nothing happens."""
+        """vLLM takes the memory of its KV away: when this returns, no copy reads or writes it.
+        Until `restore` every store ends undone and every load fails; those under way do, too,
+        because what a load has brought goes with the memory. vLLM hears of all that with the next
+        step's results. Again: nothing happens."""
         adapter = self._adapter
         if adapter is None or self._is_asleep:
             return
@@ -213,24 +232,34 @@ class WorkerSide:
             self.finish()  # not every rank is told by vLLM that a step is over
             adapter.unregister_kv_caches()
         except Exception:  # guard: whatever failed, nothing may be copied when this returns
-            log.exception("kvkeep: the KV could not be unregistered, so this worker does not cache any more")
+            log.exception(
+                "kvkeep: the KV could not be unregistered, so this worker does not cache any more"
+            )
             self.faults += 1
             adapter.close()
         finished = adapter.poll()
-        finished.failed.update({job: load.ids_of(slice(None)) for job, (_, load) in self._loading.items()})
+        finished.failed.update(
+            {job: load.ids_of(slice(None)) for job, (_, load) in self._loading.items()}
+        )
         self._take_in(finished)
 
     def restore(self) -> None:
-        """vLLM has given its KV memory again: the tensors are the same, whether or not they lie where they did. What
-        they hold is nobody's: vLLM has reset its own prefix cache and this connector's before it took the memory."""
+        """vLLM has given its KV memory again: the tensors are the same, whether or not they lie
+        where they did. What they hold is nobody's: vLLM has reset its own prefix cache and this
+        connector's before it took the memory."""
         if self._adapter is None or self._pieces is None or not self._is_asleep:
             return
         try:
-            self._adapter.register_pieces(locate(self._pieces, self._kv_cache_config, self._kv_caches))
-        except Exception as error:  # guard: vLLM goes on; its scheduler hears that this rank does not
+            self._adapter.register_pieces(
+                locate(self._pieces, self._kv_cache_config, self._kv_caches)
+            )
+        except Exception as error:
+            # guard: vLLM goes on; its scheduler hears that this rank does not
             log.exception("kvkeep: the KV could not be registered again")
             self.faults += 1
-            self.handshake = Handshake(None, f"after vLLM had slept: {getattr(error, 'message', error)}")
+            self.handshake = Handshake(
+                None, f"after vLLM had slept: {getattr(error, 'message', error)}"
+            )
             self._is_told = False
             return
         self._is_asleep = False
@@ -242,7 +271,8 @@ class WorkerSide:
         self._is_joined = True
 
     def save(self, step: Step) -> None:
-        """Before vLLM writes anything: blocks that stores still have to read are saved. Once for each step."""
+        """Before vLLM writes anything: blocks that stores still have to read are saved. Once for
+        each step."""
         self._take_over_late()
         if self._adapter is None or self._saved is step:
             return
@@ -252,7 +282,8 @@ class WorkerSide:
             save(step.step, self._adapter)
             if step.all_withdrawn:
                 self._adapter.withdraw(None)
-        except Exception:  # guard: stores must not read what is written, and the scheduler must hear of them
+        except Exception:
+            # guard: stores must not read what is written, and the scheduler must hear of them
             log.exception("kvkeep: a step could not be begun")
             self.faults += 1
             self._never_began(step.step.stores)
@@ -269,7 +300,9 @@ class WorkerSide:
         self.save(step)
         self._unfinished = step
         self._was_idle, self._is_idle = self._is_idle, step.idle
-        self._adapter.give_way(not (self._is_idle and self._was_idle))  # its tokens may still be on their way out
+        self._adapter.give_way(
+            not (self._is_idle and self._was_idle)
+        )  # its tokens may still be on their way out
         for job, load in step.step.loads.items():
             request_id = step.step.requests[job]
             try:
@@ -290,7 +323,8 @@ class WorkerSide:
         self._loading[job] = request_id, load
 
     def load_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> bool:
-        """For `load_now` of that request, in the same step: these are its slots. Whether anything has begun."""
+        """For `load_now` of that request, in the same step: these are its slots. Whether anything
+        has begun."""
         assert self._adapter is not None
         return self._adapter.load_ahead(request_id, epoch, slots)
 
@@ -310,7 +344,8 @@ class WorkerSide:
             return Finished(self._rank, loaded=[job], failed={job: load.ids_of(slice(None))})
 
     def stores_handed_over(self) -> list[Finished]:
-        """What has ended while nothing is loaded. An engine without requests makes no steps, and hears of nothing."""
+        """What has ended while nothing is loaded. An engine without requests makes no steps, and
+        hears of nothing."""
         return [] if self._loading else self.hand_over()[1]
 
     def finish(self) -> None:
@@ -321,7 +356,9 @@ class WorkerSide:
         stores = step.step.stores_after
         try:
             self._adapter.store_all(stores)
-        except Exception:  # guard: the scheduler must hear of these stores, and those that have begun must not read on
+        except Exception:
+            # guard: the scheduler must hear of these stores, and those that have begun must not
+            # read on
             log.exception("kvkeep: stores could not be begun")
             self.faults += 1
             self._never_began(stores)
@@ -337,8 +374,8 @@ class WorkerSide:
             self._take_in(self._adapter.poll())
 
     def hand_over(self) -> tuple[set[str], list[Finished]]:
-        """What has ended, for a scheduler in this process: requests whose loads did, and the reports. Where a load
-        failed it comes with the next step's results instead."""
+        """What has ended, for a scheduler in this process: requests whose loads did, and the
+        reports. Where a load failed it comes with the next step's results instead."""
         if self._adapter is None:
             return set(), []
         self._wait_if_idle()
@@ -350,7 +387,8 @@ class WorkerSide:
         return received, [] if finished.is_nothing else [finished]
 
     def _wait_if_idle(self) -> None:
-        """Not right after a step that computed something: its tokens may still be on their way out."""
+        """Not right after a step that computed something: its tokens may still be on their way
+        out."""
         is_idle = self._may_wait and self._is_idle and self._was_idle
         if is_idle and self._loading and self._adapter is not None:
             self._adapter.wait_for_load(_IDLE_WAIT_S)
@@ -359,7 +397,9 @@ class WorkerSide:
         for job, block_ids in finished.failed.items():
             if job in self._loading:
                 self._tell_failed(self._loading[job][0], block_ids)
-        self.received.update(self._loading.pop(job)[0] for job in finished.loaded if job in self._loading)
+        self.received.update(
+            self._loading.pop(job)[0] for job in finished.loaded if job in self._loading
+        )
         if not finished.is_nothing:
             self._reports.append(finished)
 
@@ -374,7 +414,8 @@ class WorkerSide:
         return invalid
 
     def take_reports(self) -> Reports | None:
-        """Also with nothing to say, if `hand_over` is to be called: for empty results vLLM asks no connector."""
+        """Also with nothing to say, if `hand_over` is to be called: for empty results vLLM asks no
+        connector."""
         reports, self._reports = self._reports, []
         handshakes = []
         if not self._is_told and self.handshake is not None:
@@ -399,7 +440,8 @@ class WorkerSide:
 
     @property
     def is_near(self) -> bool:
-        """Whether it shares memory with the server: a load takes as long as a copy, and asks nobody."""
+        """Whether it shares memory with the server: a load takes as long as a copy, and asks
+        nobody."""
         return self._adapter is not None and self._adapter.is_near and not self._is_asleep
 
     def close(self) -> None:

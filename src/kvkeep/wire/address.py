@@ -8,7 +8,9 @@ import socket
 from typing import Final
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of a Unix socket, less its terminator
-ADDRESS_FORMAT: Final = f"tcp://host:port, or ipc:// and an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes"
+ADDRESS_FORMAT: Final = (
+    f"tcp://host:port, or ipc:// and an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes"
+)
 
 
 def parse_address(text: str) -> str:
@@ -36,7 +38,8 @@ def split_host(text: str) -> tuple[str, int]:
 
 
 def tcp_host(address: str) -> tuple[str, int] | None:
-    """Host and port of a TCP address, with `localhost` as the number it stands for. None for a Unix socket's."""
+    """Host and port of a TCP address, with `localhost` as the number it stands for. None for a Unix
+    socket's."""
     if not address.startswith("tcp://"):
         return None
     host, port = split_host(address.removeprefix("tcp://"))
@@ -44,7 +47,8 @@ def tcp_host(address: str) -> tuple[str, int] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """By name or number, without asking a resolver: what a name means may change after it was checked."""
+    """By name or number, without asking a resolver: what a name means may change after it was
+    checked."""
     if host == "localhost":
         return True
     try:
@@ -54,9 +58,10 @@ def is_loopback(host: str) -> bool:
 
 
 def unix_name(address: str) -> str | None:
-    """The Unix socket of an address, as `socket` takes it. A server on loopback, or on every interface, also listens on
-    a socket named after its port, in the namespace of names without files: like the port itself, it exists in this
-    network namespace only. None for a host elsewhere."""
+    """The Unix socket of an address, as `socket` takes it. A server on loopback, or on every
+    interface, also listens on a socket named after its port, in the namespace of names without
+    files: like the port itself, it exists in this network namespace only. None for a host
+    elsewhere."""
     if (tcp := tcp_host(address)) is None:
         path = address.removeprefix("ipc://")
         return f"\0{path[1:]}" if path.startswith("@") else path

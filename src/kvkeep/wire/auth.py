@@ -12,7 +12,9 @@ from kvkeep.errors import SettingsError
 
 MAX_FILE_BYTES: Final = 1 << 20
 MIN_TOKEN_CHARS: Final = 16
-PRIVATE: Final = stat.S_IRWXO | stat.S_IWGRP  # what a secret's mode may not have; Kubernetes lets the group read
+PRIVATE: Final = (
+    stat.S_IRWXO | stat.S_IWGRP
+)  # what a secret's mode may not have; Kubernetes lets the group read
 UNWRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH  # and that of a list which decides who gets in
 
 
@@ -21,11 +23,14 @@ def at_home(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except (RuntimeError, ValueError):  # a ~ without a home, or with what can be nobody's name
-        raise SettingsError(f"{text!r} names no home directory that is known here", "write the whole path") from None
+        raise SettingsError(
+            f"{text!r} names no home directory that is known here", "write the whole path"
+        ) from None
 
 
 def read_token(path: Path, *, ours: bool = False) -> bytes:
-    """The admin API's token. SettingsError, naming the file, if it holds none or others can read it."""
+    """The admin API's token. SettingsError, naming the file, if it holds none or others can read
+    it."""
     token = read_text(path, PRIVATE, ours=ours).strip()
     if len(token) < MIN_TOKEN_CHARS or not re.fullmatch(r"[\x21-\x7e]+", token):
         raise SettingsError(
@@ -42,43 +47,55 @@ def key_lines(text: str) -> list[str]:
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:
-    """SettingsError if it belongs to somebody other than us and root, who could change it at any time."""
+    """SettingsError if it belongs to somebody other than us and root, who could change it at any
+    time."""
     if status.st_uid not in (os.geteuid(), 0):
         raise SettingsError(
-            f"{path} belongs to another user (uid {status.st_uid})", f"chown it to uid {os.geteuid()} or to root"
+            f"{path} belongs to another user (uid {status.st_uid})",
+            f"chown it to uid {os.geteuid()} or to root",
         )
 
 
 def check_directory(path: Path, status: os.stat_result) -> None:
-    """SettingsError if others than us and root may put files into a directory. On a read-only file system nobody may,
-    whatever the mode says: Kubernetes mounts Secrets so, with mode 1777."""
+    """SettingsError if others than us and root may put files into a directory. On a read-only file
+    system nobody may, whatever the mode says: Kubernetes mounts Secrets so, with mode 1777."""
     check_owner(path, status)
     if status.st_mode & UNWRITABLE and not os.statvfs(path).f_flag & os.ST_RDONLY:
         mode = stat.S_IMODE(status.st_mode)
-        raise SettingsError(f"others can write to the directory {path} (mode {mode:04o})", f"chmod 700 {path}")
+        raise SettingsError(
+            f"others can write to the directory {path} (mode {mode:04o})", f"chmod 700 {path}"
+        )
 
 
 def read_text(path: Path, forbidden: int = 0, *, ours: bool = False) -> str:
-    """A small text file whose mode has none of the `forbidden` bits and which, if it is to be `ours`, belongs to us or
-    root. Looked at and read through one descriptor: what was checked is what is read. SettingsError names the file and
-    the remedy."""
+    """A small text file whose mode has none of the `forbidden` bits and which, if it is to be
+    `ours`, belongs to us or root. Looked at and read through one descriptor: what was checked is
+    what is read. SettingsError names the file and the remedy."""
     try:
         # Not blocking, or a pipe in its place would keep us waiting.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError as error:
-        hint = f"chown {os.geteuid()} {path}, and its directory where only another user may open that"
+        hint = (
+            f"chown {os.geteuid()} {path}, and its directory where only another user may open that"
+        )
         raise SettingsError(f"{path} cannot be read: {error.strerror}", hint) from error
     except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {error.strerror}", "see that it is there") from error
+        raise SettingsError(
+            f"{path} cannot be read: {error.strerror}", "see that it is there"
+        ) from error
     except ValueError:  # a NUL, or text that no file system can have
-        raise SettingsError(f"{str(path)!r} is no name of a file", "write the path of a file") from None
+        raise SettingsError(
+            f"{str(path)!r} is no name of a file", "write the path of a file"
+        ) from None
     try:
         status = os.fstat(descriptor)
         mode = status.st_mode
         if not stat.S_ISREG(mode):
             raise SettingsError(f"{path} is no file", "name a file that `kvkeep keygen` made")
         if mode & forbidden:
-            raise SettingsError(f"{path} is open to others (mode {stat.S_IMODE(mode):04o})", f"chmod 600 {path}")
+            raise SettingsError(
+                f"{path} is open to others (mode {stat.S_IMODE(mode):04o})", f"chmod 600 {path}"
+            )
         if ours:
             check_owner(path, status)
         data = os.read(descriptor, MAX_FILE_BYTES + 1)
@@ -95,7 +112,8 @@ def read_text(path: Path, forbidden: int = 0, *, ours: bool = False) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Makes a file that its owner alone can read, whatever the umask. FileExistsError if there is one."""
+    """Makes a file that its owner alone can read, whatever the umask. FileExistsError if there is
+    one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(file.fileno(), 0o600)

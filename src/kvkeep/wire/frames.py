@@ -6,14 +6,15 @@
     frame 1   the message, MessagePack
     frame 2…  payload, on the network plane only: blocks of one size, each covered by its own checksum
 
-On a connection the frames follow each other without gaps (stream.py): the header comes first and tells the size of the
-rest, so a receiver knows how much memory a message takes before any of it is taken.
+On a connection the frames follow each other without gaps (stream.py): the header comes first and
+tells the size of the rest, so a receiver knows how much memory a message takes before any of it is
+taken.
 
-The CRC is CRC-32 of the header before it and of frame 1. A flipped bit in a list of slots would put a block's bytes
-under another block's key, and TCP's own 16-bit sum is too weak to rule that out.
+The CRC is CRC-32 of the header before it and of frame 1. A flipped bit in a list of slots would put
+a block's bytes under another block's key, and TCP's own 16-bit sum is too weak to rule that out.
 
-The header keeps its shape from version 3 on, so that peers of different versions can tell each other so.
-"""
+The header keeps its shape from version 3 on, so that peers of different versions can tell each
+other so."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _HEADER = struct.Struct("<4sHHQQIII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
-# Where msgspec names a field: "Expected `int`, got `str` - at `$.layout`", "Object missing required field `pid`".
+# Where msgspec names a field: "Expected `int`, got `str` - at `$.layout`", "Object missing required
+# field `pid`".
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _NAME = re.compile(r" field `([^`]*)`")
 _QUOTED_CHARS = 200  # of what a peer sent: an error is no echo
@@ -67,7 +69,8 @@ class Sizes:
 
 
 def encode(header: Header, message: Message, payload: Sequence[Any] = ()) -> list[Any]:
-    """The frames of a message. Payload frames have a buffer each, all of one size, and are not copied here."""
+    """The frames of a message. Payload frames have a buffer each, all of one size, and are not
+    copied here."""
     return seal(header, _encoder.encode(message), payload)
 
 
@@ -79,7 +82,8 @@ def seal(header: Header, body: bytes, payload: Sequence[Any] = ()) -> list[Any]:
 
 
 def decode_sizes(head: bytes | bytearray) -> Sizes | None:
-    """What follows this header, before its CRC can be checked. None if no message of ours begins so."""
+    """What follows this header, before its CRC can be checked. None if no message of ours begins
+    so."""
     magic, *_, body_bytes, payload_frames, payload_frame_bytes = _HEADER.unpack_from(head)
     if magic != MAGIC or not body_bytes or payload_frames > MAX_LIST_ITEMS:
         return None
@@ -89,9 +93,12 @@ def decode_sizes(head: bytes | bytearray) -> Sizes | None:
 
 
 def decode_header(frames: Sequence[bytes]) -> Header:
-    """Reads frame 0 and checks the CRC. Raises ProtocolError if it is no message of ours: nobody can be answered."""
+    """Reads frame 0 and checks the CRC. Raises ProtocolError if it is no message of ours: nobody
+    can be answered."""
     if not frames or len(frames[0]) != HEADER_BYTES or frames[0][: len(MAGIC)] != MAGIC:
-        raise ProtocolError("a message without a kvkeep header", "is something else talking to this port?")
+        raise ProtocolError(
+            "a message without a kvkeep header", "is something else talking to this port?"
+        )
     head = frames[0][: _HEADER.size]
     _, version, _, session, number, *_ = _HEADER.unpack(head)
     (crc,) = _CRC.unpack(frames[0][_HEADER.size :])
@@ -107,7 +114,8 @@ def session_of(head: bytes) -> int:
 
 
 def decode_request(header: Header, frames: Sequence[bytes], frame_bytes: int) -> Request:
-    """Reads frame 1 of a request. Raises RequestError, naming the field, for whatever is wrong with it."""
+    """Reads frame 1 of a request. Raises RequestError, naming the field, for whatever is wrong with
+    it."""
     if header.version != PROTOCOL_VERSION:
         raise RequestError(
             "protocol_version",
@@ -131,7 +139,8 @@ def decode_request(header: Header, frames: Sequence[bytes], frame_bytes: int) ->
 
 
 def decode_reply(header: Header, frames: Sequence[bytes]) -> Reply:
-    """Reads frame 1 of a reply. Raises ProtocolError: a server that sends nonsense is no server of ours."""
+    """Reads frame 1 of a reply. Raises ProtocolError: a server that sends nonsense is no server of
+    ours."""
     if header.version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the server speaks protocol version {header.version}, this client {PROTOCOL_VERSION}",
@@ -142,10 +151,13 @@ def decode_reply(header: Header, frames: Sequence[bytes]) -> Reply:
     try:
         return _replies.decode(frames[1])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the server's reply cannot be read: {str(error)[:_QUOTED_CHARS]}") from None
+        raise ProtocolError(
+            f"the server's reply cannot be read: {str(error)[:_QUOTED_CHARS]}"
+        ) from None
 
 
 def _field(error: Exception) -> str:
-    """The field that msgspec names, with the path to it; empty where the bytes are no message at all."""
+    """The field that msgspec names, with the path to it; empty where the bytes are no message at
+    all."""
     found = [pattern.search(str(error)) for pattern in (_PATH, _NAME)]
     return ".".join(match[1] for match in found if match and match[1])[:_QUOTED_CHARS]

@@ -1,41 +1,46 @@
 """The protocol, version 3.
 
-A client speaks to the daemon over a Unix socket, TCP or TLS (stream.py). Every request gets exactly one reply: the
-reply named below, or Refused. A reply carries the number of its request; a client that has waited long enough gives up
-on it, and a late reply is then dropped.
+A client speaks to the daemon over a Unix socket, TCP or TLS (stream.py). Every request gets exactly
+one reply: the reply named below, or Refused. A reply carries the number of its request; a client
+that has waited long enough gives up on it, and a late reply is then dropped.
 
-**Handshake.** Hello opens a session and is answered by Welcome: the session's number, the server's epoch, the limits,
-and where the pool's shared memory lies. A client that can see that memory (the epoch file in it tells) takes the
-session's lock and says Attach("shared_memory"): from then on the kernel tells the daemon when the process is gone. A
-client elsewhere says Attach("network"), gets no slots to touch, and moves bytes with Fetch and Put. After Attach the
-client says OpenLayout, and everything else names that layout by the number in LayoutOpened. OpenLayout brings the parts
-of the engine's identity by name, so that both sides can say which part keeps two engines of one model from sharing.
-Ping asks whether the session is still there; Goodbye ends it. Requests that have nothing to tell are answered by Done.
+**Handshake.** Hello opens a session and is answered by Welcome: the session's number, the server's
+epoch, the limits, and where the pool's shared memory lies. A client that can see that memory (the
+epoch file in it tells) takes the session's lock and says Attach("shared_memory"): from then on the
+kernel tells the daemon when the process is gone. A client elsewhere says Attach("network"), gets no
+slots to touch, and moves bytes with Fetch and Put. After Attach the client says OpenLayout, and
+everything else names that layout by the number in LayoutOpened. OpenLayout brings the parts of the
+engine's identity by name, so that both sides can say which part keeps two engines of one model from
+sharing. Ping asks whether the session is still there; Goodbye ends it. Requests that have nothing
+to tell are answered by Done.
 
-**Epoch.** A random number of this server process. A session ends with its epoch: a request that names a session
-unknown to the server is refused with `unknown_session`, and the client says Hello again. Slots of an older epoch are
-never used.
+**Epoch.** A random number of this server process. A session ends with its epoch: a request that
+names a session unknown to the server is refused with `unknown_session`, and the client says Hello
+again. Slots of an older epoch are never used.
 
-**Numbers that the client chooses.** Each request has a number, unique in its session. A lease *is* the number of the
-Lookup that asked for it, a write the number of its PrepareStore. So a client that lost a reply can still say Release
-or AbandonStore. Requests are carried out in the order in which the client sent them: a connection keeps it, and when a
-session has moved to a later connection, the server refuses what still comes over the earlier one.
+**Numbers that the client chooses.** Each request has a number, unique in its session. A lease *is*
+the number of the Lookup that asked for it, a write the number of its PrepareStore. So a client that
+lost a reply can still say Release or AbandonStore. Requests are carried out in the order in which
+the client sent them: a connection keeps it, and when a session has moved to a later connection, the
+server refuses what still comes over the earlier one.
 
-**Load.** Lookup names the keys of a whole prompt and how many leading blocks to `skip` (the engine has them). The
-answer, Found, counts the leading blocks that are ready and gives, beyond `skip`, each block's slot and checksums, under
-a lease. Workers copy from the slots themselves, verify, and the client says Release. A block whose checksum does not
-match is named in ReportBad.
+**Load.** Lookup names the keys of a whole prompt and how many leading blocks to `skip` (the engine
+has them). The answer, Found, counts the leading blocks that are ready and gives, beyond `skip`,
+each block's slot and checksums, under a lease. Workers copy from the slots themselves, verify, and
+the client says Release. A block whose checksum does not match is named in ReportBad.
 
-**Store.** PrepareStore names the keys and, if the first is not a root, its parent. The answer, Prepared, says which
-blocks to write and where: those that exist already, or that another session is writing, are left out. The worker
-copies, then says CompleteStore with the checksums, or AbandonStore. A block is visible when all its shards are in.
+**Store.** PrepareStore names the keys and, if the first is not a root, its parent. The answer,
+Prepared, says which blocks to write and where: those that exist already, or that another session is
+writing, are left out. The worker copies, then says CompleteStore with the checksums, or
+AbandonStore. A block is visible when all its shards are in.
 
-**Hints.** PrepareStore carries a priority (0 to 100, 50 is normal, higher stays longer) and a time to live; Finish
-says that whoever used a chain is done with it. Hints only change the order in which blocks are evicted.
+**Hints.** PrepareStore carries a priority (0 to 100, 50 is normal, higher stays longer) and a time
+to live; Finish says that whoever used a chain is done with it. Hints only change the order in which
+blocks are evicted.
 
-**Arrays** travel as little-endian bytes: keys of 16 bytes each, slots int64, positions int32, checksums uint64 (block
-after block, a block's shards together). Lists have at most 65,536 items: one message must not keep the others waiting.
-"""
+**Arrays** travel as little-endian bytes: keys of 16 bytes each, slots int64, positions int32,
+checksums uint64 (block after block, a block's shards together). Lists have at most 65,536 items:
+one message must not keep the others waiting."""
 
 from __future__ import annotations
 
@@ -77,7 +82,8 @@ class Hello(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Chooses the data plane: "shared_memory" (the session's lock is held now) or "network". Answered by Done."""
+    """Chooses the data plane: "shared_memory" (the session's lock is held now) or "network".
+    Answered by Done."""
 
     plane: str
 
@@ -87,10 +93,11 @@ class Ping(Message, frozen=True):
 
 
 class OpenLayout(Message, frozen=True):
-    """Names what blocks mean and how they are cut: a 16-byte fingerprint of everything that decides it, bytes of each
-    shard. A worker adds its shard and a fingerprint of how its tensors lie in memory. `parts` is what the fingerprint
-    was taken over, by name; `role` says what the session is for. Both are for people: only the fingerprint decides
-    which blocks are found. Answered by LayoutOpened."""
+    """Names what blocks mean and how they are cut: a 16-byte fingerprint of everything that decides
+    it, bytes of each shard. A worker adds its shard and a fingerprint of how its tensors lie in
+    memory. `parts` is what the fingerprint was taken over, by name; `role` says what the session is
+    for. Both are for people: only the fingerprint decides which blocks are found. Answered by
+    LayoutOpened."""
 
     fingerprint: bytes
     shard_bytes: Numbers
@@ -110,8 +117,9 @@ class Lookup(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Ends leases, named by the numbers of their Lookups. Unknown ones are no error. `loaded_tokens` says for each how
-    many tokens were loaded under it and are used; those that are left out count as 0. Answered by Done."""
+    """Ends leases, named by the numbers of their Lookups. Unknown ones are no error.
+    `loaded_tokens` says for each how many tokens were loaded under it and are used; those that are
+    left out count as 0. Answered by Done."""
 
     leases: Numbers
     loaded_tokens: Numbers = []
@@ -126,7 +134,8 @@ class Finish(Message, frozen=True):
 
 
 class PrepareStore(Message, frozen=True):
-    """Asks for slots for one shard of a run of blocks. Answered by Prepared; the write has this request's number."""
+    """Asks for slots for one shard of a run of blocks. Answered by Prepared; the write has this
+    request's number."""
 
     tenant: str
     layout: int
@@ -151,7 +160,8 @@ class AbandonStore(Message, frozen=True):
 
 
 class ReportBad(Message, frozen=True):
-    """A loaded block did not match its checksum. The server looks for itself and drops it if so. Answered by Done."""
+    """A loaded block did not match its checksum. The server looks for itself and drops it if so.
+    Answered by Done."""
 
     tenant: str
     layout: int
@@ -159,8 +169,8 @@ class ReportBad(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Network plane: asks for one shard of `count` leased blocks from the `start`-th described one on.
-    Answered by Done with one payload frame a block."""
+    """Network plane: asks for one shard of `count` leased blocks from the `start`-th described one
+    on. Answered by Done with one payload frame a block."""
 
     lease: int
     shard: int
@@ -169,8 +179,8 @@ class Fetch(Message, frozen=True):
 
 
 class Put(Message, frozen=True):
-    """Network plane: brings the bytes of blocks of a write, from the `start`-th on, one payload frame a block.
-    Answered by Done."""
+    """Network plane: brings the bytes of blocks of a write, from the `start`-th on, one payload
+    frame a block. Answered by Done."""
 
     write: int
     start: int
@@ -214,14 +224,16 @@ class Welcome(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """It is done. `count`: leases released, blocks stored, blocks dropped, whatever the request counts."""
+    """It is done. `count`: leases released, blocks stored, blocks dropped, whatever the request
+    counts."""
 
     count: int = 0
 
 
 class LayoutOpened(Message, frozen=True):
-    """The layout's number, and where in a slot each shard begins. `differs` names the parts of the identity that keep
-    this engine from sharing with another one of its model that is connected now; empty if there is none."""
+    """The layout's number, and where in a slot each shard begins. `differs` names the parts of the
+    identity that keep this engine from sharing with another one of its model that is connected now;
+    empty if there is none."""
 
     layout: int
     slot_bytes: int
@@ -238,8 +250,9 @@ class Found(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """Which positions of the keys to write, into which slots. `refused`: last keys that found no room, or all if the
-    parent is not here (`orphan`). With nothing to write there is no write to complete."""
+    """Which positions of the keys to write, into which slots. `refused`: last keys that found no
+    room, or all if the parent is not here (`orphan`). With nothing to write there is no write to
+    complete."""
 
     positions: bytes
     slots: bytes
@@ -248,7 +261,8 @@ class Prepared(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request was not carried out, and nothing changed. `code` is for programs, the rest for people."""
+    """The request was not carried out, and nothing changed. `code` is for programs, the rest for
+    people."""
 
     code: str
     message: str

@@ -1,4 +1,5 @@
-"""Which users of this host are trusted with the pool and on a socket: ourselves, root, and those named on purpose."""
+"""Which users of this host are trusted with the pool and on a socket: ourselves, root, and those
+named on purpose."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ def _overflow_uid() -> int:
         return 65534
 
 
-# What the kernel shows in place of every user that our user namespace does not map: it may be anybody.
+# What the kernel shows in place of every user that our user namespace does not map: it may be
+# anybody.
 OVERFLOW_UID: Final = _overflow_uid()
 
 
 def is_trusted(uid: int, trusted: Collection[int]) -> bool:
-    """Whether a file or a process of this user is as good as our own: ours, root's, or one of `trusted`. The overflow
-    uid stands for any user that cannot be mapped, so it is trusted only where it is our own and every user is mapped.
-    """
+    """Whether a file or a process of this user is as good as our own: ours, root's, or one of
+    `trusted`. The overflow uid stands for any user that cannot be mapped, so it is trusted only
+    where it is our own and every user is mapped."""
     if uid == OVERFLOW_UID:
         return uid == os.geteuid() and _maps_every_user()
     return uid in (0, os.geteuid()) or uid in trusted
@@ -52,12 +54,16 @@ def remedy(uid: int) -> str:
 
 
 def parse_users(text: str) -> tuple[int, ...]:
-    """The ids of users given by id or name. ValueError for an unknown name, and for the overflow uid, which cannot be
-    trusted."""
-    names = [] if text.strip().lower() in ("", "none") else [name.strip() for name in text.split(",")]
+    """The ids of users given by id or name. ValueError for an unknown name, and for the overflow
+    uid, which cannot be trusted."""
+    names = (
+        [] if text.strip().lower() in ("", "none") else [name.strip() for name in text.split(",")]
+    )
     users = tuple(dict.fromkeys(map(_uid, names)))
     if OVERFLOW_UID in users:
-        raise ValueError(f"{OVERFLOW_UID} is the kernel's overflow uid, which stands for every user that is not mapped")
+        raise ValueError(
+            f"{OVERFLOW_UID} is the kernel's overflow uid, which stands for every user that is not mapped"
+        )
     return users
 
 

@@ -1,4 +1,5 @@
-"""What a server has, as it shows it to the engines of its host: a file of counts (`kvkeep.kv.presence`)."""
+"""What a server has, as it shows it to the engines of its host: a file of counts
+(`kvkeep.kv.presence`)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def make_presence(directory: Path, epoch: int, pool_bytes: int) -> Presence:
 
 
 class PresenceFile:
-    """As an engine sees it. A file that somebody cuts off says nothing, and is no bus error where there is a kernel."""
+    """As an engine sees it. A file that somebody cuts off says nothing, and is no bus error where
+    there is a kernel."""
 
     def __init__(self, descriptor: int) -> None:
         self._cells = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), dtype=CELL)
@@ -60,7 +62,11 @@ def open_presence(files: PoolFiles, epoch: int) -> PresenceFile | None:
         descriptor = files.open(presence_path(files.path, epoch).name, os.O_RDONLY)
         try:
             cells = os.fstat(descriptor).st_size / CELL.itemsize
-            return PresenceFile(descriptor) if cells.is_integer() and int(cells).bit_count() == 1 else None
+            return (
+                PresenceFile(descriptor)
+                if cells.is_integer() and int(cells).bit_count() == 1
+                else None
+            )
         finally:
             os.close(descriptor)
     return None

@@ -1,7 +1,8 @@
 """The pool's shared memory, as a process maps it.
 
-The pool is one long range of bytes, cut into files ("segments") of equal size. A slot never crosses from one
-segment into the next. A segment is mapped when it is first needed and stays mapped until `close`.
+The pool is one long range of bytes, cut into files ("segments") of equal size. A slot never crosses
+from one segment into the next. A segment is mapped when it is first needed and stays mapped until
+`close`.
 
     pool offset   0 ............ segment_bytes ............ 2 * segment_bytes ...
     file          segment-00000  segment-00001              segment-00002
@@ -39,13 +40,15 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Has the kernel map pages now. By ctypes, which lets go of the interpreter meanwhile; `mmap.madvise` does not."""
+    """Has the kernel map pages now. By ctypes, which lets go of the interpreter meanwhile;
+    `mmap.madvise` does not."""
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
         raise OSError(ctypes.get_errno(), "madvise")
 
 
 class Segments:
-    """Maps segments on demand and turns pool offsets into addresses. `files` stay open while segments are mapped."""
+    """Maps segments on demand and turns pool offsets into addresses. `files` stay open while
+    segments are mapped."""
 
     def __init__(self, files: PoolFiles, segment_bytes: int, pool_bytes: int, epoch: int) -> None:
         self.files = files
@@ -59,23 +62,34 @@ class Segments:
         self._populated = 0
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
-        self.unmapped_by: Callable[[Segments], None] | None = None  # instead of by whoever closes it
+        self.unmapped_by: Callable[[Segments], None] | None = (
+            None  # instead of by whoever closes it
+        )
         self._mapping = threading.Lock()
         self._presence: PresenceFile | None = None
         self._looked_for_presence = False
 
     def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
-        """The address of each slot area of `nbytes` in this process. PoolError if one is not in the pool."""
+        """The address of each slot area of `nbytes` in this process. PoolError if one is not in the
+        pool."""
         if not len(offsets):
             return np.empty(0, dtype=np.uint64)
         numbers, within = np.divmod(offsets, self._segment_bytes)
-        inside = (offsets >= 0) & (offsets <= self._pool_bytes - nbytes) & (within <= self._segment_bytes - nbytes)
+        inside = (
+            (offsets >= 0)
+            & (offsets <= self._pool_bytes - nbytes)
+            & (within <= self._segment_bytes - nbytes)
+        )
         if nbytes < 1 or not inside.all():
-            raise PoolError(f"offset {int(offsets[np.argmin(inside)])} with {nbytes} bytes is not in the pool")
+            raise PoolError(
+                f"offset {int(offsets[np.argmin(inside)])} with {nbytes} bytes is not in the pool"
+            )
         bases = self._bases[numbers]
         if not bases.all():
             for number in np.unique(numbers[bases == 0]).tolist():
-                with self._mapping:  # two mappings of one segment, and the first would go under somebody's hands
+                with (
+                    self._mapping
+                ):  # two mappings of one segment, and the first would go under somebody's hands
                     if not self._bases[number]:
                         self._map(number)
             bases = self._bases[numbers]
@@ -98,15 +112,16 @@ class Segments:
         return presence is not None and presence.lacks(key)
 
     def populate_next(
-        self, pin: Callable[[int, int], bool] | None = None, unpin: Callable[[int], None] | None = None
+        self,
+        pin: Callable[[int, int], bool] | None = None,
+        unpin: Callable[[int], None] | None = None,
     ) -> bool:
-        """Maps the next few pages ahead of their first use, which would otherwise pay for it. False if there
-        is nothing to do for now.
+        """Maps the next few pages ahead of their first use, which would otherwise pay for it. False
+        if there is nothing to do for now.
 
-        For a thread that has nothing better to do: on 4 KiB pages this runs at about a gigabyte a second. `pin` is
-        called with every 64 MiB that are there, address and size; with those that it took, `unpin` before they
-        are unmapped.
-        """
+        For a thread that has nothing better to do: on 4 KiB pages this runs at about a gigabyte a
+        second. `pin` is called with every 64 MiB that are there, address and size; with those that
+        it took, `unpin` before they are unmapped."""
         if self._populated >= self._pool_bytes:
             return False
         number, within = divmod(self._populated, self._segment_bytes)
@@ -150,7 +165,9 @@ class Segments:
         for number, mapped in enumerate(self._maps):
             self._maps[number] = None
             if mapped is not None:
-                with contextlib.suppress(BufferError):  # somebody holds a view; the mapping goes with it
+                with contextlib.suppress(
+                    BufferError
+                ):  # somebody holds a view; the mapping goes with it
                     mapped.close()
 
     def _map(self, number: int) -> None:
@@ -159,17 +176,25 @@ class Segments:
         try:
             descriptor = self.files.open(path.name, os.O_RDWR)
         except OSError as error:
-            raise PoolError(f"cannot open {path}: {error.strerror}", "has the server been restarted?") from error
+            raise PoolError(
+                f"cannot open {path}: {error.strerror}", "has the server been restarted?"
+            ) from error
         try:
-            # A server that took the place of ours removes our files and changes the epoch before it makes its own: if
-            # the epoch is still ours, so is the file that was opened before looking.
+            # A server that took the place of ours removes our files and changes the epoch before it
+            # makes its own: if the epoch is still ours, so is the file that was opened before
+            # looking.
             if not self.files.is_of(self._epoch):
-                raise PoolError(f"{path} belongs to another server by now", "the client connects to it by itself")
+                raise PoolError(
+                    f"{path} belongs to another server by now",
+                    "the client connects to it by itself",
+                )
             if os.fstat(descriptor).st_size < nbytes:
                 raise PoolError(f"{path} is shorter than the server said")
             mapped = mmap.mmap(descriptor, nbytes)
         except (OSError, ValueError) as error:
-            raise PoolError(f"cannot map {path}: {error}", "is there enough address space?") from error
+            raise PoolError(
+                f"cannot map {path}: {error}", "is there enough address space?"
+            ) from error
         finally:
             os.close(descriptor)
         array = np.frombuffer(mapped, dtype=np.uint8)

@@ -1,4 +1,5 @@
-"""What a peer seems to be that does not speak our protocol, by the first bytes that it sent. Pure functions of bytes.
+"""What a peer seems to be that does not speak our protocol, by the first bytes that it sent. Pure
+functions of bytes.
 
     recognise          a client, by a server of ours
     recognise_server   a server, by a client of ours
@@ -28,7 +29,9 @@ class Stranger:
     hint: str
 
 
-HTTP = Stranger("an HTTP client", "the HTTP API is at http_address, 127.0.0.1:5556 unless set otherwise")
+HTTP = Stranger(
+    "an HTTP client", "the HTTP API is at http_address, 127.0.0.1:5556 unless set otherwise"
+)
 TLS = Stranger("a TLS client", f"{_SERVER} without TLS: set tls_cert, tls_key and tls_ca on it")
 REDIS = Stranger("a Redis client", f"{_SERVER}: see which address that client was given")
 SSH = Stranger("an SSH client", f"{_SERVER}: see which address that client was given")
@@ -42,14 +45,20 @@ UNKNOWN = Stranger("something unknown", f"{_SERVER}: see which address that peer
 _BEGINNINGS: Final = [
     (re.compile(rb"(?:[A-Z]{3,7} [^\r\n]* HTTP/\d|[A-Z]{3,7} /|PRI \* HTTP/2)"), HTTP),
     (re.compile(rb"\x16\x03[\x00-\x04]"), TLS),
-    (re.compile(rb"\*\d+\r\n\$\d+\r\n|(?:PING|HELLO|AUTH|INFO|COMMAND)\b[^\r\n]*\r\n", re.IGNORECASE), REDIS),
+    (
+        re.compile(
+            rb"\*\d+\r\n\$\d+\r\n|(?:PING|HELLO|AUTH|INFO|COMMAND)\b[^\r\n]*\r\n", re.IGNORECASE
+        ),
+        REDIS,
+    ),
     (re.compile(rb"SSH-"), SSH),
     (re.compile(rb"\xff.{8}[\x7f\x01]", re.DOTALL), ZMQ),
 ]
 
 
 def recognise(first: bytes) -> Stranger | None:
-    """By the first bytes of a connection, as many as came. None for a client of ours and of our protocol version."""
+    """By the first bytes of a connection, as many as came. None for a client of ours and of our
+    protocol version."""
     if first.startswith(MAGIC):
         return _by_version(first)
     return next((stranger for pattern, stranger in _BEGINNINGS if pattern.match(first)), UNKNOWN)

@@ -1,10 +1,10 @@
-"""Messages over a connected socket: a Unix socket, TCP, or TLS over TCP. Frames follow each other without gaps.
+"""Messages over a connected socket: a Unix socket, TCP, or TLS over TCP. Frames follow each other
+without gaps.
 
     header (frames.py) │ body │ payload, payload, …                                              one message
 
-The header tells the size of the rest. Bytes that are not a header of ours, and a message larger than the receiver
-allows, end the connection before memory is taken for them.
-"""
+The header tells the size of the rest. Bytes that are not a header of ours, and a message larger
+than the receiver allows, end the connection before memory is taken for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import Any, Final
 
 from kvkeep.wire.frames import HEADER_BYTES, MAGIC, Sizes, decode_sizes
 
-FIRST_BYTES_KEPT: Final = 256  # of a connection, to tell what a peer is that does not speak our protocol
+FIRST_BYTES_KEPT: Final = (
+    256  # of a connection, to tell what a peer is that does not speak our protocol
+)
 _READ_BYTES = (
     16 << 10
 )  # a few hundred small messages; also the largest TLS record, so none is left half read in OpenSSL
@@ -37,11 +39,17 @@ class Stream:
         self.socket = connected
         self.first = b""  # the first bytes that came
         self.error: OSError | None = None  # why the connection ended, if the socket said why
-        self.is_over = False  # the peer closed the connection, or sent something that is not a message
-        self.is_ready = not isinstance(connected, ssl.SSLSocket)  # False until the TLS handshake is done
+        self.is_over = (
+            False  # the peer closed the connection, or sent something that is not a message
+        )
+        self.is_ready = not isinstance(
+            connected, ssl.SSLSocket
+        )  # False until the TLS handshake is done
         self._most_message_bytes = most_message_bytes
         self._read = bytearray()
-        self._sizes: Sizes | None = None  # of the message that is being read, once its header is there
+        self._sizes: Sizes | None = (
+            None  # of the message that is being read, once its header is there
+        )
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._reads = _READS_A_CALL if self.is_ready else _TLS_READS_A_CALL
@@ -57,7 +65,8 @@ class Stream:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that this connection takes: replies not sent, messages not whole or not asked for."""
+        """Memory that this connection takes: replies not sent, messages not whole or not asked
+        for."""
         return self._unsent_bytes + len(self._read)
 
     @property
@@ -79,7 +88,8 @@ class Stream:
         return self.is_ready and not self.is_over
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Sends now what the socket takes; `flush` sends the rest. The caller may reuse payload buffers afterwards."""
+        """Sends now what the socket takes; `flush` sends the rest. The caller may reuse payload
+        buffers afterwards."""
         if self.is_over:
             return
         head, body, *payload = frames
@@ -108,8 +118,8 @@ class Stream:
             self._lose(error)
 
     def read(self) -> None:
-        """Takes what has come, up to one message or a few small ones, and a few MiB of a large one: a fast sender must
-        not keep the caller busy."""
+        """Takes what has come, up to one message or a few small ones, and a few MiB of a large one:
+        a fast sender must not keep the caller busy."""
         if not self.is_ready and not self.shake_hands():
             return
         try:
@@ -135,10 +145,15 @@ class Stream:
         return not self._missing_bytes()
 
     def next(self) -> list[bytes] | None:
-        """The next whole message, if there is one: its header, its body and each frame of its payload."""
+        """The next whole message, if there is one: its header, its body and each frame of its
+        payload."""
         if self._missing_bytes() or (sizes := self._sizes) is None:
             return None
-        lengths = [HEADER_BYTES, sizes.body_bytes, *[sizes.payload_frame_bytes] * sizes.payload_frames]
+        lengths = [
+            HEADER_BYTES,
+            sizes.body_bytes,
+            *[sizes.payload_frame_bytes] * sizes.payload_frames,
+        ]
         frames, at = [], 0
         with memoryview(self._read) as view:
             for length in lengths:

@@ -1,12 +1,13 @@
-"""Mutual TLS for connections beyond this host: each side shows a certificate and verifies the other's.
+"""Mutual TLS for connections beyond this host: each side shows a certificate and verifies the
+other's.
 
     tls_cert    our certificate and any intermediate ones, PEM    anyone may read it
     tls_key     the private key of that certificate, PEM          its owner (and group) alone may read it
     tls_ca      the CAs whose certificates we accept, PEM         others must not write it: it decides who gets in
 
-TLS 1.3 only. In TLS 1.3 the client's handshake ends before the server has verified the client's certificate: a
-client learns that it was rejected by an SSLError from its first read. `handshake_problem` explains that error, too.
-"""
+TLS 1.3 only. In TLS 1.3 the client's handshake ends before the server has verified the client's
+certificate: a client learns that it was rejected by an SSLError from its first read.
+`handshake_problem` explains that error, too."""
 
 from __future__ import annotations
 
@@ -44,35 +45,42 @@ class TlsFiles:
 
 
 def tls_files(given: object) -> TlsFiles | None:
-    """The files that a server's settings or a client's options name; None where TLS is off. SettingsError if some are
-    set and others are not."""
+    """The files that a server's settings or a client's options name; None where TLS is off.
+    SettingsError if some are set and others are not."""
     named = {name: getattr(given, name) for name in ("tls_cert", "tls_key", "tls_ca")}
     paths = [at_home(str(path)) for path in named.values() if path is not None]
     if not paths:
         return None
     if len(paths) < len(named):
-        there, missing = (next(name for name, path in named.items() if (path is None) == is_none) for is_none in (0, 1))
+        there, missing = (
+            next(name for name, path in named.items() if (path is None) == is_none)
+            for is_none in (0, 1)
+        )
         raise SettingsError(
-            f"{there} is set and {missing} is not", "set tls_cert, tls_key and tls_ca, as `kvkeep keygen` says, or none"
+            f"{there} is set and {missing} is not",
+            "set tls_cert, tls_key and tls_ca, as `kvkeep keygen` says, or none",
         )
     return TlsFiles(*paths)
 
 
 def server_context(files: TlsFiles, clients: ssl.VerifyMode = ssl.CERT_REQUIRED) -> ssl.SSLContext:
-    """A context that asks every client for a certificate of `files.ca`; one may come without where `clients` is
-    CERT_OPTIONAL. SettingsError names the file that cannot be
-    used, also if our certificate has expired or may not be used by a server."""
+    """A context that asks every client for a certificate of `files.ca`; one may come without where
+    `clients` is CERT_OPTIONAL. SettingsError names the file that cannot be used, also if our
+    certificate has expired or may not be used by a server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = clients
-    context.num_tickets = 0  # a resumed session would be as old as its ticket: each connection is verified anew
+    context.num_tickets = (
+        0  # a resumed session would be as old as its ticket: each connection is verified anew
+    )
     trust_ca(context, files.ca)
     _check_own_certificate(context, files.cert, show_own(context, files.cert, files.key))
     return context
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context that shows our certificate and verifies that of the server, and its host name. SettingsError names the
-    file that cannot be used. Cheap as long as no file changes: then it is the same context as before."""
+    """A context that shows our certificate and verifies that of the server, and its host name.
+    SettingsError names the file that cannot be used. Cheap as long as no file changes: then it is
+    the same context as before."""
     return _client_context(files, *(stat_of(path) for path in (files.cert, files.key, files.ca)))
 
 
@@ -86,7 +94,8 @@ def _client_context(files: TlsFiles, *stats: object) -> ssl.SSLContext:
 
 
 def stat_of(path: Path) -> object:
-    """What changes when a file is changed or replaced. One that cannot be looked at is told by its error."""
+    """What changes when a file is changed or replaced. One that cannot be looked at is told by its
+    error."""
     try:
         one = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
@@ -95,30 +104,39 @@ def stat_of(path: Path) -> object:
 
 
 def peer_names(connected: ssl.SSLSocket | ssl.SSLObject) -> tuple[str, ...]:
-    """Names of the peer's verified certificate: its fingerprint "sha256:HEX", then its common name, DNS, URI and IP
-    names. () if it showed none. Names that no list can hold, or that pose as a fingerprint, are left out."""
+    """Names of the peer's verified certificate: its fingerprint "sha256:HEX", then its common name,
+    DNS, URI and IP names. () if it showed none. Names that no list can hold, or that pose as a
+    fingerprint, are left out."""
     der = connected.getpeercert(binary_form=True)
     if not der:
         return ()
-    described: Any = connected.getpeercert() or {}  # the ssl module describes it by nested tuples of text
+    described: Any = (
+        connected.getpeercert() or {}
+    )  # the ssl module describes it by nested tuples of text
     subject = [pair for rdn in described.get("subject", ()) for pair in rdn]
     names: list[str] = [value for kind, value in subject if kind == "commonName"]
     others = described.get("subjectAltName", ())
     names += [value for wanted in _NAME_KINDS for kind, value in others if kind == wanted]
     good = (name for name in names if name and name.isprintable() and len(name) <= _MAX_NAME_CHARS)
     fingerprint = FINGERPRINT + hashlib.sha256(der).hexdigest()
-    return tuple(dict.fromkeys([fingerprint, *(name for name in good if not name.lower().startswith(FINGERPRINT))]))
+    return tuple(
+        dict.fromkeys(
+            [fingerprint, *(name for name in good if not name.lower().startswith(FINGERPRINT))]
+        )
+    )
 
 
 def certificate_text(names: tuple[str, ...]) -> str:
-    """For a log line: the common name of a certificate with these `peer_names`, and how its fingerprint begins."""
+    """For a log line: the common name of a certificate with these `peer_names`, and how its
+    fingerprint begins."""
     fingerprint, *others = names
     short = f"{fingerprint[: len(FINGERPRINT) + 16]}…"
     return f"{others[0][:64]} ({short})" if others else short
 
 
 def peer_expiry_s(connected: ssl.SSLSocket | ssl.SSLObject) -> float:
-    """When the peer's verified certificate expires, in seconds since 1970; infinity if it showed none."""
+    """When the peer's verified certificate expires, in seconds since 1970; infinity if it showed
+    none."""
     described: Any = connected.getpeercert() or {}
     return ssl.cert_time_to_seconds(described["notAfter"]) if "notAfter" in described else math.inf
 
@@ -137,7 +155,8 @@ def handshake_problem(error: ssl.SSLError) -> str:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """OpenSSL's word for it, such as WRONG_VERSION_NUMBER; the error's text where OpenSSL has none."""
+    """OpenSSL's word for it, such as WRONG_VERSION_NUMBER; the error's text where OpenSSL has
+    none."""
     return getattr(error, "reason", None) or str(error).partition(" (_ssl")[0]
 
 
@@ -184,19 +203,23 @@ def trust_ca(context: ssl.SSLContext, path: Path) -> None:
 
 
 def show_own(context: ssl.SSLContext, cert_path: Path, key_path: Path) -> str:
-    """Has a context show our certificate, and returns that. What was checked is what is used: no file is opened
-    twice."""
+    """Has a context show our certificate, and returns that. What was checked is what is used: no
+    file is opened twice."""
     cert = _read("tls_cert", cert_path, UNWRITABLE, "CERTIFICATE")
     key = _read("tls_key", key_path, PRIVATE, "PRIVATE KEY")
 
     def refuse_to_ask() -> str:
-        raise SettingsError(f"tls_key: {key_path} is protected by a passphrase", "write the key without one")
+        raise SettingsError(
+            f"tls_key: {key_path} is protected by a passphrase", "write the key without one"
+        )
 
     try:
         with _in_memory(cert) as cert_file, _in_memory(key) as key_file:
             context.load_cert_chain(cert_file, key_file, password=refuse_to_ask)
     except ssl.SSLError as error:
-        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "tls_cert", cert_path, cert)  # raises if the fault is there
+        _trust(
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "tls_cert", cert_path, cert
+        )  # raises if the fault is there
         if "MISMATCH" in _reason(error):
             raise SettingsError(
                 f"tls_key: {key_path} does not belong to the certificate in {cert_path}",
@@ -212,21 +235,28 @@ def _read(setting: str, path: Path, forbidden: int, label: str) -> str:
     except SettingsError as error:
         raise SettingsError(f"{setting}: {error.message}", error.hint) from error
     if f"{label}-----" not in text:
-        hint = f'a PEM file holds a line "-----BEGIN {label}-----"; `kvkeep keygen` makes such files'
+        hint = (
+            f'a PEM file holds a line "-----BEGIN {label}-----"; `kvkeep keygen` makes such files'
+        )
         raise SettingsError(f"{setting}: {path} holds no {label.lower()} in PEM", hint)
     return text
 
 
 def _trust(context: ssl.SSLContext, setting: str, path: Path, text: str) -> None:
     try:
-        context.load_verify_locations(cadata=text.encode("ascii", "replace").decode())  # comments may be in UTF-8
+        context.load_verify_locations(
+            cadata=text.encode("ascii", "replace").decode()
+        )  # comments may be in UTF-8
     except ssl.SSLError as error:
         raise _unusable(setting, path, error) from None
 
 
 def _unusable(setting: str, path: Path, error: ssl.SSLError) -> SettingsError:
     reason = _reason(error).replace("_", " ").lower()
-    return SettingsError(f"{setting}: {path} cannot be used: {reason}", "is the file whole? `kvkeep keygen` makes such")
+    return SettingsError(
+        f"{setting}: {path} cannot be used: {reason}",
+        "is the file whole? `kvkeep keygen` makes such",
+    )
 
 
 @contextmanager
@@ -242,8 +272,8 @@ def _in_memory(text: str) -> Iterator[str]:
 
 
 def _check_own_certificate(context: ssl.SSLContext, path: Path, cert: str) -> None:
-    """Shows our certificate to a client in this process that trusts it: what is left to be wrong are its dates and its
-    purpose, and no client could use a server with such a certificate."""
+    """Shows our certificate to a client in this process that trusts it: what is left to be wrong
+    are its dates and its purpose, and no client could use a server with such a certificate."""
     judge = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     judge.check_hostname = False
     judge.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

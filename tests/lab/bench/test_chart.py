@@ -1,4 +1,5 @@
-"""Charts are well-formed, as high as what they show, and take any text. All figures here are made up."""
+"""Charts are well-formed, as high as what they show, and take any text. All figures here are made
+up."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def transfer_result(**more: Any) -> dict[str, Any]:
             "fraction_of_floor": fraction,
             "verify": verify,
         }
-        for name, verify, fractions in (("small", False, (0.5, 0.75, 1.0)), ("small", True, (0.25, 0.5, 0.8)))
+        for name, verify, fractions in (
+            ("small", False, (0.5, 0.75, 1.0)),
+            ("small", True, (0.25, 0.5, 0.8)),
+        )
         for way, fraction in zip(("store", "load", "both"), fractions, strict=True)
     ]
     return {"floor_gbps": 20.0, "rows": rows, "gpu": "a GPU", **more}
@@ -33,7 +37,13 @@ def transfer_result(**more: Any) -> dict[str, Any]:
 
 def vllm_result(**more: Any) -> dict[str, Any]:
     rows = [
-        {"connector": name, "prompt_tokens": length, "cold_ms": cold, "local_hit_ms": local, "external_hit_ms": hit}
+        {
+            "connector": name,
+            "prompt_tokens": length,
+            "cold_ms": cold,
+            "local_hit_ms": local,
+            "external_hit_ms": hit,
+        }
         for name, length, cold, local, hit in (
             ("none", 1000, 80.0, 10.0, None),
             ("kvkeep", 1000, 81.0, 11.0, 20.0),
@@ -80,7 +90,10 @@ def test_bars_of_transfers_are_as_high_as_their_fraction() -> None:
     full = chart._PLOT_HEIGHT
     # By direction, each without verification (pale) and with it.
     assert heights(svg) == [full * each for each in (0.5, 0.25, 0.75, 0.5, 1.0, 0.8)]
-    assert ["pale" in bar.get("class", "") for bar in marked(svg, "rect", "bar")] == [True, False] * 3
+    assert ["pale" in bar.get("class", "") for bar in marked(svg, "rect", "bar")] == [
+        True,
+        False,
+    ] * 3
     assert {"small", "GB/s: store 10.0, load 10.0, both 10.0", "0.75"} <= set(texts(svg))
     assert any("a GPU, plain copy 20 GB/s" in text for text in texts(svg))
 
@@ -107,7 +120,15 @@ def test_each_length_of_a_prompt_has_its_own_scale() -> None:
     full = chart._PLOT_HEIGHT
     assert heights(svg) == [full * 20 / 40, full, full * 50 / 200, full]
     said = texts(svg)
-    assert {"1,000 tokens", "4,000 tokens", "kvkeep", "native", "recomputing: 800 ms", "50.0", "200"} <= set(said)
+    assert {
+        "1,000 tokens",
+        "4,000 tokens",
+        "kvkeep",
+        "native",
+        "recomputing: 800 ms",
+        "50.0",
+        "200",
+    } <= set(said)
     assert "none" not in said
     assert any("a model, vLLM 1.2.3" in text for text in said)
     assert len(marked(svg, "line", "floor")) == 1  # in the key alone
@@ -133,10 +154,22 @@ def test_each_scenario_has_its_own_scale_and_says_which_way_is_better() -> None:
     svg = drawn(load_result())
     full = chart._PLOT_HEIGHT
     assert heights(svg) == [full * part for part in (0.75, 1.0, 0.5, 0.5, 0.625, 1.0)]
-    assert [each.text or "" for each in marked(svg, "text", "value")] == ["300", "400", "200", "10.0", "12.5", "20.0"]
-    names, notes = ([each.text or "" for each in marked(svg, "text", kind)] for kind in ("name", "note"))
+    assert [each.text or "" for each in marked(svg, "text", "value")] == [
+        "300",
+        "400",
+        "200",
+        "10.0",
+        "12.5",
+        "20.0",
+    ]
+    names, notes = (
+        [each.text or "" for each in marked(svg, "text", kind)] for kind in ("name", "note")
+    )
     assert names == ["half of it found", "decoding while prompts are loaded"]
-    assert ["more is better" in note for note in notes] == [True, False] and "less is better" in notes[1]
+    assert ["more is better" in note for note in notes] == [
+        True,
+        False,
+    ] and "less is better" in notes[1]
     low, high = (chart._TOP + full * (1 - part) for part in (0.5, 0.75))
     floors = [float(line.get("y1", "")) for line in marked(svg, "line", "floor")][1:]
     assert floors == [high, low], "what the engine without a connector does"
@@ -148,13 +181,19 @@ def test_what_was_not_seen_is_left_out() -> None:
     svg = drawn(result)
     assert heights(svg)[3:] == [chart._PLOT_HEIGHT / 2, chart._PLOT_HEIGHT]
     with pytest.raises(ValueError, match="no row has a figure"):
-        drawn(load_result(rows=[{"connector": "kvkeep", "scenario": "mixed", "output_tokens_per_s": None}]))
+        drawn(
+            load_result(
+                rows=[{"connector": "kvkeep", "scenario": "mixed", "output_tokens_per_s": None}]
+            )
+        )
 
 
 def test_a_connector_keeps_its_colour_whichever_others_are_there() -> None:
     def colour(result: dict[str, Any]) -> set[str]:
         return {
-            bar.get("class", "") for bar in marked(drawn(result), "rect", "bar") if "native" in "".join(bar.itertext())
+            bar.get("class", "")
+            for bar in marked(drawn(result), "rect", "bar")
+            if "native" in "".join(bar.itertext())
         }
 
     alone = vllm_result()
@@ -196,7 +235,11 @@ def test_nothing_lies_outside_and_nothing_is_fetched() -> None:
 def test_a_file_becomes_a_file(tmp_path: Path) -> None:
     file, out = tmp_path / "result.json", tmp_path / "chart.svg"
     file.write_text(json.dumps(vllm_result()))
-    assert chart.run(str(file), str(out), title="Mine & yours") == {"out": str(out), "groups": 2, "bars": 4}
+    assert chart.run(str(file), str(out), title="Mine & yours") == {
+        "out": str(out),
+        "groups": 2,
+        "bars": 4,
+    }
     assert texts(ElementTree.parse(out).getroot())[0] == "Mine & yours"
 
 
@@ -220,7 +263,9 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match="is no result of one of these benchmarks"):
             chart.run(str(file), out)
     file.write_text(json.dumps(vllm_result()))
-    with pytest.raises(SettingsError, match='--case "warm": expected external_hit, local_hit, cold'):
+    with pytest.raises(
+        SettingsError, match='--case "warm": expected external_hit, local_hit, cold'
+    ):
         chart.run(str(file), out, case="warm")
     with pytest.raises(SettingsError, match=r"--out .*: No such file"):
         chart.run(str(file), str(tmp_path / "nowhere" / "chart.svg"))

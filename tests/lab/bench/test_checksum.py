@@ -62,7 +62,9 @@ def test_a_device_that_is_not_here_is_named_before_anything_is_measured(
     def find(name: str) -> Any:
         if name == missing:
             raise ImportError(f"No module named {name}")
-        return SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+        return SimpleNamespace(
+            cuda=SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+        )
 
     monkeypatch.setattr(importlib, "import_module", find)
     with pytest.raises(SettingsError) as caught:

@@ -16,7 +16,9 @@ def test_result_is_complete() -> None:
     assert ("gather, C" in result["of_memcpy"]) == native.available
     shown = bench.table(result)
     assert "| gather, numpy by piece |" in shown
-    assert shown.count(" GB/s |") == 2 and shown.count("% of memcpy |") == 2 * len(result["of_memcpy"])
+    assert shown.count(" GB/s |") == 2 and shown.count("% of memcpy |") == 2 * len(
+        result["of_memcpy"]
+    )
 
 
 def test_blocks_that_do_not_divide_what_is_moved_are_refused() -> None:

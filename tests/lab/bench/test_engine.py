@@ -1,4 +1,5 @@
-"""The engine benchmark runs, and says what it must in the form it must. How fast is not a test's business."""
+"""The engine benchmark runs, and says what it must in the form it must. How fast is not a test's
+business."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from kvkeep.engine.request import RequestMetrics
 from kvkeep.errors import Unavailable
 from kvkeep_lab.bench import engine
 
-PAIRS = ("no_cache", "with_cache"), ("no_cache_ttft", "with_cache_ttft"), ("many_no_cache", "many_with_cache")
+PAIRS = (
+    ("no_cache", "with_cache"),
+    ("no_cache_ttft", "with_cache_ttft"),
+    ("many_no_cache", "many_with_cache"),
+)
 RATIOS = {"overhead_ratio", "ttft_overhead_ratio", "many_requests_ratio", "speedup"}
 
 
@@ -23,7 +28,9 @@ def result() -> dict[str, Any]:
 
 def test_all_is_measured_and_tokens_are_the_same(result: dict[str, Any]) -> None:
     assert result["same_tokens"] is True
-    assert {name: result[name] for name in ("rounds", "prompts", "prompt_tokens", "threads", "layers")} == {
+    assert {
+        name: result[name] for name in ("rounds", "prompts", "prompt_tokens", "threads", "layers")
+    } == {
         "rounds": 1,
         "prompts": 2,
         "prompt_tokens": 64,
@@ -31,17 +38,29 @@ def test_all_is_measured_and_tokens_are_the_same(result: dict[str, Any]) -> None
         "layers": 1,
     }
     assert "1 layers" in result["model"] and "1 KiB" in result["model"]
-    for key in {f"{name}_ms" for pair in PAIRS for name in pair} | {"cold_ttft_ms", "warm_ttft_ms", "copy_floor_ms"}:
+    for key in {f"{name}_ms" for pair in PAIRS for name in pair} | {
+        "cold_ttft_ms",
+        "warm_ttft_ms",
+        "copy_floor_ms",
+    }:
         assert result[key] > 0, key
     for name in ("no_cache", "with_cache"):
-        assert result[f"{name}_ttft_ms"] < result[f"{name}_ms"], "the first token comes before the last"
+        assert result[f"{name}_ttft_ms"] < result[f"{name}_ms"], (
+            "the first token comes before the last"
+        )
 
 
 def test_of_one_round_a_ratio_is_that_of_its_times(result: dict[str, Any]) -> None:
-    names = dict(zip(("overhead_ratio", "ttft_overhead_ratio", "many_requests_ratio"), PAIRS, strict=True))
+    names = dict(
+        zip(("overhead_ratio", "ttft_overhead_ratio", "many_requests_ratio"), PAIRS, strict=True)
+    )
     for ratio, (below, above) in names.items():
-        assert result[ratio] == pytest.approx(result[f"{above}_ms"] / result[f"{below}_ms"], rel=0.03), ratio
-    assert result["speedup"] == pytest.approx(result["cold_ttft_ms"] / result["warm_ttft_ms"], rel=0.05)
+        assert result[ratio] == pytest.approx(
+            result[f"{above}_ms"] / result[f"{below}_ms"], rel=0.03
+        ), ratio
+    assert result["speedup"] == pytest.approx(
+        result["cold_ttft_ms"] / result["warm_ttft_ms"], rel=0.05
+    )
 
 
 def test_the_table_says_all_and_whether_targets_are_met(
@@ -60,8 +79,12 @@ def test_the_table_says_all_and_whether_targets_are_met(
 def test_many_prompts_fill_their_blocks_in_different_steps() -> None:
     asked = engine._Asked.draw(seed=0, prompts=1, prompt_tokens=64)
     lengths = [len(tokens) for tokens in asked.many]
-    assert len(lengths) == 32 and {length % engine.BLOCK_TOKENS for length in lengths} == set(range(16))
-    assert min(lengths) >= 1 and max(lengths) + 48 <= engine._MANY_BLOCKS // 32 * engine.BLOCK_TOKENS
+    assert len(lengths) == 32 and {length % engine.BLOCK_TOKENS for length in lengths} == set(
+        range(16)
+    )
+    assert (
+        min(lengths) >= 1 and max(lengths) + 48 <= engine._MANY_BLOCKS // 32 * engine.BLOCK_TOKENS
+    )
     assert len({tuple(tokens) for tokens in asked.many}) == 32
     assert asked.follow_up[:64] == asked.fresh[0] and len(asked.follow_up) > 64
 
@@ -73,7 +96,9 @@ def served(fresh: int, follow_up: int, many: int) -> engine._Served:
     """A round in which so many tokens of each came from the cache."""
 
     def found(tokens: int) -> list[Completion]:
-        return [Completion("r", [1], "length", "", None, RequestMetrics(external_cached_tokens=tokens))]
+        return [
+            Completion("r", [1], "length", "", None, RequestMetrics(external_cached_tokens=tokens))
+        ]
 
     return engine._Served(1.0, found(fresh), found(follow_up), 1.0, found(many))
 

@@ -1,4 +1,5 @@
-"""The index benchmark at a size that takes no time: its keys, and that a pool was filled and overfilled."""
+"""The index benchmark at a size that takes no time: its keys, and that a pool was filled and
+overfilled."""
 
 from __future__ import annotations
 

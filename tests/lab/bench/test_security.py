@@ -1,4 +1,5 @@
-"""The security benchmark runs and says what it must. How fast is not a test's business; how told apart is."""
+"""The security benchmark runs and says what it must. How fast is not a test's business; how told
+apart is."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def test_a_coin_and_certainty_are_told() -> None:
 def test_certificates_are_made_for_both_sides(tmp_path: Path) -> None:
     flags, options = security.make_certificates(tmp_path / "keys")
     settings = Settings.load(None, {}, ["--pool-size", "64MiB", *flags])
-    assert settings.tls_cert == tmp_path / "keys" / "server.pem" and settings.authorized_clients is not None
+    assert (
+        settings.tls_cert == tmp_path / "keys" / "server.pem"
+        and settings.authorized_clients is not None
+    )
     assert ClientOptions(**options).tls_cert == str(tmp_path / "keys" / "bench.pem")
     with pytest.raises(SettingsError, match="made no certificates"):
         security.make_certificates(tmp_path / "keys")

@@ -1,4 +1,5 @@
-"""The benchmark of the loop's turns at a size that takes no time: every operation is there, and does its work."""
+"""The benchmark of the loop's turns at a size that takes no time: every operation is there, and
+does its work."""
 
 from __future__ import annotations
 
@@ -13,5 +14,7 @@ def test_a_small_run_measures_every_operation(without_unit: Callable[..., list[s
     assert len({row["operation"] for row in rows}) == len(rows) == 15
     assert all(row["turns"] >= 1 and row["longest_ms"] >= 0 and row["blocks"] > 0 for row in rows)
     turns = {row["operation"]: row["turns"] for row in rows}
-    assert turns["a bad block with all below it"] > 4 and turns["clear a tenant"] > 2, "they go in pieces"
+    assert turns["a bad block with all below it"] > 4 and turns["clear a tenant"] > 2, (
+        "they go in pieces"
+    )
     assert without_unit(result) == []

@@ -56,7 +56,10 @@ def test_up_to_five_engines_fit_into_an_h200(
     assert engines * (16 * GIB + kv_bytes + 3 * GIB) + 2 * 512 * MIB <= 139 * GIB
     pools = {station: pool_bytes(fit, station) for station in all_stations}
     assert sum(pools.values()) <= 0.75 * free.host
-    assert sum(size for station, size in pools.items() if station.connector in (KVKEEP, "native")) <= free.shm
+    assert (
+        sum(size for station, size in pools.items() if station.connector in (KVKEEP, "native"))
+        <= free.shm
+    )
     between = sum(map(len, fit.requests("mixed", 0, 2 * fit.sizes.prefixes).prompts))
     assert between >= 1.49 * fit.sizes.engine_tokens, "a prefix is lost before it comes back"
     lengths = [len(prompt) for prompt in fit.requests("mixed", 0, 2 * fit.sizes.prefixes).prompts]
@@ -69,8 +72,15 @@ def test_the_gpu_is_not_left_unused(traffic: Traffic) -> None:
     roomy = FreeMemory(139 * GIB, 1024 * GIB, 1024 * GIB)
     fit = fitted(traffic, stations(EVERYBODY, "mixed,fresh"), roomy)
     assert fit
-    used = 4 * (fit.model.weight_bytes + fit.sizes.engine_tokens * fit.model.kv_token_bytes + 3 * GIB + 512 * MIB)
-    assert 0.96 * roomy.gpu < used <= 0.97 * roomy.gpu and fit.sizes.prefixes == traffic.sizes.prefixes
+    used = 4 * (
+        fit.model.weight_bytes
+        + fit.sizes.engine_tokens * fit.model.kv_token_bytes
+        + 3 * GIB
+        + 512 * MIB
+    )
+    assert (
+        0.96 * roomy.gpu < used <= 0.97 * roomy.gpu and fit.sizes.prefixes == traffic.sizes.prefixes
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,10 +92,14 @@ def test_the_gpu_is_not_left_unused(traffic: Traffic) -> None:
         FreeMemory(139 * GIB, 1024 * GIB, 24 * GIB),
     ],
 )
-def test_what_does_not_fit_is_said(traffic: Traffic, free: FreeMemory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said(
+    traffic: Traffic, free: FreeMemory, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert fitted(traffic, stations(EVERYBODY), free) is None
     said = capsys.readouterr().err
-    assert said.startswith("5 engines at a time do not fit, so they come one after the other: free are ")
+    assert said.startswith(
+        "5 engines at a time do not fit, so they come one after the other: free are "
+    )
     assert f"{free.gpu // GIB} GiB of the GPU, {free.host // GIB} GiB of the host" in said
 
 

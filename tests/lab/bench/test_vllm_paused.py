@@ -33,15 +33,30 @@ class Server:
 class Engine:
     """Answers each prompt with its own sum, so many requests a window."""
 
-    def __init__(self, a_window: int, wrong_from: int = 10**9, failed: int = 0, hits_from: int = 0) -> None:
-        self.a_window, self.wrong_from, self.failed, self.hits_from = a_window, wrong_from, failed, hits_from
+    def __init__(
+        self, a_window: int, wrong_from: int = 10**9, failed: int = 0, hits_from: int = 0
+    ) -> None:
+        self.a_window, self.wrong_from, self.failed, self.hits_from = (
+            a_window,
+            wrong_from,
+            failed,
+            hits_from,
+        )
         self.asked = self.dropped = 0
 
-    def serve(self, prompts: Sequence[list[int]], at_a_time: int, seconds: float, max_tokens: int) -> dict[str, Any]:
+    def serve(
+        self, prompts: Sequence[list[int]], at_a_time: int, seconds: float, max_tokens: int
+    ) -> dict[str, Any]:
         served = list(prompts[: self.a_window])
         answers = {str(at): self._tokens(prompt) for at, prompt in enumerate(served)}
         tokens = sum(map(len, answers.values()))
-        return {"answers": answers, "begun": len(served), "tokens": tokens, "failed": self.failed, "seconds": seconds}
+        return {
+            "answers": answers,
+            "begun": len(served),
+            "tokens": tokens,
+            "failed": self.failed,
+            "seconds": seconds,
+        }
 
     def ask(self, prompt: list[int], max_tokens: int) -> Answer:
         self.asked += 1
@@ -54,7 +69,9 @@ class Engine:
         return [sum(prompt) + (prompt[0] >= self.wrong_from)] * 3
 
 
-def measure(monkeypatch: pytest.MonkeyPatch, none: Engine, kvkeep: Engine, seconds: int = 15) -> tuple[Any, Server]:
+def measure(
+    monkeypatch: pytest.MonkeyPatch, none: Engine, kvkeep: Engine, seconds: int = 15
+) -> tuple[Any, Server]:
     monkeypatch.setattr(vllm_paused.Stored, "count", lambda self: 7)
     monkeypatch.setattr(vllm_paused, "_PAUSES_AFTER_S", 0.01)
     monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)  # these engines do not spin
@@ -123,4 +140,6 @@ def test_the_stream_shares_prefixes_and_nothing_else() -> None:
 
     stream = vllm_paused._stream(Model())  # type: ignore[arg-type]
     prefixes = {tuple(prompt[: vllm_paused._PREFIX_TOKENS]) for prompt in stream}
-    assert len(prefixes) == vllm_paused._PREFIXES and len({tuple(prompt) for prompt in stream}) == len(stream)
+    assert len(prefixes) == vllm_paused._PREFIXES and len(
+        {tuple(prompt) for prompt in stream}
+    ) == len(stream)

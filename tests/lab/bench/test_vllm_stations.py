@@ -24,7 +24,10 @@ def plan(
 
 
 def test_on_a_cpu_all_engines_live_together() -> None:
-    none, under_load = Station("none", ("mixed", "fresh", *DECODE)), Station("kvkeep", ("mixed", "fresh"))
+    none, under_load = (
+        Station("none", ("mixed", "fresh", *DECODE)),
+        Station("kvkeep", ("mixed", "fresh")),
+    )
     assert plan().groups == [[none, under_load, Station("kvkeep", DECODE, prefix_cache=False)]]
     assert plan().interleave
 
@@ -50,5 +53,7 @@ def test_peers_decode_only_if_named() -> None:
 
 @pytest.mark.parametrize("scenarios", ["", "mixed,load", "decode_loads"])
 def test_a_wrong_scenario_is_named(scenarios: str) -> None:
-    with pytest.raises(SettingsError, match=r'--scenarios ".*": expected some of mixed, fresh, decode'):
+    with pytest.raises(
+        SettingsError, match=r'--scenarios ".*": expected some of mixed, fresh, decode'
+    ):
         plan(scenarios=scenarios)

@@ -46,7 +46,11 @@ def contradict_the_store(run: ChaosRun) -> None:
 
 def hold_a_lease(run: ChaosRun) -> None:
     store = run._server.store
-    row = next(row for row in store.blocks.table.live_rows().tolist() if store.blocks.table.state[row] == READY)
+    row = next(
+        row
+        for row in store.blocks.table.live_rows().tolist()
+        if store.blocks.table.state[row] == READY
+    )
     session = next(iter(store.sessions.values()))
     store.blocks.pin(row)
     store.blocks.hold(np.array([row]))
@@ -99,7 +103,9 @@ def test_it_is_noticed(make_plan: Callable[..., Plan], interfere: Interfere, fin
 
 def test_a_wrong_answer_is_noticed(make_plan: Callable[..., Plan]) -> None:
     def forge(run: ChaosRun) -> None:
-        turn = next(turn for client in run._clients for turn in client.turns if turn[1].finish_reason)
+        turn = next(
+            turn for client in run._clients for turn in client.turns if turn[1].finish_reason
+        )
         turn[1].tokens[-1] ^= 1
 
     plan = make_plan()
@@ -113,7 +119,9 @@ def test_an_engine_that_keeps_blocks_is_noticed(
     assert ChaosRun(make_plan()).run().finding == "leaked_blocks"
 
 
-def test_slots_that_are_lost_are_noticed(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_are_lost_are_noticed(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = Checks.engines_hold_nothing
 
     def lose_one(self: Checks) -> None:
@@ -122,10 +130,14 @@ def test_slots_that_are_lost_are_noticed(make_plan: Callable[..., Plan], monkeyp
 
     monkeypatch.setattr(Checks, "engines_hold_nothing", lose_one)
     outcome = ChaosRun(make_plan(pool_blocks=150)).run()
-    assert (outcome.finding, "are lost" in outcome.violation) == ("leaked_blocks", True), outcome.violation
+    assert (outcome.finding, "are lost" in outcome.violation) == ("leaked_blocks", True), (
+        outcome.violation
+    )
 
 
-def test_a_tenant_that_loses_what_it_was_promised_is_noticed(make_plan: Callable[..., Plan]) -> None:
+def test_a_tenant_that_loses_what_it_was_promised_is_noticed(
+    make_plan: Callable[..., Plan],
+) -> None:
     def rob(run: ChaosRun) -> None:
         checks, store = run._checks, run._server.store
         checks._check_quotas()
@@ -139,4 +151,6 @@ def test_a_tenant_that_loses_what_it_was_promised_is_noticed(make_plan: Callable
 
     plan = make_plan(pool_blocks=150)
     outcome = outcome_of(plan, rob, plan.duration_ms - 1)
-    assert (outcome.finding, "within its quota" in outcome.violation) == ("broken_rules", True), outcome.violation
+    assert (outcome.finding, "within its quota" in outcome.violation) == ("broken_rules", True), (
+        outcome.violation
+    )

@@ -9,7 +9,9 @@ from kvkeep_lab.chaos.run import ChaosRun
 
 
 @pytest.mark.parametrize("fault", MOMENTS)
-def test_every_fault_happens_is_counted_and_survived(make_plan: Callable[..., Plan], fault: str) -> None:
+def test_every_fault_happens_is_counted_and_survived(
+    make_plan: Callable[..., Plan], fault: str
+) -> None:
     duration_ms = make_plan().duration_ms
     moments = [Moment(duration_ms * at // 8, fault, seed=at) for at in range(1, 7)]
     outcome = ChaosRun(make_plan(*moments)).run()

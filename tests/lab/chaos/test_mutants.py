@@ -12,7 +12,8 @@ def test_a_mutant_is_there_while_it_is_planted_and_not_afterwards(name: str) -> 
     before = [where.__dict__[attribute] for where, attribute, _ in patches]
     with planted(name):
         assert all(
-            where.__dict__[attribute] is not right for (where, attribute, _), right in zip(patches, before, strict=True)
+            where.__dict__[attribute] is not right
+            for (where, attribute, _), right in zip(patches, before, strict=True)
         )
     assert [where.__dict__[attribute] for where, attribute, _ in patches] == before
 

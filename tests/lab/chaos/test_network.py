@@ -132,15 +132,21 @@ def test_a_connection_that_is_cut_loses_messages_and_the_next_one_goes_on_with_w
     numbers = [decode_header(frames).number for frames in world.answers]
     assert world.losses > 3 and world.record.faults["cut_connection"] >= world.losses
     assert numbers == sorted(set(numbers)) and 10 < len(numbers) < 200
-    assert all(frames == message(number) for frames, number in zip(world.answers, numbers, strict=True))
+    assert all(
+        frames == message(number) for frames, number in zip(world.answers, numbers, strict=True)
+    )
 
 
 @pytest.mark.parametrize("fault", ["corrupted_message", "flipped_payload_bit"])
-def test_a_flipped_bit_is_in_a_message_or_in_a_payload(make: Callable[..., World], fault: str) -> None:
+def test_a_flipped_bit_is_in_a_message_or_in_a_payload(
+    make: Callable[..., World], fault: str
+) -> None:
     world = make(**{fault: 0.2})
     world.run(range(200), duration_us=20 * SECOND_US)
     assert world.record.faults[fault] > 10
-    assert any(frames[2] != PAYLOAD for frames in world.echo.received) == (fault == "flipped_payload_bit")
+    assert any(frames[2] != PAYLOAD for frames in world.echo.received) == (
+        fault == "flipped_payload_bit"
+    )
     for frames in world.echo.received:
         if fault == "flipped_payload_bit":
             assert frames[:2] == message(decode_header(frames).number)[:2]
@@ -149,7 +155,9 @@ def test_a_flipped_bit_is_in_a_message_or_in_a_payload(make: Callable[..., World
                 decode_header(frames)
 
 
-def test_a_server_that_is_gone_is_noticed_and_the_next_one_found(make: Callable[..., World]) -> None:
+def test_a_server_that_is_gone_is_noticed_and_the_next_one_found(
+    make: Callable[..., World],
+) -> None:
     world = make()
     world.run(range(1))
     world.echo.end()
@@ -160,7 +168,9 @@ def test_a_server_that_is_gone_is_noticed_and_the_next_one_found(make: Callable[
     assert world.answers == [message(0), message(1)]
 
 
-def test_a_server_that_does_not_read_costs_bounded_memory_and_no_time(make: Callable[..., World]) -> None:
+def test_a_server_that_does_not_read_costs_bounded_memory_and_no_time(
+    make: Callable[..., World],
+) -> None:
     world = make()
     world.run(range(1))
     world.echo.reads = False
@@ -176,7 +186,9 @@ def test_a_server_that_does_not_read_costs_bounded_memory_and_no_time(make: Call
 def test_a_stalled_connection_goes_on_later(make: Callable[..., World]) -> None:
     world = make()
     world.run(range(1))
-    assert world.network.stall(random.Random(1), SECOND_US) and world.network.stall(random.Random(2), SECOND_US)
+    assert world.network.stall(random.Random(1), SECOND_US) and world.network.stall(
+        random.Random(2), SECOND_US
+    )
     world.run(range(1, 3), duration_us=SECOND_US // 2)
     assert len(world.answers) == 1
     world.run(duration_us=2 * SECOND_US)
@@ -202,7 +214,9 @@ def test_nothing_is_said_to_a_server_of_another_user_until_the_right_one_is_back
     assert world.answers == [message(0), message(1)] and world.transport.refusal() == ""
 
 
-def test_with_a_stranger_at_the_unix_socket_the_server_is_found_by_tcp(make: Callable[..., World]) -> None:
+def test_with_a_stranger_at_the_unix_socket_the_server_is_found_by_tcp(
+    make: Callable[..., World],
+) -> None:
     world = make()
     world.echo.end()
     Stranger(world.network, FAMILIES[:1])
@@ -220,7 +234,9 @@ def test_a_word_to_a_stranger_is_noticed(make: Callable[..., World], mutant: str
     if mutant == "skip-proof":
         Stranger(world.network, FAMILIES)
     else:  # one that does not accept: so the kernel cannot tell whose the connection is
-        world.network.listen(Process(world.simulation, "slow"), FAMILIES[1], STRANGER_UID, lambda: None)
+        world.network.listen(
+            Process(world.simulation, "slow"), FAMILIES[1], STRANGER_UID, lambda: None
+        )
     with planted(mutant), pytest.raises(Violation, match="client sends to a process of"):
         world.run(range(1))
 
@@ -241,7 +257,9 @@ def half_an_answer_then_the_end(end: ChaosSocket, frames: list[bytes]) -> None:
     end.close()
 
 
-def test_half_an_answer_of_a_lost_connection_is_not_put_before_the_next(make: Callable[..., World]) -> None:
+def test_half_an_answer_of_a_lost_connection_is_not_put_before_the_next(
+    make: Callable[..., World],
+) -> None:
     for mutant in ("", "keep-lost-bytes"):
         world = make()
         world.echo.otherwise = half_an_answer_then_the_end

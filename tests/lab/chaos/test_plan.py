@@ -19,10 +19,16 @@ def test_plans_contain_every_fault_sooner_or_later() -> None:
 def test_plans_differ_in_what_matters() -> None:
     plans = [draw(seed) for seed in range(60)]
     engines = [item for plan in plans for item in plan.items if isinstance(item, EngineItem)]
-    assert {engine.shared_memory for engine in engines} == {engine.kept for engine in engines} == {True, False}
+    assert (
+        {engine.shared_memory for engine in engines}
+        == {engine.kept for engine in engines}
+        == {True, False}
+    )
     assert {plan.cuts[0].config.tensor_parallel_size for plan in plans} == {1, 2}
     assert {len(plan.cuts) for plan in plans} == {1, 2}
-    assert any(not any(isinstance(item, Rate | Moment) for item in plan.items) for plan in plans), "some are calm"
+    assert any(not any(isinstance(item, Rate | Moment) for item in plan.items) for plan in plans), (
+        "some are calm"
+    )
 
 
 def test_what_a_request_must_answer_is_what_an_engine_without_a_cache_answers() -> None:

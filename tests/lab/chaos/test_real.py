@@ -26,25 +26,36 @@ def test_pairs_of_an_outage_are_those_that_arrived_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paused", "counts"), [((1.9, 2.1), False), ((2.25, 9.0), False), ((1.0, 2.0), True), ((2.31, 9.0), True)]
+    ("paused", "counts"),
+    [((1.9, 2.1), False), ((2.25, 9.0), False), ((1.0, 2.0), True), ((2.31, 9.0), True)],
 )
-def test_a_pair_whose_engine_was_paused_says_nothing(paused: tuple[float, float], counts: bool) -> None:
+def test_a_pair_whose_engine_was_paused_says_nothing(
+    paused: tuple[float, float], counts: bool
+) -> None:
     assert (pairs_during([answer(2.0)], [(0.0, 9.0)], [paused]) != []) == counts
 
 
 def test_percentiles_and_their_ratio() -> None:
     pairs = [answer(at, ttft_ms=at, plain_ttft_ms=at / 2) for at in range(1, 101)]
     said = ttft(pairs)
-    assert (said["ttft_p99_ms_none"], said["ttft_p99_ms_outage"], said["ttft_p99_outage_ratio"]) == (49.5, 99.0, 2.0)
+    assert (
+        said["ttft_p99_ms_none"],
+        said["ttft_p99_ms_outage"],
+        said["ttft_p99_outage_ratio"],
+    ) == (49.5, 99.0, 2.0)
     assert not any(ttft([]).values())
 
 
 def test_one_bad_moment_of_the_machine_costs_one_window() -> None:
     calm = [answer(at) for at in range(2000)]
     storm = [answer(at, ttft_ms=5_000.0) if at < 40 else each for at, each in enumerate(calm)]
-    assert ttft(storm)["ttft_p99_outage_ratio"] == 1.0 and ttft(storm)["ttft_p99_ms_outage"] == 5_000.0
+    assert (
+        ttft(storm)["ttft_p99_outage_ratio"] == 1.0 and ttft(storm)["ttft_p99_ms_outage"] == 5_000.0
+    )
     always = [answer(at, ttft_ms=500.0) if at % 50 == 0 else each for at, each in enumerate(calm)]
-    assert ttft(always)["ttft_p99_outage_ratio"] == 5.0, "two in a hundred, all the time, are no accident"
+    assert ttft(always)["ttft_p99_outage_ratio"] == 5.0, (
+        "two in a hundred, all the time, are no accident"
+    )
 
 
 @pytest.mark.parametrize("name", [*chaos_real._ZEROS, *chaos_real._MORE_ZEROS])
@@ -68,7 +79,9 @@ def test_slow_first_tokens_are_one_if_there_are_enough_to_tell() -> None:
         run = RealRun(0, 60, NONE, outages=[(0.0, 1e9)])
         run._all = [Engine(count, ttft_ms)]  # type: ignore[list-item]
         violations = run._result(1.0)["violations"]
-        assert bool(violations) == wrong and all("ttft_p99_outage_ratio is 1.2" in each for each in violations)
+        assert bool(violations) == wrong and all(
+            "ttft_p99_outage_ratio is 1.2" in each for each in violations
+        )
 
 
 def test_processes_that_are_left_are_seen() -> None:

@@ -13,7 +13,15 @@ import pytest
 from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.chaos.real_engine import Job, RealEngine, Traffic
 
-POOL = ("--pool-size", "8MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms", "--no-verify")
+POOL = (
+    "--pool-size",
+    "8MiB",
+    "--slab-size",
+    "256KiB",
+    "--session-check-interval",
+    "50ms",
+    "--no-verify",
+)
 
 
 def eventually(happens: Callable[[], bool], limit_s: float = 90) -> bool:
@@ -27,7 +35,16 @@ def eventually(happens: Callable[[], bool], limit_s: float = 90) -> bool:
 
 
 def job(address: str, *, tp: int = 1, verify: bool = True) -> Job:
-    return Job(address, seed=1, number=0, life=0, tp=tp, lookup_deadline_ms=2_000, num_blocks=256, verify=verify)
+    return Job(
+        address,
+        seed=1,
+        number=0,
+        life=0,
+        tp=tp,
+        lookup_deadline_ms=2_000,
+        num_blocks=256,
+        verify=verify,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +55,9 @@ def server() -> Iterator[ServerProcess]:
 
 def test_it_serves_finds_blocks_and_ends_when_told(server: ServerProcess) -> None:
     engine = RealEngine(job(server.address, tp=2))
-    assert eventually(lambda: any(answer.external_cached_tokens for answer in engine.answers)), engine.log()
+    assert eventually(lambda: any(answer.external_cached_tokens for answer in engine.answers)), (
+        engine.log()
+    )
     engine.pause()
     assert engine.paused[-1][1] == float("inf")
     stat = Path(f"/proc/{engine.process.pid}/stat")
@@ -51,10 +70,13 @@ def test_it_serves_finds_blocks_and_ends_when_told(server: ServerProcess) -> Non
 
 
 def test_it_sees_a_wrong_byte(server: ServerProcess) -> None:
-    """With verification off on both sides, bits that flip in the pool reach the model: it must say so."""
+    """With verification off on both sides, bits that flip in the pool reach the model: it must say
+    so."""
     engine = RealEngine(job(server.address, verify=False))
     try:
-        assert eventually(lambda: any(answer.external_cached_tokens for answer in engine.answers)), engine.log()
+        assert eventually(
+            lambda: any(answer.external_cached_tokens for answer in engine.answers)
+        ), engine.log()
         for path in Path(f"/dev/shm/kvkeep-{server.name}").glob("segment-*"):
             with open(path, "r+b") as file:
                 used = len(file.read().rstrip(b"\0"))
@@ -87,7 +109,9 @@ def test_one_that_does_not_end_is_ended(server: ServerProcess) -> None:
 def test_engines_share_beginnings_and_have_prompts_of_their_own() -> None:
     first, other = (Traffic(Job("", 1, number, 0, 1, 20, 256, True)) for number in range(2))
     assert first._prefixes == other._prefixes
-    ours, theirs = ([each for _ in range(20) for each in traffic.next()] for traffic in (first, other))
+    ours, theirs = (
+        [each for _ in range(20) for each in traffic.next()] for traffic in (first, other)
+    )
     assert ours != theirs and len({salt for salt, _ in ours}) > 1
     first.goes_on("bob", [7] * 40)
     later = [each for _ in range(20) for each in first.next()]

@@ -45,7 +45,9 @@ def test_a_seed_is_the_same_story_in_every_process() -> None:
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_without_faults_engines_find_what_others_stored(make_plan: Callable[..., Plan], shared_memory: bool) -> None:
+def test_without_faults_engines_find_what_others_stored(
+    make_plan: Callable[..., Plan], shared_memory: bool
+) -> None:
     engines = [EngineItem(0, shared_memory, kept=False, longest_step_us=3_000)] * 3
     outcome = ChaosRun(make_plan(engines=engines, pool_blocks=150)).run()
     assert not outcome.violation
@@ -54,7 +56,9 @@ def test_without_faults_engines_find_what_others_stored(make_plan: Callable[...,
     assert not outcome.faults
 
 
-def test_after_a_crash_the_next_server_has_what_the_last_one_had(make_plan: Callable[..., Plan]) -> None:
+def test_after_a_crash_the_next_server_has_what_the_last_one_had(
+    make_plan: Callable[..., Plan],
+) -> None:
     plan = make_plan(pool_blocks=150)
     crash = Moment(plan.duration_ms // 2, "server_crash", seed=1)
     outcome = ChaosRun(make_plan(crash, pool_blocks=150)).run()
@@ -113,14 +117,20 @@ def test_a_flipped_bit_in_a_length_makes_nobody_deaf_for_long(
 
 
 @pytest.mark.parametrize("fault", ["server_of_other_user", "stalled_connection"])
-def test_a_fault_of_connections_costs_nobody_an_answer(make_plan: Callable[..., Plan], fault: str) -> None:
+def test_a_fault_of_connections_costs_nobody_an_answer(
+    make_plan: Callable[..., Plan], fault: str
+) -> None:
     plan = make_plan(pool_blocks=150)
-    outcome = ChaosRun(make_plan(Moment(plan.duration_ms // 2, fault, seed=3), pool_blocks=150)).run()
+    outcome = ChaosRun(
+        make_plan(Moment(plan.duration_ms // 2, fault, seed=3), pool_blocks=150)
+    ).run()
     assert not outcome.violation and outcome.faults[fault] == 1
     assert outcome.finished == outcome.requests
 
 
-@pytest.mark.parametrize("fault", ["cut_connection", "half_message", "late_message", "corrupted_message"])
+@pytest.mark.parametrize(
+    "fault", ["cut_connection", "half_message", "late_message", "corrupted_message"]
+)
 def test_nor_does_one_of_bytes_on_their_way(make_plan: Callable[..., Plan], fault: str) -> None:
     outcome = ChaosRun(make_plan(Rate(fault, 0.05), pool_blocks=150)).run()
     assert not outcome.violation and outcome.faults[fault] > 2

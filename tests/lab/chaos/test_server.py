@@ -25,11 +25,15 @@ class World:
         self.simulation = Simulation(1)
         record = Record(self.simulation)
         self.network = ChaosNetwork(self.simulation, 1, {}, record)
-        self.server = ChaosServer(self.simulation, self.network, record, directory, 8 * SLAB_BYTES, SLAB_BYTES, 1)
+        self.server = ChaosServer(
+            self.simulation, self.network, record, directory, 8 * SLAB_BYTES, SLAB_BYTES, 1
+        )
         self.server.start()
 
     def peer(self) -> Peer:
-        return Peer(lambda frames: self.server.service.handle(frames, self.server.process.now_ms())).attach()
+        return Peer(
+            lambda frames: self.server.service.handle(frames, self.server.process.now_ms())
+        ).attach()
 
 
 @pytest.fixture
@@ -117,7 +121,8 @@ def test_two_replies_to_one_request_are_noticed(world: World) -> None:
 
 
 def test_what_still_comes_over_an_earlier_connection_is_not_carried_out(world: World) -> None:
-    """A client has sent a Lookup over the first, given it up, and given its lease back over the second."""
+    """A client has sent a Lookup over the first, given it up, and given its lease back over the
+    second."""
     keys, peer = store_some(world), world.peer()
     layout = peer.open_layout()
     first, second = Caller(world), Caller(world)
@@ -131,7 +136,9 @@ def test_what_still_comes_over_an_earlier_connection_is_not_carried_out(world: W
     assert not any(session.leases for session in world.server.store.sessions.values())
 
 
-def test_a_fault_inside_the_server_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_inside_the_server_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer, caller = world.peer(), Caller(world)
     monkeypatch.setattr(world.server.service.sessions, "get", lambda *_: 1 // 0)
     with pytest.raises(Violation, match="ZeroDivisionError"):
@@ -148,9 +155,11 @@ def test_a_crash_ends_its_connections_and_the_next_server_takes_new_ones(world: 
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 100])
-def test_bytes_that_are_no_message_end_a_connection_wherever_a_turn_ends(world: World, count: int) -> None:
-    """After the last message of a turn the server looks whether there is another one: what it sees then ends the
-    connection, too. Nobody writes again, so nothing else would."""
+def test_bytes_that_are_no_message_end_a_connection_wherever_a_turn_ends(
+    world: World, count: int
+) -> None:
+    """After the last message of a turn the server looks whether there is another one: what it sees
+    then ends the connection, too. Nobody writes again, so nothing else would."""
     caller = Caller(world)
     end: Any = caller.stream.socket
     end.outgoing.arrived += b"".join(encode(Header(0, 1), Ping())) * count + b"nonsense"

@@ -29,7 +29,9 @@ def test_it_ends_when_it_has_tried_enough() -> None:
 
 def test_a_failing_run_becomes_a_short_story(quiet: None) -> None:
     with planted("release-without-unpin"):
-        plan = draw(next(seed for seed in range(20) if ChaosRun(draw(seed)).run().finding == "broken_rules"))
+        plan = draw(
+            next(seed for seed in range(20) if ChaosRun(draw(seed)).run().finding == "broken_rules")
+        )
         dropped, outcome = shrink(plan, "broken_rules")
         assert ChaosRun(plan.without(dropped)).run().story == outcome.story
     assert outcome.finding == "broken_rules"

@@ -90,7 +90,9 @@ def test_a_tcp_connection_takes_time_and_its_user_is_known_when_it_is_accepted()
     ends.listener.close()
     refused: Any = ends.network.connect(ends.client.process, socket.AF_INET)
     ends.simulation.run(SOON_US)
-    assert refused.is_ready(select.POLLOUT) and refused.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    assert refused.is_ready(select.POLLOUT) and refused.getsockopt(
+        socket.SOL_SOCKET, socket.SO_ERROR
+    )
 
 
 def test_nobody_listens() -> None:

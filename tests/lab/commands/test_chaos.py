@@ -1,4 +1,5 @@
-"""Most of it runs in this process: a process of its own would import torch, which takes longer than the runs."""
+"""Most of it runs in this process: a process of its own would import torch, which takes longer than
+the runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from kvkeep_lab.chaos.plan import FAULTS
 from kvkeep_lab.commands import chaos as module
 from kvkeep_lab.commands.chaos import as_text, chaos, numbers_in
 
-KEYS = ["runs", "requests", "events", "faults", "wrong_tokens", "wrong_bytes", "engine_errors", "stuck_requests"]
+KEYS = [
+    "runs",
+    "requests",
+    "events",
+    "faults",
+    "wrong_tokens",
+    "wrong_bytes",
+    "engine_errors",
+    "stuck_requests",
+]
 KEYS += ["leaked_blocks", "leaked_leases", "seconds"]
 
 
@@ -53,7 +63,9 @@ def test_several_processes_and_a_table() -> None:
     assert "wrong tokens" in done.stdout
 
 
-def test_a_violation_is_told_as_a_short_story_with_the_way_to_replay_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_violation_is_told_as_a_short_story_with_the_way_to_replay_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     mutant = "release-without-unpin"
     with pytest.raises(SystemExit) as ended:
         chaos(seeds="0:3", mutant=mutant, jobs=1, json=True)
@@ -83,7 +95,9 @@ def test_a_story_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["runs"] == 1 and "serves, empty" in said["story"][0]
 
 
-def test_mutants_are_hunted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mutants_are_hunted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import kvkeep_lab.chaos.mutants as mutants
 
     chosen = ("release-without-unpin", "quota-off-by-one")
@@ -97,13 +111,19 @@ def test_mutants_are_hunted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_a_mutant_that_does_not_fit_the_code_is_no_catch(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = {"seed": 0, "finding": "broken_rules", "violation": "the server failed inside: TypeError: argument"}
+    outcome = {
+        "seed": 0,
+        "finding": "broken_rules",
+        "violation": "the server failed inside: TypeError: argument",
+    }
     monkeypatch.setattr(module, "_run", lambda what: outcome)
     with pytest.raises(RuntimeError, match="does not fit"):
         module._find(("skip-crc", range(3)))
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("", []), ("3", [3]), ("2,5:9", [2, 5, 6, 7, 8]), ("0:2,4", [0, 1, 4])])
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("", []), ("3", [3]), ("2,5:9", [2, 5, 6, 7, 8]), ("0:2,4", [0, 1, 4])]
+)
 def test_numbers_of_items(text: str, numbers: list[int]) -> None:
     assert numbers_in(text, 9) == numbers
     assert as_text(numbers) == text
@@ -113,7 +133,9 @@ def test_blanks_between_numbers_of_items_do_no_harm() -> None:
     assert numbers_in(" 3, 5 : 7 ,8", 9) == [3, 5, 6, 8]
 
 
-@pytest.mark.parametrize("text", ["3-7", "3:", ":5", "7:3", "3:3", "3,,5", "3,", ",", " ", "-1", "٣", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["3-7", "3:", ":5", "7:3", "3:3", "3,,5", "3,", ",", " ", "-1", "٣", "9" * 5000]
+)
 def test_what_names_no_item_is_refused_with_what_would(text: str) -> None:
     with pytest.raises(SettingsError, match="names no item") as caught:
         numbers_in(text, 9)
@@ -144,7 +166,10 @@ def test_more_items_than_there_are_cannot_be_left_out(text: str) -> None:
     ],
 )
 def test_bad_options_are_refused(
-    flags: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["kvkeep", "chaos", *flags])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,5 @@
-"""Most of it runs in this process: a process of its own would import torch, which takes longer than the runs."""
+"""Most of it runs in this process: a process of its own would import torch, which takes longer than
+the runs."""
 
 from __future__ import annotations
 
@@ -38,10 +39,16 @@ def test_one_seed_as_json_is_the_same_each_time(capsys: pytest.CaptureFixture[st
 def test_several_seeds_in_several_processes() -> None:
     flags = ["--seeds", "3:9", "--jobs", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvkeep.cli.main", "engine-fuzz", *flags], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "kvkeep.cli.main", "engine-fuzz", *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("6 runs (oracle, seeds 3:9)") and "every answer is right" in done.stdout
+    assert (
+        done.stdout.startswith("6 runs (oracle, seeds 3:9)")
+        and "every answer is right" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,10 @@ def test_several_seeds_in_several_processes() -> None:
     ],
 )
 def test_bad_options_are_refused(
-    flags: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["kvkeep", "engine-fuzz", *flags])
     with pytest.raises(SystemExit) as ended:
@@ -97,6 +107,9 @@ def test_what_is_raised_in_a_run_is_a_finding_and_the_other_seeds_still_run(
     outcome = json.loads(said.out)
     [violation] = outcome["violations"]
     assert outcome["violation_count"] == 1 and outcome["runs"] == 2 and outcome["requests"] > 0
-    assert violation["seed"] == 4 and "seed 4, model oracle: KeyError: 'nothing'" in violation["violation"]
+    assert (
+        violation["seed"] == 4
+        and "seed 4, model oracle: KeyError: 'nothing'" in violation["violation"]
+    )
     assert "in run" in violation["violation"], "where it was raised"
     assert "--model oracle --seed 4" in said.err

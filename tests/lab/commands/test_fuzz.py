@@ -1,4 +1,5 @@
-"""`kvkeep fuzz` as people run it: what it prints, how it ends, and what it says about options that are wrong."""
+"""`kvkeep fuzz` as people run it: what it prints, how it ends, and what it says about options that
+are wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from kvkeep_lab.fuzz.targets import TARGETS
 
 PATIENCE_S = 120
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-NUMBERS = ["inputs", "messages", "malformed_frames", "crashes", "hangs", "leaks", "edges", "seconds"]
+NUMBERS = [
+    "inputs",
+    "messages",
+    "malformed_frames",
+    "crashes",
+    "hangs",
+    "leaks",
+    "edges",
+    "seconds",
+]
 
 
 def test_one_target_as_json(kvkeep: Run) -> None:
@@ -65,14 +75,26 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seed", "-1"], "--seed is -1"),
         (["--corpus", "/nowhere"], "--corpus is /nowhere"),
         (["--malformed-frames", "0"], "--malformed-frames is 0"),
-        (["--malformed-frames", "5", "--seconds", "9"], "--seconds does not go with --malformed-frames"),
-        (["--malformed-frames", "5", "--inputs", "9"], "--inputs does not go with --malformed-frames"),
+        (
+            ["--malformed-frames", "5", "--seconds", "9"],
+            "--seconds does not go with --malformed-frames",
+        ),
+        (
+            ["--malformed-frames", "5", "--inputs", "9"],
+            "--inputs does not go with --malformed-frames",
+        ),
         (["--malformed-frames", "5", "--keep", "x"], "--keep does not go with --malformed-frames"),
-        (["--malformed-frames", "5", "--corpus", "/"], "--corpus does not go with --malformed-frames"),
+        (
+            ["--malformed-frames", "5", "--corpus", "/"],
+            "--corpus does not go with --malformed-frames",
+        ),
     ],
 )
 def test_bad_options_are_refused_by_name(
-    flags: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["kvkeep", "fuzz", *flags])
     with pytest.raises(SystemExit) as ended:
@@ -104,10 +126,17 @@ def test_a_planted_bug_is_found_and_its_input_finds_it_again(
         fuzz(target="wire", malformed_frames=50_000, json=True)
     said = capsys.readouterr()
     assert ended.value.code == 1 and json.loads(said.out)["crashes"] == 1
-    assert "wire: crash, input " in said.err and "IndexError" in said.err and "1 finding" in said.err
+    assert (
+        "wire: crash, input " in said.err and "IndexError" in said.err and "1 finding" in said.err
+    )
     line = said.err.partition("input ")[2].splitlines()[0]
     again = "import sys; from kvkeep_lab.fuzz.targets import load; load('wire')(sys.stdin.buffer.read())"
-    done = subprocess.run([sys.executable, "-c", again], input=base64.b64decode(line), capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", again],
+        input=base64.b64decode(line),
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 1 and b"IndexError" in done.stderr
 
 
@@ -121,16 +150,24 @@ def test_coverage_begins_with_the_corpus_and_finds_a_planted_bug(
     with pytest.raises(SystemExit) as ended:
         fuzz(target="wire", seconds=600, inputs=60, corpus=Path("tests/fuzz/corpus"), json=True)
     said = capsys.readouterr()
-    assert ended.value.code == 1 and json.loads(said.out)["crashes"] == 1 and "IndexError" in said.err
+    assert (
+        ended.value.code == 1 and json.loads(said.out)["crashes"] == 1 and "IndexError" in said.err
+    )
 
 
-@pytest.mark.parametrize("flags", [["--malformed-frames", "100000000"], ["--target", "config", "--seconds", "3000"]])
-def test_an_interrupt_ends_it_and_its_process_and_leaves_no_file(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [["--malformed-frames", "100000000"], ["--target", "config", "--seconds", "3000"]]
+)
+def test_an_interrupt_ends_it_and_its_process_and_leaves_no_file(
+    flags: list[str], tmp_path: Path
+) -> None:
     if "--seconds" in flags:
         pytest.importorskip("atheris")
     command = [sys.executable, "-m", "kvkeep.cli.main", "fuzz", *flags]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         child = wait_for_child(running.pid)
         running.send_signal(signal.SIGINT)

@@ -9,8 +9,19 @@ from kvkeep_lab.fuzz.choices import NUMBERS, Choices, random_inputs
 
 def test_an_empty_input_makes_every_first_choice() -> None:
     choices = Choices(b"")
-    assert (choices.byte(), choices.below(1 << 20), choices.pick("abc"), choices.number()) == (0, 0, "a", 0)
-    assert (choices.text(), choices.value(), choices.seldom(), choices.rest(), choices.left) == ("", 0, False, b"", 0)
+    assert (choices.byte(), choices.below(1 << 20), choices.pick("abc"), choices.number()) == (
+        0,
+        0,
+        "a",
+        0,
+    )
+    assert (choices.text(), choices.value(), choices.seldom(), choices.rest(), choices.left) == (
+        "",
+        0,
+        False,
+        b"",
+        0,
+    )
 
 
 def test_choices_take_from_the_front_and_no_more_than_they_need() -> None:
@@ -30,8 +41,19 @@ def test_choices_stay_within_their_bounds(data: bytes) -> None:
 
 def test_all_kinds_of_values_come_up() -> None:
     values = [Choices(data).value() for data in random_inputs(1, 400)]
-    assert {type(value) for value in values} == {int, str, type(None), bool, float, bytes, list, dict}
-    assert len({Choices(data).number() for data in random_inputs(2, 4000)} & set(NUMBERS)) == len(NUMBERS)
+    assert {type(value) for value in values} == {
+        int,
+        str,
+        type(None),
+        bool,
+        float,
+        bytes,
+        list,
+        dict,
+    }
+    assert len({Choices(data).number() for data in random_inputs(2, 4000)} & set(NUMBERS)) == len(
+        NUMBERS
+    )
 
 
 def test_random_inputs_follow_from_their_seed() -> None:

@@ -1,4 +1,5 @@
-"""The target of configuration: it is quiet on the code as it is, and notices bugs that are planted."""
+"""The target of configuration: it is quiet on the code as it is, and notices bugs that are
+planted."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_each_reader_reads_something_and_refuses_something(
 
 
 def test_params_that_raise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(params, "_integer", lambda mapping, name, most, default: mapping.get(name, default))
+    monkeypatch.setattr(
+        params, "_integer", lambda mapping, name, most, default: mapping.get(name, default)
+    )
     with pytest.raises((AssertionError, TypeError)):
         run_all()
 
@@ -58,7 +61,9 @@ def test_a_negative_quota_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kind_that_shows_what_it_cannot_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = setting_kinds.Kind("a whole number", lambda text: int(text), lambda value: f"{value:,}")
-    line = dataclasses.replace(server_settings.TABLE["max_frame_size"], kind=kind, default="67108864")
+    line = dataclasses.replace(
+        server_settings.TABLE["max_frame_size"], kind=kind, default="67108864"
+    )
     monkeypatch.setitem(server_settings.TABLE, "max_frame_size", line)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="67,108,864"):
         fuzz_config._settings(Choices(b""))

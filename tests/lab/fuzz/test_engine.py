@@ -38,7 +38,14 @@ def total(outcomes: list[Outcome], name: str) -> int:
 @pytest.mark.parametrize(("model", "seeds"), [("oracle", 40), ("gqa", 10), ("mla", 10)])
 def test_answers_are_those_without_a_cache(model: str, seeds: int) -> None:
     outcomes = [Fuzz(seed, model).run() for seed in range(seeds)]
-    for name in ("requests", "tokens", "aborted", "preemptions", "local_cached_tokens", "external_cached_tokens"):
+    for name in (
+        "requests",
+        "tokens",
+        "aborted",
+        "preemptions",
+        "local_cached_tokens",
+        "external_cached_tokens",
+    ):
         assert total(outcomes, name) > 0, f"no run has {name}: it tests less than it should"
     happened = {name for each in outcomes for name, count in each.faults.items() if count}
     assert {"loads", "stores", "failed_blocks", "bit_flips", "lost", "corrupted"} <= happened
@@ -60,11 +67,19 @@ def replace(target: object, name: str, value: Any) -> Patch:
 MUTANTS: dict[str, Patch] = {
     "a failed load goes unnoticed": replace(Scheduler, "_recover", lambda *_: set()),
     "a bad block stays in the prefix cache": replace(BlockPool, "forget", lambda *_: None),
-    "all of a load is taken for good": replace(Job, "good_blocks", lambda self: len(self.block_ids)),
-    "blocks are written into that stores have not read": replace(BlockPool, "take_given", lambda _: set()),
-    "a request is told of blocks that it computed itself": replace(SchedulerSide, "hold", lambda *_: None),
+    "all of a load is taken for good": replace(
+        Job, "good_blocks", lambda self: len(self.block_ids)
+    ),
+    "blocks are written into that stores have not read": replace(
+        BlockPool, "take_given", lambda _: set()
+    ),
+    "a request is told of blocks that it computed itself": replace(
+        SchedulerSide, "hold", lambda *_: None
+    ),
     "a request is told of blocks that failed to load": replace(
-        Tracker, "count_loaded", lambda self, stop, _real=Tracker.count_loaded: _real(self, stop + 1)
+        Tracker,
+        "count_loaded",
+        lambda self, stop, _real=Tracker.count_loaded: _real(self, stop + 1),
     ),
     "salts are left out of the key": replace(
         engine, "root_key", lambda identity, salt, _real=engine.root_key: _real(identity, None)

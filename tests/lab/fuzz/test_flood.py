@@ -1,4 +1,5 @@
-"""A flood is counted, ends, and survives what it finds. Targets of these tests are bad on purpose."""
+"""A flood is counted, ends, and survives what it finds. Targets of these tests are bad on
+purpose."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets in a module that the process of a flood finds as well."""
     (tmp_path / "bad_floods.py").write_text(BAD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = {name: ("bad_floods", name) for name in ("quiet", "crash", "gone", "leak", "grow", "hang", "never")}
+    names = {
+        name: ("bad_floods", name)
+        for name in ("quiet", "crash", "gone", "leak", "grow", "hang", "never")
+    }
     monkeypatch.setattr(fuzz_flood, "FLOODS", FLOODS | names)
     monkeypatch.setattr(fuzz_flood, "MOST_FINDINGS", 1)
     told = f"flood.FLOODS |= {names!r}; flood.HANG_AFTER_S = 1; flood.drown"
@@ -65,7 +69,11 @@ def outcome(result: FuzzResult) -> tuple[int, int, int]:
 @pytest.mark.parametrize("target", FLOODS)
 def test_the_real_targets_refuse_what_they_should_and_the_same_each_time(target: str) -> None:
     one, again = flood(target, 2_000, seed=3), flood(target, 2_000, seed=3)
-    assert one.is_clean and 2_000 <= one.malformed_frames < 3_500 and one.malformed_frames < one.messages
+    assert (
+        one.is_clean
+        and 2_000 <= one.malformed_frames < 3_500
+        and one.malformed_frames < one.messages
+    )
     other = flood(target, 2_000, seed=4)
     assert dataclasses.replace(one, seconds=0) == dataclasses.replace(again, seconds=0)
     assert dataclasses.replace(one, seconds=0) != dataclasses.replace(other, seconds=0)
@@ -77,14 +85,18 @@ def test_it_counts_and_ends_with_the_last_frame_that_was_wanted() -> None:
     assert result.is_clean and not result.findings and result.edges == 0
 
 
-def test_a_crash_is_kept_with_its_input_and_the_next_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_kept_with_its_input_and_the_next_process_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fuzz_flood, "MOST_FINDINGS", 3)
     result = flood("crash", 1_000_000)
     assert outcome(result) == (3, 0, 0) and not result.is_clean
     for found in result.findings:
         assert found["kind"] == "crash" and "KeyError: 'planted'" in found["said"]
         assert len(base64.b64decode(found["input"])) % 8 == 5
-    assert len({found["input"] for found in result.findings}) == 3, "each process has a seed of its own"
+    assert len({found["input"] for found in result.findings}) == 3, (
+        "each process has a seed of its own"
+    )
     assert result.malformed_frames == result.inputs - 3
 
 

@@ -1,4 +1,5 @@
-"""The target of the admin API: it is quiet on the code as it is, reaches every operation, and notices planted bugs."""
+"""The target of the admin API: it is quiet on the code as it is, reaches every operation, and
+notices planted bugs."""
 
 from __future__ import annotations
 
@@ -40,8 +41,12 @@ def test_it_is_quiet_and_reaches_every_operation(app: App, monkeypatch: pytest.M
 
     monkeypatch.setattr(App, "ask", watched)
     assert run_all() > 500
-    methods = {name.upper() for operations in app.description["paths"].values() for name in operations}
-    assert methods <= {method for method, status in seen if status < 300}, "each kind of operation went well"
+    methods = {
+        name.upper() for operations in app.description["paths"].values() for name in operations
+    }
+    assert methods <= {method for method, status in seen if status < 300}, (
+        "each kind of operation went well"
+    )
     assert {403, 404, 405, 422} <= {status for _, status in seen}
 
 
@@ -68,7 +73,11 @@ def test_an_answer_that_is_not_as_described_is_noticed(monkeypatch: pytest.Monke
 
 
 def test_a_schema_is_held_against_an_answer(app: App) -> None:
-    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+    schema = {
+        "type": "object",
+        "required": ["a"],
+        "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
+    }
     fuzz_http._conform(app, {"a": [1, 2]}, schema)
     for wrong in ([], {}, {"a": 1}, {"a": ["x"]}):
         with pytest.raises(AssertionError):

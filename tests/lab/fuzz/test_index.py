@@ -1,4 +1,5 @@
-"""The target of warm restarts: it is quiet on the code as it is, adopts often, and notices bugs that are planted."""
+"""The target of warm restarts: it is quiet on the code as it is, adopts often, and notices bugs
+that are planted."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ def run_all(count: int = 600, seed: int = 31) -> None:
 
 def test_what_is_left_undamaged_is_adopted_whole() -> None:
     columns, true_blocks = left_behind()
-    store = Store(fuzz_index._POOL_BYTES, fuzz_index._SLAB_BYTES, fuzz_index._LIMITS, columns=LeftColumns(columns))
+    store = Store(
+        fuzz_index._POOL_BYTES,
+        fuzz_index._SLAB_BYTES,
+        fuzz_index._LIMITS,
+        columns=LeftColumns(columns),
+    )
     adoption = adopt(store, fuzz_index._SLABS, True, 20)
     assert set(blocks_of(store)) == true_blocks and adoption.blocks == len(true_blocks) == 12
     assert adoption.held > 3, "leased and half-written ones"
@@ -55,7 +61,8 @@ def test_slots_in_two_hands_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_checksums_of_a_layout_that_is_gone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by this target: a new layout under the number of one whose record was damaged had its checksums."""
+    """Found by this target: a new layout under the number of one whose record was damaged had its
+    checksums."""
     real = Layouts.open
 
     def keeps(self: Layouts, *arguments: object) -> object:

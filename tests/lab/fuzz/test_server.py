@@ -26,5 +26,8 @@ def test_a_server_survives_it_and_serves_others_meanwhile() -> None:
 
 def test_growth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_server, "MOST_GROWTH_KIB", -1)
-    with ServerProcess("--pool-size", "4MiB", "--slab-size", "256KiB") as server, pytest.raises(Leak):
+    with (
+        ServerProcess("--pool-size", "4MiB", "--slab-size", "256KiB") as server,
+        pytest.raises(Leak),
+    ):
         ServerFlood(server.address, server.pid, seed=1).run(60)

@@ -1,4 +1,5 @@
-"""The target of the service: it is quiet on the code as it is, goes deep, and notices bugs that are planted."""
+"""The target of the service: it is quiet on the code as it is, goes deep, and notices bugs that are
+planted."""
 
 from __future__ import annotations
 
@@ -33,23 +34,34 @@ def test_it_is_quiet_and_goes_deep() -> None:
         counted["messages"] += siege.run().messages
         counters = siege.server.service.counters
         refusals |= counters.refusals.keys()
-        for name in ("stored_blocks", "hit_blocks", "abandoned_stores", "bad_frames", "sessions_died"):
+        for name in (
+            "stored_blocks",
+            "hit_blocks",
+            "abandoned_stores",
+            "bad_frames",
+            "sessions_died",
+        ):
             counted[name] += getattr(counters, name)
     assert counted["messages"] > 4000
-    assert counted["stored_blocks"] > 1000 and counted["hit_blocks"] > 800, "more than those of the good client"
+    assert counted["stored_blocks"] > 1000 and counted["hit_blocks"] > 800, (
+        "more than those of the good client"
+    )
     assert min(counted.values()) > 0, counted
     assert len(refusals) > 20 and "internal_error" not in refusals
 
 
 @pytest.mark.parametrize("flood", [False, True])
 def test_malformed_frames_are_those_that_the_service_could_not_read(flood: bool) -> None:
-    """Counted message by message, over restarts, and the good client's messages are none of them."""
+    """Counted message by message, over restarts, and the good client's messages are none of
+    them."""
     messages = malformed = 0
     for data in random_inputs(22, 60, longest=1_500):
         siege = Siege(data, flood=flood)
         refused: list[bool] = []
 
-        def counting(frames: list[bytes], *rest: Any, refused: list[bool] = refused, siege: Siege = siege) -> Any:
+        def counting(
+            frames: list[bytes], *rest: Any, refused: list[bool] = refused, siege: Siege = siege
+        ) -> Any:
             try:
                 decode_request(decode_header(frames), frames, FRAME_BYTES)
                 refused.append(False)
@@ -82,7 +94,9 @@ def test_malformed_frames_are_counted_over_restarts() -> None:
 def test_an_internal_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Service._finish
 
-    def clumsy(self: Service, session: ServerSession, number: int, request: m.Finish, now_ms: int) -> m.Reply:
+    def clumsy(
+        self: Service, session: ServerSession, number: int, request: m.Finish, now_ms: int
+    ) -> m.Reply:
         assert len(request.key) == 16
         return real(self, session, number, request, now_ms)
 
@@ -93,10 +107,18 @@ def test_an_internal_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_range_that_is_not_checked_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def clumsy(
-        session: ServerSession, request: m.Fetch, memory: network.PoolMemory, frame_bytes: int, caller: Caller
+        session: ServerSession,
+        request: m.Fetch,
+        memory: network.PoolMemory,
+        frame_bytes: int,
+        caller: Caller,
     ) -> list[bytes]:
         lease = session.network_leases[request.lease]
-        return [memory.view(int(lease.slots[request.start]), lease.layout.shard_bytes[request.shard]).tobytes()]
+        return [
+            memory.view(
+                int(lease.slots[request.start]), lease.layout.shard_bytes[request.shard]
+            ).tobytes()
+        ]
 
     monkeypatch.setattr(network, "fetch", clumsy)
     with pytest.raises(AssertionError, match=r"internal.error"):

@@ -1,4 +1,5 @@
-"""How a target is run: counted, stopped, and what it finds is kept. Targets of these tests are bad on purpose."""
+"""How a target is run: counted, stopped, and what it finds is kept. Targets of these tests are bad
+on purpose."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def gone(data):
 
 @pytest.fixture
 def bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Targets in a module that the fuzzer's process finds as well; its name makes it instrumented, so it is guided."""
+    """Targets in a module that the fuzzer's process finds as well; its name makes it instrumented,
+    so it is guided."""
     pytest.importorskip("atheris")
     (tmp_path / "kvkeep_bad.py").write_text(BAD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -65,7 +67,9 @@ def test_a_quiet_target_is_counted_and_ends_after_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("target", ["http", "config"])
-def test_no_file_of_its_process_stays(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_its_process_stays(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("atheris")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert fuzz(target, 600, inputs=20).is_clean
@@ -107,8 +111,12 @@ def test_a_process_that_ends_by_itself_is_a_crash(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("bad")
 def test_it_begins_with_the_corpus_and_keeps_what_it_learns(tmp_path: Path) -> None:
-    (tmp_path / "crash.txt").write_text(f"# found once\n\n{base64.b64encode(b'kv and more').decode()}\n")
-    assert fuzz("crash", 600, inputs=50, corpus=tmp_path).crashes > 0, "the input of the corpus is tried first"
+    (tmp_path / "crash.txt").write_text(
+        f"# found once\n\n{base64.b64encode(b'kv and more').decode()}\n"
+    )
+    assert fuzz("crash", 600, inputs=50, corpus=tmp_path).crashes > 0, (
+        "the input of the corpus is tried first"
+    )
     fuzz("crash", 600, inputs=20_000, keep=tmp_path / "kept")
     kept = [path.read_bytes() for path in (tmp_path / "kept" / "crash").iterdir()]
     assert any(data.startswith(b"k") for data in kept), "half of the way"
@@ -171,7 +179,9 @@ def test_every_target_takes_bytes_and_counts(target: str) -> None:
     assert load(target)(b"").messages in (0, 1, 3)
 
 
-def test_counts_are_in_the_file_whatever_becomes_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_in_the_file_whatever_becomes_of_an_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = tmp_path / "counts"
     counts.write_bytes(bytes(fuzzing._COUNTS.size))
     outcomes = iter([Ran(5, 4), Leak("x"), ValueError("y"), Ran(2)])
@@ -195,8 +205,17 @@ def test_counts_are_in_the_file_whatever_becomes_of_an_input(tmp_path: Path, mon
 
 
 def test_totals_add_up() -> None:
-    one, other = FuzzResult("wire", 10, 20, 15, edges=3, seconds=1.5), FuzzResult("http", 1, 2, crashes=1, edges=4)
-    sums: dict[str, float] = {"inputs": 11, "messages": 22, "malformed_frames": 15, "crashes": 1, "hangs": 0}
+    one, other = (
+        FuzzResult("wire", 10, 20, 15, edges=3, seconds=1.5),
+        FuzzResult("http", 1, 2, crashes=1, edges=4),
+    )
+    sums: dict[str, float] = {
+        "inputs": 11,
+        "messages": 22,
+        "malformed_frames": 15,
+        "crashes": 1,
+        "hangs": 0,
+    }
     sums |= {"leaks": 0, "edges": 7, "seconds": 1.5}
     assert total([one, other]) == {"target": "all", **sums}
     assert total([one])["target"] == "wire"

@@ -107,7 +107,11 @@ def test_a_decoder_that_changes_what_it_reads_is_noticed(monkeypatch: pytest.Mon
 
         def decode(self, data: bytes) -> Any:
             message = self.real.decode(data)
-            return msgspec.structs.replace(message, pid=message.pid + 1) if hasattr(message, "pid") else message
+            return (
+                msgspec.structs.replace(message, pid=message.pid + 1)
+                if hasattr(message, "pid")
+                else message
+            )
 
     monkeypatch.setattr(framing, "_requests", Forgetful(framing._requests))
     with pytest.raises(AssertionError, match="not what would be sent"):
@@ -145,6 +149,8 @@ def test_a_stream_that_is_wrong_is_noticed(mutant: str, monkeypatch: pytest.Monk
             read_stream(data * 500, [1 << 20])
     else:
         right = Stream.next
-        monkeypatch.setattr(Stream, "next", lambda self: [*reversed(found)] if (found := right(self)) else None)
+        monkeypatch.setattr(
+            Stream, "next", lambda self: [*reversed(found)] if (found := right(self)) else None
+        )
         with pytest.raises(AssertionError, match="other messages"):
             run_all()

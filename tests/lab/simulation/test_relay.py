@@ -38,7 +38,8 @@ def echo() -> Iterator[str]:
 
 def test_all_that_a_client_says_is_seen() -> None:
     shape = BlockShape(
-        ModelIdentity(model="relay", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"), (64,)
+        ModelIdentity(model="relay", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"),
+        (64,),
     )
     with (
         ServerProcess("--pool-size", "16MiB", "--slab-size", "256KiB") as server,
@@ -46,13 +47,17 @@ def test_all_that_a_client_says_is_seen() -> None:
     ):
         connection = Connection(shape, ClientOptions(relay.address))
         assert connection.wait_until_up(60_000) and connection.layout is not None
-        assert connection.wait(connection.call(m.Lookup(tenant_of("seen"), connection.layout.layout, b""), 60_000))
+        assert connection.wait(
+            connection.call(m.Lookup(tenant_of("seen"), connection.layout.layout, b""), 60_000)
+        )
         assert tenant_of("seen").encode() in relay.sent
         connection.close()
 
 
 def connect(relay: Relay) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(relay.address.rpartition(":")[2])), timeout=30)
+    return socket.create_connection(
+        ("127.0.0.1", int(relay.address.rpartition(":")[2])), timeout=30
+    )
 
 
 def read(near: socket.socket, count: int) -> bytes:

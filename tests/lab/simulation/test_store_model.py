@@ -1,4 +1,5 @@
-"""The model is simple enough to read; these few examples keep it honest about what tests/model relies on."""
+"""The model is simple enough to read; these few examples keep it honest about what tests/model
+relies on."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def model() -> StoreModel:
     return made
 
 
-def put(model: StoreModel, *keys: bytes, tenant: str = "t", now_ms: int = 0, ttl_ms: int = 0) -> int:
+def put(
+    model: StoreModel, *keys: bytes, tenant: str = "t", now_ms: int = 0, ttl_ms: int = 0
+) -> int:
     plan = model.prepare_store(1, 1, tenant, 1, 0, b"", list(keys), now_ms, 50, ttl_ms)
     if plan.positions:
         model.complete_store(1, 1, [0] * len(plan.positions))

@@ -1,4 +1,5 @@
-"""Tests for the simulated network: it does to messages what it was told, at about the rates it was told."""
+"""Tests for the simulated network: it does to messages what it was told, at about the rates it was
+told."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def test_about_the_given_share_has_one_bit_flipped() -> None:
     network, server = send_all(1, Faults(corruption=0.1))
     flipped = 0
     for number, (_, frames) in enumerate(server.got):
-        bits = sum((a ^ b).bit_count() for a, b in zip(b"".join(frames), number.to_bytes(4) + b"body", strict=True))
+        bits = sum(
+            (a ^ b).bit_count()
+            for a, b in zip(b"".join(frames), number.to_bytes(4) + b"body", strict=True)
+        )
         assert bits <= 1
         flipped += bits
     assert flipped == network.counts["corrupted"]

@@ -1,15 +1,16 @@
 """Attention over KV that lies in blocks: indexes into it, rotary embedding, the attention itself.
 
-A step computes several segments at once. Their tokens lie one after the other in one batch, so that each projection
-is a single multiplication; only attention looks at segments one by one, each at its own context:
+A step computes several segments at once. Their tokens lie one after the other in one batch, so that
+each projection is a single multiplication; only attention looks at segments one by one, each at its
+own context:
 
     batch      |segment 0|segment 1      |segment 2|            a row per token of this step
                              ╲ span.tokens
     KV         |block 7  |block 2  |block 5  |block 0  | …      a row per token and plane, anywhere in memory
                  span.read: the rows of segment 1's context, from its position 0 on
 
-A block's KV of one layer is one or two planes of block_tokens rows: keys and values with GQA, latents with MLA.
-"""
+A block's KV of one layer is one or two planes of block_tokens rows: keys and values with GQA,
+latents with MLA."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from kvkeep.engine.models.model import Segment
 
 @dataclass(frozen=True)
 class Span:
-    """One segment: its rows in the batch; the KV rows of its context, by plane; and what its tokens may see.
+    """One segment: its rows in the batch; the KV rows of its context, by plane; and what its tokens
+    may see.
 
     No mask means that everything is seen (a single token), or what lies before (`causal`).
     """
@@ -37,7 +39,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's tokens and every index into the KV that its layers need. Built once, used by all layers and ranks."""
+    """A step's tokens and every index into the KV that its layers need. Built once, used by all
+    layers and ranks."""
 
     tokens: torch.Tensor
     last: torch.Tensor
@@ -48,7 +51,12 @@ class Batch:
 
     @classmethod
     def of(
-        cls, segments: Sequence[Segment], block_tokens: int, planes: int, rotary: Rotary, weight: torch.Tensor
+        cls,
+        segments: Sequence[Segment],
+        block_tokens: int,
+        planes: int,
+        rotary: Rotary,
+        weight: torch.Tensor,
     ) -> Batch:
         """`weight` is any of the model's: the batch gets its device, and masks its dtype."""
         device = weight.device
@@ -93,8 +101,8 @@ def _rows(block_ids: Sequence[int], end: int, block_tokens: int, planes: int) ->
 def _mask(segment: Segment, weight: torch.Tensor) -> torch.Tensor:
     """[count, start + count], to be added to scores: a token sees itself and what lies before.
 
-    Needed where tokens lie before the segment: torch's own causal mask would align the two at their beginnings.
-    """
+    Needed where tokens lie before the segment: torch's own causal mask would align the two at their
+    beginnings."""
     shape = (segment.count, segment.start + segment.count)
     hidden = torch.full(shape, float("-inf"), dtype=weight.dtype, device=weight.device)
     return hidden.triu_(segment.start + 1)
@@ -110,42 +118,58 @@ def read_rows(kv: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
     return kv.view(-1, width).index_select(0, rows)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scale: float) -> torch.Tensor:
-    """What one segment's tokens take from their context: query [heads, tokens, size] to the same shape.
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scale: float
+) -> torch.Tensor:
+    """What one segment's tokens take from their context: query [heads, tokens, size] to the same
+    shape.
 
     Key and value are [kv_heads, context, size]; neighbouring query heads share one of theirs.
     """
     heads, tokens, size = query.shape
     kv_heads = key.shape[0]
-    if tokens == 1:  # the heads of a group all see everything, so they can be asked as if they were tokens
+    if (
+        tokens == 1
+    ):  # the heads of a group all see everything, so they can be asked as if they were tokens
         query = query.reshape(kv_heads, 1, heads // kv_heads, size)
-        return F.scaled_dot_product_attention(query, key[:, None], value[:, None], scale=scale).view(heads, 1, -1)
+        return F.scaled_dot_product_attention(
+            query, key[:, None], value[:, None], scale=scale
+        ).view(heads, 1, -1)
     query = query.reshape(kv_heads, heads // kv_heads, tokens, size)
     key, value = (shared[:, None].expand(-1, query.shape[1], -1, -1) for shared in (key, value))
-    taken = F.scaled_dot_product_attention(query, key, value, attn_mask=span.mask, is_causal=span.causal, scale=scale)
+    taken = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=span.mask, is_causal=span.causal, scale=scale
+    )
     return taken.flatten(0, 1)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scales each row to a mean square of 1, then by the weight. Squares of half-precision numbers need float32."""
+    """Scales each row to a mean square of 1, then by the weight. Squares of half-precision numbers
+    need float32."""
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype) * weight
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(
+        hidden.dtype
+    ) * weight
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding: pairs of numbers of a head are turned by an angle that grows with the token's position.
+    """Rotary embedding: pairs of numbers of a head are turned by an angle that grows with the
+    token's position.
 
-    Pairs are neighbours (x0 x1) (x2 x3) … where `interleaved`, else from both halves: (x0 x4) (x1 x5) … of 8.
-    """
+    Pairs are neighbours (x0 x1) (x2 x3) … where `interleaved`, else from both halves: (x0 x4) (x1
+    x5) … of 8."""
 
     size: int
     theta: float
     interleaved: bool
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [tokens, 1, size / 2], in float64: float32 angles grow coarse at large positions."""
-        exponents = torch.arange(0, self.size, 2, dtype=torch.float64, device=positions.device) / self.size
+        """Cosines and sines [tokens, 1, size / 2], in float64: float32 angles grow coarse at large
+        positions."""
+        exponents = (
+            torch.arange(0, self.size, 2, dtype=torch.float64, device=positions.device) / self.size
+        )
         angles = positions[:, None, None] * self.theta**-exponents
         return angles.cos(), angles.sin()
 
@@ -155,7 +179,9 @@ class Rotary:
         cos, sin = batch.cos.to(wide.dtype), batch.sin.to(wide.dtype)
         if self.interleaved:
             left, right = wide[..., 0::2], wide[..., 1::2]
-            turned = torch.stack((left * cos - right * sin, right * cos + left * sin), dim=-1).flatten(-2)
+            turned = torch.stack(
+                (left * cos - right * sin, right * cos + left * sin), dim=-1
+            ).flatten(-2)
         else:
             left, right = wide[..., : self.size // 2], wide[..., self.size // 2 :]
             turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

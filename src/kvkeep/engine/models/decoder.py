@@ -23,10 +23,11 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 
 class Decoder(ABC):
-    """A stack of layers, each attention and then a perceptron. A family adds its attention and its form of KV.
+    """A stack of layers, each attention and then a perceptron. A family adds its attention and its
+    form of KV.
 
-    Embeddings, perceptrons and projections are computed once; each rank computes its heads' attention, from its own KV.
-    """
+    Embeddings, perceptrons and projections are computed once; each rank computes its heads'
+    attention, from its own KV."""
 
     kind: ClassVar[Literal["gqa", "mla"]]
     planes: ClassVar[int]
@@ -46,8 +47,11 @@ class Decoder(ABC):
         self._head = self._embeddings if settings.tie_word_embeddings else weights["lm_head.weight"]
 
     @abstractmethod
-    def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, ranks: Sequence[Rank]) -> torch.Tensor:
-        """Writes the batch's KV of this layer on all ranks, then attends: [tokens, hidden_size] to the same."""
+    def attention(
+        self, layer: int, hidden: torch.Tensor, batch: Batch, ranks: Sequence[Rank]
+    ) -> torch.Tensor:
+        """Writes the batch's KV of this layer on all ranks, then attends: [tokens, hidden_size] to
+        the same."""
 
     @abstractmethod
     def block_shape(self, strategy: ParallelStrategy, block_tokens: int) -> tuple[int, ...]:
@@ -58,19 +62,29 @@ class Decoder(ABC):
         mla = self.settings.kind == "mla"
         kv_heads = self.num_kv_heads
         strategy = ParallelStrategy.of(
-            tp_size=tp_size, pp_size=pp_size, rank=rank, use_mla=mla, num_kv_heads=None if mla else kv_heads
+            tp_size=tp_size,
+            pp_size=pp_size,
+            rank=rank,
+            use_mla=mla,
+            num_kv_heads=None if mla else kv_heads,
         )
         if self.settings.num_heads % tp_size or (kv_heads > tp_size and kv_heads % tp_size):
             problem = f"{self.settings.num_heads} heads (of KV: {kv_heads}) do not spread evenly over tp_size {tp_size}"
             raise SettingsError(f"model settings: {problem}", "choose a tp_size that divides them")
         if pp_size > self.settings.num_layers:
-            problem = f"pp_size {pp_size} is more than the model's {self.settings.num_layers} layers"
-            raise SettingsError(f"model settings: {problem}", "each pipeline stage holds a layer at least")
+            problem = (
+                f"pp_size {pp_size} is more than the model's {self.settings.num_layers} layers"
+            )
+            raise SettingsError(
+                f"model settings: {problem}", "each pipeline stage holds a layer at least"
+            )
         return strategy
 
     def identity(self, block_tokens: int) -> ModelIdentity:
         """What the numbers of a block mean. The same for every rank, however ranks divide them."""
-        whole = self.block_shape(ParallelStrategy.of(use_mla=self.settings.kind == "mla"), block_tokens)
+        whole = self.block_shape(
+            ParallelStrategy.of(use_mla=self.settings.kind == "mla"), block_tokens
+        )
         block = "x".join(map(str, whole))
         return ModelIdentity(
             model=self.name,
@@ -80,29 +94,44 @@ class Decoder(ABC):
             content=f"{self.settings.kind} layers={self.settings.num_layers} block={block}",
         )
 
-    def allocate_kv(self, strategy: ParallelStrategy, num_blocks: int, block_tokens: int) -> dict[str, torch.Tensor]:
+    def allocate_kv(
+        self, strategy: ParallelStrategy, num_blocks: int, block_tokens: int
+    ) -> dict[str, torch.Tensor]:
         """Zeroed KV tensors of one rank: its layers, its heads."""
         layers, stage = self.settings.num_layers, strategy.pp_rank
         shape = (num_blocks, *self.block_shape(strategy, block_tokens))
         return {
-            f"layers.{layer}": torch.zeros(shape, dtype=self._embeddings.dtype, device=self._embeddings.device)
-            for layer in range(layers * stage // strategy.pp_size, layers * (stage + 1) // strategy.pp_size)
+            f"layers.{layer}": torch.zeros(
+                shape, dtype=self._embeddings.dtype, device=self._embeddings.device
+            )
+            for layer in range(
+                layers * stage // strategy.pp_size, layers * (stage + 1) // strategy.pp_size
+            )
         }
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
-    def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
-        """Writes and reads KV; the logits [len(segments), vocab_size] after each segment's last token."""
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
+        """Writes and reads KV; the logits [len(segments), vocab_size] after each segment's last
+        token."""
         batch = Batch.of(segments, block_tokens, self.planes, self.rotary, self._embeddings)
         hidden = F.embedding(batch.tokens, self._embeddings)
         for layer in range(self.settings.num_layers):
             stage = [rank for rank in ranks if f"layers.{layer}" in rank.kv]
             assert len(stage) == ranks[0].strategy.tp_size, f"{len(stage)} ranks hold layer {layer}"
-            hidden = hidden + self.attention(layer, self.norm(layer, "input_layernorm", hidden), batch, stage)
+            hidden = hidden + self.attention(
+                layer, self.norm(layer, "input_layernorm", hidden), batch, stage
+            )
             wide = self.norm(layer, "post_attention_layernorm", hidden)
             gate = F.silu(self.linear(layer, "mlp.gate_proj", wide))
-            hidden = hidden + self.linear(layer, "mlp.down_proj", gate * self.linear(layer, "mlp.up_proj", wide))
-        last = rms_norm(hidden[batch.last], self.weights["model.norm.weight"], self.settings.rms_norm_eps)
+            hidden = hidden + self.linear(
+                layer, "mlp.down_proj", gate * self.linear(layer, "mlp.up_proj", wide)
+            )
+        last = rms_norm(
+            hidden[batch.last], self.weights["model.norm.weight"], self.settings.rms_norm_eps
+        )
         return F.linear(last, self._head)
 
     def weight(self, layer: int, name: str) -> torch.Tensor:
@@ -111,7 +140,11 @@ class Decoder(ABC):
 
     def linear(self, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's projection `name`, with its bias where it has one."""
-        return F.linear(hidden, self.weight(layer, name), self.weights.tensors.get(f"model.layers.{layer}.{name}.bias"))
+        return F.linear(
+            hidden,
+            self.weight(layer, name),
+            self.weights.tensors.get(f"model.layers.{layer}.{name}.bias"),
+        )
 
     def norm(self, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's norm `name`."""

@@ -1,7 +1,8 @@
 """Grouped-query attention, as in Llama, Mistral, Qwen2 and Qwen3.
 
-Query heads share KV heads in equal groups, and ranks take neighbouring query heads together with the KV heads that
-these need. With more ranks than KV heads, neighbours hold the same one, each in its own tensor:
+Query heads share KV heads in equal groups, and ranks take neighbouring query heads together with
+the KV heads that these need. With more ranks than KV heads, neighbours hold the same one, each in
+its own tensor:
 
     8 query heads, 2 KV heads      q0 q1 q2 q3 │ q4 q5 q6 q7
                                    k0          │ k1
@@ -23,7 +24,8 @@ from kvkeep.kv.parallel import ParallelStrategy
 
 
 class GQAModel(Decoder):
-    """A block of one layer is [2, block_tokens, kv_heads_of_rank, head_dim]: rotated keys, then values."""
+    """A block of one layer is [2, block_tokens, kv_heads_of_rank, head_dim]: rotated keys, then
+    values."""
 
     kind = "gqa"
     planes = 2
@@ -35,14 +37,22 @@ class GQAModel(Decoder):
     def _kv_heads_of_rank(self, strategy: ParallelStrategy) -> int:
         return self.num_kv_heads * strategy.replicas // strategy.tp_size
 
-    def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, ranks: Sequence[Rank]) -> torch.Tensor:
-        """Writes the batch's KV of this layer on all ranks, then attends: [tokens, hidden_size] to the same."""
+    def attention(
+        self, layer: int, hidden: torch.Tensor, batch: Batch, ranks: Sequence[Rank]
+    ) -> torch.Tensor:
+        """Writes the batch's KV of this layer on all ranks, then attends: [tokens, hidden_size] to
+        the same."""
         query, key, value = (
-            self.linear(layer, f"self_attn.{part}_proj", hidden).view(len(hidden), -1, self.settings.head_dim)
+            self.linear(layer, f"self_attn.{part}_proj", hidden).view(
+                len(hidden), -1, self.settings.head_dim
+            )
             for part in "qkv"
         )
         if self.settings.qk_norm:
-            query, key = self.norm(layer, "self_attn.q_norm", query), self.norm(layer, "self_attn.k_norm", key)
+            query, key = (
+                self.norm(layer, "self_attn.q_norm", query),
+                self.norm(layer, "self_attn.k_norm", key),
+            )
         query, key = self.rotary.rotate(query, batch), self.rotary.rotate(key, batch)
         for rank in ranks:
             count = self._kv_heads_of_rank(rank.strategy)
@@ -61,7 +71,10 @@ class GQAModel(Decoder):
         kv = rank.kv[f"layers.{layer}"]
         taken = torch.empty_like(query[:, :count])
         for span in batch.spans:
-            key, value = (read_rows(kv, rows, width).view(len(rows), -1, size).transpose(0, 1) for rows in span.read)
+            key, value = (
+                read_rows(kv, rows, width).view(len(rows), -1, size).transpose(0, 1)
+                for rows in span.read
+            )
             mine = query[span.tokens, first : first + count].transpose(0, 1)
             taken[span.tokens] = attend(mine, key, value, span, size**-0.5).transpose(0, 1)
         columns = self.weight(layer, "self_attn.o_proj")[:, first * size : (first + count) * size]

@@ -1,9 +1,10 @@
 """Multi-head latent attention, as in DeepSeek-V2, with dense perceptrons.
 
-Of a token's keys and values of all heads, the cache holds what they are computed from: a latent, and a rotated key that
-the heads share. A head's key is `up_key @ latent`, so its product with a query is that of the latent with
-`query @ up_key`; and a weighted sum of values is `up_value` of the weighted sum of latents. So attention runs over the
-latents themselves, and keys and values are never made:
+Of a token's keys and values of all heads, the cache holds what they are computed from: a latent,
+and a rotated key that the heads share. A head's key is `up_key @ latent`, so its product with a
+query is that of the latent with `query @ up_key`; and a weighted sum of values is `up_value` of the
+weighted sum of latents. So attention runs over the latents themselves, and keys and values are
+never made:
 
     one KV row     | latent (kv_lora_rank)   | rotated key (qk_rope_head_dim) |
     one query      | query @ up_key          | rotated query                  |
@@ -28,7 +29,8 @@ LATENT_NORM_EPS = 1e-6  # DeepSeek's norms of latents take this, whatever rms_no
 
 
 class MLAModel(Decoder):
-    """A block of one layer is [block_tokens, kv_lora_rank + qk_rope_head_dim]: normed latents, rotated keys."""
+    """A block of one layer is [block_tokens, kv_lora_rank + qk_rope_head_dim]: normed latents,
+    rotated keys."""
 
     kind = "mla"
     planes = 1
@@ -37,10 +39,16 @@ class MLAModel(Decoder):
         """The shape of one block of one layer, as a rank holds it."""
         return (block_tokens, self.settings.kv_lora_rank + self.settings.qk_rope_head_dim)
 
-    def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, ranks: Sequence[Rank]) -> torch.Tensor:
-        """Writes the batch's KV of this layer on all ranks, then attends: [tokens, hidden_size] to the same."""
+    def attention(
+        self, layer: int, hidden: torch.Tensor, batch: Batch, ranks: Sequence[Rank]
+    ) -> torch.Tensor:
+        """Writes the batch's KV of this layer on all ranks, then attends: [tokens, hidden_size] to
+        the same."""
         compressed = self.linear(layer, "self_attn.kv_a_proj_with_mqa", hidden)
-        latent, key = compressed[:, : self.settings.kv_lora_rank], compressed[:, self.settings.kv_lora_rank :]
+        latent, key = (
+            compressed[:, : self.settings.kv_lora_rank],
+            compressed[:, self.settings.kv_lora_rank :],
+        )
         latent = rms_norm(latent, self.weight(layer, "self_attn.kv_a_layernorm"), LATENT_NORM_EPS)
         rows = torch.cat((latent, self.rotary.rotate(key[:, None], batch)[:, 0]), dim=-1)
         for rank in ranks:
@@ -56,15 +64,22 @@ class MLAModel(Decoder):
             query = self.linear(layer, "self_attn.q_proj", hidden)
         else:
             latent = self.linear(layer, "self_attn.q_a_proj", hidden)
-            latent = rms_norm(latent, self.weight(layer, "self_attn.q_a_layernorm"), LATENT_NORM_EPS)
+            latent = rms_norm(
+                latent, self.weight(layer, "self_attn.q_a_layernorm"), LATENT_NORM_EPS
+            )
             query = self.linear(layer, "self_attn.q_b_proj", latent)
         query = query.view(len(hidden), self.settings.num_heads, nope + rope)
         absorbed = torch.bmm(query[..., :nope].transpose(0, 1), self._up(layer)[:, :nope])
-        return torch.cat((absorbed, self.rotary.rotate(query[..., nope:], batch).transpose(0, 1)), dim=-1)
+        return torch.cat(
+            (absorbed, self.rotary.rotate(query[..., nope:], batch).transpose(0, 1)), dim=-1
+        )
 
     def _up(self, layer: int) -> torch.Tensor:
-        """[heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: makes a head's key, then its value, of a latent."""
-        return self.weight(layer, "self_attn.kv_b_proj").view(self.settings.num_heads, -1, self.settings.kv_lora_rank)
+        """[heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: makes a head's key, then its value,
+        of a latent."""
+        return self.weight(layer, "self_attn.kv_b_proj").view(
+            self.settings.num_heads, -1, self.settings.kv_lora_rank
+        )
 
     def _of_rank(self, layer: int, query: torch.Tensor, batch: Batch, rank: Rank) -> torch.Tensor:
         settings = self.settings
@@ -74,9 +89,16 @@ class MLAModel(Decoder):
         taken = torch.empty_like(query[mine])
         for span in batch.spans:
             rows = read_rows(rank.kv[f"layers.{layer}"], span.read[0], query.shape[-1])[None]
-            # Whole rows stand in for values too: torch's fast kernel wants them of one size with the keys.
+            # Whole rows stand in for values too: torch's fast kernel wants them of one size with
+            # the keys.
             taken[:, span.tokens] = attend(query[mine, span.tokens], rows, rows, span, scale)
         up_value = self._up(layer)[mine, settings.qk_nope_head_dim :]
-        values = torch.bmm(taken[..., : settings.kv_lora_rank], up_value.transpose(1, 2)).transpose(0, 1).flatten(1)
+        values = (
+            torch.bmm(taken[..., : settings.kv_lora_rank], up_value.transpose(1, 2))
+            .transpose(0, 1)
+            .flatten(1)
+        )
         size = settings.v_head_dim
-        return F.linear(values, self.weight(layer, "self_attn.o_proj")[:, mine.start * size : mine.stop * size])
+        return F.linear(
+            values, self.weight(layer, "self_attn.o_proj")[:, mine.start * size : mine.stop * size]
+        )

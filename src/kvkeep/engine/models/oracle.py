@@ -6,13 +6,14 @@
                   │ keyed again by layer, global KV head, word
     KV         `words` 64-bit words in each head of each layer      written, and at every later step read and compared
 
-So it is the strictest test of an engine and its cache. KV that was lost, stale, torn, moved, or another tenant's
-differs from what must be there, and the first step that reads it raises WrongBytes. The logits come from the words that
-were read, each logical head once: they depend on the prefix, and not on how ranks cut the heads, on blocks, or on the
-pieces in which it was computed. All of it is the same in every process.
+So it is the strictest test of an engine and its cache. KV that was lost, stale, torn, moved, or
+another tenant's differs from what must be there, and the first step that reads it raises
+WrongBytes. The logits come from the words that were read, each logical head once: they depend on
+the prefix, and not on how ranks cut the heads, on blocks, or on the pieces in which it was
+computed. All of it is the same in every process.
 
-A hash here is splitmix64's finaliser over numpy arrays: good enough against accidents, useless against attackers.
-"""
+A hash here is splitmix64's finaliser over numpy arrays: good enough against accidents, useless
+against attackers."""
 
 from __future__ import annotations
 
@@ -42,15 +43,16 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 class WrongBytes(AssertionError):
-    """KV that was read is not what it must be. Says where, what, and whose bytes they are if that is known."""
+    """KV that was read is not what it must be. Says where, what, and whose bytes they are if that
+    is known."""
 
 
 class OracleModel:
     """Checks all KV that it is asked to read; see the module's text.
 
-    `checked_bytes` and `checked_segments` count what was read and found right. With `use_mla` one latent takes the
-    place of the heads. Seed and revision both change all bytes. Not for two threads at once.
-    """
+    `checked_bytes` and `checked_segments` count what was read and found right. With `use_mla` one
+    latent takes the place of the heads. Seed and revision both change all bytes. Not for two
+    threads at once."""
 
     def __init__(
         self,
@@ -64,7 +66,9 @@ class OracleModel:
         revision: str | None = None,
     ) -> None:
         if min(vocab_size, num_layers, num_kv_heads, words) < 1:
-            raise SettingsError("oracle: vocab_size, num_layers, num_kv_heads and words must be at least 1")
+            raise SettingsError(
+                "oracle: vocab_size, num_layers, num_kv_heads and words must be at least 1"
+            )
         self.vocab_size = vocab_size
         self.num_layers = num_layers
         self.num_kv_heads = 1 if use_mla else num_kv_heads
@@ -91,9 +95,13 @@ class OracleModel:
         )
         shards = tp_size // strategy.replicas
         if self.num_kv_heads % shards:
-            raise SettingsError(f"oracle: {self.num_kv_heads} KV heads do not spread evenly over {shards} shards")
+            raise SettingsError(
+                f"oracle: {self.num_kv_heads} KV heads do not spread evenly over {shards} shards"
+            )
         if self.num_layers < pp_size:
-            raise SettingsError(f"oracle: {self.num_layers} layers are too few for {pp_size} pipeline stages")
+            raise SettingsError(
+                f"oracle: {self.num_layers} layers are too few for {pp_size} pipeline stages"
+            )
         return strategy
 
     def identity(self, block_tokens: int) -> ModelIdentity:
@@ -106,16 +114,24 @@ class OracleModel:
             content=shape,
         )
 
-    def allocate_kv(self, strategy: ParallelStrategy, num_blocks: int, block_tokens: int) -> dict[str, torch.Tensor]:
+    def allocate_kv(
+        self, strategy: ParallelStrategy, num_blocks: int, block_tokens: int
+    ) -> dict[str, torch.Tensor]:
         heads = self._heads(strategy)
         shape = (num_blocks, block_tokens, heads.stop - heads.start, self.words)
-        return {f"layers.{layer}": torch.zeros(shape, dtype=torch.int64) for layer in self._layers(strategy)}
+        return {
+            f"layers.{layer}": torch.zeros(shape, dtype=torch.int64)
+            for layer in self._layers(strategy)
+        }
 
-    def forward(self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int) -> torch.Tensor:
-        """Writes, then checks all KV of all segments up to their ends, rank by rank, layer by layer.
+    def forward(
+        self, segments: Sequence[Segment], ranks: Sequence[Rank], block_tokens: int
+    ) -> torch.Tensor:
+        """Writes, then checks all KV of all segments up to their ends, rank by rank, layer by
+        layer.
 
-        Raises WrongBytes at the first difference, ValueError for segments or tensors that make no sense.
-        """
+        Raises WrongBytes at the first difference, ValueError for segments or tensors that make no
+        sense."""
         if not segments:
             return torch.zeros((0, self.vocab_size), dtype=torch.float64)
         parts = list(self._parts(ranks, block_tokens))
@@ -124,7 +140,9 @@ class OracleModel:
         for part in parts:
             words = np.ascontiguousarray(batch.words[part.layer, batch.new, part.heads])
             device = part.kv.device
-            part.kv.index_copy_(0, new.to(device), torch.from_numpy(words.view(np.int64)).to(device))
+            part.kv.index_copy_(
+                0, new.to(device), torch.from_numpy(words.view(np.int64)).to(device)
+            )
         slots = torch.from_numpy(batch.slots)
         digests = np.zeros(len(batch.slots), dtype=np.uint64)
         for part in parts:
@@ -133,7 +151,9 @@ class OracleModel:
                 raise WrongBytes(self._report(batch, part, found, block_tokens))
             self.checked_bytes += found.nbytes
             if part.strategy.stores:  # replicas are checked, but count once
-                digests += found.reshape(len(found), -1) @ self._weights[part.layer, part.heads].ravel()
+                digests += (
+                    found.reshape(len(found), -1) @ self._weights[part.layer, part.heads].ravel()
+                )
         self.checked_segments += len(segments)
         by_position = digests * (_mix(batch.positions) | np.uint64(1))
         seeds = _mix(np.add.reduceat(by_position, batch.begins))
@@ -141,7 +161,10 @@ class OracleModel:
         return torch.from_numpy(draws.astype(np.float64) * 2.0**-53)
 
     def _layers(self, strategy: ParallelStrategy) -> range:
-        first, end = (self.num_layers * stage // strategy.pp_size for stage in (strategy.pp_rank, strategy.pp_rank + 1))
+        first, end = (
+            self.num_layers * stage // strategy.pp_size
+            for stage in (strategy.pp_rank, strategy.pp_rank + 1)
+        )
         return range(first, end)
 
     def _heads(self, strategy: ParallelStrategy) -> slice:
@@ -151,29 +174,44 @@ class OracleModel:
 
     def _parts(self, ranks: Sequence[Rank], block_tokens: int) -> Iterator[_Part]:
         """Every layer of every rank, checked to be all there are."""
-        if sorted(rank.strategy.rank for rank in ranks) != list(range(ranks[0].strategy.world_size if ranks else 1)):
+        if sorted(rank.strategy.rank for rank in ranks) != list(
+            range(ranks[0].strategy.world_size if ranks else 1)
+        ):
             raise ValueError("oracle: forward needs each rank of the engine once")
         for rank in ranks:
             heads, layers = self._heads(rank.strategy), self._layers(rank.strategy)
             if set(rank.kv) != {f"layers.{layer}" for layer in layers}:
-                raise ValueError(f"oracle: rank {rank.strategy.rank} holds layers {list(layers)}, not {list(rank.kv)}")
+                raise ValueError(
+                    f"oracle: rank {rank.strategy.rank} holds layers {list(layers)}, not {list(rank.kv)}"
+                )
             for layer in layers:
                 kv = rank.kv[f"layers.{layer}"]
                 shape = (block_tokens, heads.stop - heads.start, self.words)
                 if kv.shape[1:] != shape or kv.dtype != torch.int64:
-                    raise ValueError(f"oracle: KV of blocks of {shape} int64, not {tuple(kv.shape[1:])} {kv.dtype}")
+                    raise ValueError(
+                        f"oracle: KV of blocks of {shape} int64, not {tuple(kv.shape[1:])} {kv.dtype}"
+                    )
                 yield _Part(rank.strategy, layer, heads, kv.view(-1, *shape[1:]))
 
     def _batch(self, segments: Sequence[Segment], block_tokens: int, num_slots: int) -> _Batch:
-        """Positions of all segments one after the other: where they lie, what they must be, which are new."""
+        """Positions of all segments one after the other: where they lie, what they must be, which
+        are new."""
         slots, positions, new, words, ends = [], [], [], [], []
         for segment in segments:
             end = segment.start + segment.count
             blocks = np.asarray(segment.block_ids[: -(-end // block_tokens)], dtype=np.int64)
-            if segment.start < 0 or segment.count < 1 or end > min(len(segment.tokens), len(blocks) * block_tokens):
-                raise ValueError(f"oracle: request {segment.request_id!r} has no tokens or blocks up to {end}")
+            if (
+                segment.start < 0
+                or segment.count < 1
+                or end > min(len(segment.tokens), len(blocks) * block_tokens)
+            ):
+                raise ValueError(
+                    f"oracle: request {segment.request_id!r} has no tokens or blocks up to {end}"
+                )
             if blocks.min() < 0 or blocks.max() >= num_slots // block_tokens:
-                raise ValueError(f"oracle: request {segment.request_id!r} has a block that is not there")
+                raise ValueError(
+                    f"oracle: request {segment.request_id!r} has a block that is not there"
+                )
             slots.append((blocks[:, None] * block_tokens + np.arange(block_tokens)).ravel()[:end])
             positions.append(np.arange(end, dtype=np.uint64))
             new.append(positions[-1] >= segment.start)
@@ -189,17 +227,31 @@ class OracleModel:
         )
 
     def _know(self, segment: Segment, end: int) -> _Known:
-        """What KV of the segment's request must be, up to `end` at least: remembered, and grown by what is missing."""
+        """What KV of the segment's request must be, up to `end` at least: remembered, and grown by
+        what is missing."""
         known, salt = self._known.pop(segment.request_id, None), segment.salt or ""
         self._known_words -= known.words.size if known else 0
         same = min(end, len(known.tokens)) if known else 0
-        if known is None or known.salt != salt or known.tokens[:same] != list(segment.tokens[:same]):
-            key = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, key=self._key).digest()
-            known = _Known(segment.request_id, salt, np.frombuffer(key, dtype="<u8").astype(np.uint64), self._lanes)
+        if (
+            known is None
+            or known.salt != salt
+            or known.tokens[:same] != list(segment.tokens[:same])
+        ):
+            key = blake2b(
+                salt.encode("utf-8", "surrogatepass"), digest_size=16, key=self._key
+            ).digest()
+            known = _Known(
+                segment.request_id,
+                salt,
+                np.frombuffer(key, dtype="<u8").astype(np.uint64),
+                self._lanes,
+            )
         known.grow(list(segment.tokens[len(known.tokens) : end]), self._lanes)
         self._known[segment.request_id] = known
         self._known_words += known.words.size
-        while len(self._known) > MAX_KNOWN_REQUESTS or (self._known_words > MAX_KNOWN_WORDS and len(self._known) > 1):
+        while len(self._known) > MAX_KNOWN_REQUESTS or (
+            self._known_words > MAX_KNOWN_WORDS and len(self._known) > 1
+        ):
             self._known_words -= self._known.popitem(last=False)[1].words.size
         return known
 
@@ -236,7 +288,8 @@ class OracleModel:
 
 
 class _Known:
-    """What one request's KV must be: `words` [layers, positions, heads, words], right for the first len(tokens)."""
+    """What one request's KV must be: `words` [layers, positions, heads, words], right for the first
+    len(tokens)."""
 
     def __init__(self, request_id: str, salt: str, key: Words, lanes: Words) -> None:
         self.request_id = request_id
@@ -247,15 +300,20 @@ class _Known:
         self._sum: Words = np.zeros(1, dtype=np.uint64)
 
     def grow(self, tokens: list[int], lanes: Words) -> None:
-        """By the next tokens. A state is a hash of a sum of hashes, one for each position and token so far."""
+        """By the next tokens. A state is a hash of a sum of hashes, one for each position and token
+        so far."""
         if not tokens:
             return
         first, end = len(self.tokens), len(self.tokens) + len(tokens)
         if end > self.words.shape[1]:
-            grown = np.empty((lanes.shape[0], max(end, 2 * first, 16), *lanes.shape[1:]), dtype=np.uint64)
+            grown = np.empty(
+                (lanes.shape[0], max(end, 2 * first, 16), *lanes.shape[1:]), dtype=np.uint64
+            )
             grown[:, :first] = self.words[:, :first]
             self.words = grown
-        hashes = _mix(_series(self._key[:1], first, end) ^ np.asarray(tokens, dtype=np.int64).view(np.uint64))
+        hashes = _mix(
+            _series(self._key[:1], first, end) ^ np.asarray(tokens, dtype=np.int64).view(np.uint64)
+        )
         sums = self._sum + np.cumsum(hashes, dtype=np.uint64)
         states = _mix(sums ^ self._key[1:])
         self.words[:, first:end] = _mix(states[None, :, None, None] ^ lanes[:, None])
@@ -275,7 +333,8 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A step's positions, one after the other; segment i's begin at `begins[i]`, `new` are the rows to be written."""
+    """A step's positions, one after the other; segment i's begin at `begins[i]`, `new` are the rows
+    to be written."""
 
     segments: Sequence[Segment]
     begins: NDArray[np.int64]
@@ -286,7 +345,8 @@ class _Batch:
 
 
 def _mix(values: Words) -> Words:
-    """splitmix64's finaliser: a bijection in which each bit of the input moves half of the output's."""
+    """splitmix64's finaliser: a bijection in which each bit of the input moves half of the
+    output's."""
     values = values + _GAMMA
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
 """The numbers of a model: drawn from a seed, or read from a Hugging Face checkpoint.
 
-Both go by the Hugging Face parameter names, and both carry a fingerprint, which stands for the weights in the identity
-of every KV block: KV computed with other weights is never taken for one's own.
-"""
+Both go by the Hugging Face parameter names, and both carry a fingerprint, which stands for the
+weights in the identity of every KV block: KV computed with other weights is never taken for one's
+own."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from kvkeep.errors import SettingsError
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 READ_BYTES = 1 << 20
 
-# Random attention over a long context is nearly an average, which hardly changes with the context. Queries this much
-# longer make it pick a few tokens, as trained models do, so that wrong KV gives other tokens.
+# Random attention over a long context is nearly an average, which hardly changes with the context.
+# Queries this much longer make it pick a few tokens, as trained models do, so that wrong KV gives
+# other tokens.
 QUERY_GAIN = 4.0
-EMBEDDING_STD = 0.3  # below what layers add, or a model with tied embeddings would repeat its last token for ever
+# below what layers add, or a model with tied embeddings would repeat its last token for ever
+EMBEDDING_STD = 0.3
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by their Hugging Face names, all of one dtype and on one device, and what identifies them."""
+    """Tensors by their Hugging Face names, all of one dtype and on one device, and what identifies
+    them."""
 
     tensors: Mapping[str, torch.Tensor]
     fingerprint: str
@@ -40,12 +43,17 @@ class Weights:
 
 
 def random_weights(
-    settings: ModelSettings, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    settings: ModelSettings,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Weights:
-    """Weights that are a function of settings and seed, bit by bit on any machine, then rounded to `dtype`."""
+    """Weights that are a function of settings and seed, bit by bit on any machine, then rounded to
+    `dtype`."""
     _check_dtype(dtype)
     tensors = {
-        name: _random_tensor(name, shape, seed).to(device, dtype) for name, shape in parameter_shapes(settings).items()
+        name: _random_tensor(name, shape, seed).to(device, dtype)
+        for name, shape in parameter_shapes(settings).items()
     }
     return Weights(tensors, f"random-{_digest_of(settings, seed).hexdigest()}")
 
@@ -53,7 +61,8 @@ def random_weights(
 def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     digest = blake2b(f"{seed} {name}".encode(), digest_size=7, person=b"kvkeep.weights").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    # Evenly spread numbers are exact fractions. Normal ones need a logarithm, which differs between processors.
+    # Evenly spread numbers are exact fractions. Normal ones need a logarithm, which differs between
+    # processors.
     unit = torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1
     parameter = name.rpartition(".")[0].rpartition(".")[2]
     if parameter == "embed_tokens":
@@ -63,16 +72,19 @@ def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor
         return (1 + unit * 0.1) * gain
     if name.endswith(".bias"):
         return unit
-    return unit * (gain * math.sqrt(3 / shape[-1]))  # what goes in with variance 1 comes out with gain²
+    return unit * (
+        gain * math.sqrt(3 / shape[-1])
+    )  # what goes in with variance 1 comes out with gain²
 
 
 def load_weights(
     directory: Path, settings: ModelSettings, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Weights:
-    """Reads a checkpoint, casts it, and fingerprints it from the settings and every byte of its files.
+    """Reads a checkpoint, casts it, and fingerprints it from the settings and every byte of its
+    files.
 
-    SettingsError, naming tensor and file, unless the checkpoint holds exactly what `settings` ask for.
-    """
+    SettingsError, naming tensor and file, unless the checkpoint holds exactly what `settings` ask
+    for."""
     _check_dtype(dtype)
     files = _checkpoint_files(directory)
     shapes = parameter_shapes(settings)
@@ -84,7 +96,8 @@ def load_weights(
                 raise _refusal(directory, f"{name} occurs twice, again in {file.name}")
             if name in shapes:
                 _check_tensor(file, name, tensor, shapes[name])
-                # Copied, never a view of the file: somebody may write over the checkpoint while we serve.
+                # Copied, never a view of the file: somebody may write over the checkpoint while we
+                # serve.
                 tensors[name] = tensor.to(device, dtype, copy=True)
             else:
                 unused[name] = tensor
@@ -118,7 +131,10 @@ def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
 
 
 def _gqa_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
-    queries, keys = settings.num_heads * settings.head_dim, settings.num_kv_heads * settings.head_dim
+    queries, keys = (
+        settings.num_heads * settings.head_dim,
+        settings.num_kv_heads * settings.head_dim,
+    )
     shapes: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (queries, settings.hidden_size),
         "k_proj.weight": (keys, settings.hidden_size),
@@ -150,11 +166,12 @@ def _mla_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
     }
 
 
-# --- reading a checkpoint ---------------------------------------------------------------------------------------
+# --- reading a checkpoint -------------------------------------------------------------------------
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:
-    """The index names the files where there is one; other files beside them can be the same weights in other forms."""
+    """The index names the files where there is one; other files beside them can be the same weights
+    in other forms."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -162,7 +179,9 @@ def _checkpoint_files(directory: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _refusal(directory, f"{index.name} cannot be read: {error!r}") from error
         for name in names:
-            if Path(name).name != name or not os.path.isfile(directory / name):  # unlike Path's, it never raises
+            if Path(name).name != name or not os.path.isfile(
+                directory / name
+            ):  # unlike Path's, it never raises
                 raise _refusal(directory, f"{index.name} names {name[:200]!r}, which is not there")
         return sorted(directory / name for name in names)
     single = directory / "model.safetensors"
@@ -176,7 +195,9 @@ def _read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise SettingsError("reading a checkpoint needs safetensors", "pip install safetensors") from error
+        raise SettingsError(
+            "reading a checkpoint needs safetensors", "pip install safetensors"
+        ) from error
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
             for name in content.keys():  # noqa: SIM118  # it is no mapping
@@ -187,15 +208,25 @@ def _read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _check_tensor(file: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        raise _refusal(file.parent, f"{name} in {file.name} is {tuple(tensor.shape)}, the config asks for {shape}")
+        raise _refusal(
+            file.parent,
+            f"{name} in {file.name} is {tuple(tensor.shape)}, the config asks for {shape}",
+        )
     if tensor.dtype not in DTYPES:
-        raise _refusal(file.parent, f"{name} in {file.name} is {tensor.dtype}: quantized weights are not supported")
+        raise _refusal(
+            file.parent,
+            f"{name} in {file.name} is {tensor.dtype}: quantized weights are not supported",
+        )
 
 
 def _check_unused(
-    directory: Path, settings: ModelSettings, tensors: Mapping[str, torch.Tensor], unused: Mapping[str, torch.Tensor]
+    directory: Path,
+    settings: ModelSettings,
+    tensors: Mapping[str, torch.Tensor],
+    unused: Mapping[str, torch.Tensor],
 ) -> None:
-    """Two leftovers are harmless: stored rotary frequencies, and a head equal to the embeddings it is tied to."""
+    """Two leftovers are harmless: stored rotary frequencies, and a head equal to the embeddings it
+    is tied to."""
     for name, tensor in sorted(unused.items()):
         if name.endswith(".rotary_emb.inv_freq"):
             continue
@@ -203,8 +234,13 @@ def _check_unused(
             embeddings = tensors["model.embed_tokens.weight"]
             if torch.equal(tensor.to(embeddings.device, embeddings.dtype), embeddings):
                 continue
-            raise _refusal(directory, f"{name} differs from the embeddings, but tie_word_embeddings is true")
-        raise _refusal(directory, f"{name} is not a tensor of a model with {settings.num_layers} layers of this kind")
+            raise _refusal(
+                directory, f"{name} differs from the embeddings, but tie_word_embeddings is true"
+            )
+        raise _refusal(
+            directory,
+            f"{name} is not a tensor of a model with {settings.num_layers} layers of this kind",
+        )
 
 
 def _fingerprint(settings: ModelSettings, files: list[Path]) -> str:
@@ -224,10 +260,14 @@ def _digest_of(settings: ModelSettings, source: object) -> blake2b:
 
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
-        raise SettingsError(f"models do not compute in {dtype}", "choose " + ", ".join(str(known) for known in DTYPES))
+        raise SettingsError(
+            f"models do not compute in {dtype}",
+            "choose " + ", ".join(str(known) for known in DTYPES),
+        )
 
 
 def _refusal(directory: Path, problem: str) -> SettingsError:
     return SettingsError(
-        f"checkpoint {directory}: {problem}", "its files must match its config.json, nothing less or more"
+        f"checkpoint {directory}: {problem}",
+        "its files must match its config.json, nothing less or more",
     )
