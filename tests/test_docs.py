@@ -21,8 +21,8 @@ from fastapi.routing import APIRoute
 
 from kvkeep.cli.bench import BENCHES
 from kvkeep.cli.main import app as command_line
+from kvkeep.client.hints import EXTRA_CACHED_TOKENS
 from kvkeep.connector.options import KNOWN_KEYS
-from kvkeep.connector.params import EXTRA_CACHED_TOKENS
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.offloading import CPU_BYTES, KVTransferConfig
 from kvkeep.engine.request import RequestMetrics

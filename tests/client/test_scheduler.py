@@ -225,7 +225,7 @@ def test_a_finished_conversation_is_evicted_before_older_ones(simulation: Make) 
     scheduler = adapter(sim)
     scheduler.lookup("r", None, keys(3, "new"))
     sim.run(20)
-    scheduler.end_session("r", None, keys(3, "new")[-16:], finished=True)
+    scheduler.finish_request("r", None, keys(3, "new")[-16:], finished=True)
     sim.run(20)
     assert leases(sim) == 0
     store(sim, 2, "another")
@@ -244,8 +244,8 @@ def test_a_finished_conversation_is_evicted_before_older_ones(simulation: Make) 
 
 def test_a_request_that_merely_ends_gives_no_hint(sim: Any) -> None:
     scheduler = adapter(sim)
-    scheduler.end_session("r", None, keys(1))
-    scheduler.end_session("r", None, b"", finished=True)
+    scheduler.finish_request("r", None, keys(1))
+    scheduler.finish_request("r", None, b"", finished=True)
     sim.run(20)
     assert sim.recorder.count(m.Finish) == 0
 
@@ -310,7 +310,7 @@ def test_an_answer_of_a_server_that_is_gone_is_asked_anew(
 def test_only_keys_and_the_tenants_digest_leave_the_engine(sim: Any) -> None:
     scheduler = adapter(sim)
     scheduler.lookup("r", "a secret salt", keys(2))
-    scheduler.end_session("r", "a secret salt", keys(1), finished=True)
+    scheduler.finish_request("r", "a secret salt", keys(1), finished=True)
     sim.run(20)
     (asked,) = [request for request in sim.recorder.came if isinstance(request, m.Lookup)]
     assert (asked.tenant, asked.keys) == (tenant_of("a secret salt"), keys(2))
@@ -350,5 +350,5 @@ def test_a_request_with_a_wrong_field_is_a_miss_and_hurts_nobody(
         answer = scheduler.lookup("bad", salt, keys, skip)
         sim.run(20)
     assert answer is not None and answer.blocks == 0 and answer.failure
-    scheduler.end_session("bad", salt, b"k" * 16, finished=True)
+    scheduler.finish_request("bad", salt, b"k" * 16, finished=True)
     assert scheduler.connection.up

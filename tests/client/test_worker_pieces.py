@@ -63,7 +63,7 @@ def memories(sizes: tuple[int, ...] = SIZES, blocks: int = BLOCKS) -> list[NDArr
     return [rng.integers(0, 128, (blocks, nbytes), dtype=np.uint8) for nbytes in sizes]
 
 
-def pieces_of(memory: list[Any]) -> list[Piece]:
+def layout_of(memory: list[Any]) -> list[Piece]:
     """All but the first may be missing."""
     return [Piece(BlockRuns.of([area]), may_lack=at > 0) for at, area in enumerate(memory)]
 
@@ -89,7 +89,7 @@ class Engine:
         self.worker = WorkerAdapter(
             self.shape, ParallelStrategy.of(), ClientOptions(address=server.address, **options)
         )
-        self.worker.register_pieces(pieces_of(self.memory))
+        self.worker.register_pieces(layout_of(self.memory))
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
 
     def keys(self, count: int, name: str = "") -> bytes:
@@ -224,7 +224,7 @@ def test_pieces_that_do_not_fit_the_shape_are_refused_with_all_their_sizes() -> 
         with pytest.raises(
             RequestError, match=rf"have {sizes} bytes a block, the block shape says 640 \+ 320"
         ):
-            worker.register_pieces(pieces_of(given))
+            worker.register_pieces(layout_of(given))
         worker.close()
 
 
@@ -233,7 +233,7 @@ def test_each_rank_registers_the_pieces_of_its_own_shards() -> None:
     for rank, sizes in ((0, (640, 320)), (1, (512, 256))):
         strategy = ParallelStrategy.of(tp_size=2, rank=rank, kv_tp_replicas=1)
         worker = WorkerAdapter(shape, strategy, ClientOptions(address="tcp://127.0.0.1:1"))
-        pieces = pieces_of(memories(sizes))
+        pieces = layout_of(memories(sizes))
         worker.register_pieces(pieces)
         assert worker.connection.physical == (2 * rank, physical_fingerprint(pieces))
         assert worker.poll().rank == rank
@@ -250,13 +250,13 @@ def test_every_report_says_whose_it_is() -> None:
 
 
 def test_a_fingerprint_tells_the_pieces_and_their_order_apart_and_nothing_else() -> None:
-    one, two = pieces_of(memories())
+    one, two = layout_of(memories())
     alone = physical_fingerprint([one])
     assert alone == bytes.fromhex(one.runs.fingerprint), "as it was before blocks had pieces"
     both = physical_fingerprint([one, two])
     assert len(both) == len(alone) == 16
     assert len({alone, physical_fingerprint([two]), both, physical_fingerprint([two, one])}) == 4
-    elsewhere = [Piece(piece.runs, may_lack=True) for piece in pieces_of(memories(blocks=3))]
+    elsewhere = [Piece(piece.runs, may_lack=True) for piece in layout_of(memories(blocks=3))]
     assert physical_fingerprint(elsewhere) == both, (
         "neither where blocks lie nor how many there are"
     )
@@ -271,7 +271,7 @@ def test_engines_whose_pieces_lie_otherwise_in_memory_do_not_exchange_blocks(
         workers.append(
             WorkerAdapter(shape, ParallelStrategy.of(), ClientOptions(address=server.address))
         )
-        workers[-1].register_pieces(pieces_of([memories()[0], second]))
+        workers[-1].register_pieces(layout_of([memories()[0], second]))
         assert eventually(lambda: workers[0].connection.up)
     assert eventually(
         lambda: "orders the tensors of shard 0 differently" in workers[1].connection.refusal

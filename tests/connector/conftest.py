@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvkeep.client.scheduler import Answer
-from kvkeep.connector.pieces import CacheGroup, Pieces
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.kv.keys import KEY_BYTES
 
 BLOCK_TOKENS = 4
-PIECES = Pieces([CacheGroup("full", BLOCK_TOKENS)])
+PIECES = GroupLayout([CacheGroup("full", BLOCK_TOKENS)])
 
 
 class ScriptedCache:
@@ -58,7 +58,7 @@ class ScriptedCache:
         self.released.append(request)
         self.loaded_tokens += loaded_tokens
 
-    def end_session(
+    def finish_request(
         self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
     ) -> None:
         self.ended.append((request, salt, last_key, finished))
@@ -73,5 +73,5 @@ def cache() -> Any:
 
 
 @pytest.fixture
-def side(cache: ScriptedCache) -> SchedulerSide:
-    return SchedulerSide(cache, PIECES, world_size=1)
+def side(cache: ScriptedCache) -> CachePlanner:
+    return CachePlanner(cache, PIECES, world_size=1)

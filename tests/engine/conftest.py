@@ -19,7 +19,7 @@ import torch
 
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.connector.worth import LoadWhen
+from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.model import Rank
@@ -147,7 +147,7 @@ class ScriptedCache:
     def lacks(self, key: bytes) -> bool:
         return False
 
-    def end_session(
+    def finish_request(
         self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
     ) -> None:
         self.release(request)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.engine import blocks, recovery, scheduler
 from kvkeep.engine import engine as engine_module
 from kvkeep.engine.backends import NativeBackend
@@ -202,15 +202,15 @@ def fails_at(
 
 
 PLACES = [
-    (SchedulerSide, "build_step", False),
-    (SchedulerSide, "build_step", True),  # its jobs have left the connector, and reach no worker
+    (CachePlanner, "build_step", False),
+    (CachePlanner, "build_step", True),  # its jobs have left the connector, and reach no worker
     (Scheduler, "schedule", True),
     (Workers, "run", False),
     (Workers, "_compute", True),
     (Workers, "run", True),
-    (SchedulerSide, "complete", False),
-    (SchedulerSide, "complete", True),  # jobs have ended, and nobody knows which
-    (SchedulerSide, "prepare_store", False),  # a token has been taken
+    (CachePlanner, "complete", False),
+    (CachePlanner, "complete", True),  # jobs have ended, and nobody knows which
+    (CachePlanner, "prepare_store", False),  # a token has been taken
     (Scheduler, "update_from_output", True),
 ]
 
@@ -293,7 +293,7 @@ def test_what_follows_from_a_fault_may_fail_too(
     ("owner", "name", "after"),
     [
         (KeyChain, "extend", False),  # the token is there, and its key is not
-        (SchedulerSide, "extend", False),  # its key is there, and the connector does not know it
+        (CachePlanner, "extend", False),  # its key is there, and the connector does not know it
         (Scheduler, "_store", False),  # perhaps it was the last one
         (Scheduler, "_finish", True),
     ],
@@ -333,7 +333,7 @@ def test_blocks_that_a_lost_step_gave_away_are_announced(
     r.run()
     r.add(r.prompt(5, which="b"))
     with monkeypatch.context() as patch:
-        fails_at(patch, SchedulerSide, "build_step", MemoryError)
+        fails_at(patch, CachePlanner, "build_step", MemoryError)
         with pytest.raises(MemoryError):
             r.step()
     assert set(r.cache.stores[0].block_ids.tolist()) & set(r.scheduler.connector.jobs[-1].block_ids)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.connector.worth import SKIPS_BEFORE_TRIAL, Worth
+from kvkeep.connector.cost_model import SKIPS_BEFORE_TRIAL, CostModel
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step, StepOutput
 from kvkeep_lab.fuzz.engine import Fuzz
@@ -31,7 +31,7 @@ class Slow:
         connector = rig.scheduler.connector
         assert connector is not None
         self.connector = connector
-        connector.worth = Worth(in_step=rig.config.sync_loads, clock=lambda: self.now_s)
+        connector.worth = CostModel(in_step=rig.config.sync_loads, clock=lambda: self.now_s)
         self._run, rig.engine.workers.run = rig.engine.workers.run, self._run_in_time  # type: ignore[method-assign]
 
     def _run_in_time(self, step: Step) -> StepOutput:
@@ -119,10 +119,10 @@ def test_whatever_is_decided_the_answers_are_those_without_a_cache(
     decisions: list[bool] = []
     chance = random.Random(7)
 
-    def decide(worth: Worth, blocks: int, tokens: int) -> bool:
+    def decide(worth: CostModel, blocks: int, tokens: int) -> bool:
         decisions.append(chance.random() < 0.5)
         return decisions[-1]
 
-    monkeypatch.setattr(Worth, "decide", decide)
+    monkeypatch.setattr(CostModel, "decide", decide)
     loaded = sum(Fuzz(seed).run().external_cached_tokens for seed in range(30))
     assert loaded and {*decisions} == {False, True}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.connector.step import Job, StepMetadata
-from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Rank, Segment
 from kvkeep.engine.models.oracle import OracleModel

@@ -27,7 +27,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.step import Completed, Job
 from kvkeep.testing.process import ServerProcess
 from kvkeep.vllm import events as of_events
@@ -36,7 +36,7 @@ from kvkeep.vllm.events import MEDIUM, CacheEvents, EventGroup, event_groups
 
 TOKENS = list(range(100, 142))
 LORA = LoRARequest(lora_name="style", lora_int_id=3, lora_path="/adapters/one")
-PLAIN = event_groups(cache_config(full()), Pieces([CacheGroup("full", BLOCK)]), BLOCK)
+PLAIN = event_groups(cache_config(full()), GroupLayout([CacheGroup("full", BLOCK)]), BLOCK)
 
 
 def cache_events(enabled: bool = True) -> CacheEvents:
@@ -138,7 +138,7 @@ def test_salted_blocks_do_not_look_unsalted() -> None:
 
 def test_blocks_are_published_at_vllms_own_granularity() -> None:
     """A hash of 4 tokens, blocks of 8 in the group, blocks of 16 in the server."""
-    pieces = Pieces([CacheGroup("full", 8), CacheGroup("window", 16, 8)])
+    pieces = GroupLayout([CacheGroup("full", 8), CacheGroup("window", 16, 8)])
     groups = event_groups(cache_config(full(8), window(16)), pieces, 4)
     asked = request(TOKENS, cache_salt="of one tenant")
     [event] = store(cache_events(), asked, 1, 1, groups)
@@ -150,7 +150,7 @@ def test_blocks_are_published_at_vllms_own_granularity() -> None:
 
 
 def test_each_group_of_full_attention_is_published_and_no_other() -> None:
-    pieces = Pieces([CacheGroup("window", 4, 8), CacheGroup("full", 4), CacheGroup("full", 8)])
+    pieces = GroupLayout([CacheGroup("window", 4, 8), CacheGroup("full", 4), CacheGroup("full", 8)])
     groups = event_groups(cache_config(window(), full(), full(8)), pieces, 4)
     asked, events = request(TOKENS), cache_events()
     fine, coarse = store(events, asked, 0, 2, groups)

@@ -19,10 +19,10 @@ from engine_parts import cache_config, full, model_config, needs_named_failures,
 from vllm.v1 import kv_cache_interface as kvi
 
 import vllm
-from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.vllm import versions
-from kvkeep.vllm.groups import locate, pieces_of
+from kvkeep.vllm.groups import layout_of, locate
 
 FLOATS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
@@ -58,7 +58,7 @@ def several(*specs: Any) -> kvi.UniformTypeKVCacheSpecs:
 
 
 def groups(*specs: Any) -> tuple[CacheGroup, ...]:
-    return pieces_of(engine(), cache_config(*specs)).groups
+    return layout_of(engine(), cache_config(*specs)).groups
 
 
 # --- what is cached -------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def groups(*specs: Any) -> tuple[CacheGroup, ...]:
     "spec", [full(16), mla(16), several(full(16), full(16, sliding_window=8)), several(mla(16))]
 )
 def test_one_group_of_full_attention_is_whole(spec: Any) -> None:
-    pieces = pieces_of(engine(), cache_config(spec))
+    pieces = layout_of(engine(), cache_config(spec))
     assert pieces.groups == (CacheGroup("full", 16),)
     assert pieces.whole
 
@@ -111,7 +111,7 @@ def test_before_0_30_only_whole_models_are_cached(specs: tuple[Any, ...]) -> Non
 
 def refused(vllm_config: Any, *specs: Any) -> SettingsError:
     with pytest.raises(SettingsError) as error:
-        pieces_of(vllm_config, cache_config(*specs))
+        layout_of(vllm_config, cache_config(*specs))
     assert error.value.hint
     return error.value
 
@@ -167,9 +167,9 @@ def test_a_model_without_kv_is_refused() -> None:
 def test_a_block_spans_the_tokens_of_all_ranks_that_divide_them() -> None:
     config = engine()
     config.parallel_config.decode_context_parallel_size = 4
-    assert pieces_of(config, cache_config(full(block_size=16))).block_tokens == 64
+    assert layout_of(config, cache_config(full(block_size=16))).block_tokens == 64
     config.parallel_config.prefill_context_parallel_size = 2
-    assert pieces_of(config, cache_config(full(block_size=16))).block_tokens == 64, (
+    assert layout_of(config, cache_config(full(block_size=16))).block_tokens == 64, (
         "prompts are spread, blocks are not"
     )
     for other in (window(), state()):
@@ -186,7 +186,7 @@ def test_sleep_mode_is_refused_where_vllm_does_not_tell_connectors_of_it(setting
             and "vLLM 0.33 or later" in error.hint
         )
     with mock.patch.object(versions, "tells_of_sleep", return_value=True):
-        assert pieces_of(config, cache_config(full())).whole
+        assert layout_of(config, cache_config(full())).whole
 
 
 def test_only_the_sleep_mode_that_is_known_is_served() -> None:
@@ -209,12 +209,12 @@ def test_kv_that_must_not_leave_is_refused(field: str) -> None:
         pytest.skip("this vLLM has no such KV")
     setattr(config.kv_cache_groups[0], field, field == "host_resident")
     with pytest.raises(SettingsError):
-        pieces_of(engine(), config)
+        layout_of(engine(), config)
 
 
 # --- where blocks lie -----------------------------------------------------------------------------
 
-ONE = Pieces([CacheGroup("full", 4)])
+ONE = GroupLayout([CacheGroup("full", 4)])
 
 
 def layers_of(*names: list[str], num_blocks: int = 6) -> Any:
@@ -251,14 +251,16 @@ def test_layers_that_share_their_kv_are_taken_once() -> None:
 
 def test_groups_may_lie_in_the_same_bytes() -> None:
     kv = numbered(6, 4)
-    pieces = Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8), CacheGroup("state", 4)])
+    pieces = GroupLayout(
+        [CacheGroup("full", 4), CacheGroup("window", 4, 8), CacheGroup("state", 4)]
+    )
     located = locate(pieces, layers_of(["a"], ["b"], ["c"]), {"a": kv, "b": kv, "c": kv})
     assert [piece.may_lack for piece in located] == [False, True, True]
     assert {read(piece.runs, 2) for piece in located} == {kv[2].numpy().tobytes()}
 
 
 def test_a_group_of_smaller_blocks_has_several_pieces_in_the_same_place() -> None:
-    pieces = Pieces([CacheGroup("full", 8), CacheGroup("window", 4, 8)])
+    pieces = GroupLayout([CacheGroup("full", 8), CacheGroup("window", 4, 8)])
     located = locate(pieces, layers_of(["a"], ["b"]), {"a": numbered(6, 8), "b": numbered(6, 4)})
     assert [piece.runs.nbytes for piece in located] == [32, 16, 16]
 

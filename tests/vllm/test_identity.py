@@ -18,7 +18,7 @@ from engine_parts import full, mla, model_config, uniform
 from vllm.distributed import parallel_state
 
 from kvkeep.client.sources import Piece
-from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import differing_parts
 from kvkeep.kv.parallel import ParallelStrategy
@@ -26,8 +26,8 @@ from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
 from kvkeep.vllm import identity, versions
 
-ONE = Pieces([CacheGroup("full", 16)])
-TWO = Pieces([CacheGroup("full", 16), CacheGroup("window", 16, 64)])
+ONE = GroupLayout([CacheGroup("full", 16)])
+TWO = GroupLayout([CacheGroup("full", 16), CacheGroup("window", 16, 64)])
 
 
 ENCODINGS = {"layer.0": "fused-kv"}
@@ -83,7 +83,7 @@ def config(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 def shape(
     vllm_config: Any | None = None,
-    pieces: Pieces = ONE,
+    pieces: GroupLayout = ONE,
     layout: str = "x",
     nbytes: int = 64,
     tp_size: int = 1,
@@ -140,10 +140,10 @@ DIFFERENT: dict[str, BlockShape | Any] = {
     "made-up weights": lambda: shape(config(load_format="dummy")),
     "a draft model": lambda: shape(config(draft="somebody/eagle")),
     "another draft model": lambda: shape(config(draft="somebody/eagle-2")),
-    "other blocks": lambda: shape(pieces=Pieces([CacheGroup("full", 32)])),
+    "other blocks": lambda: shape(pieces=GroupLayout([CacheGroup("full", 32)])),
     "a window besides": lambda: shape(pieces=TWO),
     "a wider window": lambda: shape(
-        pieces=Pieces([CacheGroup("full", 16), CacheGroup("window", 16, 128)])
+        pieces=GroupLayout([CacheGroup("full", 16), CacheGroup("window", 16, 128)])
     ),
     "another layout": lambda: shape(layout="y"),
     "other sizes": lambda: shape(nbytes=128),
@@ -341,7 +341,7 @@ def test_ranks_are_counted_by_stage(
     ],
 )
 def test_who_holds_the_same(
-    monkeypatch: pytest.MonkeyPatch, cache: Any, pieces: Pieces, mla: bool, replicas: int
+    monkeypatch: pytest.MonkeyPatch, cache: Any, pieces: GroupLayout, mla: bool, replicas: int
 ) -> None:
     place(monkeypatch, tp_rank=1, tp=4)
     assert identity.strategy_of(config(tp_size=4, use_mla=mla), cache, pieces).replicas == replicas

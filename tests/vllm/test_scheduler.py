@@ -22,7 +22,7 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
 from kvkeep.vllm.keys import TokensChanged
 from kvkeep.vllm.messages import Handshake
-from kvkeep.vllm.scheduler import RequestSide
+from kvkeep.vllm.scheduler import SchedulerConnector
 from kvkeep_lab.simulation.cache import SimulatedCache
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -47,7 +47,7 @@ def engine() -> Iterator[Engine]:
         each.scheduler.shutdown()
 
 
-def requests_of(engine: Engine) -> RequestSide:
+def requests_of(engine: Engine) -> SchedulerConnector:
     assert engine.connector._requests is not None
     return engine.connector._requests
 
@@ -55,7 +55,7 @@ def requests_of(engine: Engine) -> RequestSide:
 # --- without a cache ------------------------------------------------------------------------------
 
 
-def check_it_does_nothing(side: RequestSide) -> None:
+def check_it_does_nothing(side: SchedulerConnector) -> None:
     asked = request(PROMPT, params=COUNT)
     side.arrive(asked)
     assert side.lookup(asked, 0) == 0
@@ -77,7 +77,7 @@ def check_it_does_nothing(side: RequestSide) -> None:
 
 
 def test_before_the_workers_have_spoken_it_waits_for_a_moment_and_does_nothing() -> None:
-    side = RequestSide(vllm_config(), cache_config(full()), ClientOptions())
+    side = SchedulerConnector(vllm_config(), cache_config(full()), ClientOptions())
     early = request(PROMPT)
     side.arrive(early)
     assert side.lookup(early, 0) is None
@@ -90,7 +90,7 @@ def test_before_the_workers_have_spoken_it_waits_for_a_moment_and_does_nothing()
 def test_workers_that_refuse_are_said_once_and_served_without_a_cache(
     handshakes: list[Handshake], caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = RequestSide(vllm_config(), cache_config(full()), ClientOptions())
+    side = SchedulerConnector(vllm_config(), cache_config(full()), ClientOptions())
     with caplog.at_level(logging.ERROR):
         side.shake_hands([*handshakes, *handshakes])
     [record] = [each for each in caplog.records if each.name.startswith("kvkeep")]
@@ -101,15 +101,17 @@ def test_workers_that_refuse_are_said_once_and_served_without_a_cache(
 def test_one_rank_that_refuses_is_enough(engine: Engine) -> None:
     shape = engine.rank.get_handshake_metadata()
     assert shape is not None
-    side = RequestSide(vllm_config(), cache_config(full()), ClientOptions())
+    side = SchedulerConnector(vllm_config(), cache_config(full()), ClientOptions())
     side.shake_hands([shape, Handshake(None, "not here")])
     check_it_does_nothing(side)
 
 
-def two_ranks() -> RequestSide:
+def two_ranks() -> SchedulerConnector:
     config = vllm_config()
     config.parallel_config.world_size = 2
-    return RequestSide(config, cache_config(full()), ClientOptions(address="tcp://127.0.0.1:9"))
+    return SchedulerConnector(
+        config, cache_config(full()), ClientOptions(address="tcp://127.0.0.1:9")
+    )
 
 
 def shape(**changes: Any) -> BlockShape:

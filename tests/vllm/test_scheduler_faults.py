@@ -15,7 +15,7 @@ pytest.importorskip(
 
 from engine_parts import Engine, answer_to, request
 
-import kvkeep.connector.scheduler
+import kvkeep.connector.planner
 
 A, B = list(range(100, 122)), list(range(300, 322))
 
@@ -75,7 +75,7 @@ def test_if_even_that_fails_they_go_with_no_later_step(
     engine = with_a_store_that_waits(make)
     with monkeypatch.context() as patched:
         patched.setattr(engine.side.worth, "begin_step", fails())
-        patched.setattr(engine.side._cache, "end_session", fails())
+        patched.setattr(engine.side._cache, "finish_request", fails())
         engine.add(request(B, "b", max_tokens=6))
         engine.step()
     assert not engine.side._stores
@@ -143,7 +143,7 @@ def test_a_store_that_cannot_be_described_is_no_job(
         engine.add(request(A, "a", max_tokens=6))
         engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(kvkeep.connector.scheduler, "StoreRequest", fails())
+        patched.setattr(kvkeep.connector.planner, "StoreRequest", fails())
         if after_step:
             engine.add(request(A, "a", max_tokens=1))
         while engine.scheduler.requests:

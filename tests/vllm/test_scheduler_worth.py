@@ -14,7 +14,7 @@ pytest.importorskip(
 
 from engine_parts import Engine, answer_to, request
 
-from kvkeep.connector.worth import SKIPS_BEFORE_TRIAL
+from kvkeep.connector.cost_model import SKIPS_BEFORE_TRIAL
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.vllm.stats import KVKeepStats
 from kvkeep_lab.simulation.cache import SimulatedCache

@@ -22,7 +22,7 @@ from test_scheduler_async import AsyncEngine
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvkeep.vllm.scheduler import RequestSide
+from kvkeep.vllm.scheduler import SchedulerConnector
 from kvkeep.vllm.step_loads import LARGEST_BYTES, LONGEST_S
 from kvkeep_lab.simulation.cache import SimulatedCache
 
@@ -55,7 +55,7 @@ def engine_of(cache: SimulatedCache, **options: Any) -> Engine:
     return made
 
 
-def side_of(engine: Engine) -> RequestSide:
+def side_of(engine: Engine) -> SchedulerConnector:
     assert engine.connector._requests is not None
     return engine.connector._requests
 
@@ -247,19 +247,19 @@ def test_what_could_not_be_fetched_yet_is_tried_again(
     assert engine.run().answers["b"] == answer_to(PROMPT) and fetched(engine) == ["b"]
 
 
-def end(side: RequestSide, asked: Any) -> None:
+def end(side: SchedulerConnector, asked: Any) -> None:
     side.end(asked)
 
 
-def reset(side: RequestSide, asked: Any) -> None:
+def reset(side: SchedulerConnector, asked: Any) -> None:
     side.reset()
 
 
-def allocate_for_nothing(side: RequestSide, asked: Any) -> None:
+def allocate_for_nothing(side: SchedulerConnector, asked: Any) -> None:
     side.allocated(asked, [[1, 2, 3, 4, 5, 6]], 0)
 
 
-def change_tokens(side: RequestSide, asked: Any) -> None:
+def change_tokens(side: SchedulerConnector, asked: Any) -> None:
     side._forget(asked.request_id)
 
 

@@ -24,7 +24,7 @@ import kvkeep.vllm.worker
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
-from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.connector.step import StepMetadata
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.keys import KEY_BYTES
@@ -32,8 +32,8 @@ from kvkeep.vllm import identity, versions
 from kvkeep.vllm.messages import Reports, Step
 from kvkeep.vllm.worker import WorkerSide, find_here
 
-WHOLE = Pieces([CacheGroup("full", 4)])
-SEVERAL = Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8)])
+WHOLE = GroupLayout([CacheGroup("full", 4)])
+SEVERAL = GroupLayout([CacheGroup("full", 4), CacheGroup("window", 4, 8)])
 
 
 class Recording:
@@ -94,7 +94,7 @@ def load(*blocks: int) -> LoadRequest:
 STORE = StoreRequest("default", b"", bytes(KEY_BYTES), np.array([1]))
 
 
-def side(pieces: Pieces = WHOLE) -> tuple[WorkerSide, Recording]:
+def side(pieces: GroupLayout = WHOLE) -> tuple[WorkerSide, Recording]:
     made, adapter = WorkerSide(None, None, ClientOptions()), Recording()
     made._adapter, made._pieces = adapter, pieces  # type: ignore[assignment]
     return made, adapter
@@ -172,7 +172,7 @@ def test_a_load_is_told_once_when_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
-def test_a_failed_load_is_told_by_blocks_or_by_request(pieces: Pieces) -> None:
+def test_a_failed_load_is_told_by_blocks_or_by_request(pieces: GroupLayout) -> None:
     worker, adapter = side(pieces)
     loading(worker, a=1, b=2)
     adapter.finished = Finished(3, loaded=[1, 2], failed={1: [5, 6]})
@@ -183,7 +183,7 @@ def test_a_failed_load_is_told_by_blocks_or_by_request(pieces: Pieces) -> None:
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
-def test_bad_news_may_come_before_the_end(pieces: Pieces) -> None:
+def test_bad_news_may_come_before_the_end(pieces: GroupLayout) -> None:
     worker, adapter = side(pieces)
     loading(worker, a=1)
     adapter.finished = Finished(3, failed={1: [5]})
@@ -196,7 +196,7 @@ def test_bad_news_may_come_before_the_end(pieces: Pieces) -> None:
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
-def test_a_load_that_could_not_be_prepared_has_failed(pieces: Pieces) -> None:
+def test_a_load_that_could_not_be_prepared_has_failed(pieces: GroupLayout) -> None:
     worker, _ = side(pieces)
     worker.begin(Step(lost={"a": [3, 4]}))
     assert worker.take_received() == ({"a"}, set() if pieces.whole else {"a"})
@@ -204,7 +204,7 @@ def test_a_load_that_could_not_be_prepared_has_failed(pieces: Pieces) -> None:
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
-def test_loads_of_a_step_that_cannot_be_begun_have_failed(pieces: Pieces) -> None:
+def test_loads_of_a_step_that_cannot_be_begun_have_failed(pieces: GroupLayout) -> None:
     worker, adapter = side(pieces)
     adapter.raises = {"load"}
     worker.begin(Step(StepMetadata({1: load(5, 6)}, {2: STORE}, {}, [], {1: "a"})))
@@ -299,7 +299,7 @@ def test_what_went_well_is_handed_over_once_and_not_with_a_steps_results() -> No
 
 
 @pytest.mark.parametrize("pieces", [WHOLE, SEVERAL])
-def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: Pieces) -> None:
+def test_what_failed_is_told_with_the_next_steps_results_as_a_whole(pieces: GroupLayout) -> None:
     worker, adapter = side(pieces)
     worker.join()
     loading(worker, a=1, b=2)
@@ -586,7 +586,7 @@ def test_a_rank_whose_kv_cannot_be_described_still_speaks_to_the_others() -> Non
 
 def test_the_refusal_has_the_hint() -> None:
     with mock.patch.object(
-        kvkeep.vllm.worker, "pieces_of", side_effect=SettingsError("no", "do this")
+        kvkeep.vllm.worker, "layout_of", side_effect=SettingsError("no", "do this")
     ):
         worker = registered(full())
     assert worker.handshake is not None and worker.handshake.refusal == "no (do this)"

@@ -28,7 +28,7 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
-from kvkeep.connector.worth import LoadWhen
+from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.oracle import WrongBytes
 from kvkeep.engine.request import Request

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from kvkeep.client.hints import EXTRA_CACHED_TOKENS, Hints
 from kvkeep.connector.options import KNOWN_KEYS, client_options
-from kvkeep.connector.params import EXTRA_CACHED_TOKENS, CacheParams
 from kvkeep.errors import SettingsError
 from kvkeep.server.auth import read_authorized, read_line
 from kvkeep.server.quotas import QuotaFile
@@ -118,7 +118,7 @@ def _options(choices: Choices) -> None:
 
 def _params(choices: Choices) -> None:
     params = {choices.pick(_PARAMS): choices.value() for _ in range(choices.byte() % 5)}
-    read = CacheParams.of(params if choices.byte() % 4 else choices.value())
+    read = Hints.of(params if choices.byte() % 4 else choices.value())
     assert 0 <= read.priority <= 100 and read.ttl_ms >= 0
     read.reply(3)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeep.connector.params import EXTRA_CACHED_TOKENS
+from kvkeep.client.hints import EXTRA_CACHED_TOKENS
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.gqa import GQAModel

@@ -23,7 +23,7 @@ from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
-from kvkeep.connector.worth import LoadWhen
+from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.kv.keys import addresses
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns

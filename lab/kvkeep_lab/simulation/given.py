@@ -1,6 +1,6 @@
 """How many tokens the cache gave each request, worked out from what the workers did.
 
-An engine's own count (`kvkeep.connector.tracker`) comes from its scheduler's side. This one watches
+An engine's own count (`kvkeep.connector.request_state`) comes from its scheduler's side. This one watches
 the other end: the blocks that loads filled, and the tokens that steps computed. Random lives of
 both engines compare the two.
 

@@ -2,6 +2,7 @@
 past a deadline.
 
 options.py      addresses, deadlines
+hints.py        what a request may say about the cache in its kv_transfer_params
 transport.py    a connection to the server: made, proved, made again (a simulated one in tests)
 calls.py        requests on their way, and what became of them
 replies.py      what a server's replies must be like before anyone relies on them

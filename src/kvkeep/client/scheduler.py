@@ -130,7 +130,7 @@ class SchedulerAdapter:
             self.connection.give_up(asked.call, when_answered=is_miss, loaded_tokens=loaded_tokens)
             self.connection.poll()
 
-    def end_session(
+    def finish_request(
         self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
     ) -> None:
         """The request is over. With `finished`, the conversation too: its blocks may go early."""

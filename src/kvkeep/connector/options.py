@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from kvkeep.client.options import ClientOptions, replaced
-from kvkeep.connector.worth import LoadWhen
+from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.errors import SettingsError
 from kvkeep.wire.address import ADDRESS_FORMAT, parse_address, split_host
 from kvkeep.wire.peers import parse_users

@@ -9,9 +9,9 @@ from kvkeep.client.connection import Connection
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
+from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.connector.options import client_options, load_when
 from kvkeep.connector.step import LookupSide, TransferSide
-from kvkeep.connector.worth import LoadWhen
 from kvkeep.engine.offloading import CPU_BYTES, NATIVE, KVTransferConfig
 from kvkeep.errors import SettingsError
 from kvkeep.kv.parallel import ParallelStrategy

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvkeep.connector.pieces import CacheGroup, Pieces
-from kvkeep.connector.scheduler import SchedulerSide
-from kvkeep.connector.worth import Worth
+from kvkeep.connector.cost_model import CostModel
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.engine.backends import CacheBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Model
@@ -40,10 +40,10 @@ class Engine:
         connector = None
         if backend is not None:
             cache = backend.lookup_side(self.workers.shape)
-            pieces = Pieces([CacheGroup("full", self.config.block_tokens)])
-            worth = Worth(backend.load_when, in_step=self.config.sync_loads)
+            pieces = GroupLayout([CacheGroup("full", self.config.block_tokens)])
+            worth = CostModel(backend.load_when, in_step=self.config.sync_loads)
             policy = self.config.kv_load_failure_policy
-            connector = SchedulerSide(cache, pieces, self.config.world_size, worth, policy)
+            connector = CachePlanner(cache, pieces, self.config.world_size, worth, policy)
             backend.connect()
         self.scheduler = Scheduler(self.config, connector)
         self.waits = (

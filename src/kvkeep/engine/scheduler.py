@@ -20,7 +20,7 @@ import bisect
 import time
 from collections.abc import Iterable
 
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.engine.blocks import BlockPool
 from kvkeep.engine.config import EngineConfig
@@ -33,7 +33,7 @@ from kvkeep.engine.step import Step, StepOutput
 class Scheduler:
     """All requests of one engine. Not safe for several threads."""
 
-    def __init__(self, config: EngineConfig, connector: SchedulerSide | None = None) -> None:
+    def __init__(self, config: EngineConfig, connector: CachePlanner | None = None) -> None:
         self.config = config
         self.connector = connector
         self.pool = BlockPool(config.num_blocks, prefix_caching=config.enable_prefix_caching)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.vllm import versions
 from kvkeep.vllm.adapters import Adapters
@@ -45,7 +45,7 @@ class Arrivals:
         vllm_config: Any,
         identity: ModelIdentity,
         hash_tokens: int,
-        side: SchedulerSide,
+        side: CachePlanner,
         known: dict[str, Known],
     ) -> None:
         self._hash_tokens = hash_tokens

@@ -37,7 +37,7 @@ from kvkeep.connector.recoveries import log_policy
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in, versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
-from kvkeep.vllm.scheduler import RequestSide
+from kvkeep.vllm.scheduler import SchedulerConnector
 from kvkeep.vllm.siblings import siblings_of
 from kvkeep.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.vllm.worker import WorkerSide
@@ -91,7 +91,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         options = client_options(extra)
         _log_as_vllm_does()
         self.faults = 0
-        self._requests: RequestSide | None = None
+        self._requests: SchedulerConnector | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's own default ends a request whose load failed. Its scheduler reads this after
@@ -115,7 +115,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
                     "kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads",
                     transfer.kv_role,
                 )
-            self._requests = RequestSide(vllm_config, kv_cache_config, options, load_when(extra))
+            self._requests = SchedulerConnector(
+                vllm_config, kv_cache_config, options, load_when(extra)
+            )
         else:
             siblings = siblings_of(vllm_config, type(self), load_failure_policy(extra))
             self._worker = WorkerSide(vllm_config, kv_cache_config, options, siblings)

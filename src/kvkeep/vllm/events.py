@@ -38,7 +38,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
-from kvkeep.connector.pieces import Pieces
+from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.step import Completed, Job
 from kvkeep.vllm import versions
 
@@ -58,7 +58,9 @@ class EventGroup:
     spec_fields: dict[str, Any]  # what vLLM's own events say about the group
 
 
-def event_groups(kv_cache_config: Any, pieces: Pieces, hash_tokens: int) -> tuple[EventGroup, ...]:
+def event_groups(
+    kv_cache_config: Any, pieces: GroupLayout, hash_tokens: int
+) -> tuple[EventGroup, ...]:
     """The groups that events are published for."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return tuple(

@@ -13,7 +13,7 @@ from vllm.v1 import kv_cache_interface as kvi
 
 import vllm
 from kvkeep.client.sources import Piece
-from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.errors import SettingsError
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.vllm import versions
@@ -23,13 +23,13 @@ _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 
 
-def pieces_of(vllm_config: Any, kv_cache_config: Any) -> Pieces:
+def layout_of(vllm_config: Any, kv_cache_config: Any) -> GroupLayout:
     """The model's groups; SettingsError if blocks of this engine cannot be cached."""
     _check_engine(vllm_config)
     if not kv_cache_config.kv_cache_groups:
         raise SettingsError("this model keeps no KV", "serve it without kvkeep")
     dcp_size, _ = versions.context_parallel(vllm_config.parallel_config)
-    pieces = Pieces(
+    pieces = GroupLayout(
         [_group(group.kv_cache_spec, dcp_size) for group in kv_cache_config.kv_cache_groups]
     )
     if not pieces.whole and not versions.names_failed_requests():
@@ -137,7 +137,7 @@ def _kind(spec: Any) -> str:
     )
 
 
-def locate(pieces: Pieces, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[Piece]:
+def locate(pieces: GroupLayout, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[Piece]:
     """Where each piece lies in this rank's memory. Raises RequestError for memory that blocks
     cannot be copied from."""
     located = []

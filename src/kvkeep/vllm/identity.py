@@ -23,8 +23,8 @@ from vllm.v1 import kv_cache_interface as kvi
 
 from kvkeep.client.sources import Piece
 from kvkeep.connector.checkpoint import CheckpointDigest
+from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.options import revision
-from kvkeep.connector.pieces import Pieces
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 # --- ranks
 
 
-def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: Pieces) -> ParallelStrategy:
+def strategy_of(vllm_config: Any, kv_cache_config: Any, pieces: GroupLayout) -> ParallelStrategy:
     """This rank's place in the engine. Ranks that divide the context hold different tokens: none is
     a replica."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
@@ -216,7 +216,7 @@ def _draft_model(speculative: Any) -> Any | None:
 
 def shape_of(
     vllm_config: Any,
-    pieces: Pieces,
+    pieces: GroupLayout,
     strategy: ParallelStrategy,
     parts: Sequence[Part],
     weights: str,

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.hints import Hints
 from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.client.requests import Finished
 from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.sources import NO_BLOCK
-from kvkeep.connector.params import CacheParams
-from kvkeep.connector.pieces import Pieces
-from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
+from kvkeep.connector.cost_model import CostModel, LoadWhen
+from kvkeep.connector.group_layout import GroupLayout
+from kvkeep.connector.planner import BLOCKS_TOGETHER, CachePlanner
 from kvkeep.connector.step import Job
-from kvkeep.connector.worth import LoadWhen, Worth
 from kvkeep.kv.identity import differing_parts
 from kvkeep.kv.shape import BlockShape
 from kvkeep.units import format_size
@@ -34,7 +34,7 @@ from kvkeep.vllm import versions
 from kvkeep.vllm.arrivals import Arrivals, Known
 from kvkeep.vllm.early import EarlyRequests
 from kvkeep.vllm.events import CacheEvents, event_groups
-from kvkeep.vllm.groups import pieces_of
+from kvkeep.vllm.groups import layout_of
 from kvkeep.vllm.messages import Handshake, Step
 from kvkeep.vllm.siblings import SiblingLoads, holds_one_of, keys_of_siblings
 from kvkeep.vllm.stats import KVKeepStats, counts_of
@@ -47,7 +47,7 @@ _IDLE_WAIT_MS = 2  # where vLLM itself would sleep for one, and then some
 _NULL_BLOCK = 0  # stands in vLLM's tables where a request needs no block
 
 
-class RequestSide:
+class SchedulerConnector:
     """One for each engine. Until the workers have said what blocks are like, and if they refused,
     it does nothing."""
 
@@ -59,8 +59,8 @@ class RequestSide:
         load_when: LoadWhen = "faster",
     ) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
-        self._options, self._worth = options, Worth(load_when)
-        self._side: SchedulerSide | None = None
+        self._options, self._worth = options, CostModel(load_when)
+        self._side: CachePlanner | None = None
         self._worker: WorkerSide | None = None  # the only one, if it is in this process
         self._known: dict[str, Known] = {}
         self._alive: set[str] = set()  # all requests, also those that are not cached
@@ -144,7 +144,7 @@ class RequestSide:
         self._early.end()
 
     def _start(self, shape: BlockShape, handshake: Handshake, patience_ms: int) -> None:
-        self._pieces: Pieces = pieces_of(self._vllm_config, self._kv_cache_config)
+        self._pieces: GroupLayout = layout_of(self._vllm_config, self._kv_cache_config)
         block_tokens = [group.block_tokens for group in self._pieces.groups]
         tokens = versions.hash_tokens(self._kv_cache_config, block_tokens)
         self._event_groups = event_groups(self._kv_cache_config, self._pieces, tokens)
@@ -154,7 +154,7 @@ class RequestSide:
             self._vllm_config.parallel_config.world_size,
         )
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
-        side = SchedulerSide(self._adapter, self._pieces, world_size, self._worth, policy)
+        side = CachePlanner(self._adapter, self._pieces, world_size, self._worth, policy)
         self._arrivals = Arrivals(self._vllm_config, shape.identity, tokens, side, self._known)
         self._arrivals.generation = self._generation
         if self._adapter.connection.wait_until_up(patience_ms):
@@ -375,7 +375,7 @@ class RequestSide:
         self._early.drop(request.request_id)
         self.step_loads.drop_ahead()
         if self._side is None:
-            return CacheParams.of(request.kv_transfer_params).reply(0)
+            return Hints.of(request.kv_transfer_params).reply(0)
         try:
             # The last token's place may hold the KV of a guess that was wrong.
             computed = min(
@@ -406,7 +406,7 @@ class RequestSide:
         finally:
             self._sibling_loads.build_step()
 
-    def _build_step(self, side: SchedulerSide, scheduled: Any) -> Step:
+    def _build_step(self, side: CachePlanner, scheduled: Any) -> Step:
         cached = scheduled.scheduled_cached_reqs
         for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if more is not None and request_id not in cached.resumed_req_ids:
@@ -504,7 +504,7 @@ class RequestSide:
         blocks = min(computed_tokens // pieces.block_tokens, self._side.known_blocks(request_id))
         stored = self._side.stored_blocks(request_id)
         # Of a prompt every new block is heard of, also where there is nothing to store
-        # (SchedulerSide.hold).
+        # (CachePlanner.hold).
         is_prompt = computed_tokens < known.request.num_prompt_tokens
         together = BLOCKS_TOGETHER if pieces.whole else 1
         known.next_store = (

@@ -23,7 +23,7 @@ from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvkeep.connector.params import LMCACHE_COUNT
+from kvkeep.client.hints import LMCACHE_COUNT
 from kvkeep.errors import SettingsError
 
 

@@ -31,7 +31,7 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from kvkeep.client.requests import Finished
 from kvkeep.connector.options import load_failure_policy, load_mode
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.connector.step import Job
 from kvkeep.vllm import versions
 from kvkeep.vllm.worker import WorkerSide
@@ -96,7 +96,7 @@ class StepLoads:
                 request_id if self.worker.load_ahead(request_id, epoch, slots) else self._ahead_for
             )
 
-    def load_now(self, side: SchedulerSide, job: Job) -> Finished:
+    def load_now(self, side: CachePlanner, job: Job) -> Finished:
         """That load, in the thread that asks for it."""
         worker, reports, self._ahead_for = self.worker, list[Finished](), ""
         assert worker is not None

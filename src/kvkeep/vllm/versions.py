@@ -11,7 +11,7 @@ since   what                                      before
 0.32    kv_cache_config says how many tokens      what divides all blocks, and each request's hashes are
         a hash covers                             counted to make sure
 0.32    waiting requests that hold blocks are     a waiting request that finds too few blocks hides all behind
-        scheduled before those that do not        it, also those that hold the blocks (RequestSide._build_step)
+        scheduled before those that do not        it, also those that hold the blocks (SchedulerConnector._build_step)
 0.32    extra keys of hashes say what they are,   the same in both
         and those of KV events do not
 0.33    connectors are told before sleep mode     engines with sleep mode are served without the cache

@@ -30,12 +30,12 @@ from kvkeep.client.options import CONNECT_PATIENCE_MS, ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.worker import WorkerAdapter
-from kvkeep.connector.pieces import Pieces
+from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.step import save
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.vllm.attention import encodings_of
-from kvkeep.vllm.groups import locate, pieces_of
+from kvkeep.vllm.groups import layout_of, locate
 from kvkeep.vllm.identity import Part, Weights, parts_of_all_ranks, shape_of, strategy_of
 from kvkeep.vllm.messages import Handshake, Reports, Step
 from kvkeep.vllm.siblings import is_child
@@ -78,7 +78,7 @@ class _Registered:
     blocks."""
 
     handshake: Handshake
-    pieces: Pieces | None = None
+    pieces: GroupLayout | None = None
     adapter: WorkerAdapter | None = None
     rank: int = 0
 
@@ -103,7 +103,7 @@ class WorkerSide:
         self._siblings = siblings
         self._is_told = False  # the handshake, to the scheduler
         self._adapter: WorkerAdapter | None = None
-        self._pieces: Pieces | None = None
+        self._pieces: GroupLayout | None = None
         self._kv_caches: Mapping[str, Any] = {}  # vLLM's tensors
         self._loading: dict[
             Any, tuple[str, LoadRequest]
@@ -135,7 +135,7 @@ class WorkerSide:
         located: tuple[list[Piece], dict[str, str]] | KVKeepError
         self._kv_caches = kv_caches
         try:
-            pieces = pieces_of(self._vllm_config, self._kv_cache_config)
+            pieces = layout_of(self._vllm_config, self._kv_cache_config)
             memory = locate(pieces, self._kv_cache_config, kv_caches)
             located = memory, encodings_of(self._vllm_config, kv_caches)
         except KVKeepError as error:
@@ -166,7 +166,7 @@ class WorkerSide:
 
     def _start(
         self,
-        pieces: Pieces,
+        pieces: GroupLayout,
         memory: Sequence[Piece],
         strategy: ParallelStrategy,
         parts: Sequence[Part],

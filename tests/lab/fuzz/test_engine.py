@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.planner import CachePlanner
+from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job
-from kvkeep.connector.tracker import Tracker
 from kvkeep.engine import engine
 from kvkeep.engine.blocks import BlockPool
 from kvkeep.engine.scheduler import Scheduler
@@ -74,12 +74,12 @@ MUTANTS: dict[str, Patch] = {
         BlockPool, "take_given", lambda _: set()
     ),
     "a request is told of blocks that it computed itself": replace(
-        SchedulerSide, "hold", lambda *_: None
+        CachePlanner, "hold", lambda *_: None
     ),
     "a request is told of blocks that failed to load": replace(
-        Tracker,
+        RequestState,
         "count_loaded",
-        lambda self, stop, _real=Tracker.count_loaded: _real(self, stop + 1),
+        lambda self, stop, _real=RequestState.count_loaded: _real(self, stop + 1),
     ),
     "salts are left out of the key": replace(
         engine, "root_key", lambda identity, salt, _real=engine.root_key: _real(identity, None)

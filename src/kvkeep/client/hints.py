@@ -23,7 +23,7 @@ _NORMAL_PRIORITY = 50
 
 
 @dataclass(frozen=True)
-class CacheParams:
+class Hints:
     """One request's params, checked.
 
     counts             the names under which it wants to know how many tokens the cache gave; None: it sent no params
@@ -38,7 +38,7 @@ class CacheParams:
     session_finished: bool = False
 
     @classmethod
-    def of(cls, params: object) -> CacheParams:
+    def of(cls, params: object) -> Hints:
         """Takes anything and never raises."""
         if params is None:
             return cls()

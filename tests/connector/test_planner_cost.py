@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvkeep.client.requests import Finished
-from kvkeep.connector.pieces import CacheGroup, Pieces
-from kvkeep.connector.scheduler import SchedulerSide
-from kvkeep.connector.worth import SKIPS_BEFORE_TRIAL, Worth
+from kvkeep.connector.cost_model import SKIPS_BEFORE_TRIAL, CostModel
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.kv.keys import KEY_BYTES
 
-PIECES = Pieces([CacheGroup("full", 4)])
+PIECES = GroupLayout([CacheGroup("full", 4)])
 NAME = "num_kvkeep_extra_cached_tokens"
 
 
@@ -21,7 +21,7 @@ def keys(count: int, name: int = 1) -> bytes:
     return b"".join(bytes([name, at]) + bytes(KEY_BYTES - 2) for at in range(count))
 
 
-class Judge(Worth):
+class Judge(CostModel):
     """Decides as the test says."""
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ def judge() -> Judge:
 
 
 @pytest.fixture
-def judged(cache: Any, judge: Judge) -> SchedulerSide:
+def judged(cache: Any, judge: Judge) -> CachePlanner:
     """A side whose server has five blocks of everybody."""
     cache.blocks = 5
-    return SchedulerSide(cache, PIECES, 1, judge)
+    return CachePlanner(cache, PIECES, 1, judge)
 
 
-def load(side: SchedulerSide, request_id: str, blocks: int) -> None:
+def load(side: CachePlanner, request_id: str, blocks: int) -> None:
     job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
     side.build_step()
     side.complete([Finished(loaded=[job.number])])
@@ -54,7 +54,7 @@ def load(side: SchedulerSide, request_id: str, blocks: int) -> None:
 
 
 def test_a_load_that_is_not_worth_it_is_not_offered_and_its_lease_goes_back(
-    judged: SchedulerSide, judge: Judge, cache: Any
+    judged: CachePlanner, judge: Judge, cache: Any
 ) -> None:
     judged.arrive("r", None, {NAME: None}, keys(8))
     for _ in range(5):
@@ -70,7 +70,7 @@ def test_a_load_that_is_not_worth_it_is_not_offered_and_its_lease_goes_back(
 
 
 def test_blocks_that_are_computed_although_the_server_has_them_are_not_stored_again(
-    judged: SchedulerSide,
+    judged: CachePlanner,
 ) -> None:
     judged.arrive("r", None, None, keys(8))
     assert judged.lookup("r", 0, 8) == 0
@@ -81,7 +81,7 @@ def test_blocks_that_are_computed_although_the_server_has_them_are_not_stored_ag
 
 
 def test_a_load_that_is_worth_it_is_decided_on_once(
-    judged: SchedulerSide, judge: Judge, cache: Any
+    judged: CachePlanner, judge: Judge, cache: Any
 ) -> None:
     judge.loads = True
     judged.arrive("r", None, {NAME: None}, keys(5))
@@ -96,7 +96,7 @@ def test_a_load_that_is_worth_it_is_decided_on_once(
 
 
 def test_nothing_to_load_is_nothing_to_decide(
-    judged: SchedulerSide, judge: Judge, cache: Any
+    judged: CachePlanner, judge: Judge, cache: Any
 ) -> None:
     cache.blocks = 2
     judged.arrive("r", None, None, keys(5))
@@ -106,7 +106,7 @@ def test_nothing_to_load_is_nothing_to_decide(
 
 
 def test_a_request_that_has_more_itself_by_now_stays_with_computing(
-    judged: SchedulerSide, judge: Judge, cache: Any
+    judged: CachePlanner, judge: Judge, cache: Any
 ) -> None:
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 1, 5) == 0
@@ -116,7 +116,7 @@ def test_a_request_that_has_more_itself_by_now_stays_with_computing(
 
 
 def test_a_preempted_request_that_has_less_is_decided_about_anew(
-    judged: SchedulerSide, judge: Judge, cache: Any
+    judged: CachePlanner, judge: Judge, cache: Any
 ) -> None:
     judged.arrive("r", None, {NAME: None}, keys(5), local_blocks=3)
     assert judged.lookup("r", 3, 5) == 0
@@ -129,7 +129,7 @@ def test_a_preempted_request_that_has_less_is_decided_about_anew(
     assert judged.end("r") == {NAME: 20}
 
 
-def test_after_a_load_the_next_one_is_decided_on_anew(judged: SchedulerSide, judge: Judge) -> None:
+def test_after_a_load_the_next_one_is_decided_on_anew(judged: CachePlanner, judge: Judge) -> None:
     judge.loads = True
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 0, 5) == 5
@@ -139,7 +139,7 @@ def test_after_a_load_the_next_one_is_decided_on_anew(judged: SchedulerSide, jud
     assert len(judge.asked) == 2
 
 
-def test_a_decision_for_fewer_blocks_is_another_one(judged: SchedulerSide, judge: Judge) -> None:
+def test_a_decision_for_fewer_blocks_is_another_one(judged: CachePlanner, judge: Judge) -> None:
     judge.loads = True
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 0, 5) == 5
@@ -148,7 +148,7 @@ def test_a_decision_for_fewer_blocks_is_another_one(judged: SchedulerSide, judge
     assert judge.asked == [(5, 20), (2, 8)]
 
 
-def test_a_request_that_nobody_knows_skips_nothing(judged: SchedulerSide) -> None:
+def test_a_request_that_nobody_knows_skips_nothing(judged: CachePlanner) -> None:
     assert judged.skipped_blocks("ghost") == 0
 
 
@@ -160,7 +160,7 @@ class Timed:
 
     def __init__(self, cache: Any, world_size: int = 1) -> None:
         self.now_s = 0.0
-        self.side = SchedulerSide(cache, PIECES, world_size, Worth(clock=lambda: self.now_s))
+        self.side = CachePlanner(cache, PIECES, world_size, CostModel(clock=lambda: self.now_s))
         self.number = 0
 
     def compute(self, tokens: int, took_s: float) -> None:
@@ -246,7 +246,7 @@ def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
 
 
 def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(
-    judged: SchedulerSide, cache: Any
+    judged: CachePlanner, cache: Any
 ) -> None:
     cache.silent = True
     judged.arrive("r", None, None, keys(5))

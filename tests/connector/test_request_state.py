@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-from kvkeep.connector.params import CacheParams
-from kvkeep.connector.tracker import Tracker
+from kvkeep.client.hints import Hints
+from kvkeep.connector.request_state import RequestState
 from kvkeep.kv.keys import KEY_BYTES
 
 NAME = "num_kvkeep_extra_cached_tokens"
 KEYS = [bytes([at]) * KEY_BYTES for at in range(1, 6)]
 
 
-def tracker(params: object = None) -> Tracker:
-    return Tracker(1, "r", None, "default", CacheParams.of(params), 5, bytearray(b"".join(KEYS)))
+def tracker(params: object = None) -> RequestState:
+    return RequestState(1, "r", None, "default", Hints.of(params), 5, bytearray(b"".join(KEYS)))
 
 
 def test_keys_by_block() -> None:

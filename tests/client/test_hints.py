@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.connector.params import EXTRA_CACHED_TOKENS, CacheParams
+from kvkeep.client.hints import EXTRA_CACHED_TOKENS, Hints
 
 THEIRS, OURS = EXTRA_CACHED_TOKENS
 
@@ -37,14 +37,14 @@ def test_the_names_are_those_that_clients_send() -> None:
 def test_a_name_asks_whatever_its_value(
     params: Any, counts: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert CacheParams.of(params).counts == counts
-    assert CacheParams.of(params).reply(8) == dict.fromkeys(counts, 8)
+    assert Hints.of(params).counts == counts
+    assert Hints.of(params).reply(8) == dict.fromkeys(counts, 8)
     assert not warnings(caplog)
 
 
 def test_no_params_get_no_reply_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert CacheParams.of(None) == CacheParams()
-    assert CacheParams.of(None).reply(4) is None
+    assert Hints.of(None) == Hints()
+    assert Hints.of(None).reply(4) is None
     assert not warnings(caplog)
 
 
@@ -54,18 +54,18 @@ def test_no_params_get_no_reply_and_no_warning(caplog: pytest.LogCaptureFixture)
 def test_what_is_no_mapping_is_as_if_nothing_was_sent(
     params: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert CacheParams.of(params) == CacheParams()
+    assert Hints.of(params) == Hints()
     [said] = warnings(caplog)
     assert type(params).__name__ in said
 
 
 def test_hints_are_taken_at_their_limits(caplog: pytest.LogCaptureFixture) -> None:
     for priority in (0, 50, 100):
-        assert CacheParams.of({"kvkeep_priority": priority}).priority == priority
+        assert Hints.of({"kvkeep_priority": priority}).priority == priority
     for ttl_ms in (0, 1, 2**53):
-        assert CacheParams.of({"kvkeep_ttl_ms": ttl_ms}).ttl_ms == ttl_ms
+        assert Hints.of({"kvkeep_ttl_ms": ttl_ms}).ttl_ms == ttl_ms
     for finished in (True, False):
-        assert CacheParams.of({"kvkeep_session_finished": finished}).session_finished is finished
+        assert Hints.of({"kvkeep_session_finished": finished}).session_finished is finished
     assert not warnings(caplog)
 
 
@@ -86,9 +86,9 @@ def test_a_bad_hint_is_left_out_with_a_warning_and_the_others_count(
     good = {OURS: None, "kvkeep_priority": 80, "kvkeep_ttl_ms": 9, "kvkeep_session_finished": True}
     for value in values:
         caplog.clear()
-        params = CacheParams.of({**good, name: value})
+        params = Hints.of({**good, name: value})
         field = name.removeprefix("kvkeep_")
-        assert getattr(params, field) == getattr(CacheParams(), field), value
+        assert getattr(params, field) == getattr(Hints(), field), value
         assert params.counts == (OURS,)
         for other in {"priority", "ttl_ms", "session_finished"} - {field}:
             assert getattr(params, other) == good[f"kvkeep_{other}"]
@@ -97,7 +97,7 @@ def test_a_bad_hint_is_left_out_with_a_warning_and_the_others_count(
 
 
 def test_a_long_value_is_not_repeated_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    CacheParams.of({"kvkeep_priority": "secret" * 1000})
+    Hints.of({"kvkeep_priority": "secret" * 1000})
     [said] = warnings(caplog)
     assert "secret" not in said
 
@@ -112,5 +112,5 @@ def test_a_mapping_that_raises_is_ignored_with_one_line(caplog: pytest.LogCaptur
 
         __getitem__ = __iter__ = items = keys = get  # type: ignore[assignment]
 
-    assert CacheParams.of(Hostile({OURS: None})) == CacheParams()
+    assert Hints.of(Hostile({OURS: None})) == Hints()
     assert warnings(caplog) == ["kvkeep: kv_transfer_params cannot be read: ignored"]

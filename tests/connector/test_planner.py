@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvkeep.client.requests import Finished
-from kvkeep.connector.pieces import CacheGroup, Pieces
-from kvkeep.connector.scheduler import SchedulerSide
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
+from kvkeep.connector.planner import CachePlanner
 from kvkeep.kv.keys import KEY_BYTES
 
-PIECES = Pieces([CacheGroup("full", 4)])
+PIECES = GroupLayout([CacheGroup("full", 4)])
 NAME = "num_kvkeep_extra_cached_tokens"
 
 
@@ -34,7 +34,7 @@ def ranks(*reports: Finished) -> list[Finished]:
     return [replace(report, rank=rank) for rank, report in enumerate(reports)]
 
 
-def load_all(side: SchedulerSide, request_id: str = "r", blocks: int = 5, **failed: Any) -> None:
+def load_all(side: CachePlanner, request_id: str = "r", blocks: int = 5, **failed: Any) -> None:
     """Looks up, loads into blocks 10, 11, … and reports."""
     assert side.lookup(request_id, 0, blocks) == blocks
     job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
@@ -47,7 +47,7 @@ def load_all(side: SchedulerSide, request_id: str = "r", blocks: int = 5, **fail
 # -- lookups
 
 
-def test_a_lookup_is_sent_on_arrival_and_only_once(side: SchedulerSide, cache: Any) -> None:
+def test_a_lookup_is_sent_on_arrival_and_only_once(side: CachePlanner, cache: Any) -> None:
     cache.silent = True
     side.arrive("r", "salt", None, keys(5))
     assert cache.asked == [(1, "salt", 5, 0)]
@@ -60,7 +60,7 @@ def test_a_lookup_is_sent_on_arrival_and_only_once(side: SchedulerSide, cache: A
 
 
 def test_nobody_waits_to_hear_of_what_the_server_surely_lacks(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.silent, cache.blocks = True, 3
     side.arrive("r", None, None, keys(5))
@@ -75,8 +75,8 @@ def test_nobody_waits_to_hear_of_what_the_server_surely_lacks(
 
 def test_with_windows_the_answer_about_what_the_engine_has_is_waited_for(cache: Any) -> None:
     """It tells what of that need not be stored again, and nothing else does."""
-    side = SchedulerSide(
-        cache, Pieces([CacheGroup("full", 4), CacheGroup("window", 4, 8)]), world_size=1
+    side = CachePlanner(
+        cache, GroupLayout([CacheGroup("full", 4), CacheGroup("window", 4, 8)]), world_size=1
     )
     cache.silent = True
     cache.surely_lacking |= {keys(1), keys(1, start=2)}
@@ -86,7 +86,7 @@ def test_with_windows_the_answer_about_what_the_engine_has_is_waited_for(cache: 
 
 
 def test_what_the_server_surely_lacks_is_stored_without_waiting_either(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.silent = True
     cache.surely_lacking.add(keys(1))
@@ -103,7 +103,7 @@ def test_what_the_server_surely_lacks_is_stored_without_waiting_either(
     assert job is not None and (job.first_block, job.block_ids) == (0, [1, 2, 3, 4, 5])
 
 
-def test_what_the_engine_has_is_not_asked_for(side: SchedulerSide, cache: Any) -> None:
+def test_what_the_engine_has_is_not_asked_for(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 5
     side.arrive("some", None, None, keys(5), local_blocks=2)
     assert cache.asked == [(1, None, 5, 2)]
@@ -119,7 +119,7 @@ def test_what_the_engine_has_is_not_asked_for(side: SchedulerSide, cache: Any) -
     ("has", "local", "limit", "extra"), [(5, 0, 4, 4), (3, 4, 5, 0), (3, 3, 5, 0), (9, 1, 5, 4)]
 )
 def test_the_offer_is_what_lies_between_the_engines_blocks_and_the_limit(
-    side: SchedulerSide, cache: Any, has: int, local: int, limit: int, extra: int
+    side: CachePlanner, cache: Any, has: int, local: int, limit: int, extra: int
 ) -> None:
     cache.blocks = has
     side.arrive("r", None, None, keys(5))
@@ -127,7 +127,7 @@ def test_the_offer_is_what_lies_between_the_engines_blocks_and_the_limit(
 
 
 def test_more_local_blocks_than_on_arrival_need_no_new_lookup(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5), local_blocks=1)
@@ -143,14 +143,14 @@ def test_more_local_blocks_than_on_arrival_need_no_new_lookup(
     assert (job.first_block, request.skip, len(request.keys)) == (3, 3, 5 * KEY_BYTES)
 
 
-def test_fewer_local_blocks_than_on_arrival_ask_again(side: SchedulerSide, cache: Any) -> None:
+def test_fewer_local_blocks_than_on_arrival_ask_again(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5), local_blocks=4)
     assert side.lookup("r", 1, 5) == 4
     assert cache.asked == [(1, None, 5, 4), (1, None, 5, 1)]
 
 
-def test_a_request_that_has_grown_asks_again_for_all(side: SchedulerSide, cache: Any) -> None:
+def test_a_request_that_has_grown_asks_again_for_all(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 9
     side.arrive("r", None, None, keys(3))
     side.extend("r", keys(2, start=3))
@@ -160,7 +160,7 @@ def test_a_request_that_has_grown_asks_again_for_all(side: SchedulerSide, cache:
     assert cache.asked == [(1, None, 3, 0), (1, None, 5, 0)]
 
 
-def test_a_request_that_nobody_knows_has_nothing(side: SchedulerSide, cache: Any) -> None:
+def test_a_request_that_nobody_knows_has_nothing(side: CachePlanner, cache: Any) -> None:
     assert side.lookup("ghost", 0, 5) == 0
     assert side.prepare_store("ghost", [1, 2], 2) is None
     assert side.loaded_blocks("ghost") == 0
@@ -170,9 +170,7 @@ def test_a_request_that_nobody_knows_has_nothing(side: SchedulerSide, cache: Any
     assert not cache.asked and not cache.ended and not cache.released
 
 
-def test_a_request_that_loads_is_not_offered_more_meanwhile(
-    side: SchedulerSide, cache: Any
-) -> None:
+def test_a_request_that_loads_is_not_offered_more_meanwhile(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -180,7 +178,7 @@ def test_a_request_that_loads_is_not_offered_more_meanwhile(
     assert side.lookup("r", 0, 5) is None
 
 
-def test_a_block_that_another_request_loads_is_waited_for(side: SchedulerSide, cache: Any) -> None:
+def test_a_block_that_another_request_loads_is_waited_for(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 5
     for name in ("first", "second"):
         side.arrive(name, None, None, keys(5))
@@ -196,7 +194,7 @@ def test_a_block_that_another_request_loads_is_waited_for(side: SchedulerSide, c
     assert side.lookup("second", 0, 5) == 5
 
 
-def test_a_store_of_the_same_block_keeps_nobody_waiting(side: SchedulerSide, cache: Any) -> None:
+def test_a_store_of_the_same_block_keeps_nobody_waiting(side: CachePlanner, cache: Any) -> None:
     for name in ("first", "second"):
         side.arrive(name, None, None, keys(5))
     assert side.prepare_store("first", [1, 2, 3], 3) is not None
@@ -204,7 +202,7 @@ def test_a_store_of_the_same_block_keeps_nobody_waiting(side: SchedulerSide, cac
     assert side.lookup("second", 0, 5) == 5
 
 
-def test_a_request_without_a_load_gives_its_lease_back(side: SchedulerSide, cache: Any) -> None:
+def test_a_request_without_a_load_gives_its_lease_back(side: CachePlanner, cache: Any) -> None:
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 0
     side.no_load("r")
@@ -213,7 +211,7 @@ def test_a_request_without_a_load_gives_its_lease_back(side: SchedulerSide, cach
 
 
 def test_a_salt_that_is_none_is_served_without_the_cache(
-    side: SchedulerSide, cache: Any, caplog: pytest.LogCaptureFixture
+    side: CachePlanner, cache: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     side.arrive("r", 5, {NAME: None}, keys(5))  # type: ignore[arg-type]
     assert side.lookup("r", 0, 5) == 0
@@ -227,7 +225,7 @@ def test_a_salt_that_is_none_is_served_without_the_cache(
 
 
 def test_a_step_takes_the_jobs_that_were_prepared_since_the_last(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 2
     side.arrive("r", "alice", None, keys(5))
@@ -249,7 +247,7 @@ def test_a_step_takes_the_jobs_that_were_prepared_since_the_last(
 
 
 def test_a_job_is_over_when_every_rank_has_reported_it(cache: Any) -> None:
-    side = SchedulerSide(cache, PIECES, world_size=3)
+    side = CachePlanner(cache, PIECES, world_size=3)
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -265,7 +263,7 @@ def test_a_job_is_over_when_every_rank_has_reported_it(cache: Any) -> None:
 
 def test_a_rank_that_reports_twice_does_not_stand_for_another(cache: Any) -> None:
     """Else a job would end, and its blocks be given away, while a rank still writes to them."""
-    side = SchedulerSide(cache, PIECES, world_size=2)
+    side = CachePlanner(cache, PIECES, world_size=2)
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -277,7 +275,7 @@ def test_a_rank_that_reports_twice_does_not_stand_for_another(cache: Any) -> Non
 
 
 def test_reports_of_jobs_that_nobody_knows_or_that_are_over_do_nothing(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     completed = side.complete([loaded(99, failed={99: [1]}), stored(98)])
     assert (completed.loads, completed.stores, completed.invalid_block_ids) == ([], [], set())
@@ -290,7 +288,7 @@ def test_reports_of_jobs_that_nobody_knows_or_that_are_over_do_nothing(
 
 
 def test_failed_blocks_are_known_with_the_first_report(cache: Any) -> None:
-    side = SchedulerSide(cache, PIECES, world_size=2)
+    side = CachePlanner(cache, PIECES, world_size=2)
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -304,7 +302,7 @@ def test_failed_blocks_are_known_with_the_first_report(cache: Any) -> None:
 
 
 def test_the_server_is_told_how_many_tokens_were_loaded_and_are_used(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
@@ -315,7 +313,7 @@ def test_the_server_is_told_how_many_tokens_were_loaded_and_are_used(
 
 
 def test_tokens_of_a_request_that_ended_before_its_load_are_not_used(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
@@ -327,7 +325,7 @@ def test_tokens_of_a_request_that_ended_before_its_load_are_not_used(
     assert cache.released and cache.loaded_tokens == 0
 
 
-def test_tokens_from_the_first_bad_block_on_are_not_used(side: SchedulerSide, cache: Any) -> None:
+def test_tokens_from_the_first_bad_block_on_are_not_used(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 5
     side.arrive("r", None, None, keys(5))
     load_all(side, failed=[12])
@@ -335,7 +333,7 @@ def test_tokens_from_the_first_bad_block_on_are_not_used(side: SchedulerSide, ca
 
 
 def test_a_request_whose_load_failed_is_not_offered_a_hit_again(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 5
     for name in ("r", "other"):
@@ -351,7 +349,7 @@ def test_a_request_whose_load_failed_is_not_offered_a_hit_again(
 
 
 def test_what_the_server_has_is_not_stored_and_the_rest_is_in_order(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 2
     side.arrive("r", None, None, keys(5))
@@ -374,7 +372,7 @@ def test_what_the_server_has_is_not_stored_and_the_rest_is_in_order(
     assert stores[second.number].block_ids.tolist() == [21, 22]
 
 
-def test_local_blocks_that_the_server_lacks_are_stored_too(side: SchedulerSide, cache: Any) -> None:
+def test_local_blocks_that_the_server_lacks_are_stored_too(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 1
     side.arrive("r", None, None, keys(5), local_blocks=3)
     assert side.lookup("r", 3, 5) == 0
@@ -386,7 +384,7 @@ def test_local_blocks_that_the_server_lacks_are_stored_too(side: SchedulerSide, 
 
 
 def test_what_was_never_asked_for_again_is_not_stored_again_either(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     """The engine has all that it needs, so nobody waits for the server's answer. It still tells
     what to store."""
@@ -402,7 +400,7 @@ def test_what_was_never_asked_for_again_is_not_stored_again_either(
     assert job is not None and (job.first_block, job.block_ids) == (4, [5])
 
 
-def test_who_cannot_wait_for_that_answer_stores_all(side: SchedulerSide, cache: Any) -> None:
+def test_who_cannot_wait_for_that_answer_stores_all(side: CachePlanner, cache: Any) -> None:
     cache.blocks, cache.silent = 4, True
     side.arrive("r", None, None, keys(5))
     side.no_load("r")
@@ -415,7 +413,7 @@ def test_who_cannot_wait_for_that_answer_stores_all(side: SchedulerSide, cache: 
     assert [request for request, *_ in cache.ended] == [1] and cache.released == [1]
 
 
-def test_who_has_ended_holds_no_lease_while_it_is_stored(side: SchedulerSide, cache: Any) -> None:
+def test_who_has_ended_holds_no_lease_while_it_is_stored(side: CachePlanner, cache: Any) -> None:
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 0
     job = side.prepare_store("r", [1, 2, 3, 4, 5], 5)
@@ -430,7 +428,7 @@ def test_who_has_ended_holds_no_lease_while_it_is_stored(side: SchedulerSide, ca
 
 
 def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
@@ -442,7 +440,7 @@ def test_after_a_failed_load_all_from_the_bad_block_on_is_stored_again(
 
 
 def test_generated_blocks_are_stored_with_the_keys_that_came_later(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     side.arrive("r", None, None, keys(2))
     assert side.lookup("r", 0, 2) == 0
@@ -465,7 +463,7 @@ def test_generated_blocks_are_stored_with_the_keys_that_came_later(
     ids=str,
 )
 def test_hints_go_with_every_store(
-    side: SchedulerSide, params: Any, priority: int, ttl_ms: int
+    side: CachePlanner, params: Any, priority: int, ttl_ms: int
 ) -> None:
     side.arrive("r", None, params, keys(5))
     side.lookup("r", 0, 5)
@@ -479,7 +477,7 @@ def test_hints_go_with_every_store(
 
 
 def test_the_session_ends_with_the_request_if_nothing_is_under_way(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     side.arrive("r", "alice", None, keys(5))
     assert side.end("r") is None
@@ -489,7 +487,7 @@ def test_the_session_ends_with_the_request_if_nothing_is_under_way(
 
 
 def test_an_aborted_request_keeps_its_lease_until_the_last_rank_has_read(cache: Any) -> None:
-    side = SchedulerSide(cache, PIECES, world_size=2)
+    side = CachePlanner(cache, PIECES, world_size=2)
     cache.blocks = 5
     side.arrive("r", None, {NAME: None}, keys(5))
     assert side.lookup("r", 0, 5) == 5
@@ -504,7 +502,7 @@ def test_an_aborted_request_keeps_its_lease_until_the_last_rank_has_read(cache: 
 
 
 def test_a_finished_conversation_is_said_with_its_last_key_after_the_last_store(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     side.arrive("r", "alice", {"kvkeep_session_finished": True}, keys(5))
     side.lookup("r", 0, 5)
@@ -518,9 +516,7 @@ def test_a_finished_conversation_is_said_with_its_last_key_after_the_last_store(
     assert cache.ended == [(1, "alice", keys(1, start=3), True)]
 
 
-def test_a_request_id_that_is_used_again_is_another_request(
-    side: SchedulerSide, cache: Any
-) -> None:
+def test_a_request_id_that_is_used_again_is_another_request(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 3
     side.arrive("r", None, {NAME: None}, keys(3))
     assert side.lookup("r", 0, 3) == 3
@@ -542,7 +538,7 @@ def test_a_request_id_that_is_used_again_is_another_request(
 
 
 def test_preempted_and_loaded_again_counts_once_and_asks_anew(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 4
     side.arrive("r", None, {NAME: None}, keys(5))
@@ -556,14 +552,14 @@ def test_preempted_and_loaded_again_counts_once_and_asks_anew(
     assert side.end("r") == {NAME: 20}
 
 
-def test_close_closes_the_cache(side: SchedulerSide, cache: Any) -> None:
+def test_close_closes_the_cache(side: CachePlanner, cache: Any) -> None:
     side.close()
     assert cache.closed == 1
 
 
 def test_how_long_a_load_took_is_what_its_slowest_rank_says(cache: Any) -> None:
     told: list[float | None] = []
-    side = SchedulerSide(cache, PIECES, 2)
+    side = CachePlanner(cache, PIECES, 2)
     side.worth.end_load = lambda job, *, good, took_s=None: told.append(took_s)  # type: ignore[method-assign]
     cache.blocks = 5
     for seconds in ([0.3, 0.2], []):
@@ -580,7 +576,7 @@ def test_how_long_a_load_took_is_what_its_slowest_rank_says(cache: Any) -> None:
 
 
 def test_stores_that_wait_for_a_step_end_undone_when_they_are_dropped(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     for name in ("under way", "over", "waits", "after"):
         side.arrive(name, None, None, keys(5))

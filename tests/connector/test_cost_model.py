@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.connector.worth import LEAST_SAMPLES, SKIPS_BEFORE_TRIAL, Worth
+from kvkeep.connector.cost_model import LEAST_SAMPLES, SKIPS_BEFORE_TRIAL, CostModel
 
 BLOCK_TOKENS = 16
 
@@ -27,7 +27,7 @@ class Machine:
     jobs: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self.worth = Worth(in_step=self.in_step, clock=lambda: self.now_ms / 1e3)
+        self.worth = CostModel(in_step=self.in_step, clock=lambda: self.now_ms / 1e3)
 
     def computes_ms(self, tokens: int, requests: int) -> float:
         return self.step_ms + self.token_ms * (tokens - requests) if tokens else 1.0
@@ -214,8 +214,8 @@ def test_while_little_is_known_everything_is_loaded() -> None:
 
 def test_one_small_block_is_computed_with_the_rest_unless_all_is_to_be_loaded() -> None:
     assert not any(Machine().decide(1) for _ in range(100)), "not even to try"
-    assert Worth("always").decide(1, 16)
-    assert Worth().decide(1, 4096), "a block of a hybrid can be large"
+    assert CostModel("always").decide(1, 16)
+    assert CostModel().decide(1, 4096), "a block of a hybrid can be large"
 
 
 @pytest.mark.parametrize(("blocks", "loaded"), [(1, False), (2, True), (64, True)])
@@ -260,7 +260,7 @@ def test_what_is_expected_of_a_load_is_what_such_loads_took_or_nothing() -> None
 
 
 def test_a_load_that_is_over_before_its_step_is_made_counts_with_what_it_took() -> None:
-    worth = Worth()
+    worth = CostModel()
     for job in range(4):
         worth.begin_load(job, 8, 128)
         worth.end_load(job, good=True, took_s=0.25)
@@ -299,7 +299,7 @@ def test_loads_that_queue_up_are_measured_with_those_before_them() -> None:
 
 
 def test_always_is_always() -> None:
-    worth = Worth("always", clock=lambda: 0.0)
+    worth = CostModel("always", clock=lambda: 0.0)
     worth._took.extend([(1, 9.0)] * 8)
     worth._prefills.extend([(100, 0.001)] * 8)
     assert not worth.is_faster(1, 16)
@@ -447,7 +447,7 @@ def test_loads_of_one_step_are_one_load() -> None:
 def test_what_workers_tell_counts_however_late_the_engine_hears_of_it() -> None:
     """An engine with long steps hears of a load a step later; that is no reason to believe that
     loads are slow."""
-    told, guessed = (Worth(clock=lambda: clock[0]) for _ in range(2))
+    told, guessed = (CostModel(clock=lambda: clock[0]) for _ in range(2))
     clock = [0.0]
     for worth in (told, guessed):
         for job in range(LEAST_SAMPLES):

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.hints import Hints
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.scheduler import Answer
-from kvkeep.connector.params import CacheParams
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Tracker:
+class RequestState:
     """Lives from a request's arrival until it has ended and its last job has."""
 
     number: int  # its name to the cache: a request id may be used again while an old job runs
     request_id: str
     salt: str | None
     tenant: str  # "": its salt is none, so nothing of it is looked up or stored
-    params: CacheParams
+    params: Hints
     prompt_blocks: (
         int  # full blocks before the last token of its prompt: those that the server can give it
     )

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
 from kvkeep.client.sources import NO_BLOCK
-from kvkeep.connector.pieces import CacheGroup, Pieces
-from kvkeep.connector.scheduler import BLOCKS_TOGETHER, SchedulerSide
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
+from kvkeep.connector.planner import BLOCKS_TOGETHER, CachePlanner
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
 
-WHOLE = Pieces([CacheGroup("full", 4)])
-WINDOW = Pieces([CacheGroup("full", 4), CacheGroup("window", 4, reach=6)])
+WHOLE = GroupLayout([CacheGroup("full", 4)])
+WINDOW = GroupLayout([CacheGroup("full", 4), CacheGroup("window", 4, reach=6)])
 NAME = "num_kvkeep_extra_cached_tokens"
 
 
@@ -61,10 +61,10 @@ class SeveralPieces:
         return getattr(self._cache, name)
 
 
-def several(cache: Any, absent: Any, world_size: int = 1) -> SchedulerSide:
+def several(cache: Any, absent: Any, world_size: int = 1) -> CachePlanner:
     table = np.array(absent, dtype=np.bool_)
     cache.blocks = len(table)
-    return SchedulerSide(SeveralPieces(cache, table), WINDOW, world_size)
+    return CachePlanner(SeveralPieces(cache, table), WINDOW, world_size)
 
 
 def rows(first: int, second: int) -> Any:
@@ -82,7 +82,7 @@ def rows(first: int, second: int) -> Any:
 
 
 def test_a_request_that_must_not_read_asks_nobody_and_stores_all(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 5
     side.arrive("r", "alice", {NAME: None}, keys(5), reads=False)
@@ -100,7 +100,7 @@ def test_a_request_that_must_not_read_asks_nobody_and_stores_all(
 
 
 def test_that_one_request_must_not_read_is_no_concern_of_others(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 5
     side.arrive("not", None, None, keys(5), reads=False)
@@ -112,7 +112,7 @@ def test_that_one_request_must_not_read_is_no_concern_of_others(
 
 
 def test_known_blocks_have_keys_and_stored_blocks_need_no_store(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     assert (side.known_blocks("r"), side.stored_blocks("r")) == (0, 0)
     cache.blocks = 2
@@ -132,7 +132,7 @@ def test_known_blocks_have_keys_and_stored_blocks_need_no_store(
 
 
 def test_a_table_is_asked_for_once_and_only_for_what_is_stored(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     cache.blocks = 2
     side.arrive("r", None, None, keys(5))
@@ -156,7 +156,7 @@ def test_a_table_is_asked_for_once_and_only_for_what_is_stored(
 # -- stores that begin when the step is over
 
 
-def test_stores_of_what_the_step_computes_begin_after_it(side: SchedulerSide) -> None:
+def test_stores_of_what_the_step_computes_begin_after_it(side: CachePlanner) -> None:
     side.arrive("r", None, {"kvkeep_priority": 70}, keys(5))
     before = side.prepare_store("r", [10, 11, 12, 13, 14], 2)
     after = side.prepare_store("r", [10, 11, 12, 13, 14], 5, after_step=True)
@@ -171,7 +171,7 @@ def test_stores_of_what_the_step_computes_begin_after_it(side: SchedulerSide) ->
     assert completed.stores == [before, after] and side.idle
 
 
-def test_a_step_names_whose_loads_it_begins(side: SchedulerSide, cache: Any) -> None:
+def test_a_step_names_whose_loads_it_begins(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 2
     jobs = {}
     for number, name in enumerate(("a", "b")):
@@ -188,7 +188,7 @@ def test_a_step_names_whose_loads_it_begins(side: SchedulerSide, cache: Any) -> 
 
 
 def test_a_step_withdraws_what_stores_under_way_may_not_have_read(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     for number in range(4):
         side.arrive(str(number), None, None, keys(2, name=number))
@@ -209,7 +209,7 @@ def test_a_step_withdraws_what_stores_under_way_may_not_have_read(
 
 
 def test_a_block_that_one_store_reads_and_another_will_is_withdrawn_from_the_first(
-    side: SchedulerSide,
+    side: CachePlanner,
 ) -> None:
     for number in range(2):
         side.arrive(str(number), None, None, keys(2, name=number))
@@ -219,7 +219,7 @@ def test_a_block_that_one_store_reads_and_another_will_is_withdrawn_from_the_fir
     assert side.build_step({2, 3}).withdrawn == [2]
 
 
-def test_loads_are_never_withdrawn(side: SchedulerSide, cache: Any) -> None:
+def test_loads_are_never_withdrawn(side: CachePlanner, cache: Any) -> None:
     cache.blocks = 3
     side.arrive("r", None, None, keys(3))
     assert side.lookup("r", 0, 3) == 3
@@ -228,7 +228,7 @@ def test_loads_are_never_withdrawn(side: SchedulerSide, cache: Any) -> None:
 
 
 def test_a_store_is_under_way_until_every_rank_has_reported_it(cache: Any) -> None:
-    side = SchedulerSide(cache, WHOLE, world_size=2)
+    side = CachePlanner(cache, WHOLE, world_size=2)
     side.arrive("r", None, None, keys(2))
     job = side.prepare_store("r", [1, 2], 2)
     side.build_step()
@@ -251,7 +251,7 @@ def test_every_piece_is_withdrawn_and_what_is_no_block_is_not(cache: Any) -> Non
 @given(st.data())
 def test_withdrawn_is_exactly_what_is_written_and_may_be_unread(data: st.DataObject) -> None:
     """Random lives of stores against a set of those that have begun and are not over."""
-    side = SchedulerSide(_Silent(), WHOLE, world_size=1)
+    side = CachePlanner(_Silent(), WHOLE, world_size=1)
     begun: dict[int, set[int]] = {}
     number = itertools.count()
     jobs = {}
@@ -285,7 +285,7 @@ class _Silent:
     def lacks(self, key: bytes) -> bool:
         return False
 
-    def end_session(self, *_: Any) -> None: ...
+    def finish_request(self, *_: Any) -> None: ...
     def close(self) -> None: ...
 
 
@@ -382,7 +382,7 @@ def test_an_incomplete_store_is_the_requests_last(cache: Any) -> None:
 
 
 def test_an_incomplete_store_of_whole_blocks_is_offered_again_from_the_beginning(
-    side: SchedulerSide,
+    side: CachePlanner,
 ) -> None:
     count = 4 + 2 * BLOCKS_TOGETHER
     side.arrive("r", None, None, keys(count), reads=False)
@@ -406,7 +406,7 @@ def test_reports_come_in_any_order_and_number(data: st.DataObject) -> None:
     """A job is over with the first report of its last rank: told once, whatever comes again or
     after."""
     ranks = data.draw(st.integers(1, 4), "ranks")
-    side = SchedulerSide(_Silent(), WHOLE, world_size=ranks)
+    side = CachePlanner(_Silent(), WHOLE, world_size=ranks)
     jobs = []
     for name in range(3):
         side.arrive(str(name), None, None, keys(2, name=name), reads=False)
@@ -431,7 +431,7 @@ def test_reports_come_in_any_order_and_number(data: st.DataObject) -> None:
 
 
 def test_one_rank_that_left_something_out_is_enough(cache: Any) -> None:
-    side = SchedulerSide(cache, WHOLE, world_size=3)
+    side = CachePlanner(cache, WHOLE, world_size=3)
     side.arrive("r", None, None, keys(2))
     job = side.prepare_store("r", [1, 2], 2)
     side.build_step()
@@ -443,7 +443,7 @@ def test_one_rank_that_left_something_out_is_enough(cache: Any) -> None:
 
 
 def test_a_failed_lookup_is_counted_once_however_often_it_is_asked(
-    side: SchedulerSide, cache: Any
+    side: CachePlanner, cache: Any
 ) -> None:
     nothing = np.empty((0, 1), dtype=np.uint64)
     failures = itertools.repeat(
@@ -460,7 +460,7 @@ def test_a_failed_lookup_is_counted_once_however_often_it_is_asked(
     assert side.failed_lookups == 2, "asked anew"
 
 
-def test_a_miss_is_no_failed_lookup(side: SchedulerSide, cache: Any) -> None:
+def test_a_miss_is_no_failed_lookup(side: CachePlanner, cache: Any) -> None:
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 0
     cache.blocks = 5

@@ -30,15 +30,15 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.client.hints import Hints
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.sources import NO_BLOCK
-from kvkeep.connector.params import CacheParams
-from kvkeep.connector.pieces import Pieces
+from kvkeep.connector.cost_model import CostModel
+from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.readers import Readers
 from kvkeep.connector.recoveries import Recoveries
+from kvkeep.connector.request_state import RequestState, usable_tenant
 from kvkeep.connector.step import NOTHING, Completed, Job, LookupSide, StepMetadata
-from kvkeep.connector.tracker import Tracker, usable_tenant
-from kvkeep.connector.worth import Worth
 from kvkeep.kv.keys import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -49,22 +49,22 @@ BlockIds = Sequence[int] | NDArray[np.int64]  # of one piece, or a row for each
 BLOCKS_TOGETHER = 8
 
 
-class SchedulerSide:
+class CachePlanner:
     """One for each engine. `world_size` is the number of workers that report each job. Without a
     `worth`, all that can be loaded is."""
 
     def __init__(
         self,
         cache: LookupSide,
-        pieces: Pieces,
+        pieces: GroupLayout,
         world_size: int,
-        worth: Worth | None = None,
+        worth: CostModel | None = None,
         load_failure_policy: str = "recompute",
     ) -> None:
         self._cache, self._pieces, self._world_size = cache, pieces, world_size
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, RequestState] = {}
         self._jobs: dict[int, Job] = {}
-        self._owners: dict[int, Tracker] = {}  # of jobs
+        self._owners: dict[int, RequestState] = {}  # of jobs
         self._loading: dict[int, Job] = {}  # those of the jobs that bring blocks here
         self._readers = Readers()
         self._next_job = self._next_tracker = 0
@@ -72,7 +72,7 @@ class SchedulerSide:
         self._stores: dict[int, StoreRequest] = {}
         self._stores_after: dict[int, StoreRequest] = {}
         self._recoveries = Recoveries(load_failure_policy, pieces.block_tokens)
-        self.worth = worth or Worth("always")
+        self.worth = worth or CostModel("always")
         self.failed_lookups = self.skipped_loads = self.skipped_tokens = 0  # for whoever counts
 
     @property
@@ -114,8 +114,8 @@ class SchedulerSide:
         does not have, unless the request must not read from a cache."""
         self._next_tracker += 1
         prompt_blocks = len(keys) // KEY_BYTES if prompt_blocks is None else prompt_blocks
-        about = (salt, usable_tenant(salt), CacheParams.of(params), prompt_blocks, bytearray(keys))
-        tracker = Tracker(self._next_tracker, request_id, *about)
+        about = (salt, usable_tenant(salt), Hints.of(params), prompt_blocks, bytearray(keys))
+        tracker = RequestState(self._next_tracker, request_id, *about)
         tracker.offers = reads
         self._trackers[request_id] = tracker
         if tracker.tenant and reads and local_blocks < tracker.num_blocks:
@@ -304,7 +304,7 @@ class SchedulerSide:
         it nothing."""
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
-            return CacheParams.of(params).reply(0)
+            return Hints.of(params).reply(0)
         tracker.ended = True
         if tracker.asked is not None and not tracker.loads:
             self._let_go(tracker)  # stores may go on for as long as the engine is idle
@@ -377,12 +377,12 @@ class SchedulerSide:
 
     # -- inside
 
-    def _ask(self, tracker: Tracker, skip: int, stop: int) -> tuple[bytes, int]:
+    def _ask(self, tracker: RequestState, skip: int, stop: int) -> tuple[bytes, int]:
         tracker.asked = (tracker.keys_of(0, stop), skip)
         self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
         return tracker.asked
 
-    def _is_worth(self, tracker: Tracker, local_blocks: int, usable: int) -> bool:
+    def _is_worth(self, tracker: RequestState, local_blocks: int, usable: int) -> bool:
         """Whether blocks local_blocks..usable-1 are loaded. If not, the server need not keep them
         for us: they are computed, and it has them already."""
         extra = usable - local_blocks
@@ -398,7 +398,7 @@ class SchedulerSide:
         self.skipped_tokens += tokens
         return False
 
-    def _is_being_loaded(self, tracker: Tracker, block: int) -> bool:
+    def _is_being_loaded(self, tracker: RequestState, block: int) -> bool:
         key = tracker.key(block)  # it stands for all tokens up to its end: no other place has it
         return any(
             block in job.places and self._owners[number].key(block) == key
@@ -407,7 +407,7 @@ class SchedulerSide:
 
     def _new_job(
         self,
-        tracker: Tracker,
+        tracker: RequestState,
         first_block: int,
         table: NDArray[np.int64],
         *,
@@ -464,15 +464,15 @@ class SchedulerSide:
         if tracker.ended:
             self._end_session(tracker)
 
-    def _let_go(self, tracker: Tracker, loaded_tokens: int = 0) -> None:
+    def _let_go(self, tracker: RequestState, loaded_tokens: int = 0) -> None:
         self._cache.release(tracker.number, loaded_tokens)
         tracker.asked = tracker.answer = tracker.accepted_after = None
 
-    def _end_session(self, tracker: Tracker) -> None:
+    def _end_session(self, tracker: RequestState) -> None:
         """Tells the server, once the last job is over: a lease may still be read from, a block
         still be stored."""
         if tracker.jobs == 0:
             last_key = tracker.key(tracker.stored - 1)
-            self._cache.end_session(
+            self._cache.finish_request(
                 tracker.number, tracker.salt, last_key, tracker.params.session_finished
             )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvkeep.client.sources import NO_BLOCK
-from kvkeep.connector.pieces import CacheGroup, Pieces
+from kvkeep.connector.group_layout import CacheGroup, GroupLayout
 from kvkeep.kv.checksum import ABSENT
 
 FULL, WINDOW, STATE = (
@@ -69,7 +69,7 @@ def hit(groups: list[CacheGroup], absent: NDArray[np.bool_], local: int, limit: 
     return local
 
 
-def usable(pieces: Pieces, absent: Any, skip: int = 0, local: int = 0, limit: int = 99) -> int:
+def usable(pieces: GroupLayout, absent: Any, skip: int = 0, local: int = 0, limit: int = 99) -> int:
     """One rank; `absent` is a table of 0 and 1, a row for each block."""
     table = np.array(absent, dtype=np.bool_).reshape(-1, len(pieces))
     return pieces.usable(np.where(table, np.uint64(ABSENT), np.uint64(7)), skip, local, limit)
@@ -87,7 +87,7 @@ KINDS = st.builds(
 @given(st.data())
 def test_usable_is_what_the_drawing_says(data: st.DataObject) -> None:
     groups = data.draw(st.lists(KINDS, min_size=1, max_size=3), "groups")
-    pieces = Pieces(groups)
+    pieces = GroupLayout(groups)
     blocks, ranks = data.draw(st.integers(0, 6), "blocks"), data.draw(st.integers(1, 2), "ranks")
     local = data.draw(st.integers(0, 7), "local")
     skip = data.draw(st.integers(0, local), "skip")
@@ -106,7 +106,7 @@ def test_usable_is_what_the_drawing_says(data: st.DataObject) -> None:
 @given(st.lists(KINDS, min_size=1, max_size=3), st.integers(1, 6))
 def test_a_hit_needs_no_more_than_it_needs(groups: list[CacheGroup], blocks: int) -> None:
     """Each single missing piece costs the hit exactly if the model says that it is needed."""
-    pieces = Pieces(groups)
+    pieces = GroupLayout(groups)
     for block in range(blocks):
         for piece, (group, start, end) in enumerate(spans(groups)):
             absent = np.zeros((blocks, len(pieces)), dtype=np.bool_)
@@ -121,7 +121,7 @@ def test_a_hit_needs_no_more_than_it_needs(groups: list[CacheGroup], blocks: int
 
 def test_the_drawing_itself() -> None:
     """Six blocks of four tokens: all of full attention, two of the window, one state."""
-    pieces = Pieces([FULL, WINDOW, STATE])
+    pieces = GroupLayout([FULL, WINDOW, STATE])
     drawn = np.array([[0, 1, 1]] * 4 + [[0, 0, 1], [0, 0, 0]])
     assert usable(pieces, drawn) == 6
     for block, piece in ((0, 0), (3, 0), (5, 0), (4, 1), (5, 1), (5, 2)):
@@ -138,7 +138,7 @@ def test_a_window_reaches_back_to_the_block_of_its_first_token(
     reach: int, first_needed: int
 ) -> None:
     """Of 16 tokens the next one sees reach - 1, those from 17 - reach on."""
-    pieces = Pieces([FULL, CacheGroup("window", 4, reach)])
+    pieces = GroupLayout([FULL, CacheGroup("window", 4, reach)])
     before = [[0, 1]] * first_needed + [[0, 0]] * (4 - first_needed)
     assert usable(pieces, before) == 4
     if first_needed < 4:
@@ -147,7 +147,7 @@ def test_a_window_reaches_back_to_the_block_of_its_first_token(
 
 
 def test_one_group_of_full_attention_is_whole_and_nothing_else_is() -> None:
-    assert Pieces([FULL]).whole
+    assert GroupLayout([FULL]).whole
     others = [
         [WINDOW],
         [STATE],
@@ -156,11 +156,11 @@ def test_one_group_of_full_attention_is_whole_and_nothing_else_is() -> None:
         [FULL, STATE],
         [FULL, CacheGroup("full", 8)],
     ]
-    assert not any(Pieces(groups).whole for groups in others)
+    assert not any(GroupLayout(groups).whole for groups in others)
 
 
 def test_whole_blocks_are_usable_up_to_the_first_that_is_missing() -> None:
-    pieces = Pieces([FULL])
+    pieces = GroupLayout([FULL])
     assert usable(pieces, [0, 0, 0]) == 3
     assert usable(pieces, [0, 0, 1, 0]) == 2
     assert usable(pieces, [1, 0]) == 0
@@ -168,21 +168,21 @@ def test_whole_blocks_are_usable_up_to_the_first_that_is_missing() -> None:
 
 
 def test_a_missing_window_or_state_in_the_middle_is_no_loss() -> None:
-    window = Pieces([FULL, WINDOW])
+    window = GroupLayout([FULL, WINDOW])
     assert usable(window, [[0, 0], [0, 1], [0, 0], [0, 0]]) == 4
     assert usable(window, [[0, 0], [0, 0], [0, 1], [0, 0]]) == 2, (
         "blocks 2 and 3 would be needed for 4, 1 and 2 for 3"
     )
-    state = Pieces([FULL, STATE])
+    state = GroupLayout([FULL, STATE])
     assert usable(state, [[0, 1], [0, 0], [0, 1], [0, 1]]) == 2
     assert usable(state, [[0, 1], [0, 1]]) == 0
-    only = Pieces([WINDOW])
+    only = GroupLayout([WINDOW])
     assert usable(only, [1, 1, 0, 0]) == 4
     assert usable(only, [1, 1, 0, 1]) == 0
 
 
 def test_what_the_engine_has_itself_need_not_be_at_the_server() -> None:
-    pieces = Pieces([FULL, WINDOW])
+    pieces = GroupLayout([FULL, WINDOW])
     absent = [[1, 1], [1, 1], [0, 0]]
     assert usable(pieces, absent, local=2) == 3
     assert usable(pieces, absent, local=1) == 1
@@ -194,11 +194,11 @@ def test_what_the_engine_has_itself_need_not_be_at_the_server() -> None:
     ("skip", "local", "limit"), [(0, 0, 5), (2, 2, 5), (2, 4, 3), (0, 3, 0), (3, 3, 1)]
 )
 def test_an_empty_answer_is_no_hit(skip: int, local: int, limit: int) -> None:
-    assert usable(Pieces([FULL, WINDOW]), [], skip, local, limit) == local
+    assert usable(GroupLayout([FULL, WINDOW]), [], skip, local, limit) == local
 
 
 def test_what_one_rank_lacks_all_lack() -> None:
-    pieces = Pieces([FULL, STATE])
+    pieces = GroupLayout([FULL, STATE])
     sums = np.full((2, 4), 7, dtype=np.uint64)  # rank 0: shards 0 and 1, rank 1: shards 2 and 3
     assert pieces.usable(sums, 0, 0, 9) == 2
     for shard, hit_blocks in ((0, 1), (1, 1), (2, 1), (3, 1)):
@@ -213,14 +213,16 @@ def test_what_one_rank_lacks_all_lack() -> None:
 
 
 def test_blocks_without_a_checksum_are_there() -> None:
-    assert Pieces([FULL]).usable(np.zeros((3, 1), dtype=np.uint64), 0, 0, 9) == 3
+    assert GroupLayout([FULL]).usable(np.zeros((3, 1), dtype=np.uint64), 0, 0, 9) == 3
 
 
 # -- tables
 
 
 def test_groups_of_different_sizes_meet_in_blocks_of_their_common_multiple() -> None:
-    pieces = Pieces([CacheGroup("full", 4), CacheGroup("window", 6, 9), CacheGroup("state", 12)])
+    pieces = GroupLayout(
+        [CacheGroup("full", 4), CacheGroup("window", 6, 9), CacheGroup("state", 12)]
+    )
     assert pieces.block_tokens == 12
     assert len(pieces) == 3 + 2 + 1
     assert [pieces.group_of(piece) for piece in range(6)] == [0, 0, 0, 1, 1, 2]
@@ -228,7 +230,7 @@ def test_groups_of_different_sizes_meet_in_blocks_of_their_common_multiple() -> 
 
 
 def test_rows_are_the_engine_blocks_of_each_piece() -> None:
-    pieces = Pieces([CacheGroup("full", 4), CacheGroup("window", 2, 9)])
+    pieces = GroupLayout([CacheGroup("full", 4), CacheGroup("window", 2, 9)])
     tables = [[11, 12, 13, 14], [21, 22, 23, 24, 25, 26, 27]]
     assert pieces.rows(tables, 0, 4, NULL).tolist() == [
         [11, 12, 13, 14],
@@ -241,7 +243,7 @@ def test_rows_are_the_engine_blocks_of_each_piece() -> None:
 
 
 def test_null_blocks_are_none_wherever_they_stand() -> None:
-    pieces = Pieces([FULL, WINDOW])
+    pieces = GroupLayout([FULL, WINDOW])
     tables = [[11, 12, 13], [NULL, NULL, 23]]
     assert pieces.rows(tables, 0, 3, NULL).tolist() == [[11, 12, 13], [NO_BLOCK, NO_BLOCK, 23]]
     assert pieces.rows([[0, 1, 2], [3, 9, 9]], 0, 3, 9).tolist() == [
@@ -253,7 +255,7 @@ def test_null_blocks_are_none_wherever_they_stand() -> None:
 @given(st.data())
 def test_rows_hold_every_engine_block_once_where_it_belongs(data: st.DataObject) -> None:
     groups = data.draw(st.lists(KINDS, min_size=1, max_size=3))
-    pieces = Pieces(groups)
+    pieces = GroupLayout(groups)
     blocks, start = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3))
     tables = []
     for number, group in enumerate(groups):
@@ -276,7 +278,7 @@ def test_rows_hold_every_engine_block_once_where_it_belongs(data: st.DataObject)
 @given(st.data())
 def test_states_stay_where_the_engine_stopped_and_nowhere_else(data: st.DataObject) -> None:
     groups = data.draw(st.lists(KINDS, min_size=1, max_size=3))
-    pieces = Pieces(groups)
+    pieces = GroupLayout(groups)
     blocks, start = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     states_at = data.draw(st.integers(0, (start + blocks + 1) * pieces.block_tokens))
     rows = np.arange(1, len(pieces) * blocks + 1).reshape(len(pieces), blocks)
@@ -295,7 +297,7 @@ def test_states_stay_where_the_engine_stopped_and_nowhere_else(data: st.DataObje
 @given(st.data())
 def test_what_lies_in_the_engines_own_tokens_is_not_loaded(data: st.DataObject) -> None:
     groups = data.draw(st.lists(KINDS, min_size=1, max_size=3))
-    pieces = Pieces(groups)
+    pieces = GroupLayout(groups)
     blocks, start = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     tokens = data.draw(st.integers(0, (start + blocks + 1) * pieces.block_tokens))
     rows = np.arange(1, len(pieces) * blocks + 1).reshape(len(pieces), blocks)

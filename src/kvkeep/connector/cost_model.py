@@ -60,7 +60,7 @@ class _Load:
     step: _Step | None = None
 
 
-class Worth:
+class CostModel:
     """Decides for one engine. `in_step`: its loads are over before the step that begins them
     computes."""
 

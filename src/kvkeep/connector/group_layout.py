@@ -48,7 +48,7 @@ class _Place:
     reach: int
 
 
-class Pieces:
+class GroupLayout:
     """How blocks of `block_tokens` tokens are made of the blocks of several groups."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
