@@ -209,8 +209,6 @@ class LateCopier(HostCopier):
     def shield(self) -> None:
         self.note("shield")
 
-    def moves(self, blocks: bool) -> None: ...
-
     def give_way(self, to_engine: bool) -> None:
         self.gave_way.append(to_engine)
 

@@ -366,20 +366,6 @@ def test_an_engine_says_whether_it_computes_something(start: Start) -> None:
     assert said == [True, False]
 
 
-def test_a_copier_knows_whether_there_is_something_to_do(start: Start) -> None:
-    layers, _ = contiguous()
-    fill(layers)
-    engine = start(layers)
-    copier: Any = engine.worker._transfer.copier  # type: ignore[union-attr]
-    said = list[bool]()
-    copier.moves = lambda blocks: said.append(blocks)
-    engine.stored([0, 1])
-    assert said == [True, False]
-    engine.worker.load("l", engine.looked_up([2, 3]))
-    assert engine.finished().loaded == ["l"]
-    assert said == [True, False] * 2
-
-
 def test_sources_are_made_while_the_thread_that_stores_may_go_on(start: Start) -> None:
     """Whoever hands over many stores would keep it from the first of them."""
     layers, _ = contiguous()

@@ -66,14 +66,19 @@ class Fetched(Protocol):
 
 
 class Copier(Protocol):
-    """`mark`, `shield`, `give_way` and `set_aside` are for the engine's thread, `reading` for the
-    one that stores, `scattering` for the one that loads; both have called `enter`. `wait_for` waits
-    until the engine has got to a mark, and tells whether that was necessary. `fetch_ahead` is for
-    the one that loads, too, when it knows the slots and not yet the blocks: `scattering` of the
-    same slots takes it from there. None: nothing can be done yet. Copies give way to the engine's
-    own, unless it says that it computes nothing. `moves` is for any thread: there are jobs, or
-    none. `relocate` is for the engine's thread while there is no job: its blocks are in this memory
-    from now on, and without any memory the copier refers to none."""
+    """Moves blocks between an engine's memory and slots.
+
+    The engine's thread calls `mark`, `shield`, `give_way`, `set_aside` and, while there is no job,
+    `relocate`; the store thread `reading`; the load thread `scattering` and `fetch_ahead`. Both
+    threads call `enter` first.
+
+    mark         a point in the engine's work; `wait_for` waits for it and returns whether it had to
+    shield       orders the engine's next writes after the reads that have begun
+    give_way     whether copies leave gaps for the engine's own; they do unless it is idle
+    relocate     the blocks are in this memory from now on; with none the copier refers to none
+    fetch_ahead  begins to copy slots before the blocks are known; `scattering` of the same slots
+                 takes it from there. None: the device cannot do that
+    """
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes,
     # costs a part.
@@ -86,7 +91,6 @@ class Copier(Protocol):
     def mark(self) -> Any: ...
     def shield(self) -> None: ...
     def give_way(self, to_engine: bool) -> None: ...
-    def moves(self, blocks: bool) -> None: ...
     def relocate(self, pieces: Sequence[BlockRuns]) -> None: ...
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
     def enter(self) -> None: ...
@@ -123,9 +127,6 @@ class HostCopier:
 
     def shield(self) -> None:
         """Nothing: what was read was read with a lock held."""
-
-    def moves(self, blocks: bool) -> None:
-        """Nothing: its threads need the interpreter for a moment only."""
 
     def give_way(self, to_engine: bool) -> None:
         """Nothing: memory is nobody's alone."""

@@ -206,7 +206,6 @@ class WorkerAdapter:
                 self._sources.update(zip(taken, sources, strict=self._transfer is not None))
                 self._stores.extend(taken.items())
                 self._begun = (self._stores.popleft()[0], first) if first else self._begun
-                self._tell_copier()
                 self._for_stores.notify_all()
             for job, stored in ended.items():
                 self._end_store(job, stored)
@@ -224,7 +223,6 @@ class WorkerAdapter:
                 (job, request, self._transfer.copier.mark() if self._transfer else None)
             )
             self._began[job] = time.perf_counter()
-            self._tell_copier()
             self._for_loads.notify_all()
 
     def load_ahead(self, owner: Hashable, epoch: int, slots: NDArray[np.int64]) -> bool:
@@ -489,16 +487,11 @@ class WorkerAdapter:
         self._loads.clear()
         self._stores.clear()
 
-    def _tell_copier(self) -> None:
-        if self._transfer is not None:
-            self._transfer.copier.moves(blocks=bool(self._sources or self._began))
-
     def _end_store(self, job: Hashable, stored: Stored) -> None:
         with self._wake:
             sources = self._sources.pop(job, None)
             if sources is not None:
                 sources.close()
-            self._tell_copier()
             self._finished.stored[job] = stored.written
             if not stored.complete:
                 self._finished.incomplete.append(job)
@@ -508,7 +501,6 @@ class WorkerAdapter:
     def _end_load(self, job: Hashable, failed: list[int]) -> None:
         self._finished.loaded.append(job)
         began = self._began.pop(job, None)
-        self._tell_copier()
         if began is not None:
             self._finished.seconds[job] = time.perf_counter() - began
         self._wake.notify_all()

@@ -8,5 +8,4 @@ copies.py       copies over the bus, in turns that let an engine's own through
 staging.py      GPU memory that blocks pass through
 scattering.py   loads
 copier.py       all of it together, and stores
-interpreter.py  how soon threads hand the interpreter to each other meanwhile
 """

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu.batch import Gate
 from kvkeep.gpu.device import Cuda
-from kvkeep.gpu.interpreter import QuickSwitches
 from kvkeep.gpu.kernels import Units
 from kvkeep.gpu.pinned import Pinned, Run
 from kvkeep.gpu.scattering import Fetched, Ready, Scattered, Scattering, Way
@@ -69,7 +68,6 @@ class GpuCopier:
         self._units = [Units.of(runs, self._device.torch_device) for runs in pieces]
         self._runs, self._pinned = pieces, Pinned()
         self._last_read: Any = None
-        self._switches = QuickSwitches()
         self._warned = False
         self._take_memory(min(max(staging_bytes, _SMALLEST_STAGING), _LARGEST_STAGING))
         self._try_out()
@@ -150,11 +148,6 @@ class GpuCopier:
         nothing."""
         for line in (self._out, self._in):
             line.copies.gives_way = to_engine
-        self._switches.computes(something=to_engine)
-
-    def moves(self, blocks: bool) -> None:
-        """Whether there is any job for the threads that copy."""
-        self._switches.moves(blocks)
 
     def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[Saved]:
         """Copies of these blocks, in memory of our own, ordered before whatever the engine does
