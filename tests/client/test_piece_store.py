@@ -151,7 +151,7 @@ def test_what_is_not_too_large_goes_in_one_part_unless_others_wait(
 ) -> None:
     in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES, whole=8 * NBYTES)
     moving, asked = transfer(sim.connected(), memory()), storing([*range(count)])
-    store = moving.storing(asked, moving.sources(asked))
+    store = moving.storing(asked, moving.sources([asked])[0])
     store.begin(alone=alone)
     store.copy()
     assert store.finish() == Stored(count, True)
@@ -167,7 +167,7 @@ def test_several_parts_may_grow_at_first(
 ) -> None:
     in_parts_of(monkeypatch, 4 * NBYTES, NBYTES, 3 * NBYTES)
     moving, asked = transfer(sim.connected(), memory()), storing([*range(count)])
-    store = moving.storing(asked, moving.sources(asked))
+    store = moving.storing(asked, moving.sources([asked])[0])
     store.begin(alone=False)
     store.copy()
     assert store.finish() == Stored(count, True)
@@ -179,7 +179,7 @@ def test_the_first_part_is_as_large_as_the_others_where_nobody_is_in_a_hurry(
 ) -> None:
     in_parts_of(monkeypatch, 4 * NBYTES, 2 * NBYTES)
     moving = transfer(sim.connected(), memory())
-    store = moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)])))
+    store = moving.storing(storing([*range(12)]), moving.sources([storing([*range(12)])])[0])
     store.begin(hurry=False)
     store.copy()
     assert store.finish() == Stored(12, True)
@@ -208,7 +208,7 @@ def test_another_store_may_begin_when_the_last_slots_are_asked_for_but_not_given
 
     monkeypatch.setattr(connection, "call", noted)
     store, told = (
-        moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)]))),
+        moving.storing(storing([*range(12)]), moving.sources([storing([*range(12)])])[0]),
         list[bool](),
     )
     store.begin()
@@ -239,7 +239,7 @@ def test_slots_go_back_when_asking_for_the_next_part_fails(
         return call(message, *rest)
 
     monkeypatch.setattr(connection, "call", fails_later)
-    store = moving.storing(storing([*range(12)]), moving.sources(storing([*range(12)])))
+    store = moving.storing(storing([*range(12)]), moving.sources([storing([*range(12)])])[0])
     with pytest.raises(MemoryError):
         store.begin()
     sim.run(100)
@@ -250,7 +250,7 @@ def test_the_end_is_told_though_slots_cannot_be_given_back(
     sim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moving = transfer(sim.connected(), memory())
-    store = moving.storing(storing([0, 1]), moving.sources(storing([0, 1])))
+    store = moving.storing(storing([0, 1]), moving.sources([storing([0, 1])])[0])
     store.begin()
     monkeypatch.setattr(moving.connection, "give_up", lambda call: [][0])
     with pytest.raises(IndexError):
@@ -335,7 +335,7 @@ def late(
 def test_a_part_is_completed_while_later_ones_are_read(late: Callable[..., Late]) -> None:
     world = late()
     request = storing([*range(12)])
-    store = world.transfer.storing(request, world.transfer.sources(request))
+    store = world.transfer.storing(request, world.transfer.sources([request])[0])
     departing = threading.Thread(target=store.depart)
     store.begin()
 
@@ -419,7 +419,7 @@ def test_memory_stays_ours_until_all_has_arrived_though_the_session_is_over(
 def test_a_part_under_way_is_completed_when_the_next_one_is_lost(late: Callable[..., Late]) -> None:
     world = late()
     request = storing([*range(12)])
-    sources = world.transfer.sources(request)
+    sources = world.transfer.sources([request])[0]
 
     def take_back(header: Any, message: m.Request) -> object:
         if isinstance(message, m.PrepareStore) and world.sim.recorder.count(m.PrepareStore) == 2:
@@ -438,7 +438,7 @@ def test_step_by_step_a_store_leaves_its_last_part_under_way_and_another_begins_
     late: Callable[..., Late],
 ) -> None:
     world = late()
-    sources = world.transfer.sources(storing([*range(12)]))
+    sources = world.transfer.sources([storing([*range(12)])])[0]
     first = world.transfer.storing(storing([*range(12)]), sources)
     first.begin()
     assert world.copier.names == ["mark"], "nothing is read before the server has answered"
@@ -456,7 +456,9 @@ def test_step_by_step_a_store_leaves_its_last_part_under_way_and_another_begins_
 
 def test_a_store_that_was_begun_and_no_more_gives_its_slots_back(late: Callable[..., Late]) -> None:
     world = late()
-    storing_some = world.transfer.storing(storing([0, 1]), world.transfer.sources(storing([0, 1])))
+    storing_some = world.transfer.storing(
+        storing([0, 1]), world.transfer.sources([storing([0, 1])])[0]
+    )
     storing_some.begin()
     world.sim.run(50)
     assert world.sim.held() == [(0, 1)]

@@ -471,7 +471,7 @@ def test_what_is_taken_back_under_way_is_stored_as_it_was(
     sim: Any, engine: Engine, passing: object, shard: int
 ) -> None:
     request = engine.request(STORED)
-    sources = engine.transfer.sources(request)
+    sources = engine.transfer.sources([request])[0]
     when_asked(
         sim, passing, shard, 1, lambda: take_back(engine, sources, [*range(BLOCKS)], 1 << 20)
     )
@@ -485,7 +485,7 @@ def test_without_room_to_set_aside_pieces_go_missing_and_no_new_byte_is_stored(
     sim: Any, engine: Engine, passing: object
 ) -> None:
     request = engine.request(STORED)
-    sources = engine.transfer.sources(request)
+    sources = engine.transfer.sources([request])[0]
     when_asked(sim, passing, 1, 1, lambda: take_back(engine, sources, STORED[1][:2], 0))
     assert engine.transfer.offer(request, sources=sources) == Stored(4, complete=True)
     assert engine.load(TARGETS) == [False, False, True, True]
@@ -500,7 +500,7 @@ def test_without_room_to_set_aside_a_store_ends_before_the_block_and_leaves_noth
         monkeypatch.setattr(HostCopier, name, 1400)  # two blocks of the first piece
     monkeypatch.setattr(HostCopier, "first_bytes", (1400,))
     request = engine.request(STORED)
-    sources = engine.transfer.sources(request)
+    sources = engine.transfer.sources([request])[0]
     when_asked(sim, passing, 0, 2, lambda: take_back(engine, sources, [STORED[0][2]], 0))
     outcome = engine.transfer.offer(request, sources=sources)
     assert not outcome.complete
@@ -517,7 +517,7 @@ def test_a_store_that_is_given_up_stores_nothing_more(
     sim: Any, engine: Engine, passing: object
 ) -> None:
     request = engine.request(STORED)
-    sources = engine.transfer.sources(request)
+    sources = engine.transfer.sources([request])[0]
     when_asked(sim, passing, 2, 1, sources.give_up)
     assert not engine.transfer.offer(request, sources=sources).complete
     sim.run(200)

@@ -87,30 +87,3 @@ def test_an_error_inside_gives_it_back() -> None:
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
-
-
-def test_who_must_not_wait_has_it_at_once_or_not_at_all() -> None:
-    turns = Turns()
-    seen: list[bool] = []
-
-    def other() -> None:
-        seen.append(turns.enter_at_once())
-        if seen[-1]:
-            turns.leave()
-
-    def ask() -> bool:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        return seen[-1]
-
-    assert ask()
-    assert turns.enter_at_once()
-    assert not ask()
-    with turns:  # who has it may take it again
-        assert turns.enter_at_once()
-        turns.leave()
-        assert not ask()
-    assert not ask()
-    turns.leave()
-    assert ask()

@@ -372,20 +372,20 @@ def test_sources_are_made_while_the_thread_that_stores_may_go_on(start: Start) -
     fill(layers)
     engine = start(layers)
     transfer: Any = engine.worker._transfer
-    hand_over, was_free = transfer.hand_over, list[bool]()
+    sources, was_free = transfer.sources, list[bool]()
 
     def take_it() -> None:
         was_free.append(engine.worker._wake.acquire(timeout=5))
         if was_free[-1]:
             engine.worker._wake.release()
 
-    def note(requests: Any, **words: Any) -> Any:
+    def note(requests: Any) -> Any:
         other = threading.Thread(target=take_it)
         other.start()
         other.join()
-        return hand_over(requests, **words)
+        return sources(requests)
 
-    transfer.hand_over = note
+    transfer.sources = note
     engine.stored([0, 1])
     assert was_free == [True]
 
@@ -429,7 +429,7 @@ def test_if_an_interrupt_comes_all_are_told(start: Start) -> None:
     layers, _ = contiguous()
     engine = start(layers)
     engine.worker._sources["repeated"] = mock.Mock()
-    engine.worker._transfer.hand_over = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[union-attr, method-assign]
+    engine.worker._transfer.sources = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[union-attr, method-assign]
     store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
     with pytest.raises(KeyboardInterrupt):
         engine.worker.store_all({1: store, 2: store, "repeated": store})
@@ -481,9 +481,9 @@ def test_a_store_that_is_refused_is_not_looked_at(start: Start, when: str) -> No
     if when == "closed":
         engine.worker.close()
     else:
-        engine.worker._sources["x"] = engine.worker._transfer.sources(  # type: ignore[union-attr]
-            StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
-        )
+        transfer: Any = engine.worker._transfer
+        right = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
+        [engine.worker._sources["x"]] = transfer.sources([right])
     engine.worker.store("x", wrong)
     assert engine.worker.poll().incomplete == (["x"] if when == "closed" else [])
     assert engine.connection.counters.failures == {
@@ -495,15 +495,31 @@ def test_a_worker_that_is_closed_while_a_store_is_handed_over_tells_of_it(start:
     layers, _ = contiguous()
     engine = start(layers)
     transfer: Any = engine.worker._transfer
-    hand_over = transfer.hand_over
-    transfer.hand_over = lambda requests, **words: (
-        engine.worker.close(),
-        hand_over(requests, **words),
-    )[1]
+    sources = transfer.sources
+    transfer.sources = lambda requests: (engine.worker.close(), sources(requests))[1]
     store = StoreRequest("default", b"", engine.keys(2), np.array([0, 1]))
     engine.worker.store_all({"x": store, "y": store})
     assert engine.worker.poll() == Finished(stored={"x": 0, "y": 0}, incomplete=["x", "y"])
     assert not engine.worker._stores and not engine.worker._sources
+
+
+def test_a_store_that_has_begun_while_another_is_copied_ends_undone_if_the_worker_is_closed(
+    start: Start,
+) -> None:
+    engine = start(contiguous()[0])
+    copy = engine.worker._copy_store
+
+    def copy_until_closed(*args: Any) -> None:
+        copy(*args)  # begins another
+        assert eventually(lambda: engine.worker._closing)
+
+    engine.worker._copy_store = copy_until_closed  # type: ignore[method-assign]
+    every = engine.keys(2)
+    stores = [StoreRequest("default", b"", every[at : at + 16], np.array([0])) for at in (0, 16)]
+    engine.worker.store_all(dict(enumerate(stores)))
+    assert eventually(lambda: engine.worker._begun is not None)
+    engine.worker.close()
+    assert engine.worker.poll() == Finished(stored={0: 1, 1: 0}, incomplete=[1])
 
 
 def unreachable_worker() -> WorkerAdapter:

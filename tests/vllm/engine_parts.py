@@ -251,7 +251,7 @@ class StepWorker:
 
     def store(self, job: Hashable, store: StoreRequest) -> None:
         self.began.append(("store", store))
-        sources = self._transfer.sources(store)
+        sources = self._transfer.sources([store])[0]
         if self.hasty():
             self._early.append((job, self._transfer.offer(store, sources=sources)))
             return

@@ -55,7 +55,6 @@ class Transfer:
     ) -> None:
         self.connection = connection
         self.memory = RankMemory(connection, pieces, first_shard, copier)
-        self._block_bytes = sum(piece.runs.nbytes for piece in pieces)
         # What an engine may need back soonest is copied first.
         self._order = sorted(range(len(pieces)), key=lambda piece: not pieces[piece].may_lack)
         self._store_deadline_ms = connection.options.store_deadline_ms
@@ -66,48 +65,13 @@ class Transfer:
     def copier(self) -> Copier:
         return self.memory.copier
 
-    def sources(self, request: StoreRequest) -> Sources:
-        """The blocks that storing this reads. RequestError if there are not as many pieces as the
-        engine has."""
-        return self.hand_over([request])[0][0]
-
-    def hand_over(
-        self, requests: Collection[StoreRequest], *, asks: bool = False
-    ) -> tuple[list[Sources], Storing | None]:
-        """Their sources, for the engine's thread. Where there are many and it `asks`, the server is
-        at work on slots for the first one meanwhile, and that store has begun: without this the bus
-        would wait for both."""
+    def sources(self, requests: Collection[StoreRequest]) -> list[Sources]:
+        """The engine blocks that storing these reads, for the engine's thread. RequestError if
+        block ids are not given for every piece that the engine has."""
         tables = [self.memory.table(request.block_ids) for request in requests]
         ready = self.copier.mark() if tables else None
-        is_much = (
-            sum(table.shape[1] for table in tables) * self._block_bytes > self.copier.whole_bytes
-        )
-        sources, first = list[Sources](), None
-        try:
-            for request, table in zip(requests, tables, strict=True):
-                sources.append(
-                    Sources(self.memory.pieces, table, self.copier, self.connection.threads, ready)
-                )
-                if asks and is_much and len(sources) == 1 < len(tables):
-                    first = self._asked_for(request, sources[0])
-        except BaseException:  # guard: raised again; what was asked for goes back
-            if first is not None:
-                first.end_copy()
-            raise
-        return sources, first
-
-    def _asked_for(self, request: StoreRequest, sources: Sources) -> Storing | None:
-        """A store of these that has begun; None: the thread that stores has to begin it."""
-        storing = self.storing(request, sources)
-        if not self.connection.lock.enter_at_once():
-            return None  # an engine waits for nobody
-        try:
-            storing.begin(alone=False)
-        except Exception:  # guard: that thread will find the same, and tell of it
-            return None
-        finally:
-            self.connection.lock.leave()
-        return storing
+        threads = self.connection.threads
+        return [Sources(self.memory.pieces, table, self.copier, threads, ready) for table in tables]
 
     # -- store
 
@@ -121,7 +85,7 @@ class Transfer:
 
         Slots that are not filled are given back, also when this raises for a request that is wrong
         in itself."""
-        storing = self.storing(request, self.sources(request) if sources is None else sources)
+        storing = self.storing(request, sources or self.sources([request])[0])
         storing.begin()
         try:
             storing.copy()

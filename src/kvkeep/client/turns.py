@@ -28,18 +28,7 @@ class Turns:
             self._owner = self._threads.get_ident()
         self._depth += 1
 
-    def enter_at_once(self) -> bool:
-        """Without waiting; False if somebody else has it. Who has entered leaves."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._owner = self._threads.get_ident()
-        self._depth += 1
-        return True
-
     def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
         self._depth -= 1
         if not self._depth:
             self._owner = 0

@@ -82,9 +82,7 @@ class WorkerAdapter:
         self._wake, self._for_stores, self._for_loads, self._for_arrivals = (
             threads.Condition(lock) for _ in range(4)
         )
-        self._closing = self._all_begun = self._is_late = (
-            False  # late: stores came before the memory was known
-        )
+        self._closing = self._all_begun = False
         self._is_unregistered = False  # the engine has taken its memory away: no job begins
         self._departures = Departures(
             self.connection, self._for_stores, self._end_store, self._failed_inside
@@ -177,8 +175,6 @@ class WorkerAdapter:
         all begin, or none."""
         taken, ended = dict[Hashable, StoreRequest](), dict[Hashable, Stored]()
         with self._wake:
-            self._is_late |= self._transfer is None
-            is_idle = self.is_near and self.connection.up and not (self._sources or self._is_late)
             for job, request in requests.items():
                 if (
                     job in self._sources
@@ -189,11 +185,7 @@ class WorkerAdapter:
                 else:
                     ended[job] = Stored(0, complete=not self.strategy.stores)
         try:
-            sources, first = (
-                self._transfer.hand_over(taken.values(), asks=is_idle)
-                if self._transfer
-                else ([], None)
-            )
+            sources = self._transfer.sources(taken.values()) if self._transfer else []
         except BaseException as error:
             # guard: raised again; of an interrupt nobody knows that none has begun
             for job in () if isinstance(error, Exception) else (*taken, *ended):
@@ -205,12 +197,9 @@ class WorkerAdapter:
             elif taken:
                 self._sources.update(zip(taken, sources, strict=self._transfer is not None))
                 self._stores.extend(taken.items())
-                self._begun = (self._stores.popleft()[0], first) if first else self._begun
                 self._for_stores.notify_all()
             for job, stored in ended.items():
                 self._end_store(job, stored)
-            if self._closing and first is not None:
-                first.end_copy()
 
     def load(self, job: Hashable, request: LoadRequest) -> None:
         """Loads blocks in the background."""
@@ -344,16 +333,14 @@ class WorkerAdapter:
         """The next one that waits, unless one has begun; the server is asked for slots."""
         assert self._transfer is not None
         while True:
-            with (
-                self._wake
-            ):  # the engine's thread may have begun one, but never while this one does
+            with self._wake:
                 if self._begun is not None or not self._stores or self._closing:
                     return
                 job, request = self._stores.popleft()
                 sources, alone = self._sources.get(job), not self._stores
             try:
                 storing = self._transfer.storing(
-                    request, sources or self._transfer.sources(request)
+                    request, sources or self._transfer.sources([request])[0]
                 )
                 storing.begin(hurry=hurry, alone=alone)
                 self._begun = job, storing
