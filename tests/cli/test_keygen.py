@@ -24,7 +24,7 @@ from kvkeep.errors import SettingsError
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.auth import read_authorized, read_line
 from kvkeep.server.settings import Settings
-from kvkeep.wire.auth import read_token
+from kvkeep.wire.secret_files import read_token
 from kvkeep.wire.tls import TlsFiles, client_context, server_context, tls_files
 
 TLS = ("tls_cert", "tls_key", "tls_ca")

@@ -24,8 +24,8 @@ from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire import messages as m
 from kvkeep.wire import peers
-from kvkeep.wire.liveness import Watch
 from kvkeep.wire.messages import PoolPlace, Welcome, WireLimits
+from kvkeep.wire.pool_files import Watch
 
 SLAB = 1 << 20
 

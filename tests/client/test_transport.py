@@ -299,7 +299,7 @@ def test_a_server_that_ends_every_connection_is_told_of(far: Far) -> None:
     ("said", "expected"),
     [
         (b"\xff" + bytes(8) + b"\x7f", "an earlier release"),
-        (b"HTTP/1.1 400 Bad Request\r\n", "other than a kvkeep server"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "not a kvkeep server"),
     ],
 )
 def test_a_server_of_another_kind_is_named(far: Far, said: bytes, expected: str) -> None:

@@ -26,7 +26,7 @@ from kvkeep.server.auth import ANYONE, Authority, Caller, read_authorized, read_
 from kvkeep.server.service import Service
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, encode
-from kvkeep.wire.liveness import Watch, hold
+from kvkeep.wire.pool_files import Watch, hold
 from kvkeep.wire.tls import TlsFiles
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
@@ -118,8 +118,10 @@ def test_what_is_wrong_is_complained_of_counts_for_nothing_and_is_not_quoted(
     complaints: list[str] = []
     assert read_authorized(tmp_path, complaints.append) == {KEY: Caller(KEY, KEY)}
     assert len(complaints) == 3 and "secret" not in str(complaints)
-    assert "engine-a is authorized already" in complaints[1] and "open to others" in complaints[2]
-    with pytest.raises(SettingsError, match="open to others"):
+    assert (
+        "engine-a is authorized already" in complaints[1] and "open to other users" in complaints[2]
+    )
+    with pytest.raises(SettingsError, match="open to other users"):
         read_authorized(tmp_path / "b.client", no_complaint)
 
 
@@ -541,7 +543,7 @@ def test_a_directory_that_others_can_write_to_stops_the_start_and_later_changes_
     (directory / "evil.client").write_text("evil\n")
     assert not authority.reload() and names_in(authority) == {KEY, OTHER}
     assert (
-        "others can write to the directory" in caplog.text
+        "other users can write to the directory" in caplog.text
         and "nobody can be revoked" in caplog.text
     )
     with pytest.raises(SettingsError, match="others can write") as caught:

@@ -32,8 +32,7 @@ from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.address import tcp_host, unix_name
 from kvkeep.wire.frames import HEADER_BYTES, Header, encode, seal
-from kvkeep.wire.liveness import hold
-from kvkeep.wire.pool_files import PoolFiles
+from kvkeep.wire.pool_files import PoolFiles, hold
 from kvkeep.wire.segments import Segments
 from kvkeep.wire.stream import Stream
 from kvkeep_lab.simulation.peer import Peer, chain

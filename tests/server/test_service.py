@@ -20,7 +20,7 @@ from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
-from kvkeep.wire.liveness import Watch, hold
+from kvkeep.wire.pool_files import Watch, hold
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvkeep.errors import RequestError
 from kvkeep.server.sessions import ServerSession, Sessions
-from kvkeep.wire.liveness import Watch, hold
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
+from kvkeep.wire.pool_files import Watch, hold
 
 TIMEOUT_MS = 30_000
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvkeep.server.stranger_log import LINES_A_MINUTE, REMEMBERED, StrangerLog
-from kvkeep.wire.strangers import HTTP, ZMQ, Stranger
+from kvkeep.wire.peers import HTTP, ZMQ, Stranger
 
 
 @pytest.fixture(autouse=True)

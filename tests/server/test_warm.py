@@ -15,7 +15,7 @@ from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
 from kvkeep.tiers.memory import Pool
-from kvkeep.wire.liveness import hold
+from kvkeep.wire.pool_files import hold
 
 SLAB = 1 << 16
 KEYS = bytes(range(48))

@@ -18,8 +18,7 @@ from kvkeep.tiers import memory
 from kvkeep.tiers.free_memory import Room
 from kvkeep.tiers.memory import Pool, auto_size, pool_left, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, format_size, parse_size
-from kvkeep.wire.liveness import hold
-from kvkeep.wire.pool_files import PoolFiles
+from kvkeep.wire.pool_files import PoolFiles, hold
 
 SLAB = 64 * KIB
 SEGMENT = 4 * SLAB

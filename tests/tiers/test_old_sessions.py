@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.tiers.old_sessions import OldSessions
-from kvkeep.wire.liveness import hold
+from kvkeep.wire.pool_files import hold
 
 
 def test_only_held_locks_count_and_the_others_are_removed(tmp_path: Path) -> None:

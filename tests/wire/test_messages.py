@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from kvkeep.wire import messages as m
@@ -38,6 +39,21 @@ def test_the_tag_of_a_message_is_its_name(message: type[m.Message]) -> None:
 def test_a_message_is_frozen_and_takes_no_unknown_field(message: type[m.Message]) -> None:
     assert message.__struct_config__.frozen
     assert message.__struct_config__.forbid_unknown_fields
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (m.Release([1]), {"type", "leases"}),
+        (m.Release([1], [16]), {"type", "leases", "loaded_tokens"}),
+        (m.OpenLayout(b"f", [8]), {"type", "fingerprint", "shard_bytes"}),
+        (m.LayoutOpened(1, 8, [0]), {"type", "layout", "slot_bytes", "shard_offsets"}),
+    ],
+)
+def test_a_field_at_its_default_is_not_sent_to_peers_that_may_not_know_it(
+    message: m.Message, fields: set[str]
+) -> None:
+    assert set(msgspec.msgpack.decode(msgspec.msgpack.encode(message))) == fields
 
 
 def test_every_message_is_a_request_a_reply_or_part_of_one() -> None:

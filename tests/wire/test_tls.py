@@ -308,7 +308,9 @@ def test_a_key_that_others_can_reach_is_refused_with_the_remedy(
     files = write(fitting(context))
     files.key.chmod(mode)
     said = refusal(lambda: context(files))
-    assert f"tls_key: {files.key} is open to others" in said and f"chmod 600 {files.key}" in said
+    assert (
+        f"tls_key: {files.key} is open to other users" in said and f"chmod 600 {files.key}" in said
+    )
 
 
 @BOTH

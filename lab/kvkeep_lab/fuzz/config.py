@@ -18,7 +18,7 @@ from kvkeep.server.quotas import QuotaFile
 from kvkeep.server.settings import TABLE, Settings
 from kvkeep.units import format_duration, format_size, parse_duration, parse_size
 from kvkeep.wire.address import parse_address, split_host
-from kvkeep.wire.auth import read_token
+from kvkeep.wire.secret_files import read_token
 from kvkeep.wire.tls import TlsFiles, client_context, server_context
 from kvkeep_lab.fuzz.choices import TEXTS, Choices, Ran, memory_directory
 

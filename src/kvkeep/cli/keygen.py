@@ -25,7 +25,7 @@ from kvkeep.cli.output import Json, note, show_json
 from kvkeep.cli.remote import TOKEN_NAME, keys_dir
 from kvkeep.errors import SettingsError
 from kvkeep.server.auth import CLIENT_FILE, read_line
-from kvkeep.wire.auth import PRIVATE, read_text, write_new
+from kvkeep.wire.secret_files import PRIVATE, read_text, write_new
 
 AUTHORIZED = "authorized"
 _CA_DAYS, _DAYS = 3650, 825

@@ -23,8 +23,8 @@ import typer
 from kvkeep.errors import RequestError, SettingsError, Unavailable
 from kvkeep.server.settings import TABLE, made_token
 from kvkeep.wire.address import is_loopback, split_host
-from kvkeep.wire.auth import at_home, read_token
-from kvkeep.wire.peer_user import peer_uid
+from kvkeep.wire.peers import peer_uid
+from kvkeep.wire.secret_files import at_home, read_token
 from kvkeep.wire.tls import handshake_problem, show_own, trust_ca
 
 DEFAULT_ADDRESS = TABLE["http_address"].default

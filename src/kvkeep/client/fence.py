@@ -12,9 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kvkeep.client.threads import Threads
-from kvkeep.wire.liveness import hold, is_owned
 from kvkeep.wire.messages import Welcome
-from kvkeep.wire.pool_files import PoolFiles
+from kvkeep.wire.pool_files import PoolFiles, hold, is_owned
 from kvkeep.wire.segments import Segments, segment_name
 
 _SERVER_LOCK = "daemon.lock"

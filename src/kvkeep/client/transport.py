@@ -22,9 +22,7 @@ from typing import Any, Protocol
 
 from kvkeep.errors import SettingsError
 from kvkeep.wire.address import ADDRESS_FORMAT, is_loopback, parse_address, tcp_host, unix_name
-from kvkeep.wire.peer_user import peer_uid
-from kvkeep.wire.peers import is_trusted, remedy
-from kvkeep.wire.strangers import recognise_server
+from kvkeep.wire.peers import is_trusted, peer_uid, recognise_server, remedy
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import TlsFiles, client_context, handshake_problem
 

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.kv.identity import is_tenant, tenant_of
-from kvkeep.wire.auth import UNWRITABLE, check_directory, key_lines, read_text
+from kvkeep.wire.secret_files import UNWRITABLE, check_directory, key_lines, read_text
 from kvkeep.wire.tls import FINGERPRINT, TlsFiles, server_context, stat_of
 
 log = logging.getLogger(__name__)

@@ -25,9 +25,7 @@ from kvkeep.server.listeners import Listening
 from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.frames import session_of
-from kvkeep.wire.peer_user import peer_uid
-from kvkeep.wire.peers import is_trusted, remedy
-from kvkeep.wire.strangers import recognise
+from kvkeep.wire.peers import is_trusted, peer_uid, recognise, remedy
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import certificate_text, handshake_problem, peer_expiry_s, peer_names
 

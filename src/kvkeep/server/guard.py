@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import RequestError, SettingsError
-from kvkeep.wire.auth import check_directory, read_token, write_new
+from kvkeep.wire.secret_files import check_directory, read_token, write_new
 
 log = logging.getLogger(__name__)
 

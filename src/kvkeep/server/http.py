@@ -48,7 +48,7 @@ from kvkeep.server.snapshot import TenantShown
 from kvkeep.server.stranger_log import StrangerLog
 from kvkeep.units import KIB, MIB
 from kvkeep.wire.address import split_host
-from kvkeep.wire.strangers import HTTP, recognise
+from kvkeep.wire.peers import HTTP, recognise
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 from kvkeep.errors import RequestError
 from kvkeep.server.auth import Authority
 from kvkeep.server.guard import RefusalLog, as_json
-from kvkeep.wire.strangers import HTTP, recognise
+from kvkeep.wire.peers import HTTP, recognise
 from kvkeep.wire.tls import handshake_problem, peer_names
 
 HANDSHAKE_WITHIN_S: Final = 2.0

@@ -31,7 +31,7 @@ from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import NO_ROW, READY
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_request, encode
-from kvkeep.wire.liveness import Watch
+from kvkeep.wire.pool_files import Watch
 
 log = logging.getLogger(__name__)
 

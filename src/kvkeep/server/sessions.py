@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvkeep.errors import RequestError
 from kvkeep.server.limits import Pace, client_of
 from kvkeep.store.layouts import Layout
-from kvkeep.wire.liveness import Watch
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
+from kvkeep.wire.pool_files import Watch
 
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvkeep.server.line_limit import LineLimit
-from kvkeep.wire.strangers import Stranger
+from kvkeep.wire.peers import Stranger
 
 log = logging.getLogger(__name__)
 

@@ -36,10 +36,8 @@ from kvkeep.tiers.old_sessions import OldSessions
 from kvkeep.tiers.ownership import LOCK_FILE, Ownership
 from kvkeep.tiers.session_locks import SessionLocks
 from kvkeep.units import MIB, format_size
-from kvkeep.wire.liveness import Watch
-from kvkeep.wire.pool_files import EPOCH_FILE, PoolFiles
-from kvkeep.wire.presence import PRESENCE_FILES, make_presence
-from kvkeep.wire.segments import Segments, segment_path
+from kvkeep.wire.pool_files import EPOCH_FILE, PoolFiles, Watch
+from kvkeep.wire.segments import PRESENCE_FILES, Segments, make_presence, segment_path
 
 log = logging.getLogger(__name__)
 

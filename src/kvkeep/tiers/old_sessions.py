@@ -1,6 +1,6 @@
 """Processes that were at work in the pool under the server before this one, and may still be.
 
-Each holds the lock of its session (`kvkeep.wire.liveness`), whoever serves meanwhile. As long as
+Each holds the lock of its session (`kvkeep.wire.pool_files`), whoever serves meanwhile. As long as
 one is held, what those sessions had when their server ended stays as it is. A lock that nobody
 holds can never be taken again by a process that has slots: the file is removed, and a lock comes
 before the first slot."""

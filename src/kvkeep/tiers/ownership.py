@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from kvkeep.errors import PoolError
-from kvkeep.wire.liveness import own
+from kvkeep.wire.pool_files import own
 
 LOCK_FILE = "daemon.lock"
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.store.columns import Columns
-from kvkeep.wire.liveness import Watch
+from kvkeep.wire.pool_files import Watch
 
 COLUMN = "sessions"
 _FIRST_ROWS = 64

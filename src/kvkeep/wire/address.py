@@ -14,7 +14,7 @@ ADDRESS_FORMAT: Final = (
 
 
 def parse_address(text: str) -> str:
-    """The address as it is. ValueError for what is none."""
+    """The address itself. ValueError if it is not one."""
     scheme, _, rest = text.partition("://")
     if scheme == "tcp":
         split_host(rest)
@@ -47,8 +47,7 @@ def tcp_host(address: str) -> tuple[str, int] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """By name or number, without asking a resolver: what a name means may change after it was
-    checked."""
+    """By name or number, without a resolver: what a name resolves to may change after the check."""
     if host == "localhost":
         return True
     try:
@@ -59,9 +58,8 @@ def is_loopback(host: str) -> bool:
 
 def unix_name(address: str) -> str | None:
     """The Unix socket of an address, as `socket` takes it. A server on loopback, or on every
-    interface, also listens on a socket named after its port, in the namespace of names without
-    files: like the port itself, it exists in this network namespace only. None for a host
-    elsewhere."""
+    interface, also listens on an abstract socket named after its port, which like the port exists
+    in this network namespace only. None for another host."""
     if (tcp := tcp_host(address)) is None:
         path = address.removeprefix("ipc://")
         return f"\0{path[1:]}" if path.startswith("@") else path

@@ -39,7 +39,7 @@ HEADER_BYTES = _HEADER.size + _CRC.size
 # field `pid`".
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _NAME = re.compile(r" field `([^`]*)`")
-_QUOTED_CHARS = 200  # of what a peer sent: an error is no echo
+_QUOTED_CHARS = 200  # at most, of what a peer sent
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -82,8 +82,8 @@ def seal(header: Header, body: bytes, payload: Sequence[Any] = ()) -> list[Any]:
 
 
 def decode_sizes(head: bytes | bytearray) -> Sizes | None:
-    """What follows this header, before its CRC can be checked. None if no message of ours begins
-    so."""
+    """The sizes of what follows this header, before its CRC can be checked. None if this is not a
+    header of ours."""
     magic, *_, body_bytes, payload_frames, payload_frame_bytes = _HEADER.unpack_from(head)
     if magic != MAGIC or not body_bytes or payload_frames > MAX_LIST_ITEMS:
         return None
@@ -93,29 +93,28 @@ def decode_sizes(head: bytes | bytearray) -> Sizes | None:
 
 
 def decode_header(frames: Sequence[bytes]) -> Header:
-    """Reads frame 0 and checks the CRC. Raises ProtocolError if it is no message of ours: nobody
-    can be answered."""
+    """Reads frame 0 and checks the CRC. Raises ProtocolError if this is not a message of ours: there
+    is no request to answer."""
     if not frames or len(frames[0]) != HEADER_BYTES or frames[0][: len(MAGIC)] != MAGIC:
         raise ProtocolError(
-            "a message without a kvkeep header", "is something else talking to this port?"
+            "a message without a kvkeep header", "does other software use this port?"
         )
     head = frames[0][: _HEADER.size]
     _, version, _, session, number, *_ = _HEADER.unpack(head)
     (crc,) = _CRC.unpack(frames[0][_HEADER.size :])
     if crc32(frames[1] if len(frames) > 1 else b"", crc32(head)) != crc:
-        raise ProtocolError("a message was damaged on its way")
+        raise ProtocolError("a message was damaged in transit")
     return Header(session, number, version)
 
 
 def session_of(head: bytes) -> int:
-    """Which session a message says that it belongs to, by its frame 0, unchecked."""
+    """The session that a message names in its frame 0, unchecked."""
     session: int = _HEADER.unpack_from(head)[3]
     return session
 
 
 def decode_request(header: Header, frames: Sequence[bytes], frame_bytes: int) -> Request:
-    """Reads frame 1 of a request. Raises RequestError, naming the field, for whatever is wrong with
-    it."""
+    """Reads frame 1 of a request. Raises RequestError, naming the field, if it is invalid."""
     if header.version != PROTOCOL_VERSION:
         raise RequestError(
             "protocol_version",
@@ -139,8 +138,7 @@ def decode_request(header: Header, frames: Sequence[bytes], frame_bytes: int) ->
 
 
 def decode_reply(header: Header, frames: Sequence[bytes]) -> Reply:
-    """Reads frame 1 of a reply. Raises ProtocolError: a server that sends nonsense is no server of
-    ours."""
+    """Reads frame 1 of a reply. Raises ProtocolError if it is invalid."""
     if header.version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the server speaks protocol version {header.version}, this client {PROTOCOL_VERSION}",
@@ -157,7 +155,6 @@ def decode_reply(header: Header, frames: Sequence[bytes]) -> Reply:
 
 
 def _field(error: Exception) -> str:
-    """The field that msgspec names, with the path to it; empty where the bytes are no message at
-    all."""
+    """The field that msgspec names, with the path to it; empty where the bytes are no message."""
     found = [pattern.search(str(error)) for pattern in (_PATH, _NAME)]
     return ".".join(match[1] for match in found if match and match[1])[:_QUOTED_CHARS]

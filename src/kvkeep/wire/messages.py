@@ -35,7 +35,7 @@ writing, are left out. The worker copies, then says CompleteStore with the check
 AbandonStore. A block is visible when all its shards are in.
 
 **Hints.** PrepareStore carries a priority (0 to 100, 50 is normal, higher stays longer) and a time
-to live; Finish says that whoever used a chain is done with it. Hints only change the order in which
+to live; Finish says that the request that used a chain has finished. Hints only change the order in which
 blocks are evicted.
 
 **Arrays** travel as little-endian bytes: keys of 16 bytes each, slots int64, positions int32,
@@ -67,8 +67,11 @@ Parts = Annotated[
 ]
 
 
-class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """The base of all messages; the tag is the class name."""
+class Message(
+    msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The base of all messages; the tag is the class name. A field at its default is not sent: a
+    peer of an earlier release, which may not know the field, accepts the message."""
 
 
 # -- requests
@@ -126,7 +129,7 @@ class Release(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """Hint: whoever used the chain that ends in `key` is done with it. Answered by Done."""
+    """Hint: the request that used the chain that ends in `key` has finished. Answered by Done."""
 
     tenant: str
     layout: int
@@ -154,14 +157,14 @@ class CompleteStore(Message, frozen=True):
 
 
 class AbandonStore(Message, frozen=True):
-    """Gives slots back unwritten, by the numbers of their PrepareStores. Answered by Done."""
+    """Gives slots back unwritten, named by the numbers of their PrepareStores. Answered by Done."""
 
     writes: Numbers
 
 
 class ReportBad(Message, frozen=True):
-    """A loaded block did not match its checksum. The server looks for itself and drops it if so.
-    Answered by Done."""
+    """A loaded block did not match its checksum. The server checks the block itself and drops it if
+    it is bad. Answered by Done."""
 
     tenant: str
     layout: int
@@ -203,7 +206,7 @@ class PoolPlace(Message, frozen=True):
 
 
 class WireLimits(Message, frozen=True):
-    """What the server takes, so that a client need not run into it."""
+    """What the server accepts, so that a client keeps within it."""
 
     frame_bytes: int
     blocks_per_request: int
@@ -224,16 +227,15 @@ class Welcome(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """It is done. `count`: leases released, blocks stored, blocks dropped, whatever the request
-    counts."""
+    """The request was carried out. `count`: leases released, blocks stored, blocks dropped,
+    whatever the request counts."""
 
     count: int = 0
 
 
 class LayoutOpened(Message, frozen=True):
     """The layout's number, and where in a slot each shard begins. `differs` names the parts of the
-    identity that keep this engine from sharing with another one of its model that is connected now;
-    empty if there is none."""
+    identity that keep this engine from sharing with another one of its model that is connected now."""
 
     layout: int
     slot_bytes: int

@@ -6,6 +6,9 @@ from one segment into the next. A segment is mapped when it is first needed and 
 
     pool offset   0 ............ segment_bytes ............ 2 * segment_bytes ...
     file          segment-00000  segment-00001              segment-00002
+
+Beside the segments lies the presence file: counts by key (`kvkeep.kv.presence`), in which an engine
+sees without a request that the server has no block of a key.
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.errors import PoolError
+from kvkeep.errors import PoolError, UntrustedPool
+from kvkeep.kv import native
+from kvkeep.kv.presence import CELL, LEAST_CELLS, Presence, cell_of
 from kvkeep.wire.pool_files import PoolFiles
-from kvkeep.wire.presence import PresenceFile, open_presence
 
+PRESENCE_FILES = "presence-*"
+_MOST_CELLS = 1 << 20
+_POOL_BYTES_A_CELL = 1 << 10
 _POPULATE_BYTES = 8 << 20  # some milliseconds at a time
-_PIN_BYTES = 64 << 20  # a GPU's driver does nothing else meanwhile: 4 ms, where it was measured
+_PIN_BYTES = 64 << 20  # the GPU's driver is blocked meanwhile: 4 ms, as measured
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,8 +47,8 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Has the kernel map pages now. By ctypes, which lets go of the interpreter meanwhile;
-    `mmap.madvise` does not."""
+    """Has the kernel map pages now. By ctypes, which releases the GIL meanwhile; `mmap.madvise`
+    does not."""
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
         raise OSError(ctypes.get_errno(), "madvise")
 
@@ -62,15 +69,13 @@ class Segments:
         self._populated = 0
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
-        self.unmapped_by: Callable[[Segments], None] | None = (
-            None  # instead of by whoever closes it
-        )
+        self.unmapped_by: Callable[[Segments], None] | None = None  # instead of by `close`
         self._mapping = threading.Lock()
         self._presence: PresenceFile | None = None
         self._looked_for_presence = False
 
     def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
-        """The address of each slot area of `nbytes` in this process. PoolError if one is not in the
+        """The address in this process of each slot area of `nbytes`. PoolError if one is outside the
         pool."""
         if not len(offsets):
             return np.empty(0, dtype=np.uint64)
@@ -87,9 +92,7 @@ class Segments:
         bases = self._bases[numbers]
         if not bases.all():
             for number in np.unique(numbers[bases == 0]).tolist():
-                with (
-                    self._mapping
-                ):  # two mappings of one segment, and the first would go under somebody's hands
+                with self._mapping:  # a second mapping would replace the one in use
                     if not self._bases[number]:
                         self._map(number)
             bases = self._bases[numbers]
@@ -116,12 +119,12 @@ class Segments:
         pin: Callable[[int, int], bool] | None = None,
         unpin: Callable[[int], None] | None = None,
     ) -> bool:
-        """Maps the next few pages ahead of their first use, which would otherwise pay for it. False
-        if there is nothing to do for now.
+        """Maps the next few pages before their first use, which would otherwise take the time.
+        False if there is nothing to do for now.
 
-        For a thread that has nothing better to do: on 4 KiB pages this runs at about a gigabyte a
-        second. `pin` is called with every 64 MiB that are there, address and size; with those that
-        it took, `unpin` before they are unmapped."""
+        For an idle thread: on 4 KiB pages this runs at about a gigabyte a second. `pin` is called
+        with the address and size of each 64 MiB that are mapped; `unpin` is called for those that
+        `pin` accepted before they are unmapped."""
         if self._populated >= self._pool_bytes:
             return False
         number, within = divmod(self._populated, self._segment_bytes)
@@ -149,12 +152,13 @@ class Segments:
         return self._populated >= self._pool_bytes
 
     def close(self) -> None:
-        """No address from here may be used afterwards; a view still held keeps its own mapping."""
+        """Unmaps everything, by `unmapped_by` if that is set. No address may be used afterwards; a
+        view that is still held keeps its mapping."""
         by = self.unmapped_by or Segments.unmap
         by(self)
 
     def unmap(self) -> None:
-        """Everything."""
+        """Unmaps all segments."""
         if self._unpin is not None:
             for address in self._pinned:
                 self._unpin(address)
@@ -165,9 +169,7 @@ class Segments:
         for number, mapped in enumerate(self._maps):
             self._maps[number] = None
             if mapped is not None:
-                with contextlib.suppress(
-                    BufferError
-                ):  # somebody holds a view; the mapping goes with it
+                with contextlib.suppress(BufferError):  # a view is held, and keeps the mapping
                     mapped.close()
 
     def _map(self, number: int) -> None:
@@ -180,9 +182,8 @@ class Segments:
                 f"cannot open {path}: {error.strerror}", "has the server been restarted?"
             ) from error
         try:
-            # A server that took the place of ours removes our files and changes the epoch before it
-            # makes its own: if the epoch is still ours, so is the file that was opened before
-            # looking.
+            # The next server removes these files and changes the epoch before it makes its own: if
+            # the epoch is still ours, so is the file that was opened before.
             if not self.files.is_of(self._epoch):
                 raise PoolError(
                     f"{path} belongs to another server by now",
@@ -200,4 +201,56 @@ class Segments:
         array = np.frombuffer(mapped, dtype=np.uint8)
         self._maps[number] = mapped
         self._arrays[number] = array
-        self._bases[number] = array.ctypes.data  # last: this is what others look at
+        self._bases[number] = array.ctypes.data  # last: other threads read it
+
+
+# -- the presence file
+
+
+def presence_path(directory: Path, epoch: int) -> Path:
+    """The file of the server with this epoch; those of other servers mean nothing."""
+    return directory / f"presence-{epoch:016x}"
+
+
+def make_presence(directory: Path, epoch: int, pool_bytes: int) -> Presence:
+    """Makes the file of a server that holds no blocks. OSError if there is no memory for it."""
+    cells = min(_MOST_CELLS, max(LEAST_CELLS, 1 << (pool_bytes // _POOL_BYTES_A_CELL).bit_length()))
+    path = presence_path(directory, epoch)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, cells * CELL.itemsize)  # or a count could raise SIGBUS
+        return Presence(np.frombuffer(mmap.mmap(descriptor, 0), dtype=CELL))
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+class PresenceFile:
+    """The file as an engine reads it. With the native kernel, a file that is truncated reads as
+    unknown and raises no SIGBUS."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._cells = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), dtype=CELL)
+        self._first, self._mask = self._cells.ctypes.data, len(self._cells) - 1
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the server has no block of this key."""
+        cell = cell_of(key, self._mask)
+        if not native.available:
+            return not self._cells[cell]
+        return native.peek(self._first + cell * CELL.itemsize) == 0
+
+
+def open_presence(files: PoolFiles, epoch: int) -> PresenceFile | None:
+    """None if the file cannot be opened, or has no valid size."""
+    with contextlib.suppress(OSError, ValueError, UntrustedPool):
+        descriptor = files.open(presence_path(files.path, epoch).name, os.O_RDONLY)
+        try:
+            cells = os.fstat(descriptor).st_size / CELL.itemsize
+            if cells.is_integer() and int(cells).bit_count() == 1:
+                return PresenceFile(descriptor)
+        finally:
+            os.close(descriptor)
+    return None

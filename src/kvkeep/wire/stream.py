@@ -1,7 +1,7 @@
 """Messages over a connected socket: a Unix socket, TCP, or TLS over TCP. Frames follow each other
 without gaps.
 
-    header (frames.py) │ body │ payload, payload, …                                              one message
+    header (frames.py) │ body │ payload, payload, …        one message
 
 The header tells the size of the rest. Bytes that are not a header of ours, and a message larger
 than the receiver allows, end the connection before memory is taken for them."""
@@ -16,12 +16,9 @@ from typing import Any, Final
 
 from kvkeep.wire.frames import HEADER_BYTES, MAGIC, Sizes, decode_sizes
 
-FIRST_BYTES_KEPT: Final = (
-    256  # of a connection, to tell what a peer is that does not speak our protocol
-)
-_READ_BYTES = (
-    16 << 10
-)  # a few hundred small messages; also the largest TLS record, so none is left half read in OpenSSL
+FIRST_BYTES_KEPT: Final = 256  # of a connection, to recognise strangers
+# A few hundred small messages; also the largest TLS record, so that OpenSSL keeps no part of one.
+_READ_BYTES = 16 << 10
 _MOST_READ_BYTES = 1 << 20
 _READS_A_CALL, _TLS_READS_A_CALL = 8, 64  # OpenSSL gives one record at a time
 _BUFFER_BYTES = 4 << 20  # asked of the kernel: a message that fits is sent with one call
@@ -39,21 +36,15 @@ class Stream:
         self.socket = connected
         self.first = b""  # the first bytes that came
         self.error: OSError | None = None  # why the connection ended, if the socket said why
-        self.is_over = (
-            False  # the peer closed the connection, or sent something that is not a message
-        )
-        self.is_ready = not isinstance(
-            connected, ssl.SSLSocket
-        )  # False until the TLS handshake is done
+        self.is_over = False  # the peer closed the connection, or sent what is not a message
+        self.is_ready = not isinstance(connected, ssl.SSLSocket)  # TLS: when the handshake is done
         self._most_message_bytes = most_message_bytes
         self._read = bytearray()
-        self._sizes: Sizes | None = (
-            None  # of the message that is being read, once its header is there
-        )
+        self._sizes: Sizes | None = None  # of the message being read, once its header is there
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._reads = _READS_A_CALL if self.is_ready else _TLS_READS_A_CALL
-        # A host of an engine need not ignore SIGPIPE as Python does. (OpenSSL takes no flags.)
+        # The process of an engine may not ignore SIGPIPE as Python does. (OpenSSL takes no flags.)
         self._send_flags = socket.MSG_NOSIGNAL if self.is_ready else 0
 
     def fileno(self) -> int:
@@ -65,8 +56,7 @@ class Stream:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that this connection takes: replies not sent, messages not whole or not asked
-        for."""
+        """Memory that this connection takes: replies not sent, messages incomplete or not taken."""
         return self._unsent_bytes + len(self._read)
 
     @property
@@ -75,7 +65,7 @@ class Stream:
         return bool(self._unsent) or (bool(self._read) and not self.has_next)
 
     def shake_hands(self) -> bool:
-        """Goes on with the TLS handshake, if there is one. Returns whether it is done."""
+        """Continues the TLS handshake, if there is one. Returns whether it is done."""
         if not self.is_ready and not self.is_over:
             assert isinstance(self.socket, ssl.SSLSocket)
             try:
@@ -88,7 +78,7 @@ class Stream:
         return self.is_ready and not self.is_over
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Sends now what the socket takes; `flush` sends the rest. The caller may reuse payload
+        """Sends what the socket accepts now; `flush` sends the rest. The caller may reuse payload
         buffers afterwards."""
         if self.is_over:
             return
@@ -118,8 +108,8 @@ class Stream:
             self._lose(error)
 
     def read(self) -> None:
-        """Takes what has come, up to one message or a few small ones, and a few MiB of a large one:
-        a fast sender must not keep the caller busy."""
+        """Reads what has arrived, up to one message or a few small ones, and a few MiB of a large
+        one, so that a fast sender does not keep the caller busy."""
         if not self.is_ready and not self.shake_hands():
             return
         try:
@@ -141,7 +131,7 @@ class Stream:
 
     @property
     def has_next(self) -> bool:
-        """Whether a whole message is there."""
+        """Whether a whole message has arrived."""
         return not self._missing_bytes()
 
     def next(self) -> list[bytes] | None:
@@ -149,11 +139,8 @@ class Stream:
         payload."""
         if self._missing_bytes() or (sizes := self._sizes) is None:
             return None
-        lengths = [
-            HEADER_BYTES,
-            sizes.body_bytes,
-            *[sizes.payload_frame_bytes] * sizes.payload_frames,
-        ]
+        payload = [sizes.payload_frame_bytes] * sizes.payload_frames
+        lengths = [HEADER_BYTES, sizes.body_bytes, *payload]
         frames, at = [], 0
         with memoryview(self._read) as view:
             for length in lengths:
@@ -164,7 +151,7 @@ class Stream:
         return frames
 
     def end(self) -> None:
-        """Stops reading and sending, and drops messages that were read and not asked for."""
+        """Stops reading and sending, and drops messages that were read and not taken."""
         self._lose()
         self._read.clear()
         self._sizes = None
@@ -174,14 +161,14 @@ class Stream:
         self.socket.close()
 
     def _lose(self, error: OSError | ValueError | None = None) -> None:
-        """Nothing more can be sent. Whole messages that came before can still be asked for."""
+        """Nothing more can be sent. Whole messages that arrived before can still be taken."""
         self.is_over = True
         self.error = self.error or (error if isinstance(error, OSError) else None)
         self._unsent.clear()
         self._unsent_bytes = 0
 
     def _missing_bytes(self) -> int:
-        """How many bytes are missing, at least, until a message is whole; 0 if one is."""
+        """The least number of bytes missing until a message is whole; 0 if one is."""
         if self._sizes is None:
             if not MAGIC.startswith(self._read[: len(MAGIC)]):
                 self.end()

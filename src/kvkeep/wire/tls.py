@@ -1,9 +1,9 @@
 """Mutual TLS for connections beyond this host: each side shows a certificate and verifies the
 other's.
 
-    tls_cert    our certificate and any intermediate ones, PEM    anyone may read it
-    tls_key     the private key of that certificate, PEM          its owner (and group) alone may read it
-    tls_ca      the CAs whose certificates we accept, PEM         others must not write it: it decides who gets in
+    tls_cert   our certificate and any intermediate ones, PEM   every user may read it
+    tls_key    the private key of that certificate, PEM         only owner and group may read it
+    tls_ca     the CAs whose certificates we accept, PEM        only its owner may write it
 
 TLS 1.3 only. In TLS 1.3 the client's handshake ends before the server has verified the client's
 certificate: a client learns that it was rejected by an SSLError from its first read.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvkeep.errors import SettingsError
-from kvkeep.wire.auth import PRIVATE, UNWRITABLE, at_home, read_text
+from kvkeep.wire.secret_files import PRIVATE, UNWRITABLE, at_home, read_text
 
 FINGERPRINT: Final = "sha256:"
 _MAX_NAME_CHARS = 256
@@ -47,31 +47,25 @@ class TlsFiles:
 def tls_files(given: object) -> TlsFiles | None:
     """The files that a server's settings or a client's options name; None where TLS is off.
     SettingsError if some are set and others are not."""
-    named = {name: getattr(given, name) for name in ("tls_cert", "tls_key", "tls_ca")}
-    paths = [at_home(str(path)) for path in named.values() if path is not None]
-    if not paths:
+    paths = {name: getattr(given, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    are_set = [name for name, path in paths.items() if path is not None]
+    if not are_set:
         return None
-    if len(paths) < len(named):
-        there, missing = (
-            next(name for name, path in named.items() if (path is None) == is_none)
-            for is_none in (0, 1)
-        )
+    if missing := [name for name in paths if name not in are_set]:
         raise SettingsError(
-            f"{there} is set and {missing} is not",
+            f"{are_set[0]} is set and {missing[0]} is not",
             "set tls_cert, tls_key and tls_ca, as `kvkeep keygen` says, or none",
         )
-    return TlsFiles(*paths)
+    return TlsFiles(*(at_home(str(path)) for path in paths.values()))
 
 
 def server_context(files: TlsFiles, clients: ssl.VerifyMode = ssl.CERT_REQUIRED) -> ssl.SSLContext:
-    """A context that asks every client for a certificate of `files.ca`; one may come without where
-    `clients` is CERT_OPTIONAL. SettingsError names the file that cannot be used, also if our
-    certificate has expired or may not be used by a server."""
+    """A context that asks every client for a certificate of `files.ca`; with CERT_OPTIONAL a client
+    may show none. SettingsError names the file that cannot be used, also if our certificate has
+    expired or is not for a server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = clients
-    context.num_tickets = (
-        0  # a resumed session would be as old as its ticket: each connection is verified anew
-    )
+    context.num_tickets = 0  # no resumption: each connection is verified anew
     trust_ca(context, files.ca)
     _check_own_certificate(context, files.cert, show_own(context, files.cert, files.key))
     return context
@@ -79,8 +73,7 @@ def server_context(files: TlsFiles, clients: ssl.VerifyMode = ssl.CERT_REQUIRED)
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
     """A context that shows our certificate and verifies that of the server, and its host name.
-    SettingsError names the file that cannot be used. Cheap as long as no file changes: then it is
-    the same context as before."""
+    SettingsError names the file that cannot be used. Cached until a file changes."""
     return _client_context(files, *(stat_of(path) for path in (files.cert, files.key, files.ca)))
 
 
@@ -94,8 +87,7 @@ def _client_context(files: TlsFiles, *stats: object) -> ssl.SSLContext:
 
 
 def stat_of(path: Path) -> object:
-    """What changes when a file is changed or replaced. One that cannot be looked at is told by its
-    error."""
+    """A value that changes when the file is changed or replaced, or becomes unreadable."""
     try:
         one = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
@@ -110,20 +102,14 @@ def peer_names(connected: ssl.SSLSocket | ssl.SSLObject) -> tuple[str, ...]:
     der = connected.getpeercert(binary_form=True)
     if not der:
         return ()
-    described: Any = (
-        connected.getpeercert() or {}
-    )  # the ssl module describes it by nested tuples of text
+    described: Any = connected.getpeercert() or {}  # nested tuples of text
     subject = [pair for rdn in described.get("subject", ()) for pair in rdn]
     names: list[str] = [value for kind, value in subject if kind == "commonName"]
     others = described.get("subjectAltName", ())
     names += [value for wanted in _NAME_KINDS for kind, value in others if kind == wanted]
     good = (name for name in names if name and name.isprintable() and len(name) <= _MAX_NAME_CHARS)
-    fingerprint = FINGERPRINT + hashlib.sha256(der).hexdigest()
-    return tuple(
-        dict.fromkeys(
-            [fingerprint, *(name for name in good if not name.lower().startswith(FINGERPRINT))]
-        )
-    )
+    honest = (name for name in good if not name.lower().startswith(FINGERPRINT))
+    return tuple(dict.fromkeys([FINGERPRINT + hashlib.sha256(der).hexdigest(), *honest]))
 
 
 def certificate_text(names: tuple[str, ...]) -> str:
@@ -150,13 +136,15 @@ def handshake_problem(error: ssl.SSLError) -> str:
         if any(each in reason for each in reasons):
             return problem
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return "it closed the connection during the TLS handshake (its log may say why; a peer without TLS does this)"
+        return (
+            "it closed the connection during the TLS handshake (its log may say why; a peer "
+            "without TLS does this)"
+        )
     return f"the TLS handshake failed: {reason.replace('_', ' ').lower()}"
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """OpenSSL's word for it, such as WRONG_VERSION_NUMBER; the error's text where OpenSSL has
-    none."""
+    """OpenSSL's reason, such as WRONG_VERSION_NUMBER, or else the error's text."""
     return getattr(error, "reason", None) or str(error).partition(" (_ssl")[0]
 
 
@@ -181,18 +169,24 @@ _PROBLEMS: Final = (
 def _verification_problem(error: ssl.SSLCertVerificationError) -> str:
     code = error.verify_code
     if code in _UNTRUSTED:
-        return "its certificate is not signed by a CA that we trust (our tls_ca must hold the CA that signed it)"
+        return (
+            "its certificate is not signed by a CA that we trust (our tls_ca must hold the CA that "
+            "signed it)"
+        )
     if code in _WRONG_HOST:
         return (
-            "its certificate does not name the host that we connect to (make one with `kvkeep keygen --host HOST`, "
-            "or use a name in it as the address)"
+            "its certificate does not name the host that we connect to (make one with "
+            "`kvkeep keygen --host HOST`, or use a name in it as the address)"
         )
     if code == _EXPIRED:
         return "its certificate has expired (renew it there, or set the clock here)"
     if code == _NOT_YET_VALID:
         return "its certificate is not valid yet (set the clock, here or where it was made)"
     if code == _WRONG_PURPOSE:
-        return "its certificate is for another purpose (a server needs serverAuth, a client clientAuth)"
+        return (
+            "its certificate is for another purpose (a server needs serverAuth, a client "
+            "clientAuth)"
+        )
     return f"its certificate cannot be verified: {error.verify_message}"
 
 
@@ -203,8 +197,8 @@ def trust_ca(context: ssl.SSLContext, path: Path) -> None:
 
 
 def show_own(context: ssl.SSLContext, cert_path: Path, key_path: Path) -> str:
-    """Has a context show our certificate, and returns that. What was checked is what is used: no
-    file is opened twice."""
+    """Has a context show our certificate, and returns that. No file is opened twice: what was
+    checked is what is used."""
     cert = _read("tls_cert", cert_path, UNWRITABLE, "CERTIFICATE")
     key = _read("tls_key", key_path, PRIVATE, "PRIVATE KEY")
 
@@ -217,9 +211,8 @@ def show_own(context: ssl.SSLContext, cert_path: Path, key_path: Path) -> str:
         with _in_memory(cert) as cert_file, _in_memory(key) as key_file:
             context.load_cert_chain(cert_file, key_file, password=refuse_to_ask)
     except ssl.SSLError as error:
-        _trust(
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "tls_cert", cert_path, cert
-        )  # raises if the fault is there
+        # Raises if the certificate is at fault.
+        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "tls_cert", cert_path, cert)
         if "MISMATCH" in _reason(error):
             raise SettingsError(
                 f"tls_key: {key_path} does not belong to the certificate in {cert_path}",
@@ -244,9 +237,8 @@ def _read(setting: str, path: Path, forbidden: int, label: str) -> str:
 
 def _trust(context: ssl.SSLContext, setting: str, path: Path, text: str) -> None:
     try:
-        context.load_verify_locations(
-            cadata=text.encode("ascii", "replace").decode()
-        )  # comments may be in UTF-8
+        # Comments may be in UTF-8.
+        context.load_verify_locations(cadata=text.encode("ascii", "replace").decode())
     except ssl.SSLError as error:
         raise _unusable(setting, path, error) from None
 
@@ -255,13 +247,13 @@ def _unusable(setting: str, path: Path, error: ssl.SSLError) -> SettingsError:
     reason = _reason(error).replace("_", " ").lower()
     return SettingsError(
         f"{setting}: {path} cannot be used: {reason}",
-        "is the file whole? `kvkeep keygen` makes such",
+        "check that the file is whole; `kvkeep keygen` makes such files",
     )
 
 
 @contextmanager
 def _in_memory(text: str) -> Iterator[str]:
-    """A path under which OpenSSL, which only takes paths, finds this text."""
+    """A path of this text, for OpenSSL, which takes nothing else."""
     descriptor = os.memfd_create("kvkeep-tls")
     try:
         with os.fdopen(descriptor, "w", closefd=False) as file:
@@ -272,8 +264,8 @@ def _in_memory(text: str) -> Iterator[str]:
 
 
 def _check_own_certificate(context: ssl.SSLContext, path: Path, cert: str) -> None:
-    """Shows our certificate to a client in this process that trusts it: what is left to be wrong
-    are its dates and its purpose, and no client could use a server with such a certificate."""
+    """Shows our certificate to a client in this process that trusts it: only its dates and its
+    purpose can fail then, and no client could use a server with such a certificate."""
     judge = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     judge.check_hostname = False
     judge.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -1,4 +1,4 @@
-"""Secrets and lists in files: how they are read, checked and kept from others."""
+"""Secrets and lists in files: reading and writing them, and checking who else may."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvkeep.errors import SettingsError
 
 MAX_FILE_BYTES: Final = 1 << 20
 MIN_TOKEN_CHARS: Final = 16
-PRIVATE: Final = (
-    stat.S_IRWXO | stat.S_IWGRP
-)  # what a secret's mode may not have; Kubernetes lets the group read
-UNWRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH  # and that of a list which decides who gets in
+# Bits that the mode of a secret may not have (Kubernetes lets the group read), and those that the
+# mode of a list of authorized peers may not have.
+PRIVATE: Final = stat.S_IRWXO | stat.S_IWGRP
+UNWRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def at_home(text: str) -> Path:
-    """The path, with ~ as the home directory it stands for. SettingsError if there is none."""
+    """The path, with ~ expanded. SettingsError if there is no such home directory."""
     try:
         return Path(text).expanduser()
-    except (RuntimeError, ValueError):  # a ~ without a home, or with what can be nobody's name
+    except (RuntimeError, ValueError):  # no home directory, or no valid user name
         raise SettingsError(
-            f"{text!r} names no home directory that is known here", "write the whole path"
+            f"{text!r} names an unknown home directory", "write the whole path"
         ) from None
 
 
@@ -34,7 +34,8 @@ def read_token(path: Path, *, ours: bool = False) -> bytes:
     token = read_text(path, PRIVATE, ours=ours).strip()
     if len(token) < MIN_TOKEN_CHARS or not re.fullmatch(r"[\x21-\x7e]+", token):
         raise SettingsError(
-            f"{path} holds no token: expected {MIN_TOKEN_CHARS} printable characters or more, without blanks",
+            f"{path} holds no token: expected at least {MIN_TOKEN_CHARS} printable characters "
+            "without blanks",
             "`kvkeep keygen --admin-token` makes one",
         )
     return token.encode()
@@ -47,7 +48,7 @@ def key_lines(text: str) -> list[str]:
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:
-    """SettingsError if it belongs to somebody other than us and root, who could change it at any
+    """SettingsError if the file belongs neither to us nor to root: its owner could change it at any
     time."""
     if status.st_uid not in (os.geteuid(), 0):
         raise SettingsError(
@@ -57,44 +58,44 @@ def check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def check_directory(path: Path, status: os.stat_result) -> None:
-    """SettingsError if others than us and root may put files into a directory. On a read-only file
-    system nobody may, whatever the mode says: Kubernetes mounts Secrets so, with mode 1777."""
+    """SettingsError if a user other than us and root may put files into a directory. On a read-only
+    file system none may, whatever the mode: Kubernetes mounts Secrets so, with mode 1777."""
     check_owner(path, status)
     if status.st_mode & UNWRITABLE and not os.statvfs(path).f_flag & os.ST_RDONLY:
         mode = stat.S_IMODE(status.st_mode)
         raise SettingsError(
-            f"others can write to the directory {path} (mode {mode:04o})", f"chmod 700 {path}"
+            f"other users can write to the directory {path} (mode {mode:04o})",
+            f"chmod 700 {path}",
         )
 
 
 def read_text(path: Path, forbidden: int = 0, *, ours: bool = False) -> str:
-    """A small text file whose mode has none of the `forbidden` bits and which, if it is to be
-    `ours`, belongs to us or root. Looked at and read through one descriptor: what was checked is
-    what is read. SettingsError names the file and the remedy."""
+    """A small text file whose mode has none of the `forbidden` bits and which, with `ours`, belongs
+    to us or root. Checked and read through one descriptor. SettingsError names the file and the
+    remedy."""
     try:
-        # Not blocking, or a pipe in its place would keep us waiting.
+        # Not blocking: the path may name a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError as error:
-        hint = (
-            f"chown {os.geteuid()} {path}, and its directory where only another user may open that"
-        )
+        hint = f"chown {os.geteuid()} {path}, and its directory if only another user may open that"
         raise SettingsError(f"{path} cannot be read: {error.strerror}", hint) from error
     except OSError as error:
         raise SettingsError(
-            f"{path} cannot be read: {error.strerror}", "see that it is there"
+            f"{path} cannot be read: {error.strerror}", "check that the file exists"
         ) from error
-    except ValueError:  # a NUL, or text that no file system can have
-        raise SettingsError(
-            f"{str(path)!r} is no name of a file", "write the path of a file"
-        ) from None
+    except ValueError:  # a NUL, or text that no file system accepts
+        raise SettingsError(f"{str(path)!r} is not a path", "write the path of a file") from None
     try:
         status = os.fstat(descriptor)
         mode = status.st_mode
         if not stat.S_ISREG(mode):
-            raise SettingsError(f"{path} is no file", "name a file that `kvkeep keygen` made")
+            raise SettingsError(
+                f"{path} is not a plain file", "name a file that `kvkeep keygen` made"
+            )
         if mode & forbidden:
             raise SettingsError(
-                f"{path} is open to others (mode {stat.S_IMODE(mode):04o})", f"chmod 600 {path}"
+                f"{path} is open to other users (mode {stat.S_IMODE(mode):04o})",
+                f"chmod 600 {path}",
             )
         if ours:
             check_owner(path, status)
@@ -107,13 +108,14 @@ def read_text(path: Path, forbidden: int = 0, *, ours: bool = False) -> str:
         return data.decode()
     except ValueError:
         raise SettingsError(
-            f"{path} is no text of at most {MAX_FILE_BYTES} bytes", "did you name another file?"
+            f"{path} is not a text of at most {MAX_FILE_BYTES} bytes",
+            "check the name of the file",
         ) from None
 
 
 def write_new(path: Path, text: str) -> None:
-    """Makes a file that its owner alone can read, whatever the umask. FileExistsError if there is
-    one."""
+    """Makes a file that only its owner can read, whatever the umask. FileExistsError if it
+    exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(file.fileno(), 0o600)

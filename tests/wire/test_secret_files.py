@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import SettingsError
-from kvkeep.wire.auth import (
+from kvkeep.wire.secret_files import (
     MAX_FILE_BYTES,
     PRIVATE,
     at_home,
@@ -31,7 +31,7 @@ def test_a_secret_that_others_can_reach_is_refused_with_the_remedy(
     tmp_path: Path, mode: int
 ) -> None:
     path = secret_file(tmp_path / "token", "t" * 43, mode)
-    with pytest.raises(SettingsError, match=f"open to others .mode {mode:04o}") as caught:
+    with pytest.raises(SettingsError, match=f"open to other users .mode {mode:04o}") as caught:
         read_token(path)
     assert caught.value.hint == f"chmod 600 {path}"
 
@@ -46,15 +46,15 @@ def test_what_is_no_small_text_file_is_named(tmp_path: Path) -> None:
     secret_file(tmp_path / "long", "x" * (MAX_FILE_BYTES + 1))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for name, words in (
-        ("pipe", "is no file"),
-        ("long", "is no text"),
-        ("bytes", "is no text"),
+        ("pipe", "is not a plain file"),
+        ("long", "is not a text"),
+        ("bytes", "is not a text"),
         ("none", "No such"),
     ):
         with pytest.raises(SettingsError, match=words) as caught:
             read_text(tmp_path / name)
         assert str(tmp_path / name) in caught.value.message and caught.value.hint
-    with pytest.raises(SettingsError, match="is no file"):
+    with pytest.raises(SettingsError, match="is not a plain file"):
         read_text(tmp_path, PRIVATE)
 
 
@@ -87,7 +87,7 @@ def test_a_new_file_is_its_owners_alone_and_replaces_nothing(tmp_path: Path) -> 
 
 def test_a_home_directory_that_is_none_is_refused(tmp_path: Path) -> None:
     assert at_home("~/a") == Path.home() / "a" and at_home("/a") == Path("/a")
-    with pytest.raises(SettingsError, match="names no home directory"):
+    with pytest.raises(SettingsError, match="names an unknown home directory"):
         at_home("~no-such-user/a")
 
 
