@@ -158,8 +158,6 @@ def test_a_load_goes_with_the_next_step_if_its_own_cannot_be_made(
 ) -> None:
     make().run(request(A, "a", max_tokens=1))
     engine, turn, failed = make(), [*A, 5], list[str]()
-    assert engine.connector._requests is not None
-    engine.connector._requests._may_begin_loads = False  # it goes with a step
     among = engine.side._readers.among
 
     def fails_once(blocks: Any) -> Any:

@@ -21,6 +21,7 @@ from engine_parts import BLOCK, Engine, answer_to, request
 from test_scheduler_async import AsyncEngine
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvkeep.vllm.scheduler import SchedulerConnector
 from kvkeep.vllm.step_loads import LARGEST_BYTES, LONGEST_S
@@ -403,17 +404,23 @@ def test_settings(cache: SimulatedCache, options: dict[str, Any], so: bool) -> N
     assert loaded_so(engine_of(cache, **options), request(PROMPT, "b")) == so
 
 
-def test_a_worker_in_another_process_is_not_waited_for(
-    cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of", "attribute", "value"),
+    [
+        pytest.param(Engine, "apart", True, id="worker in another process"),
+        pytest.param(Engine, "alone", False, id="another connector beside it"),
+        pytest.param(KVCacheConfig, "needs_kv_cache_zeroing", True, id="vLLM zeroes blocks"),
+        pytest.param(engine_parts.StepWorker, "is_near", False, id="server on another host"),
+    ],
+)
+def test_engines_that_load_in_the_background(
+    cache: SimulatedCache,
+    monkeypatch: pytest.MonkeyPatch,
+    of: type,
+    attribute: str,
+    value: bool,
 ) -> None:
-    monkeypatch.setattr(Engine, "apart", True)
-    assert not loaded_so(engine_of(cache), request(PROMPT, "b"))
-
-
-def test_a_server_that_is_far_away_is_not_waited_for(
-    cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_parts.StepWorker, "is_near", False)
+    monkeypatch.setattr(of, attribute, value)
     assert not loaded_so(engine_of(cache), request(PROMPT, "b"))
 
 

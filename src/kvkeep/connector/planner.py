@@ -204,10 +204,9 @@ class CachePlanner:
         self.worth.begin_load(job.number, job.blocks, job.blocks * self._pieces.block_tokens)
         return job
 
-    def begin_load(self, job: Job, begin: Callable[[int, LoadRequest], None]) -> None:
-        """It begins now, and not with the next step, unless `begin` raises."""
-        begin(job.number, self._loads[job.number])
-        del self._loads[job.number]
+    def take_load(self, job: Job) -> LoadRequest:
+        """The load that was prepared, for an engine that makes it now and not with the step."""
+        return self._loads.pop(job.number)
 
     def no_load(self, request_id: str) -> None:
         """The request begins without a load: what the server promised may go. An answer that nobody

@@ -10,7 +10,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -74,7 +73,6 @@ class SchedulerConnector:
         self._under_way = 0  # steps whose results have not come
         self._uncounted_steps = 0  # those at most that were made before requests were cached
         self._has_waited = False  # since then, for an answer
-        self._may_begin_loads = False  # before the step that they are made in
         self._may_wait = True
         self._loaded: set[str] = set()  # requests whose loads have ended, until vLLM looks at them
         self._loaded_first = False  # the next step skips all requests that are not loaded
@@ -177,9 +175,9 @@ class SchedulerConnector:
         # When a step begins vLLM zeroes new blocks of some models, and other connectors read what
         # they have to store.
         zeroes = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True)
-        self._may_begin_loads = is_alone(self._worker) and self._pieces.whole and not zeroes
+        may_load_in_step = is_alone(self._worker) and self._pieces.whole and not zeroes
         self._may_wait = may_wait(self._vllm_config)
-        self.step_loads.worker = self._worker if self._may_begin_loads and self._may_wait else None
+        self.step_loads.worker = self._worker if may_load_in_step and self._may_wait else None
 
     def _refusals(self, handshakes: Sequence[Handshake]) -> list[str]:
         refusals = {each.refusal for each in handshakes if each.shape is None}
@@ -310,8 +308,6 @@ class SchedulerConnector:
                 job = self._prepare_load(known, tables, loaded_tokens)
                 if known.in_step:
                     self._load_in_step(job, known, tables)
-                elif self._may_begin_loads and self._is_idle and not self._side.stores:
-                    self._begin_load(job)
             else:
                 self.step_loads.drop_ahead()
                 if known is not None:
@@ -347,15 +343,6 @@ class SchedulerConnector:
         self._note(job, known)
         self._counts["hit_tokens"] += loaded_tokens
         return job
-
-    def _begin_load(self, job: Job) -> None:
-        """The engine is idle: nothing reads or writes these blocks, and its step comes a
-        millisecond later."""
-        assert self._side is not None and self._worker is not None
-        try:
-            self._side.begin_load(job, partial(self._worker.begin_load, job.request_id))
-        except Exception:  # guard: it begins with the step
-            self._failed("kvkeep: a load could not be begun at once")
 
     def _load_in_step(self, job: Job, known: Known, tables: Sequence[Sequence[int]]) -> None:
         """Now, and waits for it: the engine has nothing else to do."""

@@ -97,14 +97,12 @@ class StepLoads:
             )
 
     def load_now(self, side: CachePlanner, job: Job) -> Finished:
-        """That load, in the thread that asks for it."""
-        worker, reports, self._ahead_for = self.worker, list[Finished](), ""
-        assert worker is not None
-        side.begin_load(
-            job, lambda number, load: reports.append(worker.load_now(job.request_id, number, load))
-        )
-        self.took(reports[0].seconds.get(job.number, 0.0))
-        return reports[0]
+        """Makes that load in the calling thread."""
+        assert self.worker is not None
+        self._ahead_for = ""
+        report = self.worker.load_now(job.request_id, job.number, side.take_load(job))
+        self.took(report.seconds.get(job.number, 0.0))
+        return report
 
     def drop_ahead(self) -> None:
         """What was fetched ahead is of no use: the slots may be somebody else's from now on."""

@@ -316,12 +316,6 @@ class WorkerSide:
                 self._tell_failed(request_id, block_ids)
                 self._reports.append(Finished(self._rank, loaded=[job], failed={job: block_ids}))
 
-    def begin_load(self, request_id: str, job: int, load: LoadRequest) -> None:
-        """Before the step that it is made in, while nothing is computed or stored."""
-        assert self._adapter is not None
-        self._adapter.load(job, load)
-        self._loading[job] = request_id, load
-
     def load_ahead(self, request_id: str, epoch: int, slots: NDArray[np.int64]) -> bool:
         """For `load_now` of that request, in the same step: these are its slots. Whether anything
         has begun."""
@@ -334,7 +328,7 @@ class WorkerSide:
             self._adapter.drop_ahead()
 
     def load_now(self, request_id: str, job: int, load: LoadRequest) -> Finished:
-        """As `begin_load`, and waits until it is over, however it ends."""
+        """Loads now, while nothing is computed or stored, and waits for the end."""
         assert self._adapter is not None
         try:
             return self._adapter.load_now(job, load, request_id)
