@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvkeep.bench import vllm_lanes
-from kvkeep.bench.vllm_lanes import Lane, digest, serve_lanes
+from kvkeep.bench.vllm_lanes import Lane, digest, serve_conversations, serve_lanes
 
 STEP_S = 0.1
 
@@ -158,3 +158,22 @@ def test_without_samples_there_are_no_figures(engine: Engine) -> None:
         == lane["itl_decode_ms"]
         == {"samples": 0, "mean": None, "p50": None, "p99": None}
     )
+
+
+def test_conversations_go_on_in_waves_with_the_answers_they_got(engine: Engine) -> None:
+    asked = [[[1, 2], [5, 6], [9, 9]], [[3], [7], [9]]]
+    sent: list[list[int]] = []
+    add = engine.add_request
+
+    def adding(request_id: str, prompt: dict[str, list[int]], max_tokens: int) -> None:
+        sent.append(prompt["prompt_token_ids"])
+        add(request_id, prompt, max_tokens)
+
+    engine.add_request = adding  # type: ignore[method-assign]
+    said = serve_conversations(engine, lambda max_tokens: max_tokens, asked, 2, 2)
+    # An answer counts up from the first token of its prompt.
+    first = [[1, 2], [5, 6], [9, 9]]
+    assert sent == [*first, [1, 2, 1, 2, 3], [5, 6, 5, 6, 7], [9, 9, 9, 10, 9]]
+    assert engine.most == 2 and [wave["done"] for wave in said["waves"]] == [3, 3]
+    assert said["waves"][1]["prompt_tokens"] == 15
+    assert said["seconds"] == pytest.approx(sum(wave["seconds"] for wave in said["waves"]))

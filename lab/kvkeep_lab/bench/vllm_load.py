@@ -5,6 +5,7 @@ pace of decoding.
     fresh           the same with nothing to find: what storing costs
     decode_loads    time between tokens of requests that decode, while large prompts arrive that were stored
     decode_stores   the same, while large prompts arrive that are new
+    conversations   whole conversations in waves, with engines of their own: see vllm_conversations
 
 Every connector serves the same requests with the same number of blocks. How many those are of mixed
 and fresh, the engine without a connector says: what it begins in a third of the time, since those
@@ -45,6 +46,7 @@ from kvkeep.bench.vllm_session import (
 )
 from kvkeep.bench.vllm_setup import (
     Connector,
+    ServedModel,
     arguments,
     connector,
     decoding_with_graphs,
@@ -53,8 +55,9 @@ from kvkeep.bench.vllm_setup import (
     own_model,
 )
 from kvkeep.errors import KVKeepError
+from kvkeep_lab.bench import vllm_conversations
 from kvkeep_lab.bench.vllm_fit import fitted, pool_bytes
-from kvkeep_lab.bench.vllm_stations import DECODE, Plan, Station
+from kvkeep_lab.bench.vllm_stations import CONVERSATIONS, DECODE, Plan, Station
 from kvkeep_lab.bench.vllm_traffic import SIZES, Traffic
 
 # Of kvkeep, at least and at most.
@@ -71,7 +74,7 @@ OPTIONS = {
     "weights.",
     "connectors": "Of none, kvkeep, lmcache and native, with commas between; auto is all that can be had, and for "
     "decode none and kvkeep.",
-    "scenarios": "Of mixed, fresh and decode, with commas between.",
+    "scenarios": "Of mixed, fresh and decode, with commas between; or conversations.",
     "seconds": "About how long each scenario takes without a connector.",
     "repeats": "How often each scenario is measured.",
     "interleave": "Let engines take turns, all of them alive: on a CPU, and where a GPU and its host have room. "
@@ -108,6 +111,8 @@ def run(
     device = plan.choice.device
     with signals_end_the_block(), tempfile.TemporaryDirectory(prefix="kvkeep-vllm-") as folder:
         served = own_model(Path(folder), device) if model == "auto" else given_model(model, device)
+        if plan.scenarios == (CONVERSATIONS,):
+            return _conversations(plan, served)
         traffic = Traffic(SIZES[device], served)
         if plan.interleave and device == "cuda":
             together = fitted(traffic, plan.stations, FreeMemory.find())
@@ -117,6 +122,26 @@ def run(
             for group in plan.groups:
                 bench.measure(group)
     return bench.result()
+
+
+def _conversations(plan: Plan, model: ServedModel) -> dict[str, Any]:
+    """Measures that scenario alone."""
+    device = plan.choice.device
+    sizes = vllm_conversations.SIZES[device]
+    bench = vllm_conversations.Conversations(
+        plan.choice, model, sizes, plan.repeats, plan.interleave, plan.graphs
+    )
+    bench.measure()
+    return {
+        "device": device,
+        **({"gpu": gpu_name()} if device == "cuda" else {}),
+        "model": model.description,
+        "vllm": bench.vllm,
+        "repeats": plan.repeats,
+        "graphs": plan.graphs,
+        CONVERSATIONS: bench.result(),
+        "left_out": plan.choice.left_out | bench.left_out,
+    }
 
 
 @dataclass
@@ -376,6 +401,9 @@ def _told(figures: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     """The result in lines, and whether it is what it should be."""
     facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
+    if CONVERSATIONS in result:
+        left_out = [f"left out: {name}: {why}" for name, why in result["left_out"].items()]
+        return "\n".join([*facts, "", *vllm_conversations.table(result[CONVERSATIONS]), *left_out])
     ratios = {(each["connector"], each["scenario"]): each for each in result["ratios"]}
     lines = []
     load = [

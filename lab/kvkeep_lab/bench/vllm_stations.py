@@ -14,6 +14,7 @@ from kvkeep.errors import SettingsError
 
 SCENARIOS = {"mixed": ("mixed",), "fresh": ("fresh",), "decode": ("decode_loads", "decode_stores")}
 DECODE = SCENARIOS["decode"]
+CONVERSATIONS = "conversations"  # measured alone, with engines of its own
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,19 @@ class Plan:
         eager: bool = False,
     ) -> Plan:
         names = scenarios.split(",")
+        if CONVERSATIONS in names and len(names) > 1:
+            raise SettingsError(
+                f'--scenarios "{scenarios}": {CONVERSATIONS} is measured alone',
+                f"run it once with --scenarios {CONVERSATIONS}, and once with the others",
+            )
         for name in names:
-            if name not in SCENARIOS:
+            if name not in (*SCENARIOS, CONVERSATIONS):
                 raise SettingsError(
-                    f'--scenarios "{name}": expected some of {", ".join(SCENARIOS)}'
+                    f'--scenarios "{name}": expected some of {", ".join(SCENARIOS)}, '
+                    f"or {CONVERSATIONS}"
                 )
         chosen = tuple(each for name, parts in SCENARIOS.items() if name in names for each in parts)
+        chosen = chosen or (CONVERSATIONS,)
         graphs = choice.has_graphs(eager)
         return cls(choice, chosen, seconds, repeats, interleave or choice.device == "cpu", graphs)
 

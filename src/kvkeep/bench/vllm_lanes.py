@@ -11,6 +11,7 @@ leave the process."""
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class _Served:
     begun: int = 0
     under_way: dict[int, _UnderWay] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
+    answer_tokens: dict[int, list[int]] = field(default_factory=dict)
     failed: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
@@ -103,6 +105,7 @@ class _Served:
             del self.under_way[place]
             self.failed += output.outputs[0].finish_reason != "length"
             self.answers[str(place)] = digest(shown)
+            self.answer_tokens[place] = list(shown)
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -132,6 +135,31 @@ def _figures(samples_s: Sequence[float]) -> dict[str, Any]:
     return {"samples": len(samples_s), "mean": mean, "p50": float(p50), "p99": float(p99)}
 
 
+def serve_conversations(
+    engine: Any,
+    sampling: Callable[[int], Any],
+    questions: Sequence[Sequence[list[int]]],
+    answer_tokens: int,
+    at_a_time: int,
+) -> dict[str, Any]:
+    """Serves `questions[turn][conversation]` in waves, one per turn. A wave sends every
+    conversation's history with its next question, `at_a_time` requests at a time, and ends with the
+    last answer; the next wave follows at once. Returns the figures of each wave and the total
+    time."""
+    histories: list[list[int]] = [[] for _ in questions[0]]
+    waves: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    for asked in questions:
+        histories = [[*history, *more] for history, more in zip(histories, asked, strict=True)]
+        wave = _Served(Lane(histories, [answer_tokens] * len(histories), at_a_time))
+        seconds = _serve(engine, sampling, [wave], math.inf, finish=True)
+        waves.append({**wave.figures(), "seconds": seconds})
+        histories = [
+            [*history, *wave.answer_tokens[place]] for place, history in enumerate(histories)
+        ]
+    return {"waves": waves, "seconds": time.perf_counter() - started}
+
+
 def serve_lanes(
     engine: Any,
     sampling: Callable[[int], Any],
@@ -142,7 +170,21 @@ def serve_lanes(
 ) -> dict[str, Any]:
     """Begins no more requests when the time is over; those under way are finished, or else
     aborted."""
-    served, prompt_steps = [_Served(lane) for lane in lanes], 0
+    served = [_Served(lane) for lane in lanes]
+    took = _serve(engine, sampling, served, seconds, finish=finish)
+    return {"lanes": [each.figures() for each in served], "seconds": took}
+
+
+def _serve(
+    engine: Any,
+    sampling: Callable[[int], Any],
+    served: Sequence[_Served],
+    seconds: float,
+    *,
+    finish: bool,
+) -> float:
+    """Serves the requests and returns the time that it took."""
+    prompt_steps = 0
     started = time.perf_counter()
     while True:
         if (now := time.perf_counter() - started) < seconds:
@@ -177,4 +219,4 @@ def serve_lanes(
     rest = [f"{number}.{place}" for number, each in enumerate(served) for place in each.under_way]
     if rest:
         engine.abort_request(rest)
-    return {"lanes": [each.figures() for each in served], "seconds": took}
+    return took

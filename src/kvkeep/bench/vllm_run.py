@@ -34,12 +34,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from kvkeep.bench.vllm_lanes import Lane, serve_lanes
+from kvkeep.bench.vllm_lanes import Lane, serve_conversations, serve_lanes
 from kvkeep.errors import KVKeepError
 from kvkeep.testing.process import wait_for
 
 _START_WITHIN_S = 600.0
 _ANSWER_WITHIN_S = _READY_WITHIN_S = 300.0
+_CONVERSATIONS_WITHIN_S = 1800.0
 _DROP_WITHIN_S = 60.0  # blocks that a connector still stores cannot be dropped
 _END_WITHIN_S, _GIVE_UP_WITHIN_S = 30.0, 3.0  # when all went well, and when not
 _SHOWN_LINES = 30
@@ -182,6 +183,14 @@ class EngineProcess:
         self._send({"lanes": [vars(lane) for lane in lanes], "seconds": seconds, "finish": finish})
         return self._receive(seconds + _ANSWER_WITHIN_S)
 
+    def converse(
+        self, questions: Sequence[Sequence[list[int]]], answer_tokens: int, at_a_time: int
+    ) -> dict[str, Any]:
+        """Serves whole conversations in waves: see `serve_conversations`."""
+        asked = {"questions": questions, "answer_tokens": answer_tokens, "at_a_time": at_a_time}
+        self._send({"conversations": asked})
+        return self._receive(_CONVERSATIONS_WITHIN_S)
+
     def drop_local_cache(self) -> None:
         """Drops the engine's own prefix cache; what its connector keeps stays."""
         self._send({"drop_within_s": _DROP_WITHIN_S})
@@ -252,6 +261,10 @@ def _main() -> None:
 def _serve(vllm: Any, llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     if "drop_within_s" in asked:
         return {"dropped": _drop(llm, asked["drop_within_s"])}
+    if "conversations" in asked:
+        return serve_conversations(
+            llm.llm_engine, partial(_sampling, vllm), **asked["conversations"]
+        )
     if "lanes" in asked:
         lanes = [Lane(**lane) for lane in asked["lanes"]]
         return serve_lanes(

@@ -57,3 +57,9 @@ def test_a_wrong_scenario_is_named(scenarios: str) -> None:
         SettingsError, match=r'--scenarios ".*": expected some of mixed, fresh, decode'
     ):
         plan(scenarios=scenarios)
+
+
+def test_conversations_are_measured_alone() -> None:
+    assert plan(scenarios="conversations").scenarios == ("conversations",)
+    with pytest.raises(SettingsError, match="conversations is measured alone"):
+        plan(scenarios="mixed,conversations")
