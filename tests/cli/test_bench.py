@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from kvkeep.bench import transfer, vllm
 from kvkeep.cli.bench import BENCHES, OPTIONS, _load, options_of, read_options, show
 from kvkeep.errors import SettingsError
-from kvkeep_lab.bench import chart, vllm_load
+from kvkeep_lab.bench import vllm_load
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -78,13 +77,13 @@ def test_a_wrong_option_is_named(argv: list[str]) -> None:
 
 
 def test_json_is_pure_and_names_the_machine(kvkeep: Run) -> None:
-    done = kvkeep("bench", "keys", "--blocks", "64", "--repeats", "1", "--json")
+    done = kvkeep("bench", "index", "--blocks", "1000", "--rounds", "1", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["blocks"] == 64
-    assert said["command"] == "kvkeep bench keys --blocks 64 --repeats 1 --json"
+    assert said["blocks"] == 1000
+    assert said["command"] == "kvkeep bench index --blocks 1000 --rounds 1 --json"
     assert set(said["machine"]) == {"cpu", "cores", "memory", "python", "kvkeep"}
-    assert "$ kvkeep bench keys" in done.stderr
+    assert "$ kvkeep bench index" in done.stderr
 
 
 def test_every_benchmark_can_be_loaded_and_explains_itself(kvkeep: Run) -> None:
@@ -99,9 +98,10 @@ def test_every_option_is_explained_and_none_that_is_gone() -> None:
 
 
 def test_what_cannot_be_measured_here_is_said_without_a_traceback(kvkeep: Run) -> None:
-    done = kvkeep("bench", "checksum", "--device", "foo")
+    done = kvkeep("bench", "transfer", "--device", "foo")
     assert done.returncode == 2 and 'error: --device "foo": expected cpu, cuda' in done.stderr
-    done = kvkeep("bench", "copy", "--total-bytes", "100TiB", "--block-bytes", "1MiB")
+    assert "Traceback" not in done.stderr
+    done = kvkeep("bench", "transfer", "--total-bytes", "100TiB", "--block-bytes", "1MiB")
     assert done.returncode == 2 and "not enough memory" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -113,29 +113,10 @@ def test_a_gpu_that_is_not_here_is_no_reason_to_measure_the_cpu(kvkeep: Run) -> 
     assert set(transfer.OPTIONS) == set(options_of(transfer.run))
 
 
-def test_a_chart_of_a_result(kvkeep: Run, tmp_path: Path) -> None:
-    row = {
-        "direction": "store",
-        "block_bytes": 4096,
-        "gbps": 1.0,
-        "fraction_of_floor": 0.5,
-        "verify": True,
-    }
-    file, out = tmp_path / "result.json", tmp_path / "chart.svg"
-    file.write_text(json.dumps({"floor_gbps": 2.0, "rows": [row]}))
-    done = kvkeep("bench", "chart", "--file", str(file), "--out", str(out), "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["bars"] == 1
-    assert out.read_text().startswith("<svg")
-    done = kvkeep("bench", "chart", "--file", str(out), "--out", str(out))
-    assert done.returncode == 2 and "is no result of one of these benchmarks" in done.stderr
-    assert set(chart.OPTIONS) == set(options_of(chart.run))
-
-
 def test_an_option_means_what_its_benchmark_says(kvkeep: Run) -> None:
-    explained = {name: kvkeep("bench", name, "--help").stdout for name in ("vllm", "checksum")}
+    explained = {name: kvkeep("bench", name, "--help").stdout for name in ("vllm", "lookup")}
     assert "auto takes a GPU where there is one" in explained["vllm"]
-    assert "to measure the kernel on a GPU too" in explained["checksum"]
+    assert OPTIONS["rounds"] in explained["lookup"]
     for module in (vllm, vllm_load):
         assert set(module.OPTIONS) == set(options_of(module.run))
 

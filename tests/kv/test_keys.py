@@ -417,17 +417,6 @@ def test_engine_hashes_that_are_too_short_or_no_bytes_are_refused() -> None:
         keys_from_engine_hashes(b"", [])
 
 
-def test_the_bench_measures_every_candidate() -> None:
-    from kvkeep_lab.bench.keys import run
-
-    report = run(blocks=8, repeats=1)
-    assert {"blake2b-128", "sha256, cut to 128", "KeyChain, from a list"} <= set(
-        report["us_per_block"]
-    )
-    assert {"blake3-128", "xxh3-128"} <= {*report["us_per_block"], *report["left_out"]}
-    assert all(cost > 0 for cost in report["us_per_block"].values())
-
-
 def test_what_equals_another_identity_has_its_root_whoever_asks_first() -> None:
     class Kind(str, Enum):  # noqa: UP042  (a StrEnum would print as its value)
         BF16 = "bfloat16"

@@ -13,31 +13,18 @@ BENCHES = {
     "index": "What a resident block costs in memory, and how fast blocks come and go.",
     "turns": "How long the server's loop is held, by which request.",
     "security": "What keys cost, and what time tells one tenant about another.",
-    "checksum": "How fast checksums are taken.",
-    "copy": "How fast blocks are gathered and scattered, with and without a checksum on the way.",
-    "keys": "What a block's key costs, for each hash we could have taken.",
     "engine": "What a cache costs an engine that finds nothing in it, and saves one that does.",
     "vllm-load": "Throughput and pace of decoding of real vLLM under load, with the same connectors.",
     "vllm-paused": "Throughput of real vLLM while the server hangs, against none.",
-    "chart": "Draws what transfer, vllm or vllm-load measured, as an SVG file.",
 }
 BENCH_OPTIONS = {
-    "block_tokens": "Tokens in a block.",
     "blocks": "How many blocks.",
-    "case": "Which of several cases.",
-    "file": "A file to read.",
-    "floor_gbps": "What a plain copy reaches.",
     "layers": "Layers that a block is spread over.",
-    "out": "A file to write.",
     "prompts": "How many prompts are served together.",
     "requests": "How many requests.",
     "scenarios": "What is measured, with commas between.",
     "seconds": "For how long.",
-    "seed": "Where random numbers begin.",
     "threads": "Threads that the model computes with.",
-    "title": "What stands above.",
-    "token_bytes": "KV of one token.",
-    "trials": "Blocks that are damaged, for each kind of damage.",
 }
 
 

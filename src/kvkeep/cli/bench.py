@@ -40,7 +40,7 @@ OPTIONS: dict[str, str] = {
     "block_bytes": "Sizes of a block to measure, with commas between.",
     "bytes": "How much is stored.",
     "connectors": "Connectors to measure, with commas between.",
-    "device": "cpu, or cuda (cuda:1, ...) to measure the kernel on a GPU too.",
+    "device": "cpu, or cuda (cuda:1, ...) to measure on a GPU.",
     "eager": "Let engines start each kernel alone.",
     "geometries": "Models to measure, with commas between.",
     "interleave": "Let engines take turns.",
