@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvkeep.bench import transfer, vllm
-from kvkeep.cli.bench import BENCHES, OPTIONS, _load, options_of, read_options, show
+from kvkeep.cli.bench import BENCHES, OPTIONS, Bench, _load, measure, options_of, read_options, show
 from kvkeep.errors import SettingsError
 from kvkeep_lab.bench import vllm_load
 
@@ -101,9 +103,16 @@ def test_what_cannot_be_measured_here_is_said_without_a_traceback(kvkeep: Run) -
     done = kvkeep("bench", "transfer", "--device", "foo")
     assert done.returncode == 2 and 'error: --device "foo": expected cpu, cuda' in done.stderr
     assert "Traceback" not in done.stderr
-    done = kvkeep("bench", "transfer", "--total-bytes", "100TiB", "--block-bytes", "1MiB")
-    assert done.returncode == 2 and "not enough memory" in done.stderr
-    assert "Traceback" not in done.stderr
+
+
+def test_too_little_memory_is_an_error_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> dict[str, Any]:
+        raise MemoryError
+
+    monkeypatch.setitem(sys.modules, "huge_bench", cast(ModuleType, SimpleNamespace(run=run)))
+    monkeypatch.setitem(BENCHES, "huge", Bench("huge_bench", "Needs more memory than there is."))
+    with pytest.raises(SettingsError, match="not enough memory"):
+        measure("huge", [], as_json=False)
 
 
 def test_a_gpu_that_is_not_here_is_no_reason_to_measure_the_cpu(kvkeep: Run) -> None:
