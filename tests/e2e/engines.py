@@ -22,11 +22,11 @@ import torch
 from kvkeep.cli.remote import ask
 from kvkeep.engine.llm import LLM, Completion, Prompt
 from kvkeep.engine.models.model import Model
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
+from kvkeep_lab.simulation.oracle import OracleModel
 
 torch.set_num_threads(
     1

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from kvkeep.engine.llm import LLM, Prompt
-from kvkeep.engine.models.oracle import OracleModel, WrongBytes
 from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess
+from kvkeep_lab.simulation.oracle import OracleModel, WrongBytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import (

@@ -20,7 +20,6 @@ from kvkeep.engine.backends import NativeBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.llm import Prompt
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.step import Step, StepOutput
 from kvkeep.errors import RequestError
@@ -28,6 +27,7 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import decode_header, decode_request
+from kvkeep_lab.simulation.oracle import OracleModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import (

@@ -23,7 +23,6 @@ from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.model import Rank
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step, StepOutput
@@ -31,6 +30,7 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
+from kvkeep_lab.simulation.oracle import OracleModel
 
 BLOCK_TOKENS = 4
 GARBAGE = 0x5AD0BAD05AD0BAD

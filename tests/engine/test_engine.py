@@ -12,10 +12,10 @@ from kvkeep.engine.backends import NativeBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.model import Rank, Segment
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request, Status
 from kvkeep.errors import RequestError
+from kvkeep_lab.simulation.oracle import OracleModel
 
 TOKENS = list(range(1, 23))
 KEY = "num_kvkeep_extra_cached_tokens"

@@ -17,11 +17,11 @@ from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.llm import LLM
 from kvkeep.engine.models.model import Rank, Segment
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.errors import RequestError
 from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
+from kvkeep_lab.simulation.oracle import OracleModel
 from kvkeep_lab.simulation.wire import Faults
 
 PREFIX = list(range(60))

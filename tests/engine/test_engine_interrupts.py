@@ -17,13 +17,13 @@ from kvkeep.engine import engine as engine_module
 from kvkeep.engine.backends import NativeBackend
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.workers import Workers
 from kvkeep.kv.keys import KeyChain
 from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
+from kvkeep_lab.simulation.oracle import OracleModel
 
 FOUR = SamplingParams(max_tokens=4)
 PREFIX = list(range(1, 25))

@@ -11,10 +11,10 @@ import torch
 
 from kvkeep.engine.llm import LLM, Prompt
 from kvkeep.engine.models.model import Rank, Segment
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.errors import KVKeepError, RequestError, SettingsError
+from kvkeep_lab.simulation.oracle import OracleModel
 
 TOKENS = list(range(1, 23))
 SMALL: dict[str, Any] = {"block_tokens": 4, "num_blocks": 64}

@@ -12,7 +12,6 @@ from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Rank, Segment
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step
@@ -20,6 +19,7 @@ from kvkeep.engine.workers import NO_TOKEN, Workers
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
+from kvkeep_lab.simulation.oracle import OracleModel
 
 BLOCK_TOKENS = 4
 NONE = np.empty(0, dtype=np.int64)

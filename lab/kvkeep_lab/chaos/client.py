@@ -30,7 +30,6 @@ from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.models.oracle import WrongBytes
 from kvkeep.engine.request import Request
 from kvkeep.kv.copy import gather, scatter
 from kvkeep.kv.parallel import ParallelStrategy
@@ -40,6 +39,7 @@ from kvkeep.wire.segments import segment_path
 from kvkeep_lab.chaos.network import ADDRESS, ChaosNetwork
 from kvkeep_lab.chaos.plan import Arrival, Cut, EngineItem
 from kvkeep_lab.chaos.record import Record, Violation
+from kvkeep_lab.simulation.oracle import WrongBytes
 from kvkeep_lab.simulation.simulation import Process
 from kvkeep_lab.simulation.threads import SimulatedThreads
 

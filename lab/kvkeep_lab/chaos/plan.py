@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
+from kvkeep_lab.simulation.oracle import OracleModel
 
 VOCABULARY = 97
 SALTS = (None, "blue", "green")

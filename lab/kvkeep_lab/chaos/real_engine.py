@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.engine.models.model import Rank, Segment
-from kvkeep.engine.models.oracle import OracleModel, WrongBytes
+from kvkeep_lab.simulation.oracle import OracleModel, WrongBytes
 
 if TYPE_CHECKING:
     import torch

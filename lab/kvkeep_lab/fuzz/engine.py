@@ -21,7 +21,6 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.models.gqa import GQAModel
 from kvkeep.engine.models.mla import MLAModel
 from kvkeep.engine.models.model import Model
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.engine.models.weights import random_weights
@@ -29,6 +28,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step, StepOutput
 from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
 from kvkeep_lab.simulation.given import Given
+from kvkeep_lab.simulation.oracle import OracleModel
 from kvkeep_lab.simulation.wire import Faults
 
 _VOCABULARY = 97

@@ -1,1 +1,2 @@
-"""Simulated time, threads, network, server and cache: the same seed gives the same run."""
+"""Simulated time, threads, network, server and cache: the same seed gives the same run. `oracle` is
+the model whose KV bytes are known."""

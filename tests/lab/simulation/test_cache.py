@@ -4,10 +4,10 @@ import pytest
 
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.models.oracle import OracleModel
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep_lab.simulation.cache import CacheFaults, SimulatedCache
+from kvkeep_lab.simulation.oracle import OracleModel
 
 CONFIG = EngineConfig(block_tokens=4, num_blocks=64, tensor_parallel_size=2)
 PROMPT = list(range(41))

@@ -1,1 +1,1 @@
-"""What computes: transformers in plain torch over KV that lies in blocks, and the oracle."""
+"""What computes: transformers in plain torch over KV that lies in blocks."""

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.engine.models import oracle
 from kvkeep.engine.models.model import Model, Rank, Segment
-from kvkeep.engine.models.oracle import OracleModel, WrongBytes
 from kvkeep.errors import SettingsError
+from kvkeep_lab.simulation import oracle
+from kvkeep_lab.simulation.oracle import OracleModel, WrongBytes
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 24
@@ -391,7 +391,7 @@ def test_no_salt_and_an_empty_one_are_one_tenant() -> None:
 IN_ANOTHER_PROCESS = """
 import sys
 from kvkeep.engine.models.model import Rank, Segment
-from kvkeep.engine.models.oracle import OracleModel
+from kvkeep_lab.simulation.oracle import OracleModel
 model = OracleModel(3)
 strategy = model.strategy(1, 1, 0)
 kv = model.allocate_kv(strategy, 4, 4)
