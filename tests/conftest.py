@@ -40,7 +40,7 @@ SLOW = (
     "engine/test_engine_interrupts.py",
     "gpu/test_copier_faults.py",
     "gpu/test_copier_orders.py",
-    "gpu/test_scattering",
+    "gpu/test_loads",
     "lab/",
     "model/",
     "traps/",

@@ -339,7 +339,7 @@ def messages_explained() -> list[str]:
 
 VLLM_SPEAKS = (
     *("vllm", "client/outage.py", "client/fence.py", "client/transport.py", "connector/options.py"),
-    *("client/copier.py", "gpu/device.py", "gpu/kernels.py"),
+    *("client/copier.py", "gpu/driver.py", "gpu/kernels.py"),
 )
 
 

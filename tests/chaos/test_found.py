@@ -43,7 +43,7 @@ def test_a_copy_that_fails_on_the_network_plane_gives_its_lease_back(
     def fail(*_: object) -> None:
         raise OSError("no such memory")
 
-    monkeypatch.setattr(HostCopier, "scattering", fail)
+    monkeypatch.setattr(HostCopier, "begin_load", fail)
     nothing = np.empty(0, dtype=np.int64)
     load = LoadRequest(
         "default", keys, 0, np.arange(3), connection.epoch, nothing, np.zeros((3, 1), np.uint64)

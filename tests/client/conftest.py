@@ -15,7 +15,7 @@ import pytest
 
 from kvkeep.client.cache import Cache
 from kvkeep.client.connection import Connection
-from kvkeep.client.copier import HostCopier, HostReading, row_addresses
+from kvkeep.client.copier import HostCopier, HostStoreCopy, row_addresses
 from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
@@ -186,7 +186,7 @@ class LateCopier(HostCopier):
         self.calls: list[tuple[str, str]] = []
         self.marks: list[object] = []
         self.waited_for: list[list[object]] = []  # by each reading and each scatter
-        self.readings: list[LateReading] = []
+        self.readings: list[LateStoreCopy] = []
         self.scatterings: list[LateScattering] = []
         self.breaks = breaks
         self.gave_way: list[bool] = []
@@ -206,11 +206,11 @@ class LateCopier(HostCopier):
         self.marks.append(object())
         return self.marks[-1]
 
-    def shield(self) -> None:
-        self.note("shield")
+    def fence_reads(self) -> None:
+        self.note("fence_reads")
 
-    def give_way(self, to_engine: bool) -> None:
-        self.gave_way.append(to_engine)
+    def set_engine_busy(self, busy: bool) -> None:
+        self.gave_way.append(busy)
 
     def enter(self) -> None:
         self.note("enter")
@@ -219,16 +219,16 @@ class LateCopier(HostCopier):
         self.note("wait for")
         return self.must_wait()
 
-    def set_aside(self, piece: int, block_ids: Any) -> Any:
+    def evacuate(self, piece: int, block_ids: Any) -> Any:
         self.note(f"set aside {block_ids.tolist()}")
-        return super().set_aside(piece, block_ids)
+        return super().evacuate(piece, block_ids)
 
-    def reading(self, piece: int, *, verify: bool, ready: Any) -> Any:
+    def begin_store(self, piece: int, *, verify: bool, ready: Any) -> Any:
         self.waited_for.append([ready])
-        self.readings.append(LateReading(self, len(self.readings), self._pieces[piece], verify))
+        self.readings.append(LateStoreCopy(self, len(self.readings), self._pieces[piece], verify))
         return self.readings[-1]
 
-    def scattering(
+    def begin_load(
         self,
         piece: int,
         block_ids: Any,
@@ -242,7 +242,7 @@ class LateCopier(HostCopier):
             LateScattering(
                 self,
                 len(self.scatterings),
-                lambda: HostCopier.scattering(self, piece, block_ids, addresses, expected),
+                lambda: HostCopier.begin_load(self, piece, block_ids, addresses, expected),
             )
         )
         return self.scatterings[-1]
@@ -272,7 +272,7 @@ class LateScattering:
             self._arrived = self._arrive()
 
 
-class LateReading(HostReading):
+class LateStoreCopy(HostStoreCopy):
     def __init__(self, copier: LateCopier, number: int, runs: BlockRuns, verify: bool) -> None:
         super().__init__(runs, verify)
         self.copier = copier

@@ -67,14 +67,14 @@ def fetching(late_copier: Any) -> Any:
             self.fetched.append(Fetched(self, rows))
             return self.fetched[-1]
 
-        def scattering(
+        def begin_load(
             self, piece: int, ids: Any, addresses: Any, expected: Any, ready: Any, ahead: Any = None
         ) -> Any:
             if ahead is not None:
                 assert ahead.open
                 self.note("take")
                 addresses = row_addresses(ahead.rows)
-            return super().scattering(piece, ids, addresses, expected, ready)
+            return super().begin_load(piece, ids, addresses, expected, ready)
 
     return Fetching
 
@@ -147,22 +147,22 @@ def test_a_load_takes_what_was_fetched_for_it(world: World) -> None:
 
 def test_copies_give_way_to_nobody_while_an_engine_waits_for_them(world: World) -> None:
     seen, copier = list[tuple[str, bool]](), world.copier
-    fetch_ahead, scattering = copier.fetch_ahead, copier.scattering
+    fetch_ahead, begin_load = copier.fetch_ahead, copier.begin_load
     copier.fetch_ahead = lambda *given: (
         seen.append(("fetch", copier.gave_way[-1])),
         fetch_ahead(*given),
     )[1]
-    copier.scattering = lambda *given: (
+    copier.begin_load = lambda *given: (
         seen.append(("scatter", copier.gave_way[-1])),
-        scattering(*given),
+        begin_load(*given),
     )[1]
     world.fetch()
-    copier.give_way(True)
+    copier.set_engine_busy(True)
     world.load()
-    copier.give_way(True)
+    copier.set_engine_busy(True)
     world.load(owner="another")
     assert seen == [("fetch", False), ("scatter", False), ("scatter", False)]
-    copier.give_way(True)
+    copier.set_engine_busy(True)
     world.at_once.drop()
     assert copier.gave_way[-1], "what a step has said stands"
 

@@ -52,7 +52,7 @@ def world() -> World:
 def test_what_is_read_is_in_its_slot_with_its_checksum_batch_by_batch(
     world: World, piece: int
 ) -> None:
-    reading = world.copier.reading(piece, verify=True, ready=None)
+    reading = world.copier.begin_store(piece, verify=True, ready=None)
     for block_ids, slots in ((ids(7, 0), (1, 3)), (ids(), ()), (ids(9), (0,))):
         reading.make_room()
         reading.gather(block_ids, world.at(piece, *slots))
@@ -66,8 +66,8 @@ def test_what_is_read_is_in_its_slot_with_its_checksum_batch_by_batch(
 
 
 def test_without_verification_there_is_a_zero_for_each(world: World) -> None:
-    (saved,) = world.copier.set_aside(0, ids(4))
-    reading = world.copier.reading(0, verify=False, ready=None)
+    (saved,) = world.copier.evacuate(0, ids(4))
+    reading = world.copier.begin_store(0, verify=False, ready=None)
     reading.gather(ids(1, 2), world.at(0, 1, 2))
     reading.put(saved, int(world.at(0, 4)[0]))
     assert reading.sums().tolist() == [0, 0, 0]
@@ -75,7 +75,7 @@ def test_without_verification_there_is_a_zero_for_each(world: World) -> None:
 
 
 def test_of_nothing_there_are_no_sums(world: World) -> None:
-    reading = world.copier.reading(0, verify=True, ready=None)
+    reading = world.copier.begin_store(0, verify=True, ready=None)
     reading.end()
     assert (reading.sums().shape, reading.sums().dtype) == ((0,), np.uint64)
 
@@ -85,21 +85,21 @@ def test_a_batch_is_as_large_as_a_lock_may_be_held_and_at_least_one_block(
     world: World, monkeypatch: pytest.MonkeyPatch, nbytes: int, at_a_time: int
 ) -> None:
     monkeypatch.setattr(module, "_BYTES_AT_A_TIME", nbytes)
-    assert world.copier.reading(0, verify=True, ready=None).at_a_time == at_a_time
+    assert world.copier.begin_store(0, verify=True, ready=None).at_a_time == at_a_time
 
 
 def test_what_is_set_aside_stays_as_it_was_whatever_the_engine_does(world: World) -> None:
-    saved = world.copier.set_aside(1, ids(8, 2))
+    saved = world.copier.evacuate(1, ids(8, 2))
     assert [each.nbytes for each in saved] == [SIZES[1]] * 2
     world.engine[1][:] = 0xAA
-    reading = world.copier.reading(1, verify=True, ready=None)
+    reading = world.copier.begin_store(1, verify=True, ready=None)
     reading.gather(ids(), world.at(1))
     for each, slot in zip(saved, (5, 6), strict=True):
         reading.put(each, int(world.at(1, slot)[0]))
         each.free()
     assert (world.slots[1][[5, 6]] == world.before[1][[8, 2]]).all()
     assert reading.sums().tolist() == [checksum(world.before[1][block]) for block in (8, 2)]
-    assert world.copier.set_aside(1, ids()) == []
+    assert world.copier.evacuate(1, ids()) == []
 
 
 # -- loads
@@ -109,7 +109,7 @@ def test_what_is_written_is_checked_and_a_block_that_does_not_match_is_named(wor
     world.slots[1][:] = world.before[1][::-1]
     expected = np.array([checksum(row) for row in world.slots[1][[0, 1, 2]]], dtype=np.uint64)
     expected[1] ^= 1
-    scattering = world.copier.scattering(1, ids(4, 5, 6), world.at(1, 0, 1, 2), expected)
+    scattering = world.copier.begin_load(1, ids(4, 5, 6), world.at(1, 0, 1, 2), expected)
     assert scattering.good().tolist() == [True, False, True]
     assert (world.engine[1][[4, 6]] == world.slots[1][[0, 2]]).all()
     others = [block for block in range(BLOCKS) if block not in (4, 5, 6)]
@@ -117,11 +117,11 @@ def test_what_is_written_is_checked_and_a_block_that_does_not_match_is_named(wor
 
 
 def test_without_checksums_to_expect_all_is_good(world: World) -> None:
-    scattering = world.copier.scattering(0, ids(4, 5), world.at(0, 0, 1), None)
+    scattering = world.copier.begin_load(0, ids(4, 5), world.at(0, 0, 1), None)
     scattering.close()
     assert scattering.good().tolist() == [True, True]
     assert (world.engine[0][[4, 5]] == 0xEE).all()
-    assert world.copier.scattering(0, ids(), world.at(0), None).good().tolist() == []
+    assert world.copier.begin_load(0, ids(), world.at(0), None).good().tolist() == []
 
 
 # -- both
@@ -131,12 +131,12 @@ def test_without_checksums_to_expect_all_is_good(world: World) -> None:
 def test_a_block_that_the_engine_does_not_have_is_an_error_and_nothing_is_touched(
     world: World, block: int
 ) -> None:
-    reading = world.copier.reading(0, verify=True, ready=None)
+    reading = world.copier.begin_store(0, verify=True, ready=None)
     addresses = world.at(0, 0, 1)
     attempts = [
         lambda: reading.gather(ids(0, block), addresses),
-        lambda: world.copier.scattering(0, ids(0, block), addresses, None),
-        lambda: world.copier.set_aside(0, ids(0, block)),
+        lambda: world.copier.begin_load(0, ids(0, block), addresses, None),
+        lambda: world.copier.evacuate(0, ids(0, block)),
     ]
     for attempt in attempts:
         with pytest.raises(RequestError, match="does not exist"):
@@ -146,9 +146,9 @@ def test_a_block_that_the_engine_does_not_have_is_an_error_and_nothing_is_touche
 
 def test_in_host_memory_nobody_waits_for_anything(world: World) -> None:
     assert world.copier.mark() is None
-    world.copier.shield()
+    world.copier.fence_reads()
     world.copier.enter()
-    assert not hasattr(world.copier, "pin"), "nothing is to be registered"
+    assert world.copier.pool_registration(None) is None
 
 
 def test_rows_are_addressed_where_they_lie() -> None:

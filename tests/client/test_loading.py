@@ -177,14 +177,14 @@ def test_what_cannot_be_waited_for_does_not_end_the_wait_for_the_others(
 
 
 def test_a_pool_that_goes_between_two_pieces_costs_the_load_and_is_let_go(world: World) -> None:
-    request, scattering = world.request(IDS), world.copier.scattering
+    request, begin_load = world.request(IDS), world.copier.begin_load
 
     def scatter_and_lose_the_session(*arguments: Any) -> Any:
-        made = scattering(*arguments)
+        made = begin_load(*arguments)
         world.connection._go_down()
         return made
 
-    world.copier.scattering = scatter_and_lose_the_session
+    world.copier.begin_load = scatter_and_lose_the_session
     loading = world.transfer.loading([request])
     assert world.copier.names == ["scatter 0"]
     assert [each.tolist() for each in loading.finish()] == [[False] * 4]

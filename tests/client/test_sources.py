@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvkeep.client import copier as module
-from kvkeep.client.copier import HostCopier, HostReading, row_addresses
+from kvkeep.client.copier import HostCopier, HostStoreCopy, row_addresses
 from kvkeep.client.sources import NO_BLOCK, Piece, Sources
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT, checksum
@@ -465,7 +465,7 @@ def test_when_a_copy_fails_nothing_is_on_its_way_any_more(late_copier: Any) -> N
 def test_what_was_set_aside_is_let_go_of_once_when_it_is_not_needed(late_copier: Any) -> None:
     world, copier = late_world(late_copier)
     saved = {block: Freed() for block in (7, 0, 11, 3)}
-    copier.set_aside = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
+    copier.evacuate = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
     assert world.take_back([7, 0, 11]) == (3, 300)
     assert world.sources.bytes_aside == 300
     world.sources.skip(0, 0, 2, np.array([1]))
@@ -483,7 +483,7 @@ def test_who_takes_blocks_back_need_not_wait_until_a_store_that_lost_one_has_arr
     monkeypatch.setattr(module, "_BYTES_AT_A_TIME", 100)
     world, copier = late_world(late_copier)
     world.take_back([11], 0)
-    reading = late_copier.reading(copier, 0, verify=True, ready=None)
+    reading = late_copier.begin_store(copier, 0, verify=True, ready=None)
     got: list[tuple[int, int]] = []
     arrive = reading.close
 
@@ -495,7 +495,7 @@ def test_who_takes_blocks_back_need_not_wait_until_a_store_that_lost_one_has_arr
         arrive()
 
     reading.close = close
-    copier.reading = lambda piece, *, verify, ready: reading
+    copier.begin_store = lambda piece, *, verify, ready: reading
     assert copy_of(world, [0, 1, 2]) is None
     assert got == [(0, 0)] and copier.names[-1] == "close 0"
 
@@ -507,15 +507,15 @@ def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(
     """Even if then nothing can be waited for."""
     world, copier = late_world(late_copier, breaks)
     saved = {block: Freed() for block in (7, 0, 11)}
-    copier.set_aside = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
+    copier.evacuate = lambda piece, block_ids: [saved[block] for block in block_ids.tolist()]
     assert world.take_back([7, 0, 11]) == (3, 300)
-    reading = late_copier.reading(copier, 0, verify=True, ready=None)
+    reading = late_copier.begin_store(copier, 0, verify=True, ready=None)
 
     def deliver() -> None:
         raise RuntimeError("deliver broke")
 
     reading.deliver = deliver
-    copier.reading = lambda piece, *, verify, ready: reading
+    copier.begin_store = lambda piece, *, verify, ready: reading
     with pytest.raises(RuntimeError, match=breaks or "deliver broke"):
         copy_of(world, [0, 1, 3])
     assert copier.names[-1] == "close 0"
@@ -531,7 +531,7 @@ def test_what_was_set_aside_is_let_go_of_when_a_copy_fails_before_it_was_put(
 # -- readings that ask nobody before each few blocks
 
 
-class ByItself(HostReading):
+class ByItself(HostStoreCopy):
     """Reads block by block until it is halted; `look` is what others do before it reads that
     one."""
 
@@ -563,7 +563,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> list[ByItself]:
         made.append(ByItself(copier._pieces[piece], verify))
         return made[-1]
 
-    monkeypatch.setattr(HostCopier, "reading", make)
+    monkeypatch.setattr(HostCopier, "begin_store", make)
     return made
 
 

@@ -357,12 +357,12 @@ def test_a_store_that_cannot_be_asked_for_costs_no_other(
 
 
 def test_an_engine_says_whether_it_computes_something(start: Start) -> None:
-    unreachable_worker().give_way(True)  # it has no memory yet, and nothing to say it to
+    unreachable_worker().set_engine_busy(True)  # it has no memory yet, and nothing to say it to
     engine = start(contiguous()[0])
     copier: Any = engine.worker._transfer.copier  # type: ignore[union-attr]
-    copier.give_way = (said := list[bool]()).append
+    copier.set_engine_busy = (said := list[bool]()).append
     for computes in (True, False):
-        engine.worker.give_way(computes)
+        engine.worker.set_engine_busy(computes)
     assert said == [True, False]
 
 

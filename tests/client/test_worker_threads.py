@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.sources import Piece
 from kvkeep.client.worker import WorkerAdapter
+from kvkeep.gpu.registration import PoolRegistration
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
@@ -216,7 +218,7 @@ def test_a_store_ends_while_a_load_is_copied(start: Start) -> None:
     engine.store("s", [0, 1])
     engine.finished()
     gate, request = Gate(), engine.looked_up([10, 11])
-    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    engine.transfer.copier.begin_load = gate.before(engine.transfer.copier.begin_load)
     engine.worker.load("l", request)
     assert gate.reached.wait(30)
     engine.store("beside", [2, 3], "b")
@@ -250,7 +252,7 @@ def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_w
     engine.finished()
     copier, begun = engine.transfer.copier, []
     prepare = engine.connection.call
-    reading = copier.reading
+    reading = copier.begin_store
 
     def note(message: Any, *arguments: Any) -> Any:
         if isinstance(message, m.PrepareStore):
@@ -261,7 +263,7 @@ def test_the_next_stores_slots_are_asked_for_while_one_is_copied_and_each_ends_w
         gate.pass_through()
         return reading(*arguments, **options)
 
-    engine.connection.call, copier.reading = note, read_first  # type: ignore[method-assign]
+    engine.connection.call, copier.begin_store = note, read_first  # type: ignore[method-assign]
     engine.store(0, [0, 1], "/0")
     engine.store(1, [50, 2, 3], "/1")
     engine.store(2, [4, BLOCKS], "/2")
@@ -335,7 +337,7 @@ def test_a_load_that_is_wrong_in_itself_costs_the_others_nothing(
         **(vars(requests["a"]) | {"block_ids": np.array([[15, 16], [17, 18]])})
     )
     gate = Gate()
-    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    engine.transfer.copier.begin_load = gate.before(engine.transfer.copier.begin_load)
     engine.worker.load("first", engine.looked_up([20, 21]))
     assert gate.reached.wait(30)
     for job, request in requests.items():
@@ -353,14 +355,14 @@ def test_loads_begin_while_others_arrive_and_not_too_many(device: Callable[..., 
     engine, gate = world.engine, Gate()
     engine.store("s", [0, 1])
     engine.finished()
-    request, scattering = engine.looked_up([10, 11]), world.copier.scattering
+    request, begin_load = engine.looked_up([10, 11]), world.copier.begin_load
 
     def arrive_late(*arguments: Any) -> Any:
-        made = scattering(*arguments)
+        made = begin_load(*arguments)
         made.good = gate.before(made.good)
         return made
 
-    world.copier.scattering = arrive_late
+    world.copier.begin_load = arrive_late
     for job in range(10):
         engine.worker.load(job, request)
         assert eventually(
@@ -403,7 +405,7 @@ def test_withdraw_waits_for_no_load(start: Start, server: ServerProcess) -> None
     engine.store("s", [0, 1])
     engine.finished()
     gate, request = Gate(), engine.looked_up([10, 11])
-    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    engine.transfer.copier.begin_load = gate.before(engine.transfer.copier.begin_load)
     engine.worker.load("l", request)
     assert gate.reached.wait(30)
     server.send(signal.SIGSTOP)
@@ -431,7 +433,7 @@ def test_close_ends_what_is_queued_at_once_and_waits_for_what_both_threads_do(
     request, gate = engine.looked_up([10, 11]), Gate()
     copying, waits, wait = threading.Event(), threading.Event(), engine.connection.wait
     engine.connection.wait = lambda *given: (waits.set(), wait(*given))[1]  # type: ignore[method-assign]
-    engine.transfer.copier.scattering = gate.before(engine.transfer.copier.scattering)
+    engine.transfer.copier.begin_load = gate.before(engine.transfer.copier.begin_load)
     server.send(signal.SIGSTOP)
     engine.store("in hand", [2, 3], "b")
     engine.worker.load("in hand", request)
@@ -491,7 +493,8 @@ class Device:
         def copier_for(pieces: Any, staging_bytes: int) -> Any:
             self.staging_bytes = staging_bytes
             self.copier = late_copier(pieces, breaks)
-            self.copier.pin, self.copier.unpin = self._pin, self._unpin
+            driver = SimpleNamespace(pin=self._pin, unpin=self._unpin)
+            self.copier.pool_registration = lambda connection: PoolRegistration(connection, driver)
             return self.copier
 
         monkeypatch.setattr(module, "copier_for", copier_for)
@@ -533,7 +536,7 @@ def test_every_thread_enters_and_the_engines_own_does_not(device: Callable[..., 
         "kvkeep-arrivals",
         "kvkeep-departures",
         "kvkeep-loads",
-        "kvkeep-pins",
+        "kvkeep-registration",
         "kvkeep-stores",
     ]
     assert world.staging_bytes == 77
@@ -582,11 +585,11 @@ def test_withdraw_shields_after_all_stores_have_been_seen_to(
     assert world.since(before) == [
         ("set aside [1]", here),
         ("set aside [1]", here),
-        ("shield", here),
+        ("fence_reads", here),
     ]
     before = len(world.copier.calls)
     engine.worker.withdraw([5])
-    assert world.since(before)[-1] == ("shield", here)
+    assert world.since(before)[-1] == ("fence_reads", here)
     engine.memory[1] = 255
     server.send(signal.SIGCONT)
     assert engine.finished(2) == Finished(stored={"first": 2, "second": 2}, withdrawn=2)
@@ -605,14 +608,14 @@ def test_withdraw_of_nobody_knows_what_gives_all_up_and_shields(
     engine.store("first", [0, 1], "a")
     engine.store("second", [1, 2], "b")
     stops: list[list[int]] = []
-    shield = world.copier.shield
-    world.copier.shield = lambda: (
+    fence_reads = world.copier.fence_reads
+    world.copier.fence_reads = lambda: (
         stops.append([each.stop for each in engine.worker._sources.values()]),
-        shield(),
+        fence_reads(),
     )
     before = len(world.copier.calls)
     engine.worker.withdraw(None)
-    assert world.since(before) == [("shield", here)]
+    assert world.since(before) == [("fence_reads", here)]
     assert stops == [[0, 0]], "nothing more is read by then"
     server.send(signal.SIGCONT)
     assert sorted(engine.finished(2).incomplete) == ["first", "second"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvkeep.client.copier import HostCopier, HostReading
+from kvkeep.client.copier import HostCopier, HostStoreCopy
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.worker import WorkerAdapter
@@ -54,17 +54,17 @@ class GatedCopier(HostCopier):
         self.arrived.set()
         assert self.gate.wait(30)
 
-    def reading(self, piece: int, *, verify: bool, ready: Any) -> Any:
+    def begin_store(self, piece: int, *, verify: bool, ready: Any) -> Any:
         self.pass_gate()
         return GatedReading(self, self._pieces[piece], verify)
 
-    def scattering(self, *given: Any, **more: Any) -> Any:
+    def begin_load(self, *given: Any, **more: Any) -> Any:
         self.pass_gate()
         self.touched += 1
-        return super().scattering(*given, **more)
+        return super().begin_load(*given, **more)
 
 
-class GatedReading(HostReading):
+class GatedReading(HostStoreCopy):
     def __init__(self, copier: GatedCopier, runs: BlockRuns, verify: bool) -> None:
         super().__init__(runs, verify)
         self._copier = copier
@@ -245,7 +245,7 @@ def test_while_there_is_no_memory_every_job_ends_at_once_and_undone(engine: Engi
     assert not engine.worker.load_ahead("o", load.epoch, load.slots)
     engine.worker.withdraw([1, 2])
     engine.worker.withdraw(None)
-    engine.worker.give_way(True)
+    engine.worker.set_engine_busy(True)
     assert engine.worker.connection.counters.failures["unregistered"] == 3
     assert engine.copier.touched == touched and not engine.copier._pieces
     assert engine.worker.connection.up, "the session goes on"

@@ -159,7 +159,7 @@ class Collected:
 
 
 class Lazy:
-    """What `kvkeep.gpu.device.Cuda` is for a GPU."""
+    """What `kvkeep.gpu.driver.Cuda` is for a GPU."""
 
     def __init__(self, seed: int, forgets: Dependency | None = None) -> None:
         self.torch_device = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvkeep.errors import DeviceError
-from kvkeep.gpu.batch import Gate
+from kvkeep.gpu.driver import Gate
 
 
 class Stream:
@@ -41,15 +41,15 @@ class Immediate:
     def wait(self, event: Any, *, awake: bool = False) -> None:
         self._device.wait(event)
 
-    def enter(self, gate: Gate, bay: int) -> None:
+    def enter(self, gate: Gate, buffer: int) -> None:
         """As `_drive.c`, but for one thread."""
         if gate._words[0] & CLOSED:
             raise Halted
-        gate._words[0] = bay
+        gate._words[0] = buffer
         self._gate = gate
 
-    def has_read(self, gate: Gate, bay: int) -> None:
-        gate._words[1] = bay
+    def has_read(self, gate: Gate, buffer: int) -> None:
+        gate._words[1] = buffer
 
     def fail(self) -> None:
         """Likewise, at a command that is refused."""

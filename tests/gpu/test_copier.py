@@ -78,7 +78,7 @@ class Engine:
 
     def store(self, blocks: list[int], slots: list[int], *, verify: bool = True) -> Any:
         ids, addresses = np.array(blocks), self.addresses(slots)
-        reading = self.copier.reading(0, verify=verify, ready=self.copier.mark())
+        reading = self.copier.begin_store(0, verify=verify, ready=self.copier.mark())
         try:
             for start in range(0, len(ids), reading.at_a_time):
                 some = slice(start, start + reading.at_a_time)
@@ -114,7 +114,7 @@ def test_there_and_back(engine: Engine, order: str) -> None:
     for slot, data in zip(slots, expected, strict=True):
         assert np.array_equal(engine.slot(slot), data)
     back = blocks[::-1]
-    good = engine.copier.scattering(
+    good = engine.copier.begin_load(
         0, np.array(back), engine.addresses(slots), sums, [engine.copier.mark()]
     ).good()
     assert good.all()
@@ -141,8 +141,8 @@ def test_slots_that_somebody_cuts_off_fail_the_copy_and_nothing_else() -> None:
         sums = engine.store(blocks, slots)
         os.ftruncate(file, nbytes // 2)
         with pytest.raises(PoolError, match="was cut off"):
-            engine.copier.scattering(0, np.array([9, 10, 11]), engine.addresses(slots), sums)
-        loaded = engine.copier.scattering(
+            engine.copier.begin_load(0, np.array([9, 10, 11]), engine.addresses(slots), sums)
+        loaded = engine.copier.begin_load(
             0, np.array([9, 10]), engine.addresses(slots[:2]), sums[:2]
         ).good()
         assert loaded.all() and all(
@@ -162,7 +162,7 @@ def test_an_engine_whose_memory_is_elsewhere_is_copied_from_and_to_there(engine:
     engine.runs = BlockRuns.of(engine.layers)
     engine.copier.relocate([engine.runs])
     assert not any(layer.any() for layer in engine.layers), "trying the kernels changes nothing"
-    scattering = engine.copier.scattering(
+    scattering = engine.copier.begin_load(
         0, np.array([7]), engine.addresses([1]), sums, [engine.copier.mark()]
     )
     assert scattering.good().all() and np.array_equal(engine.bytes_of(7), data)
@@ -174,53 +174,56 @@ def test_an_engine_whose_memory_is_elsewhere_is_copied_from_and_to_there(engine:
 def test_copies_give_way_to_the_engines_own_unless_it_says_that_it_computes_nothing(
     engine: Engine,
 ) -> None:
-    lines = engine.copier._in, engine.copier._out
-    assert all(line.copies.gives_way for line in lines)
+    lanes = engine.copier._in, engine.copier._out
+    assert all(lane.copies.engine_busy for lane in lanes)
     for computes in (False, True):
-        engine.copier.give_way(computes)
-        assert [line.copies.gives_way for line in lines] == [computes] * 2
+        engine.copier.set_engine_busy(computes)
+        assert [lane.copies.engine_busy for lane in lanes] == [computes] * 2
 
 
 @pytest.mark.skipif(CUDA, reason="a pretended device")
-@pytest.mark.parametrize("way", ["store", "store bay by bay", "load"])
-@pytest.mark.parametrize("gives_way", [True, False])
+@pytest.mark.parametrize("way", ["store", "store buffer by buffer", "load"])
+@pytest.mark.parametrize("engine_busy", [True, False])
 def test_copies_take_turns_on_two_streams_each_after_the_one_before(
-    way: str, gives_way: bool
+    way: str, engine_busy: bool
 ) -> None:
     engine = Engine()
-    line = engine.copier._in if way == "load" else engine.copier._out
-    line.bay_bytes, line.copies._bytes_a_turn = 2 * engine.runs.nbytes, {True: 1, False: 1 << 40}
+    lane = engine.copier._in if way == "load" else engine.copier._out
+    lane.buffer_bytes, lane.copies._bytes_per_slice = (
+        2 * engine.runs.nbytes,
+        {True: 1, False: 1 << 40},
+    )
     blocks, device, waits = np.arange(8), engine.device, list[tuple[Any, Any, int]]()
     after = device.after  # type: ignore[union-attr]
     device.after = lambda stream, mark: (
         waits.append((stream, mark, len(device.copies))),
         after(stream, mark),
     )  # type: ignore[union-attr, method-assign]
-    engine.copier.give_way(gives_way)
+    engine.copier.set_engine_busy(engine_busy)
     if way == "load":
-        engine.copier.scattering(0, blocks, engine.addresses([*range(0, 16, 2)]), None).good()
+        engine.copier.begin_load(0, blocks, engine.addresses([*range(0, 16, 2)]), None).good()
     elif way == "store":
-        reading = engine.copier.reading(0, verify=False, ready=None)
+        reading = engine.copier.begin_store(0, verify=False, ready=None)
         assert reading.read(blocks, engine.addresses([*range(0, 16, 2)])) == 8
         reading.end()
         reading.close()
     else:
         engine.store(blocks.tolist(), [*range(0, 16, 2)], verify=False)
-    first, second = line.copies.streams
+    first, second = lane.copies.streams
     turns = [
         (who, mark[0], copies) for who, mark, copies in waits if {who, mark[0]} == {first, second}
     ]
     to_and_fro = [(second, first), (first, second)] * 4
     assert turns == (
-        [(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)] if gives_way else []
+        [(*pair, copies) for copies, pair in enumerate(to_and_fro[:7], 1)] if engine_busy else []
     )
-    assert len(device.copies) == (8 if gives_way else 4)  # type: ignore[union-attr]
+    assert len(device.copies) == (8 if engine_busy else 4)  # type: ignore[union-attr]
     engine.close()
 
 
 def test_no_more_staging_memory_is_taken_than_the_bus_has_a_use_for() -> None:
     engine = Engine(staging=8 << 30)
-    assert engine.copier._in.bay_bytes == engine.copier._out.bay_bytes <= 96 << 20
+    assert engine.copier._in.buffer_bytes == engine.copier._out.buffer_bytes <= 96 << 20
     engine.close()
 
 
@@ -236,7 +239,7 @@ def test_slots_further_apart_than_blocks() -> None:
     between = engine.pool[2 * engine.slot_bytes + engine.runs.nbytes : 3 * engine.slot_bytes]
     assert (between == 0xEE).all(), "nothing beside a block is written"
     assert (
-        engine.copier.scattering(0, np.array([0, 1]), engine.addresses([2, 3]), sums).good().all()
+        engine.copier.begin_load(0, np.array([0, 1]), engine.addresses([2, 3]), sums).good().all()
     )
     engine.close()
 
@@ -258,13 +261,13 @@ def test_kernels_that_cannot_be_made_are_said_with_the_remedy(
 
 def test_more_than_the_staging_memory_holds() -> None:
     engine = Engine(staging=0)
-    engine.copier._out.bay_bytes = engine.copier._in.bay_bytes = 2 * engine.runs.nbytes
+    engine.copier._out.buffer_bytes = engine.copier._in.buffer_bytes = 2 * engine.runs.nbytes
     blocks, slots = list(range(23)), list(range(1, 24))
     expected = [engine.bytes_of(block) for block in blocks]
     sums = engine.store(blocks, slots)
     assert sums.tolist() == [checksum(data) for data in expected]
     back = [(block + 5) % 24 for block in blocks]
-    assert engine.copier.scattering(0, np.array(back), engine.addresses(slots), sums).good().all()
+    assert engine.copier.begin_load(0, np.array(back), engine.addresses(slots), sums).good().all()
     assert all(
         np.array_equal(engine.bytes_of(block), data)
         for block, data in zip(back, expected, strict=True)
@@ -275,7 +278,7 @@ def test_more_than_the_staging_memory_holds() -> None:
 def test_a_damaged_slot_is_seen_and_the_others_are_good(engine: Engine) -> None:
     sums = engine.store([1, 2, 3], [4, 5, 6])
     engine.slot(5)[1234] ^= 1
-    good = engine.copier.scattering(
+    good = engine.copier.begin_load(
         0, np.array([7, 8, 9]), engine.addresses([4, 5, 6]), sums
     ).good()
     assert good.tolist() == [True, False, True]
@@ -286,7 +289,7 @@ def test_without_verification_nothing_is_checked(engine: Engine) -> None:
     assert engine.store([1, 2], [4, 5], verify=False).tolist() == [0, 0]
     engine.slot(5)[0] ^= 1
     assert (
-        engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), None).good().all()
+        engine.copier.begin_load(0, np.array([7, 8]), engine.addresses([4, 5]), None).good().all()
     )
     assert np.array_equal(engine.bytes_of(7), engine.bytes_of(1))
 
@@ -300,28 +303,28 @@ def test_blocks_that_do_not_exist_are_refused_before_anything_moves(
         engine.store([1, wrong], [4, 5])
     assert np.array_equal(engine.pool, before)
     with pytest.raises(RequestError, match="does not exist"):
-        engine.copier.scattering(0, np.array([wrong]), engine.addresses([4]), None)
+        engine.copier.begin_load(0, np.array([wrong]), engine.addresses([4]), None)
     with pytest.raises(RequestError, match="does not exist"):
-        engine.copier.set_aside(0, np.array([wrong]))
+        engine.copier.evacuate(0, np.array([wrong]))
 
 
 def test_nothing_to_move(engine: Engine) -> None:
     assert engine.store([], []).tolist() == []
     assert (
-        engine.copier.scattering(0, np.zeros(0, dtype=np.int64), engine.addresses([]), None)
+        engine.copier.begin_load(0, np.zeros(0, dtype=np.int64), engine.addresses([]), None)
         .good()
         .tolist()
         == []
     )
-    assert engine.copier.set_aside(0, np.zeros(0, dtype=np.int64)) == []
+    assert engine.copier.evacuate(0, np.zeros(0, dtype=np.int64)) == []
 
 
 def test_a_block_set_aside_is_stored_as_it_was(engine: Engine) -> None:
     expected = engine.bytes_of(6)
-    [saved] = engine.copier.set_aside(0, np.array([6]))
+    [saved] = engine.copier.evacuate(0, np.array([6]))
     for layer in engine.layers:
         layer[6] = 0  # the engine has it back
-    reading = engine.copier.reading(0, verify=True, ready=engine.copier.mark())
+    reading = engine.copier.begin_store(0, verify=True, ready=engine.copier.mark())
     reading.make_room()
     reading.gather(np.array([2]), engine.addresses([1]))
     reading.deliver()
@@ -337,9 +340,9 @@ def test_there_is_room_aside_again_when_all_of_it_was_stored() -> None:
     engine.copier._aside._memory = engine.copier._aside._memory[: room * engine.runs.nbytes // 8]
     many = np.arange(room, dtype=np.int64) % BLOCKS
     for _ in range(2):
-        saved = engine.copier.set_aside(0, many)
+        saved = engine.copier.evacuate(0, many)
         with pytest.raises(MemoryError):
-            engine.copier.set_aside(0, np.array([0, 1]))
+            engine.copier.evacuate(0, np.array([0, 1]))
         for each in saved:
             each.free()
     engine.close()
@@ -350,7 +353,7 @@ def test_memory_taken_back_is_reached_through_a_bounce_buffer_again() -> None:
     engine.copier.unpin(engine.base)
     sums = engine.store([1, 2], [0, 23])
     assert (
-        engine.copier.scattering(0, np.array([3, 4]), engine.addresses([0, 23]), sums).good().all()
+        engine.copier.begin_load(0, np.array([3, 4]), engine.addresses([0, 23]), sums).good().all()
     )
     assert np.array_equal(engine.slot(0), engine.bytes_of(1))
     engine.copier.unpin(engine.base)  # once more is no error
@@ -365,24 +368,24 @@ class TestOrder:
     def test_kernels_of_a_store_wait_for_what_the_engine_did_before(self) -> None:
         engine = Engine()
         ready = engine.copier.mark()
-        engine.copier.reading(0, verify=True, ready=ready).close()
+        engine.copier.begin_store(0, verify=True, ready=ready).close()
         assert (engine.copier._out.kernels, ready) in engine.device.waits  # type: ignore[union-attr]
 
     def test_kernels_of_a_load_wait_for_what_the_engine_did_before(self) -> None:
         engine = Engine()
         sums, ready = engine.store([1], [1]), [engine.copier.mark(), engine.copier.mark()]
-        engine.copier.scattering(0, np.array([2]), engine.addresses([1]), sums, ready).close()
+        engine.copier.begin_load(0, np.array([2]), engine.addresses([1]), sums, ready).close()
         for each in ready:
             assert (engine.copier._in.kernels, each) in engine.device.waits  # type: ignore[union-attr]
 
     def test_what_the_engine_does_after_a_shield_waits_for_the_last_read(self) -> None:
         engine = Engine()
-        engine.copier.shield()
+        engine.copier.fence_reads()
         assert (None, None) not in engine.device.waits, "nothing was read yet"  # type: ignore[union-attr]
         engine.store([1], [1])
         last = engine.copier._last_read
         assert last[0] is engine.copier._out.kernels
-        engine.copier.shield()
+        engine.copier.fence_reads()
         assert engine.device.waits[-1] == (None, last)  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("unfinished", [True, False])
@@ -395,7 +398,7 @@ class TestOrder:
         device.unfinished = [ready] * unfinished
         sleep = lambda seconds: slept.append((seconds, device.is_over(ready)))  # noqa: E731
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
-        engine.copier.reading(0, verify=True, ready=ready).close()
+        engine.copier.begin_store(0, verify=True, ready=ready).close()
         assert slept == [(0.002, True)] * unfinished
 
     def test_when_no_event_can_be_had_a_load_has_ended_before_its_error_is_told(self) -> None:
@@ -404,7 +407,7 @@ class TestOrder:
         assert device is not None
         device.marks_left = 1
         with pytest.raises(DeviceError, match="out of memory"):
-            engine.copier.scattering(0, np.array([3, 4]), engine.addresses([1, 2]), sums)
+            engine.copier.begin_load(0, np.array([3, 4]), engine.addresses([1, 2]), sums)
         assert device.drained == [engine.copier._in.kernels, *engine.copier._in.copies.streams]
 
     @pytest.mark.parametrize("marks_left", range(5))
@@ -412,9 +415,9 @@ class TestOrder:
         self, marks_left: int
     ) -> None:
         engine = Engine()
-        saved = engine.copier.set_aside(0, np.array([6, 7]))
+        saved = engine.copier.evacuate(0, np.array([6, 7]))
         reading, device = (
-            engine.copier.reading(0, verify=True, ready=engine.copier.mark()),
+            engine.copier.begin_store(0, verify=True, ready=engine.copier.mark()),
             engine.device,
         )
         assert device is not None
@@ -438,7 +441,7 @@ class TestOrder:
         assert engine.took == [False]
         sums = engine.store([1, 2], [4, 5])
         assert (
-            engine.copier.scattering(0, np.array([7, 8]), engine.addresses([4, 5]), sums)
+            engine.copier.begin_load(0, np.array([7, 8]), engine.addresses([4, 5]), sums)
             .good()
             .all()
         )

@@ -94,7 +94,7 @@ def test_a_store_whose_end_fails_has_ended_when_it_is_closed() -> None:
         for pool in world.pool:
             world.copier.pin(pool.ctypes.data, pool.nbytes)
         world.device.elsewhere = lambda: None
-        reading, slots = world.copier.reading(0, verify=True, ready=None), world.pool[0][:6]
+        reading, slots = world.copier.begin_store(0, verify=True, ready=None), world.pool[0][:6]
         for start in (0, 3):
             reading.make_room()
             reading.gather(np.arange(start, start + 3), row_addresses(slots)[start : start + 3])
@@ -114,23 +114,23 @@ def test_a_store_whose_end_fails_has_ended_when_it_is_closed() -> None:
     assert at >= 5
 
 
-@pytest.mark.parametrize("bays", [0, 1])
-def test_a_reading_that_fails_leaves_the_reads_before_it_covered(bays: int) -> None:
+@pytest.mark.parametrize("buffers", [0, 1])
+def test_a_reading_that_fails_leaves_the_reads_before_it_covered(buffers: int) -> None:
     """So an engine that halts it then, and writes, writes after those."""
     for seed in range(40):
         world, slots = filled_world(seed)
         was = world.memory[0].copy()
-        before, reading = (world.copier.reading(0, verify=True, ready=None) for _ in range(2))
+        before, reading = (world.copier.begin_store(0, verify=True, ready=None) for _ in range(2))
         assert before.read(np.arange(3), slots[:3]) == 3
         before.end()
         world.device.fails = lambda reading=reading: (
-            reading._gate._words[0] > bays
+            reading._gate._words[0] > buffers
         )  # the launch after that gate
         with pytest.raises(DeviceError):
             reading.read(np.arange(9, 15), slots[9:15])
         world.device.fails = lambda: False
-        assert reading.halt() == bays * reading.at_a_time
-        world.copier.shield()
+        assert reading.halt() == buffers * reading.at_a_time
+        world.copier.fence_reads()
         world.device.give(lambda memory=world.memory[0]: memory.fill(7))
         reading.close()
         before.sums()

@@ -63,7 +63,7 @@ def test_hits_answer_as_computing_does_and_damage_is_computed(family: str, tmp_p
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        found = json.loads(next(lane for lane in done.stdout.splitlines() if lane.startswith("{")))
         status = ask(server.http, "/v1/status")
     right = list(zip(found["computed"], found["local"], strict=True))
     for kind in ("cold", "hits", "damaged"):

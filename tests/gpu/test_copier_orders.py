@@ -21,8 +21,8 @@ from kvkeep.client.sources import Copy, Piece, Sources
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu import copier as module
 from kvkeep.gpu import staging
-from kvkeep.gpu.copier import GpuCopier, Reading
-from kvkeep.gpu.staging import Aside, Line
+from kvkeep.gpu.copier import GpuCopier, StoreCopy
+from kvkeep.gpu.staging import CopyLane, EvacuationBuffer
 from kvkeep.kv.checksum import checksum_at
 from kvkeep.kv.runs import BlockRuns
 
@@ -90,10 +90,13 @@ class World:
         self.pieces = [Piece(BlockRuns.of([memory])) for memory in self.memory]
         runs, device = [piece.runs for piece in self.pieces], self.device
         self.copier = GpuCopier(runs, 8 * BAY_BYTES, device)  # type: ignore[arg-type]
-        for line in (self.copier._out, self.copier._in):
-            line.copies._bytes_a_turn = {True: 1 + seed % 3 * BAY_BYTES // 2, False: 2 * BAY_BYTES}
-            line.copies.gives_way = seed % 4 > 0
-        assert self.copier._in.bay_bytes == BAY_BYTES
+        for lane in (self.copier._out, self.copier._in):
+            lane.copies._bytes_per_slice = {
+                True: 1 + seed % 3 * BAY_BYTES // 2,
+                False: 2 * BAY_BYTES,
+            }
+            lane.copies.engine_busy = seed % 4 > 0
+        assert self.copier._in.buffer_bytes == BAY_BYTES
         for pool in self.pool:  # a part of it, which may be none or all
             self.copier.pin(
                 pool.ctypes.data, pool[: self.random.choice([0, SLOTS // 2, SLOTS])].nbytes
@@ -141,7 +144,7 @@ class World:
     # -- the engine's thread
 
     def compute(self) -> None:
-        self.copier.give_way(self.random.random() < 0.7)
+        self.copier.set_engine_busy(self.random.random() < 0.7)
         blocks = self.some([block for block in range(BLOCKS) if block not in self.targets], 5)
         self.take_back(blocks)
         for piece, memory in enumerate(self.memory):
@@ -155,7 +158,7 @@ class World:
         """As a worker does, before the engine or a load writes into them."""
         for store in [*self.stores, *self.stored]:
             store.sources.take_back(np.array(blocks, dtype=np.int64), PLENTY)
-        self.copier.shield()
+        self.copier.fence_reads()
 
     def ask_store(self) -> None:
         blocks = self.some(
@@ -241,7 +244,7 @@ class World:
             )
             addresses, ids = row_addresses(pool)[load.slots], np.array(load.blocks, dtype=np.int64)
             load.moving.append(
-                self.copier.scattering(piece, ids, addresses, expected, [load.ready])
+                self.copier.begin_load(piece, ids, addresses, expected, [load.ready])
             )
         self.loads.remove(load)
         self.loaded.append(load)
@@ -309,18 +312,18 @@ def test_every_block_arrives_as_it_was_in_whatever_order_the_device_works(first:
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_a_halted_reading_goes_on_bay_by_bay(at: int) -> None:
-    """Wherever it was halted: what it has read is whole, and no bay is filled while it is still
+def test_a_halted_reading_goes_on_buffer_by_buffer(at: int) -> None:
+    """Wherever it was halted: what it has read is whole, and no buffer is filled while it is still
     copied from."""
     for seed in range(30):
         world, slots = filled_world(seed)
         blocks, looks = np.arange(9, 9 + 11), iter(range(at))
-        before = world.copier.reading(0, verify=True, ready=None)
+        before = world.copier.begin_store(0, verify=True, ready=None)
         assert before.read(np.arange(9), slots[:9]) == 9
         before.end()
-        reading = world.copier.reading(0, verify=True, ready=None)
+        reading = world.copier.begin_store(0, verify=True, ready=None)
 
-        def look(reading: Reading = reading, looks: Any = looks) -> None:
+        def look(reading: StoreCopy = reading, looks: Any = looks) -> None:
             if next(looks, None) is None:
                 reading.halt()
 
@@ -340,22 +343,22 @@ def test_a_halted_reading_goes_on_bay_by_bay(at: int) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_the_first_bay_goes_ahead_of_the_others_if_it_is_free(busy: bool) -> None:
+def test_the_first_buffer_goes_ahead_of_the_others_if_it_is_free(busy: bool) -> None:
     """The bus has nothing to do then. If it has, all of them are given to the device in one go."""
     for seed in range(10):
         world, slots = filled_world(seed)
-        reading, passed = world.copier.reading(0, verify=True, ready=None), list[int]()
+        reading, passed = world.copier.begin_store(0, verify=True, ready=None), list[int]()
         run = reading._batch.run
 
-        def note(reading: Reading = reading, run: Any = run, passed: list[int] = passed) -> bool:
+        def note(reading: StoreCopy = reading, run: Any = run, passed: list[int] = passed) -> bool:
             goes_on = run()
             passed.append(reading._gate._words[0])
             return bool(goes_on)
 
         reading._batch.run = note
         world.device.is_over = lambda event: not busy  # type: ignore[method-assign]
-        for bay in world.copier._out._bays if busy else []:
-            bay.busy = world.device.mark(world.copier._out.copies.stream)
+        for buffer in world.copier._out._buffers if busy else []:
+            buffer.busy = world.device.mark(world.copier._out.copies.stream)
         assert reading.read(np.arange(9), slots[:9]) == 9
         assert passed == ([3] if busy else [1, 3])
         reading.end()
@@ -363,15 +366,18 @@ def test_the_first_bay_goes_ahead_of_the_others_if_it_is_free(busy: bool) -> Non
         check([world.pool[0][:9]], [world.memory[0][:9]], "in slots")
 
 
-def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
+def test_a_reading_is_halted_while_its_other_buffers_are_collected() -> None:
     """What has gone ahead is read, and covered; the rest is as if nobody had begun with it."""
     for seed in range(30):
         world, slots = filled_world(seed)
         was, halted = world.memory[0].copy(), list[int]()
-        reading, runs = world.copier.reading(0, verify=True, ready=None), world.copier._pinned.runs
+        reading, runs = (
+            world.copier.begin_store(0, verify=True, ready=None),
+            world.copier._pinned.runs,
+        )
 
         def halt_after_one(
-            *given: Any, reading: Reading = reading, runs: Any = runs, halted: Any = halted
+            *given: Any, reading: StoreCopy = reading, runs: Any = runs, halted: Any = halted
         ) -> Any:
             for number, some in enumerate(runs(*given)):
                 if number == 1:
@@ -379,29 +385,29 @@ def test_a_reading_is_halted_while_its_other_bays_are_collected() -> None:
                 yield some
 
         world.copier._pinned.runs = halt_after_one  # type: ignore[method-assign]
-        busy = [bay.busy for bay in world.copier._out._bays]
+        busy = [buffer.busy for buffer in world.copier._out._buffers]
         copies, turns = world.copier._out.copies, list[Any]()
-        mark, copies._bytes_a_turn = copies.mark, {True: 1, False: 1}
+        mark, copies._bytes_per_slice = copies.mark, {True: 1, False: 1}
 
         def note(
             batch: Any, copies: Any = copies, mark: Any = mark, turns: list[Any] = turns
         ) -> Any:
-            turns.append(copies.turn)
+            turns.append(copies.slice)
             return mark(batch)
 
         copies.mark = note  # type: ignore[method-assign]
         assert reading.read(np.arange(9), slots[:9]) == 3 and halted == [3]
-        assert len(turns) > 1 and copies.turn == turns[0], (
-            "that of the first bay: no other was given to the device"
+        assert len(turns) > 1 and copies.slice == turns[0], (
+            "that of the first buffer: no other was given to the device"
         )
         assert (
             sum(
-                bay.busy is not before
-                for bay, before in zip(world.copier._out._bays, busy, strict=True)
+                buffer.busy is not before
+                for buffer, before in zip(world.copier._out._buffers, busy, strict=True)
             )
             == 1
         )
-        world.copier.shield()
+        world.copier.fence_reads()
         world.device.give(lambda memory=world.memory[0]: memory.fill(7))
         reading.end()
         check([reading.sums()], [sums_of(was[:3])], "checksums")
@@ -424,9 +430,9 @@ def test_a_load_that_fails_writes_nothing_any_more(
     monkeypatch.setattr(world.device, "event", fail_later)
     world.device.elsewhere = lambda: None
     with pytest.raises(DeviceError, match="out of memory"):
-        world.copier.scattering(0, np.arange(12), row_addresses(world.pool[0])[:12], None)
-    line = world.copier._in
-    assert not any(stream.work for stream in (line.kernels, *line.copies.streams))
+        world.copier.begin_load(0, np.arange(12), row_addresses(world.pool[0])[:12], None)
+    lane = world.copier._in
+    assert not any(stream.work for stream in (lane.kernels, *lane.copies.streams))
 
 
 DEPENDENCIES = {
@@ -438,12 +444,12 @@ DEPENDENCIES = {
     ),
     "copies of a load begin after those of the turn before": Dependency("in copies", "in copies"),
     "a store has ended when its checksums are here": Dependency("host", "out kernels"),
-    "a store has ended, and a bay is free, after the copies to the host": Dependency(
+    "a store has ended, and a buffer is free, after the copies to the host": Dependency(
         "host", "out copies"
     ),
     "a load begins after what the engine did": Dependency("in kernels", "engine"),
     "a kernel of a load begins after its copy": Dependency("in kernels", "in copies"),
-    "a bay of loads is filled again after its kernel": Dependency("in copies", "in kernels"),
+    "a buffer of loads is filled again after its kernel": Dependency("in copies", "in kernels"),
     "a bounce buffer is filled again after its copy": Dependency("host", "in copies"),
     "a load has ended when its kernels have": Dependency("host", "in kernels"),
 }
@@ -455,16 +461,16 @@ def test_no_dependency_can_be_left_out(what: str) -> None:
 
 
 def without_room(reading: Any) -> None:
-    reading._bay = reading._line.next_bay()
+    reading._buffer = reading._lane.next_buffer()
     reading._batch.run()
 
 
 def without_ready(copier: Any, piece: int, *, verify: bool, ready: Any) -> Any:
-    return Reading(copier, piece, verify, None)
+    return StoreCopy(copier, piece, verify, None)
 
 
 def put_at_once(reading: Any, saved: Any, address: int) -> None:
-    saved.ready = reading._device.mark(reading._line.kernels)
+    saved.ready = reading._device.mark(reading._lane.kernels)
     put(reading, saved, address)
 
 
@@ -474,8 +480,8 @@ def freed_at_once(reading: Any, saved: Any, address: int) -> None:
     saved.free()
 
 
-def one_for_all(line: Any) -> Any:
-    return line._ledgers[0]
+def one_for_all(lane: Any) -> Any:
+    return lane._records[0]
 
 
 def aside_in_no_order(aside: Any, units: Any, block_ids: Any) -> Any:
@@ -488,14 +494,14 @@ def halt_and_forget(sources: Any) -> None:
         sources._reading[0].halt()
 
 
-put, take = Reading.put, Aside.take
+put, take = StoreCopy.put, EvacuationBuffer.take
 CARELESS: dict[str, tuple[type, str, Any]] = {
-    "a bay is filled before it is free": (Reading, "make_room", without_room),
-    "blocks are gathered before they are computed": (GpuCopier, "reading", without_ready),
-    "what was set aside is put before it is there": (Reading, "put", put_at_once),
-    "room aside is free before what was there is read": (Reading, "put", freed_at_once),
-    "a ledger is everybody's": (Line, "take_ledger", one_for_all),
-    "blocks are set aside while the engine writes": (Aside, "take", aside_in_no_order),
+    "a buffer is filled before it is free": (StoreCopy, "make_room", without_room),
+    "blocks are gathered before they are computed": (GpuCopier, "begin_store", without_ready),
+    "what was set aside is put before it is there": (StoreCopy, "put", put_at_once),
+    "room aside is free before what was there is read": (StoreCopy, "put", freed_at_once),
+    "a record is everybody's": (CopyLane, "take_record", one_for_all),
+    "blocks are set aside while the engine writes": (EvacuationBuffer, "take", aside_in_no_order),
     "a reading goes on though the engine takes blocks back": (
         Sources,
         "_halt",
@@ -503,9 +509,9 @@ CARELESS: dict[str, tuple[type, str, Any]] = {
     ),
     "what a halted reading left is nobody's": (Sources, "_halt", halt_and_forget),
     "the engine writes before a halted reading has read": (
-        Reading,
+        StoreCopy,
         "_note_reads",
-        lambda reading, bays: None,
+        lambda reading, buffers: None,
     ),
 }
 

@@ -271,7 +271,7 @@ class StepWorker:
                 continue
             sources.take_back(torch.tensor(block_ids).numpy(), 1 << 20)
 
-    def give_way(self, to_engine: bool) -> None:
+    def set_engine_busy(self, busy: bool) -> None:
         """Nothing: here is no GPU."""
 
     def wait_for_load(self, seconds: float) -> None:

@@ -40,7 +40,7 @@ class Recording:
     """A WorkerAdapter that remembers what it was asked, and finishes what it is told."""
 
     def __init__(self) -> None:
-        self.gives_way: bool | None = None
+        self.engine_busy: bool | None = None
         self.calls: list[tuple[str, Any]] = []
         self.finished = Finished(3)
         self.raises: set[str] = set()
@@ -66,8 +66,8 @@ class Recording:
     def register_pieces(self, pieces: Any) -> None:
         self._note("register", len(pieces))
 
-    def give_way(self, to_engine: bool) -> None:
-        self.gives_way = to_engine
+    def set_engine_busy(self, busy: bool) -> None:
+        self.engine_busy = busy
 
     def wait_for_load(self, seconds: float) -> None:
         self._note("wait", seconds)
@@ -398,7 +398,7 @@ def test_copies_give_way_to_an_engine_until_it_has_computed_nothing_for_two_step
     gave_way = []
     for idle in (False, True, True, True, False, True):
         worker.begin(Step(idle=idle))
-        gave_way.append(adapter.gives_way)
+        gave_way.append(adapter.engine_busy)
     assert gave_way == [True, True, False, False, True, True], (
         "the tokens of the last step go out first"
     )

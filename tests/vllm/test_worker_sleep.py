@@ -252,7 +252,7 @@ def wait_until(happens: Callable[[], bool]) -> None:
 
 def test_a_store_under_way_is_withdrawn(start: Start) -> None:
     engine, gate, arrived = start(), threading.Event(), threading.Event()
-    with gated("reading", gate, arrived):
+    with gated("begin_store", gate, arrived):
         asked = request(PROMPT)
         engine.add(asked)
         while engine.scheduler.requests:
@@ -271,7 +271,7 @@ def test_a_load_under_way_has_failed_and_is_computed(start: Start) -> None:
     engine, gate, arrived = start(), threading.Event(), threading.Event()
     engine.ask()
     engine.forget()
-    with gated("scattering", gate, arrived):
+    with gated("begin_load", gate, arrived):
         asked = request(PROMPT, params={KEY: True})
         engine.add(asked)
         while not arrived.is_set():

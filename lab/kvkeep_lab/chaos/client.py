@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import kvkeep.client as client_code
 from kvkeep.client.connection import Connection
-from kvkeep.client.copier import HostCopier, HostReading, HostScattering, row_addresses
+from kvkeep.client.copier import HostCopier, HostLoadCopy, HostStoreCopy, row_addresses
 from kvkeep.client.fence import Fence
 from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
@@ -280,10 +280,10 @@ class ChaosCopier(HostCopier):
         super().__init__(pieces)
         self._client = client
 
-    def reading(self, piece: int, *, verify: bool, ready: Any) -> ChaosReading:
-        return ChaosReading(self._pieces[piece], verify, self)
+    def begin_store(self, piece: int, *, verify: bool, ready: Any) -> ChaosStoreCopy:
+        return ChaosStoreCopy(self._pieces[piece], verify, self)
 
-    def scattering(
+    def begin_load(
         self,
         piece: int,
         block_ids: NDArray[np.int64],
@@ -291,7 +291,7 @@ class ChaosCopier(HostCopier):
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
         ahead: Any = None,
-    ) -> HostScattering:
+    ) -> HostLoadCopy:
         runs = self._pieces[piece]
         good = np.zeros(len(block_ids), dtype=np.bool_)
         row = np.empty((1, runs.nbytes), dtype=np.uint8)
@@ -299,7 +299,7 @@ class ChaosCopier(HostCopier):
             self.move(int(row.ctypes.data), address, runs.nbytes, is_store=False)
             sums = None if expected is None else expected[at : at + 1]
             good[at] = scatter(runs, block_ids[at : at + 1], row_addresses(row), sums)[0]
-        return HostScattering(good)
+        return HostLoadCopy(good)
 
     def move(self, to: int, source: int, nbytes: int, *, is_store: bool) -> None:
         """Half of it, whatever happens then, and the other half."""
@@ -323,7 +323,7 @@ class ChaosCopier(HostCopier):
         network.simulation.step()
 
 
-class ChaosReading(HostReading):
+class ChaosStoreCopy(HostStoreCopy):
     """Reads the engine's blocks one by one, when their turn has come."""
 
     def __init__(self, runs: BlockRuns, verify: bool, copier: ChaosCopier) -> None:

@@ -183,7 +183,7 @@ class Bench:
                 REQUEST_TOKENS // BLOCK_TOKENS,
             )
             with closing(side):
-                side.worker.give_way(to_engine=False)
+                side.worker.set_engine_busy(busy=False)
                 self._warm_up(side)
                 for _ in range(rounds):
                     self._round(side, measured)
@@ -225,7 +225,7 @@ class Bench:
     def _own_copies(self, side: EngineSide) -> Iterator[dict[str, Any]]:
         kv, own = self._kv, OwnCopies(self._gpu)
         for computes in (False, True):
-            side.worker.give_way(to_engine=computes)
+            side.worker.set_engine_busy(busy=computes)
             keys = os.urandom(self.blocks * KEY_BYTES)
             with own.beside("store") as took:
                 stored_s = side.store(keys, kv.sources)

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeep.client.pins import POOL_REGISTERED
 from kvkeep.errors import KVKeepError, SettingsError, Unavailable
+from kvkeep.gpu.registration import POOL_REGISTERED
 from kvkeep.testing.process import ServerProcess
 from kvkeep.units import GIB, MIB
 

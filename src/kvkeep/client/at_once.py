@@ -55,7 +55,7 @@ class AtOnce:
         try:
             addresses = self._pool.enter_context(self._transfer.memory.addresses(0, slots, epoch))
             if addresses is not None:
-                self._transfer.copier.give_way(False)
+                self._transfer.copier.set_engine_busy(False)
                 self._owner, self._fetched = owner, self._transfer.copier.fetch_ahead(0, addresses)
         except Exception:  # guard: the load fetches all of it
             self._failed_inside("load")
@@ -70,7 +70,7 @@ class AtOnce:
         began_s = time.perf_counter() if self._fetched is None else self._began_s
         failed = request.ids_of(slice(None))
         try:
-            self._transfer.copier.give_way(False)
+            self._transfer.copier.set_engine_busy(False)
             ready = [self._transfer.copier.mark()]
             [loaded] = self._transfer.load_together([request], ready, self._fetched)
             failed = request.ids_of(~loaded)

@@ -153,6 +153,11 @@ class Connection:
         finally:
             fence.unhold()
 
+    def map_pool_ahead(self) -> bool:
+        """Maps a little more of the pool before its first use. False if nothing is left to map."""
+        with self.pool(self.epoch) as pool:
+            return pool is not None and pool[0].populate_next()
+
     def call(self, message: m.Message, deadline_ms: int, payload: Sequence[Any] = ()) -> Call:
         """Sends a request. Never blocks, never raises: what cannot go out has failed when this
         returns."""

@@ -16,7 +16,7 @@ from kvkeep.kv.runs import BlockRuns
 _BYTES_AT_A_TIME = 16 << 20  # read with a lock held: some two milliseconds
 
 
-class Saved(Protocol):
+class EvacuatedBlock(Protocol):
     """A copy of a block that the engine took back."""
 
     nbytes: int
@@ -24,7 +24,7 @@ class Saved(Protocol):
     def free(self) -> None: ...
 
 
-class Reading(Protocol):
+class StoreCopy(Protocol):
     """Blocks of one piece on their way into slots. `read` takes as many as it can by itself, until
     somebody in another thread calls `halt`; both tell how many. Then for each `at_a_time` that are
     left: `make_room`, `gather`, `deliver`; then `end`. Only `read` and `gather` read engine memory,
@@ -45,7 +45,7 @@ class Reading(Protocol):
     def close(self) -> None: ...
 
 
-class Scattering(Protocol):
+class LoadCopy(Protocol):
     """Slots on their way into engine blocks. All has arrived when `good` or `close` returns; True
     where the bytes have the checksum expected. A block answered False holds bytes that must not be
     used. `ready_s` is when the engine had done what had to come first, if that was waited for: a
@@ -68,16 +68,17 @@ class Fetched(Protocol):
 class Copier(Protocol):
     """Moves blocks between an engine's memory and slots.
 
-    The engine's thread calls `mark`, `shield`, `give_way`, `set_aside` and, while there is no job,
-    `relocate`; the store thread `reading`; the load thread `scattering` and `fetch_ahead`. Both
+    The engine's thread calls `mark`, `fence_reads`, `set_engine_busy`, `evacuate` and, while there is no job,
+    `relocate`; the store thread `begin_store`; the load thread `begin_load` and `fetch_ahead`. Both
     threads call `enter` first.
 
     mark         a point in the engine's work; `wait_for` waits for it and returns whether it had to
-    shield       orders the engine's next writes after the reads that have begun
-    give_way     whether copies leave gaps for the engine's own; they do unless it is idle
+    fence_reads       orders the engine's next writes after the reads that have begun
+    set_engine_busy     whether copies leave gaps for the engine's own; they do unless it is idle
     relocate     the blocks are in this memory from now on; with none the copier refers to none
-    fetch_ahead  begins to copy slots before the blocks are known; `scattering` of the same slots
+    fetch_ahead  begins to copy slots before the blocks are known; `begin_load` of the same slots
                  takes it from there. None: the device cannot do that
+    pool_registration    a `PoolRegistration` to run in a thread of its own, where a device needs one
     """
 
     # How large the parts of a store are, about. One block that is lost, or one server that goes,
@@ -89,14 +90,14 @@ class Copier(Protocol):
     part_bytes: int  # the others
 
     def mark(self) -> Any: ...
-    def shield(self) -> None: ...
-    def give_way(self, to_engine: bool) -> None: ...
+    def fence_reads(self) -> None: ...
+    def set_engine_busy(self, busy: bool) -> None: ...
     def relocate(self, pieces: Sequence[BlockRuns]) -> None: ...
-    def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[Saved]: ...
+    def evacuate(self, piece: int, block_ids: NDArray[np.int64]) -> Sequence[EvacuatedBlock]: ...
     def enter(self) -> None: ...
     def wait_for(self, mark: Any) -> bool: ...
-    def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading: ...
-    def scattering(
+    def begin_store(self, piece: int, *, verify: bool, ready: Any) -> StoreCopy: ...
+    def begin_load(
         self,
         piece: int,
         block_ids: NDArray[np.int64],
@@ -104,8 +105,9 @@ class Copier(Protocol):
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
         ahead: Any = None,  # what `fetch_ahead` gave
-    ) -> Scattering: ...
+    ) -> LoadCopy: ...
     def fetch_ahead(self, piece: int, addresses: NDArray[np.uint64]) -> Fetched | None: ...
+    def pool_registration(self, connection: Any) -> Any: ...
 
 
 class HostCopier:
@@ -125,10 +127,10 @@ class HostCopier:
     def mark(self) -> None:
         return None
 
-    def shield(self) -> None:
+    def fence_reads(self) -> None:
         """Nothing: what was read was read with a lock held."""
 
-    def give_way(self, to_engine: bool) -> None:
+    def set_engine_busy(self, busy: bool) -> None:
         """Nothing: memory is nobody's alone."""
 
     def enter(self) -> None:
@@ -137,17 +139,19 @@ class HostCopier:
     def wait_for(self, mark: None) -> bool:
         return False
 
-    def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[HostSaved]:
+    def evacuate(self, piece: int, block_ids: NDArray[np.int64]) -> list[HostEvacuatedBlock]:
         runs = self._pieces[piece]
         rows = np.empty((len(block_ids), runs.nbytes), dtype=np.uint8)
         sums = gather(runs, block_ids, row_addresses(rows), verify=True)
         assert sums is not None
-        return [HostSaved(row, value) for row, value in zip(rows, sums.tolist(), strict=True)]
+        return [
+            HostEvacuatedBlock(row, value) for row, value in zip(rows, sums.tolist(), strict=True)
+        ]
 
-    def reading(self, piece: int, *, verify: bool, ready: Any) -> HostReading:
-        return HostReading(self._pieces[piece], verify)
+    def begin_store(self, piece: int, *, verify: bool, ready: Any) -> HostStoreCopy:
+        return HostStoreCopy(self._pieces[piece], verify)
 
-    def scattering(
+    def begin_load(
         self,
         piece: int,
         block_ids: NDArray[np.int64],
@@ -155,14 +159,17 @@ class HostCopier:
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
         ahead: Any = None,
-    ) -> HostScattering:
-        return HostScattering(scatter(self._pieces[piece], block_ids, addresses, expected))
+    ) -> HostLoadCopy:
+        return HostLoadCopy(scatter(self._pieces[piece], block_ids, addresses, expected))
 
     def fetch_ahead(self, piece: int, addresses: NDArray[np.uint64]) -> Fetched | None:
         return None  # there is no bus to cross
 
+    def pool_registration(self, connection: Any) -> None:
+        """None: a CPU reaches the pool as soon as it is mapped."""
 
-class HostScattering:
+
+class HostLoadCopy:
     ready_s = 0.0
 
     def __init__(self, good: NDArray[np.bool_]) -> None:
@@ -175,7 +182,7 @@ class HostScattering:
         """All has arrived before it was made."""
 
 
-class HostSaved:
+class HostEvacuatedBlock:
     def __init__(self, row: NDArray[np.uint8], checksum: int) -> None:
         self.row = row
         self.checksum = checksum
@@ -185,7 +192,7 @@ class HostSaved:
         """Nothing: it goes with the last who knows it."""
 
 
-class HostReading:
+class HostStoreCopy:
     def __init__(self, runs: BlockRuns, verify: bool) -> None:
         self._runs = runs
         self._verify = verify

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.client.connection import Connection
-from kvkeep.client.copier import Fetched, Scattering
+from kvkeep.client.copier import Fetched, LoadCopy
 from kvkeep.client.rank_memory import RankMemory
 from kvkeep.client.requests import LoadRequest
 from kvkeep.client.sources import NO_BLOCK
@@ -46,7 +46,7 @@ class Loading:
         self._requests = requests
         self.loaded = [np.zeros(request.blocks, dtype=np.bool_) for request in requests]
         self._sound: list[int] = []
-        self._under_way: list[tuple[NDArray[np.int64], NDArray[np.bool_], Scattering]] = []
+        self._under_way: list[tuple[NDArray[np.int64], NDArray[np.bool_], LoadCopy]] = []
         self._pool = contextlib.ExitStack()
 
     def begin(self, epoch: int, ready: Sequence[Any], ahead: Fetched | None = None) -> None:
@@ -74,7 +74,7 @@ class Loading:
                     break
                 sums = checksums[wanted, self._memory.shard(piece)]
                 expected = sums if self._connection.verify else None
-                moving = self._memory.copier.scattering(
+                moving = self._memory.copier.begin_load(
                     piece, block_ids[wanted], addresses, expected, ready, ahead
                 )
                 self._under_way.append((wanted, sums != ABSENT, moving))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.copier import Copier, HostCopier, Reading, Saved
+from kvkeep.client.copier import Copier, EvacuatedBlock, HostCopier, StoreCopy
 from kvkeep.client.threads import Threads
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
@@ -65,7 +65,7 @@ def check_sizes(pieces: Sequence[Piece], expected: Sequence[int]) -> None:
 class Copy:
     """Blocks that were read, and may still be on their way."""
 
-    def __init__(self, reading: Reading, count: int, copied: list[NDArray[np.int64]]) -> None:
+    def __init__(self, reading: StoreCopy, count: int, copied: list[NDArray[np.int64]]) -> None:
         self._reading = reading
         self._count = count
         self._copied = copied
@@ -102,9 +102,9 @@ class Sources:
         self._ready: Any = self._copier.mark() if ready is None else ready
         self._ids = block_ids.copy()
         self._left = np.ones(block_ids.shape, dtype=np.bool_)  # not copied yet
-        self._aside: dict[tuple[int, int], Saved] = {}
+        self._aside: dict[tuple[int, int], EvacuatedBlock] = {}
         self._bytes_aside = 0
-        self._reading: tuple[Reading, int, NDArray[np.int64]] | None = (
+        self._reading: tuple[StoreCopy, int, NDArray[np.int64]] | None = (
             None  # one that reads without the lock
         )
         self._lock = threads.Lock()
@@ -179,9 +179,9 @@ class Sources:
     ) -> Copy | None:
         """Copies one piece of these blocks to these addresses; ends when all of them are read. None
         if a block is lost."""
-        reading = self._copier.reading(piece, verify=verify, ready=self._ready)
+        reading = self._copier.begin_store(piece, verify=verify, ready=self._ready)
         copied: list[NDArray[np.int64]] = []
-        to_put: list[Saved] = []  # taken from what was set aside
+        to_put: list[EvacuatedBlock] = []  # taken from what was set aside
         try:
             first = self._read(piece, positions, addresses, reading)
             copied.append(np.arange(first))
@@ -229,7 +229,7 @@ class Sources:
         piece: int,
         positions: NDArray[np.int64],
         addresses: NDArray[np.uint64],
-        reading: Reading,
+        reading: StoreCopy,
     ) -> int:
         """So many of them, by a reading that asks nobody before each few. Not if some are lost or
         were set aside."""
@@ -254,7 +254,7 @@ class Sources:
             reading, piece, positions = self._reading
             self._left[piece, positions[reading.halt() :]] = True
 
-    def _take(self, piece: int, position: int) -> Saved:
+    def _take(self, piece: int, position: int) -> EvacuatedBlock:
         """What was set aside for this block, which is not kept here any longer."""
         saved = self._aside.pop((piece, position))
         self._bytes_aside -= saved.nbytes
@@ -263,7 +263,7 @@ class Sources:
     def _set_aside(self, piece: int, positions: NDArray[np.int64]) -> None:
         for position, saved in zip(
             positions.tolist(),
-            self._copier.set_aside(piece, self._ids[piece, positions]),
+            self._copier.evacuate(piece, self._ids[piece, positions]),
             strict=True,
         ):
             self._aside[piece, position] = saved

@@ -197,7 +197,7 @@ class Transfer:
                 checksum_at(row_addresses(buffer), nbytes) == checksums[start : start + len(some)]
             )
             usable = good & (some != NO_BLOCK)
-            self.copier.scattering(
+            self.copier.begin_load(
                 piece, some[usable], row_addresses(buffer)[usable], None, ready
             ).good()
             fetched = np.concatenate((fetched, good | (some == NO_BLOCK)))

@@ -27,7 +27,6 @@ from kvkeep.client.copier import Copier, copier_for
 from kvkeep.client.departures import Departures
 from kvkeep.client.loading import Load, Loading, take_together
 from kvkeep.client.options import ClientOptions
-from kvkeep.client.pins import Pins, populate
 from kvkeep.client.requests import Finished, LoadRequest, Stored, StoreRequest
 from kvkeep.client.sources import Piece, Sources, check_sizes, physical_fingerprint, take_back
 from kvkeep.client.transfer import Storing, Transfer
@@ -83,6 +82,7 @@ class WorkerAdapter:
             threads.Condition(lock) for _ in range(4)
         )
         self._closing = self._all_begun = False
+        self._registers_pool = False  # a thread of its own maps the pool
         self._is_unregistered = False  # the engine has taken its memory away: no job begins
         self._departures = Departures(
             self.connection, self._for_stores, self._end_store, self._failed_inside
@@ -121,11 +121,12 @@ class WorkerAdapter:
         if self.connection.state != "down":
             # the server has not been told yet how the tensors lie in memory
             self.connection.start_over()
-        if hasattr(copier, "pin"):
+        registration = copier.pool_registration(self.connection)
+        if registration is not None:
+            self._registers_pool = True
+            run = partial(self._run_registration, registration)
             self._threads.append(
-                self.connection.threads.Thread(
-                    target=self._run_pins, name="kvkeep-pins", daemon=True
-                )
+                self.connection.threads.Thread(target=run, name="kvkeep-registration", daemon=True)
             )
         for thread in self._threads:
             thread.start()
@@ -230,7 +231,7 @@ class WorkerAdapter:
 
     def load_now(self, job: Hashable, request: LoadRequest, owner: Hashable = None) -> Finished:
         """Loads here and now, for an engine that has nothing else to do, when all other loads have
-        ended. Copies give way to nobody then, until it says that it computes (`give_way`)."""
+        ended. Copies give way to nobody then, until it says that it computes (`set_engine_busy`)."""
         assert self._at_once is not None
         with self._for_loads:
             self._for_loads.wait_for(lambda: not self._is_loading)
@@ -251,13 +252,13 @@ class WorkerAdapter:
             else:
                 self._finished.withdrawn += take_back(self._sources.values(), block_ids)
             if self._transfer is not None:
-                self._transfer.copier.shield()
+                self._transfer.copier.fence_reads()
 
-    def give_way(self, to_engine: bool) -> None:
+    def set_engine_busy(self, busy: bool) -> None:
         """Whether the engine computes something, in what is begun from now on; for one that has
         registered memory."""
         if self._transfer is not None:
-            self._transfer.copier.give_way(to_engine)
+            self._transfer.copier.set_engine_busy(busy)
 
     def wait_for_load(self, seconds: float) -> None:
         """Waits until a load has ended, so long at most; for an engine that has nothing else to
@@ -287,18 +288,18 @@ class WorkerAdapter:
 
     # -- the threads
 
-    def _enter(self) -> Any:
+    def _enter(self) -> None:
         """What every thread does first."""
         assert self._transfer is not None
         try:
             self._transfer.copier.enter()
         except Exception:  # guard: then copies fail, one by one, and the engine hears of each
             self._failed_inside("thread")
-        return self._transfer.copier
 
     def _run_stores(self) -> None:
         """This one keeps the session, too."""
-        copier, populating = self._enter(), False
+        self._enter()
+        populating = False
         while not self._closing:
             self.connection.poll()
             self._departures.settle()
@@ -322,8 +323,8 @@ class WorkerAdapter:
                 self._copy_store(*now, partial(self._begin_store, hurry=False))
             elif self._departures:
                 self._departures.wait(lambda more=may_begin: more and bool(self._stores))  # type: ignore[misc]
-            elif not hasattr(copier, "pin"):  # nobody else does it
-                populating = populate(self.connection)
+            elif not self._registers_pool:
+                populating = self.connection.map_pool_ahead()
         if self._begun is not None:
             self._begun[1].end_copy()
             self._departures.add(*self._begun)
@@ -439,8 +440,9 @@ class WorkerAdapter:
             for number, (job, request, _) in enumerate(loads):
                 self._end_load(job, request.ids_of(_ALL if loaded is None else ~loaded[number]))
 
-    def _run_pins(self) -> None:
-        Pins(self.connection, self._enter()).run(self._wake, lambda: self._closing)
+    def _run_registration(self, registration: Any) -> None:
+        self._enter()
+        registration.run(self._wake, lambda: self._closing)
 
     def _failed_inside(self, what: str) -> None:
         self.connection.counters.fail("internal_error")

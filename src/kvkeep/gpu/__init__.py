@@ -1,11 +1,10 @@
 """Moves blocks of engines whose KV is on a GPU. Needs torch and triton, which such engines have.
 
-kernels.py      gather and scatter, checksums included
-device.py       streams, events, copies and registered host memory, as the driver has them
-batch.py        work for the driver, given to it in one go
-pinned.py       which host memory is registered
-copies.py       copies over the bus, in turns that let an engine's own through
-staging.py      GPU memory that blocks pass through
-scattering.py   loads
-copier.py       all of it together, and stores
+kernels.py       gather and scatter, checksums included
+driver.py        the CUDA driver: streams, events, host memory, batches of work
+registration.py  host memory that the bus reaches directly, and the server's pool in it
+streams.py       copies over the bus in slices, so that an engine's own copies interleave
+staging.py       staging buffers of the two lanes, and a place for evacuated blocks
+loads.py         loads
+copier.py        all of it together, and stores
 """

@@ -4,7 +4,7 @@
  * No CUDA header is needed: the driver's functions come as addresses, and a command is WORDS numbers of 64 bits, the
  * first of which says what is to be done with the others.
  *
- * A list that reads blocks passes a gate before each bay of them, and says when that bay's reads are in the GPU's queue.
+ * A list that reads blocks passes a gate before each buffer of them, and says when that buffer's reads are in the GPU's queue.
  * Whoever needs a block back closes the gate, and knows then what is read and what is not: nothing is half done. */
 #include <sched.h>
 #include <stdatomic.h>
@@ -88,18 +88,18 @@ static int wait_awake(const struct driver *cuda, uint64_t event) {
     return result;
 }
 
-/* How many bays have passed, with CLOSED from when no more may; and how many of them are read. */
+/* How many buffers have passed, with CLOSED from when no more may; and how many of them are read. */
 struct gate {
     _Atomic int64_t passed, read;
 };
 
 #define CLOSED (INT64_C(1) << 62)
 
-static int pass(struct gate *gate, int64_t bay) {
+static int pass(struct gate *gate, int64_t buffer) {
     int64_t before = atomic_load(&gate->passed);
     do {
         if (before & CLOSED) return HALTED;
-    } while (!atomic_compare_exchange_weak(&gate->passed, &before, bay));
+    } while (!atomic_compare_exchange_weak(&gate->passed, &before, buffer));
     return 0;
 }
 

@@ -1,20 +1,21 @@
 """Moves blocks between an engine's GPU memory and slots in host memory, at the speed of the bus.
 
-    store    engine blocks ── gather + checksum ──► bay ── copy over the bus ──► slots
-    load     engine blocks ◄── scatter + checksum ── bay ◄── copy over the bus ── slots
+    store    engine blocks ── gather + checksum ──► staging buffer ── copy over the bus ──► slots
+    load     engine blocks ◄── scatter + checksum ── staging buffer ◄── copy over the bus ── slots
 
-Staging memory on the GPU is cut into bays. While one is filled by a kernel another is on the bus,
-each on a stream of its own, and each direction has its own line: stores and loads run at the same
-time. Nothing here waits for the whole device, and nothing is copied to or from host memory that the
-bus cannot reach directly: slots in a part of the pool that is not registered yet, or never can be,
-are reached through a bounce buffer.
+Each direction has a lane of its own with three staging buffers on the GPU: while a kernel fills one,
+another is on the bus, each on a stream of its own. Stores and loads run at the same time. Nothing
+here waits for the whole device, and nothing is copied to or from host memory that the bus cannot
+reach directly: slots in a part of the pool that is not registered are reached through a bounce
+buffer.
 
-Order with the engine is kept by events, never by waiting in its thread:
+Events keep the order with the engine; its thread never waits:
 
-    mark      the engine's thread, when it hands over a job: kernels of that job begin after what the engine did before
-    shield    the engine's thread, before it writes into blocks that a store reads: that work begins after those reads.
-              It costs some microseconds, because a gather is given to the GPU only when its bay is
-              free.
+    mark         in the engine's thread, when it hands over a job: kernels of that job begin after
+                 what the engine did before
+    fence_reads  in the engine's thread, before it writes into blocks that a store reads: that work
+                 begins after those reads. It takes some microseconds, because a gather is given to
+                 the GPU only when its staging buffer is free.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ import torch
 from numpy.typing import NDArray
 
 from kvkeep.errors import DeviceError, RequestError
-from kvkeep.gpu.batch import Gate
-from kvkeep.gpu.device import Cuda
+from kvkeep.gpu.driver import Cuda, Gate
 from kvkeep.gpu.kernels import Units
-from kvkeep.gpu.pinned import Pinned, Run
-from kvkeep.gpu.scattering import Fetched, Ready, Scattered, Scattering, Way
-from kvkeep.gpu.staging import MOST_BLOCKS, Aside, Bay, Line, Saved
+from kvkeep.gpu.loads import Fetched, LoadCopy, LoadedPart, LoadPath, Ready
+from kvkeep.gpu.registration import CopyRun, PoolRegistration, RegisteredMemory
+from kvkeep.gpu.staging import (
+    MOST_BLOCKS,
+    CopyLane,
+    EvacuatedBlock,
+    EvacuationBuffer,
+    StagingBuffer,
+)
 from kvkeep.kv.copy import move_rows
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.units import format_size
@@ -45,7 +51,7 @@ Addresses = NDArray[np.uint64]
 _SMALLEST_STAGING = 24 << 20
 _LARGEST_STAGING = (
     640 << 20
-)  # bays of 96 MiB: larger ones are no faster, and all of them may be queued at once
+)  # buffers of 96 MiB: larger ones are no faster, and all of them may be queued at once
 _OF_WHAT_IS_FREE = 8  # an eighth of it at most
 _MOST_ASIDE = 64 << 20
 _TOKENS_S = 0.002  # from the end of a forward pass until its tokens are on their way
@@ -66,7 +72,7 @@ class GpuCopier:
         moved."""
         self._device = device or Cuda(torch.device(pieces[0].device))
         self._units = [Units.of(runs, self._device.torch_device) for runs in pieces]
-        self._runs, self._pinned = pieces, Pinned()
+        self._runs, self._pinned = pieces, RegisteredMemory()
         self._last_read: Any = None
         self._warned = False
         self._take_memory(min(max(staging_bytes, _SMALLEST_STAGING), _LARGEST_STAGING))
@@ -84,8 +90,8 @@ class GpuCopier:
             made: list[Any] = []
             try:
                 aside = min(left // 4, _MOST_ASIDE)
-                made += [Line(self._device, (left - aside) // 2, largest) for _ in range(2)]
-                self._aside, (self._out, self._in) = Aside(self._device, aside), made
+                made += [CopyLane(self._device, (left - aside) // 2, largest) for _ in range(2)]
+                self._aside, (self._out, self._in) = EvacuationBuffer(self._device, aside), made
                 break
             except RuntimeError as error:  # torch's words for memory that cannot be had
                 made.clear()  # before the next try: it is short enough
@@ -98,18 +104,18 @@ class GpuCopier:
     def _try_out(self) -> None:
         """Compiles and loads the kernels now: later it would hold up a step. Block 0 is read and
         written back as it is; nobody uses it yet."""
-        bay, ids = (
-            self._out.next_bay(),
+        buffer, ids = (
+            self._out.next_buffer(),
             torch.zeros(1, dtype=torch.int64, device=self._device.torch_device),
         )
         try:
             for units in self._units:
                 for sums in (None, torch.zeros_like(ids)):
-                    units.gather(ids, bay.memory, sums)
-                    units.scatter(ids, bay.memory, sums)
+                    units.gather(ids, buffer.memory, sums)
+                    units.scatter(ids, buffer.memory, sums)
             self._device.wait(self._device.mark())
             batch = self._device.batch()
-            batch.move(self._out.kernels, bay.address, ids.data_ptr(), 1)
+            batch.move(self._out.kernels, buffer.address, ids.data_ptr(), 1)
             batch.run()
             self._device.wait(self._device.mark(self._out.kernels))
         except Exception as error:
@@ -125,7 +131,7 @@ class GpuCopier:
         """What the engine has done so far."""
         return self._device.mark()
 
-    def shield(self) -> None:
+    def fence_reads(self) -> None:
         """What the engine does from now on waits for the reads that have begun."""
         if self._last_read is not None:
             self._device.after(None, self._last_read)
@@ -142,15 +148,15 @@ class GpuCopier:
         if pieces:
             self._try_out()
 
-    def give_way(self, to_engine: bool) -> None:
+    def set_engine_busy(self, busy: bool) -> None:
         """Whether copies that are asked for from now on let the engine's own through as soon as can
         be. That costs some hundredths of the bus. They do, unless it says that it computes
         nothing."""
-        for line in (self._out, self._in):
-            line.copies.gives_way = to_engine
+        for lane in (self._out, self._in):
+            lane.copies.engine_busy = busy
 
-    def set_aside(self, piece: int, block_ids: NDArray[np.int64]) -> list[Saved]:
-        """Copies of these blocks, in memory of our own, ordered before whatever the engine does
+    def evacuate(self, piece: int, block_ids: NDArray[np.int64]) -> list[EvacuatedBlock]:
+        """CopyStreams of these blocks, in memory of our own, ordered before whatever the engine does
         next. MemoryError if there is no room."""
         return self._aside.take(self._units[piece], _checked(self._runs[piece], block_ids))
 
@@ -166,16 +172,16 @@ class GpuCopier:
             self._device.wait(mark)
         return is_ahead
 
-    def reading(self, piece: int, *, verify: bool, ready: Any) -> Reading:
+    def begin_store(self, piece: int, *, verify: bool, ready: Any) -> StoreCopy:
         """Reads blocks for a store, after that mark. If a step is under way it ends first: its
         tokens go to the host by the same copy engine, behind whatever is there."""
         if ready is not None and self.wait_for(ready):
             time.sleep(_TOKENS_S)
-        return Reading(self, piece, verify, ready)
+        return StoreCopy(self, piece, verify, ready)
 
     def fetch_ahead(self, piece: int, addresses: Addresses) -> Fetched:
-        """The first bytes of these slots begin to cross the bus, for the next `scattering`."""
-        way = Way(
+        """The first bytes of these slots begin to cross the bus, for the next `begin_load`."""
+        way = LoadPath(
             self._device, self._in, self._pinned, self._units[piece], Ready((), self.wait_for)
         )
         try:
@@ -184,7 +190,7 @@ class GpuCopier:
             self._in.drain()
             raise
 
-    def scattering(
+    def begin_load(
         self,
         piece: int,
         block_ids: NDArray[np.int64],
@@ -192,15 +198,15 @@ class GpuCopier:
         expected: NDArray[np.uint64] | None,
         ready: Sequence[Any] = (),
         ahead: Fetched | None = None,
-    ) -> Scattering:
+    ) -> LoadCopy:
         """Slots into engine blocks, after those marks. What was fetched ahead of them is not
         fetched again; that is for an engine's own thread, which then does not sleep until all of it
         is in place."""
         block_ids = _checked(self._runs[piece], block_ids)
         for mark in ready:
             self._device.after(self._in.kernels, mark)
-        units, engine, parts = self._units[piece], Ready(ready, self.wait_for), list[Scattered]()
-        way = Way(self._device, self._in, self._pinned, units, engine, awake=ahead is not None)
+        units, engine, parts = self._units[piece], Ready(ready, self.wait_for), list[LoadedPart]()
+        way = LoadPath(self._device, self._in, self._pinned, units, engine, awake=ahead is not None)
         fetched = ahead.take(units, addresses) if ahead is not None else []
         try:
             for start in range(0, len(block_ids), MOST_BLOCKS):
@@ -214,9 +220,13 @@ class GpuCopier:
             # guard: raised again; nobody may have memory that a copy still goes to
             self._in.drain()
             raise
-        return Scattering(self._device, self._in, units, parts, expected, engine.came_s)
+        return LoadCopy(self._device, self._in, units, parts, expected, engine.came_s)
 
     # -- host memory
+
+    def pool_registration(self, connection: Any) -> PoolRegistration:
+        """What registers the server's pool, for a thread of its own."""
+        return PoolRegistration(connection, self)
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Lets the bus reach this part of the pool. False if it cannot; it is usable all the
@@ -243,7 +253,7 @@ class GpuCopier:
                 log.warning("kvkeep: host memory cannot be taken back from CUDA: %s", error)
 
 
-class Reading:
+class StoreCopy:
     """One piece of some blocks, `MOST_BLOCKS` at most, on their way into slots: `read`, and for
     those that it leaves `make_room`, `gather`, `deliver`, and so on; then `end`; and when it is
     needed `sums`, which waits for what is still under way, as `close` does. The next one may begin
@@ -252,160 +262,160 @@ class Reading:
     def __init__(self, copier: GpuCopier, piece: int, verify: bool, ready: Any) -> None:
         self._copier = copier
         self._device = copier._device
-        self._line = copier._out
+        self._lane = copier._out
         self._units = copier._units[piece]
         self._runs = copier._runs[piece]
         self._verify = verify
-        self._ledger = self._line.take_ledger()
+        self._record = self._lane.take_record()
         self._count = 0
-        self._bay: Bay | None = None
-        self._gathered: tuple[Bay, Addresses] | None = None
-        self._saved: list[Saved] = []
+        self._buffer: StagingBuffer | None = None
+        self._gathered: tuple[StagingBuffer, Addresses] | None = None
+        self._saved: list[EvacuatedBlock] = []
         self._marks: list[Any] | None = (
             None  # when all is over; None: nobody has said that there is no more
         )
         self._closed, self._gate, self._reads = False, Gate(), list[Any]()
-        self.at_a_time: int = self._line.blocks_a_bay(self._units.pitch)
+        self.at_a_time: int = self._lane.blocks_per_buffer(self._units.pitch)
         self._batch = self._device.batch()
         if ready is not None:
-            self._batch.after(self._line.kernels, ready)
+            self._batch.after(self._lane.kernels, ready)
         if verify:
-            self._ledger.begin(self._batch, self._line.kernels, MOST_BLOCKS)
+            self._record.begin(self._batch, self._lane.kernels, MOST_BLOCKS)
 
     def read(self, block_ids: NDArray[np.int64], addresses: Addresses) -> int:
-        """Instead of bay by bay: all of them, in one call that lets go of the interpreter, as far
-        as the bus reaches their slots, or until `halt`. So many are read; `at_a_time` in each bay
+        """Instead of buffer by buffer: all of them, in one call that lets go of the interpreter, as far
+        as the bus reaches their slots, or until `halt`. So many are read; `at_a_time` in each buffer
         but the last."""
-        batch, line, units, at_a_time = self._batch, self._line, self._units, self.at_a_time
-        of_bays = self._ledger.ids(
-            batch, line.kernels, _checked(self._runs, block_ids), self._count
+        batch, lane, units, at_a_time = self._batch, self._lane, self._units, self.at_a_time
+        per_buffer = self._record.ids(
+            batch, lane.kernels, _checked(self._runs, block_ids), self._count
         ).split(at_a_time)
-        sums_of_bays = self._ledger.sums[self._count : self._count + len(block_ids)].split(
+        sums_per_buffer = self._record.sums[self._count : self._count + len(block_ids)].split(
             at_a_time
         )
-        bays, goes_on = [], True
+        buffers, goes_on = [], True
         for number, runs in enumerate(
             self._copier._pinned.runs(addresses, units.nbytes, at_a_time)
         ):
             if runs is None:
                 break
-            ids, sums, bay = (
-                of_bays[number],
-                sums_of_bays[number] if self._verify else None,
-                line.next_bay(),
+            ids, sums, buffer = (
+                per_buffer[number],
+                sums_per_buffer[number] if self._verify else None,
+                lane.next_buffer(),
             )
-            bays.append((bay, before := bay.busy, line.copies.turn))
+            buffers.append((buffer, before := buffer.busy, lane.copies.slice))
             if before is not None:
                 batch.wait(before)
             batch.enter(self._gate, number + 1)
-            batch.gather(line.kernels, units, ids, bay.memory, sums)
-            self._reads.append(batch.mark(line.kernels))
+            batch.gather(lane.kernels, units, ids, buffer.memory, sums)
+            self._reads.append(batch.mark(lane.kernels))
             batch.has_read(self._gate, number + 1)
-            batch.after(line.copies.stream, self._reads[-1])
-            self._collect(bay, runs)
+            batch.after(lane.copies.stream, self._reads[-1])
+            self._collect(buffer, runs)
             if number == 0 and (before is None or self._device.is_over(before)):
                 goes_on = (
                     batch.run()
                 )  # the bus has nothing to do: it need not wait until all of them are collected
                 if not goes_on:
                     break
-        done = len(bays) if goes_on and batch.run() else self._gate.halt()
-        for bay, before, turn in reversed(bays[done:]):
-            bay.busy, line.copies.turn = before, turn
+        done = len(buffers) if goes_on and batch.run() else self._gate.halt()
+        for buffer, before, turn in reversed(buffers[done:]):
+            buffer.busy, lane.copies.slice = before, turn
         count = min(done * at_a_time, len(block_ids))
         self._count += count
         self._note_reads(done)
         return count
 
     def halt(self) -> int:
-        """For the engine's thread: `read` reads no more blocks than so many, and `shield` covers
+        """For the engine's thread: `read` reads no more blocks than so many, and `fence_reads` covers
         them."""
         done = self._gate.halt()
         self._note_reads(done)
         return done * self.at_a_time
 
-    def _note_reads(self, bays: int) -> None:
-        if bays:
-            self._copier._last_read = self._reads[bays - 1]
+    def _note_reads(self, buffers: int) -> None:
+        if buffers:
+            self._copier._last_read = self._reads[buffers - 1]
 
     def make_room(self) -> None:
-        """Waits until a bay is free: what `gather` gives to the GPU then waits for nothing but the
+        """Waits until a buffer is free: what `gather` gives to the GPU then waits for nothing but the
         engine."""
-        self._bay = self._line.next_bay()
-        if self._bay.busy is not None:
-            self._batch.wait(self._bay.busy)
+        self._buffer = self._lane.next_buffer()
+        if self._buffer.busy is not None:
+            self._batch.wait(self._buffer.busy)
         self._batch.run()
 
     def gather(self, block_ids: NDArray[np.int64], addresses: Addresses) -> None:
         """These blocks are read: the engine must not write into them before it has called
-        `shield`."""
-        assert self._bay is not None
+        `fence_reads`."""
+        assert self._buffer is not None
         if not len(block_ids):
             return
         some = slice(self._count, self._count + len(block_ids))
-        batch, line = self._batch, self._line
-        ids = self._ledger.ids(batch, line.kernels, _checked(self._runs, block_ids), self._count)
-        sums = self._ledger.sums[some] if self._verify else None
-        batch.gather(line.kernels, self._units, ids, self._bay.memory, sums)
-        read = batch.mark(line.kernels)
-        batch.after(line.copies.stream, read)
+        batch, lane = self._batch, self._lane
+        ids = self._record.ids(batch, lane.kernels, _checked(self._runs, block_ids), self._count)
+        sums = self._record.sums[some] if self._verify else None
+        batch.gather(lane.kernels, self._units, ids, self._buffer.memory, sums)
+        read = batch.mark(lane.kernels)
+        batch.after(lane.copies.stream, read)
         batch.run()
         self._copier._last_read = read
         self._count = some.stop
-        self._gathered = (self._bay, addresses)
+        self._gathered = (self._buffer, addresses)
 
     def deliver(self) -> None:
         """What was gathered goes into its slots, at the latest when room is made for others, or at
         the end."""
         if self._gathered is None:
             return
-        (bay, addresses), self._gathered = self._gathered, None
-        batch, copies, units = self._batch, self._line.copies, self._units
+        (buffer, addresses), self._gathered = self._gathered, None
+        batch, copies, units = self._batch, self._lane.copies, self._units
         [runs] = self._copier._pinned.runs(addresses, units.nbytes, len(addresses))
         if runs is not None:
-            self._collect(bay, runs)
+            self._collect(buffer, runs)
             return
-        bounce = self._line.bounce(bay)
+        bounce = self._lane.bounce(buffer)
         copies.to_host(
-            batch, bounce, units.pitch, bay.address, units.pitch, units.pitch, len(addresses)
+            batch, bounce, units.pitch, buffer.address, units.pitch, units.pitch, len(addresses)
         )
-        bay.busy = copies.mark(batch)
-        batch.wait(bay.busy)
+        buffer.busy = copies.mark(batch)
+        batch.wait(buffer.busy)
         batch.run()
         move_rows(bounce, units.pitch, addresses, units.nbytes, to_slots=True)
 
-    def _collect(self, bay: Bay, runs: Sequence[Run]) -> None:
-        """From this bay into slots."""
-        batch, copies, units = self._batch, self._line.copies, self._units
+    def _collect(self, buffer: StagingBuffer, runs: Sequence[CopyRun]) -> None:
+        """From this buffer into slots."""
+        batch, copies, units = self._batch, self._lane.copies, self._units
         for address, step, at, count in runs:
-            place = bay.address + at * units.pitch
+            place = buffer.address + at * units.pitch
             copies.to_host(batch, address, step, place, units.pitch, units.nbytes, count)
-        bay.busy = copies.mark(batch)
+        buffer.busy = copies.mark(batch)
 
-    def put(self, saved: Saved, address: int) -> None:
+    def put(self, saved: EvacuatedBlock, address: int) -> None:
         """What was set aside goes into its slot."""
         self._saved.append(saved)
         self.make_room()
-        assert self._bay is not None
-        self._device.after(self._line.kernels, saved.ready)
+        assert self._buffer is not None
+        self._device.after(self._lane.kernels, saved.ready)
         words = self._units.pitch // 8
-        with self._device.on(self._line.kernels):
-            self._bay.memory[:words].copy_(saved.memory, non_blocking=True)
+        with self._device.on(self._lane.kernels):
+            self._buffer.memory[:words].copy_(saved.memory, non_blocking=True)
             if self._verify:
-                self._ledger.sums[self._count : self._count + 1].copy_(
+                self._record.sums[self._count : self._count + 1].copy_(
                     saved.sums, non_blocking=True
                 )
-        self._device.after(self._line.copies.stream, self._device.mark(self._line.kernels))
+        self._device.after(self._lane.copies.stream, self._device.mark(self._lane.kernels))
         self._count += 1
-        self._gathered = (self._bay, np.array([address], dtype=np.uint64))
+        self._gathered = (self._buffer, np.array([address], dtype=np.uint64))
         self.deliver()
 
     def end(self) -> None:
         """There is no more."""
-        batch, line = self._batch, self._line
+        batch, lane = self._batch, self._lane
         if self._verify:
-            self._ledger.send_sums(batch, line.kernels, self._count)
-        marks = [batch.mark(line.kernels), line.copies.mark(batch)]
+            self._record.send_sums(batch, lane.kernels, self._count)
+        marks = [batch.mark(lane.kernels), lane.copies.mark(batch)]
         batch.run()
         self._marks = marks  # not before: who waits for what was never recorded does not wait
 
@@ -413,7 +423,7 @@ class Reading:
         """The checksums of what was gathered and put, in that order; 0 if not asked for. All of it
         has arrived."""
         self._wait()
-        sums = self._units.checksums(self._ledger.sums_here(self._count))
+        sums = self._units.checksums(self._record.sums_here(self._count))
         self.close()
         return sums if self._verify else np.zeros(self._count, dtype=np.uint64)
 
@@ -422,13 +432,13 @@ class Reading:
         self._wait()
         if not self._closed:
             self._closed = True
-            self._line.give_back(self._ledger)
+            self._lane.give_back(self._record)
             for saved in self._saved:
                 saved.free()
 
     def _wait(self) -> None:
         if self._marks is None:
-            self._line.drain()
+            self._lane.drain()
             self._marks = []
         for mark in self._marks:
             self._device.wait(mark)

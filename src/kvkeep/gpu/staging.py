@@ -1,4 +1,4 @@
-"""Memory on the GPU that blocks pass through: bays of the two lines, and a place for what the
+"""Memory on the GPU that blocks pass through: buffers of the two lanes, and a place for what the
 engine takes back."""
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkeep.gpu.copies import Copies
-from kvkeep.gpu.device import Cuda
+from kvkeep.gpu.driver import Cuda
 from kvkeep.gpu.kernels import Units
+from kvkeep.gpu.streams import CopyStreams
 
 MOST_BLOCKS = 4096  # of one call; more go in several
-BAYS = 3  # of a line
-_LEDGERS = 4  # at first; more calls than that are seldom under way
-_MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all bays once
+BUFFERS = 3  # of a lane
+_RECORDS = 4  # at first; more calls than that are seldom under way
+_MOST_QUEUED = 224 << 20  # four milliseconds of the bus, or all buffers once
 
 
-class Bay:
+class StagingBuffer:
     """Staging memory of one batch. `busy` is when it will be free, `bounced` when its bounce buffer
     will."""
 
@@ -33,7 +33,7 @@ class Bay:
         self.bounce: torch.Tensor | None = None
 
 
-class Ledger:
+class TransferRecord:
     """Block ids of one call on their way to the GPU, and checksums on their way back."""
 
     def __init__(self, device: Cuda) -> None:
@@ -63,50 +63,52 @@ class Ledger:
         return self._sums_here[:count].numpy().view(np.uint64).copy()
 
 
-class Line:
-    """One direction: its streams, bays and ledgers. For one thread, but for `give_back`."""
+class CopyLane:
+    """One direction: its streams, buffers and records. For one thread, but for `give_back`."""
 
     def __init__(self, device: Cuda, staging_bytes: int, largest_pitch: int) -> None:
         self._device = device
-        self.bay_bytes = max(staging_bytes // BAYS // 8 * 8, largest_pitch)
-        self._bays = [Bay(device.memory(self.bay_bytes // 8)) for _ in range(BAYS)]
-        self._ledgers = deque(Ledger(device) for _ in range(_LEDGERS))
-        self.turn = 0  # of the bay that was taken last
-        self._queued: deque[Any] = deque()  # when each of the last bays is over
-        self._most_queued = max(BAYS, _MOST_QUEUED // self.bay_bytes)
-        self.kernels, self.copies = device.stream(), Copies(device)
+        self.buffer_bytes = max(staging_bytes // BUFFERS // 8 * 8, largest_pitch)
+        self._buffers = [
+            StagingBuffer(device.memory(self.buffer_bytes // 8)) for _ in range(BUFFERS)
+        ]
+        self._records = deque(TransferRecord(device) for _ in range(_RECORDS))
+        self.turn = 0  # of the buffer that was taken last
+        self._queued: deque[Any] = deque()  # when each of the last buffers is over
+        self._most_queued = max(BUFFERS, _MOST_QUEUED // self.buffer_bytes)
+        self.kernels, self.copies = device.stream(), CopyStreams(device)
 
-    def blocks_a_bay(self, pitch: int) -> int:
-        return min(self.bay_bytes // pitch, MOST_BLOCKS)
+    def blocks_per_buffer(self, pitch: int) -> int:
+        return min(self.buffer_bytes // pitch, MOST_BLOCKS)
 
-    def next_bay(self) -> Bay:
+    def next_buffer(self) -> StagingBuffer:
         self.turn += 1
-        return self._bays[self.turn % BAYS]
+        return self._buffers[self.turn % BUFFERS]
 
     def first_of_too_many(self) -> Any:
-        """What is to be over before another bay is queued for the bus, if anything. To queue all at
+        """What is to be over before another buffer is queued for the bus, if anything. To queue all at
         once is no faster, and what is queued cannot be called back."""
         return self._queued.popleft() if len(self._queued) >= self._most_queued else None
 
     def queue(self, over: Any) -> None:
         self._queued.append(over)
 
-    def take_ledger(self) -> Ledger:
+    def take_record(self) -> TransferRecord:
         """One that nobody has. Memory of a new one is the kernels' stream's, not the engine's."""
-        if self._ledgers:
-            return self._ledgers.popleft()
+        if self._records:
+            return self._records.popleft()
         with self._device.on(self.kernels):
-            return Ledger(self._device)
+            return TransferRecord(self._device)
 
-    def give_back(self, ledger: Ledger) -> None:
+    def give_back(self, record: TransferRecord) -> None:
         """From any thread."""
-        self._ledgers.append(ledger)
+        self._records.append(record)
 
-    def bounce(self, bay: Bay) -> int:
-        """The address of host memory as large as the bay. Only who needs it has it."""
-        if bay.bounce is None:
-            bay.bounce = self._device.host_memory(self.bay_bytes // 8)
-        return int(bay.bounce.data_ptr())
+    def bounce(self, buffer: StagingBuffer) -> int:
+        """The address of host memory as large as the buffer. Only who needs it has it."""
+        if buffer.bounce is None:
+            buffer.bounce = self._device.host_memory(self.buffer_bytes // 8)
+        return int(buffer.bounce.data_ptr())
 
     def drain(self) -> None:
         """Waits for all that is under way here. Whoever calls this gives memory away afterwards,
@@ -127,10 +129,12 @@ class Line:
             self._device.drain(stream)
 
 
-class Saved:
+class EvacuatedBlock:
     """A copy of a block in memory of our own, and its sum; there after `ready`."""
 
-    def __init__(self, aside: Aside, memory: torch.Tensor, sums: torch.Tensor, nbytes: int) -> None:
+    def __init__(
+        self, aside: EvacuationBuffer, memory: torch.Tensor, sums: torch.Tensor, nbytes: int
+    ) -> None:
         self._aside = aside
         self.memory = memory
         self.sums = sums
@@ -141,7 +145,7 @@ class Saved:
         self._aside.free()
 
 
-class Aside:
+class EvacuationBuffer:
     """Memory for blocks that the engine takes back before they are read. It is used from its
     beginning on, and from its beginning again when all of it is free."""
 
@@ -155,7 +159,7 @@ class Aside:
             0  # words, blocks, and blocks that are not free again
         )
 
-    def take(self, units: Units, block_ids: NDArray[np.int64]) -> list[Saved]:
+    def take(self, units: Units, block_ids: NDArray[np.int64]) -> list[EvacuatedBlock]:
         """On the engine's stream, in its thread, which does not wait. MemoryError if there is no
         room."""
         count, words = len(block_ids), units.pitch // 8
@@ -183,7 +187,8 @@ class Aside:
             units.gather(ids, memory, sums)
             rows = memory.view(count, words)
             saved = [
-                Saved(self, row, sums[at : at + 1], units.nbytes) for at, row in enumerate(rows)
+                EvacuatedBlock(self, row, sums[at : at + 1], units.nbytes)
+                for at, row in enumerate(rows)
             ]
             ready = self._device.mark()
         except BaseException:  # guard: raised again; the room would be lost for good

@@ -206,7 +206,7 @@ def _at(buffer: Any) -> Any:
 
 
 def drive(entries: ctypes.Array[ctypes.c_void_p], commands: int, count: int) -> tuple[int, int]:
-    """Gives commands to a GPU's driver (`kvkeep.gpu.batch`). What it answered, 0 if all is well,
+    """Gives commands to a GPU's driver (`kvkeep.gpu.driver`). What it answered, 0 if all is well,
     and to which."""
     assert _library is not None
     failed = ctypes.c_int64()

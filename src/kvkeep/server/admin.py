@@ -233,7 +233,7 @@ class Admin:
     # -- changing
 
     def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
-        """Gives a tenant a quota of its own, or with None the default again. Saved before it is in
+        """Gives a tenant a quota of its own, or with None the default again. EvacuatedBlock before it is in
         force."""
         _check_tenant(tenant)
         store, now_ms = self.daemon.store, self.daemon.now_ms()
@@ -254,7 +254,7 @@ class Admin:
         )
 
     def set_limit(self, tenant: str, limit_bytes: int | None) -> None:
-        """Lets a tenant use so much at most, or with None as much as the default limit. Saved
+        """Lets a tenant use so much at most, or with None as much as the default limit. EvacuatedBlock
         before it is in force; and in force, so that nothing more is stored, before the blocks that
         are too many go, a few at a time. They go even if nobody waits for it any more."""
         _check_tenant(tenant)

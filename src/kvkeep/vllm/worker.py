@@ -300,7 +300,7 @@ class WorkerSide:
         self.save(step)
         self._unfinished = step
         self._was_idle, self._is_idle = self._is_idle, step.idle
-        self._adapter.give_way(
+        self._adapter.set_engine_busy(
             not (self._is_idle and self._was_idle)
         )  # its tokens may still be on their way out
         for job, load in step.step.loads.items():

@@ -5,7 +5,7 @@ seems to be if it does not speak our protocol.
     loopback TCP    the owner of the socket at the other end, by sock_diag(7), as `ss` does it
 
 The user is looked up before anything is sent, so a process of another user learns nothing. The
-kernel finds a TCP socket by its two ends. (Reading /proc/net/tcp takes 10 ms, and any user can make
+kernel finds a TCP socket by its two ends. (StoreCopy /proc/net/tcp takes 10 ms, and any user can make
 it longer.) What a stranger sent is never quoted."""
 
 from __future__ import annotations

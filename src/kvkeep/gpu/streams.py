@@ -1,5 +1,5 @@
-"""Copies of one direction over the bus, on two streams in turn, so that an engine's own copies have
-their turn, too.
+"""CopyStreams of one direction over the bus, on two streams in slice, so that an engine's own copies have
+their slice, too.
 
 A copy engine of a GPU stays with a stream for as long as that has work that can begin. All on one
 stream, our copies would make those of an engine, such as a step's inputs and its tokens, wait for
@@ -9,42 +9,42 @@ before them are over:
     stream 0    ▄▄ 0 ▄▄           ▄▄ 2 ▄▄
     stream 1            ▄▄ 1 ▄▄           ▄▄ 3 ▄▄
 
-Between two turns a copy of the engine's goes first. Large turns cost nothing. Small ones cost up to
+Between two slices a copy of the engine's goes first. Large slices cost nothing. Small ones cost up to
 three hundredths of the bus, and are for an engine that computes meanwhile: it waits for about a
-third of a millisecond, or for one block where those are larger than a turn."""
+third of a millisecond, or for one block where those are larger than a slice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvkeep.gpu.device import Cuda
+from kvkeep.gpu.driver import Cuda
 
-_SMALL_TURN_BYTES = 16 << 20
-_LARGE_TURN_BYTES = 96 << 20  # 1.8 ms: an engine may begin to compute while they are under way
+_SMALL_SLICE_BYTES = 16 << 20
+_LARGE_SLICE_BYTES = 96 << 20  # 1.8 ms: an engine may begin to compute while they are under way
 
 
-class Turn(NamedTuple):
+class Slice(NamedTuple):
     """Its number, and what was copied in it so far."""
 
     number: int
     nbytes: int
 
 
-class Copies:
-    """For one thread, but for `gives_way`. Nothing is given to the driver before the batch is
+class CopyStreams:
+    """For one thread, but for `engine_busy`. Nothing is given to the driver before the batch is
     run."""
 
     def __init__(self, device: Cuda) -> None:
         self.streams = device.stream(), device.stream()
-        self.turn = Turn(0, 0)
-        self.gives_way = True  # to an engine that computes; its thread may change that
-        self._bytes_a_turn = {True: _SMALL_TURN_BYTES, False: _LARGE_TURN_BYTES}
+        self.slice = Slice(0, 0)
+        self.engine_busy = True  # to an engine that computes; its thread may change that
+        self._bytes_per_slice = {True: _SMALL_SLICE_BYTES, False: _LARGE_SLICE_BYTES}
 
     @property
     def stream(self) -> Any:
-        """Of the present turn. What it waits for, later turns wait for, too."""
-        return self.streams[self.turn.number % 2]
+        """Of the present slice. What it waits for, later slices wait for, too."""
+        return self.streams[self.slice.number % 2]
 
     def to_host(
         self,
@@ -97,12 +97,12 @@ class Copies:
         """From which row on, and how many, for the stream of that moment."""
         at = 0
         while at < count:
-            most = self._bytes_a_turn[self.gives_way]
-            if self.turn.nbytes >= most:
+            most = self._bytes_per_slice[self.engine_busy]
+            if self.slice.nbytes >= most:
                 over = batch.mark(self.stream)
-                self.turn = Turn(self.turn.number + 1, 0)
+                self.slice = Slice(self.slice.number + 1, 0)
                 batch.after(self.stream, over)
-            rows = min(count - at, max(1, (most - self.turn.nbytes) // nbytes))
+            rows = min(count - at, max(1, (most - self.slice.nbytes) // nbytes))
             yield at, rows
-            self.turn = self.turn._replace(nbytes=self.turn.nbytes + rows * nbytes)
+            self.slice = self.slice._replace(nbytes=self.slice.nbytes + rows * nbytes)
             at += rows

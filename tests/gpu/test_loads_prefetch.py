@@ -25,7 +25,7 @@ from test_copier_orders import (
     sums_of,
 )
 from test_copier_orders import small as small  # a fixture
-from test_scattering import Watched, without_gpu
+from test_loads import Watched, without_gpu
 from tests.client.conftest import Simulation
 
 from kvkeep.client.at_once import AtOnce
@@ -35,12 +35,24 @@ from kvkeep.client.sources import Piece
 from kvkeep.client.transfer import Transfer
 from kvkeep.errors import DeviceError, RequestError
 from kvkeep.gpu import staging
-from kvkeep.gpu.scattering import Fetched, Way
+from kvkeep.gpu.loads import Fetched, LoadPath
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.wire import messages as m
 
-BAY, BAYS = 3, 3  # blocks of the first piece, and how many times as many can be ahead
-COUNTS = [0, 1, 2, 3, 4, 8, 9, 10, 14, 15, 20]  # around a bay, all bays, and what one call takes
+BAY, BUFFERS = 3, 3  # blocks of the first piece, and how many times as many can be ahead
+COUNTS = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    8,
+    9,
+    10,
+    14,
+    15,
+    20,
+]  # around a buffer, all buffers, and what one call takes
 
 
 class Rig:
@@ -77,7 +89,7 @@ class Rig:
         """Into the engine's last blocks; what is there then is what is in the slots now."""
         ids, content = np.arange(BLOCKS - len(slots), BLOCKS), self.pool[slots].copy()
         expected = sums_of(content.reshape(-1, SIZES[self.piece])) if verify else None
-        moving = self.copier.scattering(
+        moving = self.copier.begin_load(
             self.piece, ids, self.slots[slots], expected, [self.copier.mark()], ahead
         )
         good: NDArray[np.bool_] = moving.good()
@@ -97,14 +109,14 @@ class Rig:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("piece", "most"), [(0, BAYS * BAY), (1, MOST_BLOCKS)])
+@pytest.mark.parametrize(("piece", "most"), [(0, BUFFERS * BAY), (1, MOST_BLOCKS)])
 def test_blocks_arrive_whole_and_cross_the_bus_once(
     piece: int, most: int, count: int, verify: bool
 ) -> None:
     for seed in range(25):
         rig = Rig(seed, piece)
         slots = rig.world.random.sample(range(SLOTS), count)
-        for _ in range(3):  # all bays come first in turn
+        for _ in range(3):  # all buffers come first in turn
             ahead = rig.fetch(slots)
             assert rig.copied == rig.slots[slots][:most].tolist()
             rig.work()
@@ -123,10 +135,10 @@ def test_of_what_was_fetched_the_first_may_be_enough(count: int) -> None:
         rig = Rig(seed)
         slots = rig.world.random.sample(range(SLOTS), 12)
         ahead = rig.fetch(slots)
-        assert rig.load(slots[:count], ahead).all() and len(rig.copied) == BAYS * BAY
+        assert rig.load(slots[:count], ahead).all() and len(rig.copied) == BUFFERS * BAY
         ahead.close()
         rig.write()
-        assert rig.load(slots[::-1]).all(), "and all bays are free"
+        assert rig.load(slots[::-1]).all(), "and all buffers are free"
 
 
 def other_slots(slots: list[int]) -> dict[str, list[int]]:
@@ -191,7 +203,7 @@ def test_and_that_would_be_seen() -> None:
 
 
 def test_what_nobody_takes_is_in_nobodys_way() -> None:
-    """Its bays are used at once, for other slots and other bytes."""
+    """Its buffers are used at once, for other slots and other bytes."""
     for seed in range(60):
         rig = Rig(seed)
         ahead = rig.fetch(rig.world.random.sample(range(SLOTS), 10))
@@ -204,10 +216,10 @@ def test_closed_it_reads_no_slot_any_more() -> None:
     for seed in range(20):
         rig = Rig(seed)
         for ahead in (rig.fetch([*range(count)]) for count in (9, 0)):
-            assert all(bay.busy is arrived for bay, arrived in ahead._bays), (
+            assert all(buffer.busy is arrived for buffer, arrived in ahead._buffers), (
                 "free when that is over"
             )
-            assert bool(ahead) == bool(ahead._bays)
+            assert bool(ahead) == bool(ahead._buffers)
             ahead.close()
             ahead.close()
             assert not rig.reads_slots()
@@ -219,7 +231,7 @@ def test_closed_it_reads_none_also_if_the_device_fails(
 ) -> None:
     for seed in range(20):
         rig = Rig(seed)
-        ahead, waits, device, line = rig.fetch([*range(9)]), [0], rig.world.device, rig.copier._in
+        ahead, waits, device, lane = rig.fetch([*range(9)]), [0], rig.world.device, rig.copier._in
         wait, drain = device.wait, device.drain
 
         def fail(event: Any, waits: list[int] = waits, wait: Any = wait) -> None:
@@ -228,8 +240,8 @@ def test_closed_it_reads_none_also_if_the_device_fails(
                 raise DeviceError("no")
             wait(event)
 
-        def drain_copies(stream: Any, line: Any = line, drain: Any = drain) -> None:
-            if stream is line.kernels and fails == "waiting for kernels, too":
+        def drain_copies(stream: Any, lane: Any = lane, drain: Any = drain) -> None:
+            if stream is lane.kernels and fails == "waiting for kernels, too":
                 raise DeviceError("no")
             drain(stream)
 
@@ -250,7 +262,7 @@ def test_only_slots_that_the_bus_reaches_are_fetched_ahead(reached: int) -> None
         rig.copier._pinned._ranges.clear()
         rig.copier._pinned.add(int(rig.slots[0]), reached * SIZES[0])
         ahead = rig.fetch([*range(SLOTS)])
-        assert len(rig.copied) == min(reached // BAY, BAYS) * BAY
+        assert len(rig.copied) == min(reached // BAY, BUFFERS) * BAY
         assert rig.load([*range(SLOTS)], ahead).all()
 
 
@@ -260,7 +272,7 @@ def test_what_is_wrong_in_a_slot_is_found_out() -> None:
         slots, content = [*range(12)], rig.pool[:12].copy()
         rig.pool[[1, 10]] ^= 1
         ahead = rig.fetch(slots)
-        moving = rig.copier.scattering(
+        moving = rig.copier.begin_load(
             0, np.arange(12), rig.slots[slots], sums_of(content), [], ahead
         )
         assert np.flatnonzero(~moving.good()).tolist() == [1, 10]
@@ -299,8 +311,8 @@ class Fetching(World):
         self.aheads: dict[Load, Any] = {}
         self.taken = 0
         super().__init__(seed, *given)
-        scattering: Any = self.copier.scattering
-        self.copier.scattering = lambda *given: scattering(*given, self.aheads.get(self.loads[0]))  # type: ignore[assignment, misc]
+        begin_load: Any = self.copier.begin_load
+        self.copier.begin_load = lambda *given: begin_load(*given, self.aheads.get(self.loads[0]))  # type: ignore[assignment, misc]
 
     def begin_load(self) -> None:
         if self.loads and self.random.random() < 0.4:
@@ -316,9 +328,9 @@ class Fetching(World):
         take, self.aheads[load] = ahead.take, ahead
 
         def note(*given: Any) -> Any:
-            bays = take(*given)
-            self.taken += bool(bays)
-            return bays
+            buffers = take(*given)
+            self.taken += bool(buffers)
+            return buffers
 
         ahead.take = note
 
@@ -373,30 +385,30 @@ def is_seen() -> bool:
 
 def without_arrival(way: Any, *given: Any) -> Fetched:
     fetched = fetch_ahead(way, *given)
-    never = way._device.event(way._line.copies.stream)
-    fetched._bays = [(bay, never) for bay, _ in fetched._bays]
+    never = way._device.event(way._lane.copies.stream)
+    fetched._buffers = [(buffer, never) for buffer, _ in fetched._buffers]
     return fetched
 
 
 def whoever_came_between(fetched: Any, units: Any, addresses: Any) -> Any:
     return (
-        fetched._bays
+        fetched._buffers
         if units is fetched._units and len(addresses) == len(fetched._addresses)
         else []
     )
 
 
 def without_room(way: Any, *given: Any) -> Fetched:
-    for bay in way._line._bays:
-        bay.busy = None
+    for buffer in way._lane._buffers:
+        buffer.busy = None
     return fetch_ahead(way, *given)
 
 
-fetch_ahead = Way.fetch_ahead
+fetch_ahead = LoadPath.fetch_ahead
 CARELESS: dict[str, tuple[type, str, Any]] = {
-    "kernels begin after what was fetched has arrived": (Way, "fetch_ahead", without_arrival),
-    "bays are good until another load takes one": (Fetched, "take", whoever_came_between),
-    "bays are filled when they are free": (Way, "fetch_ahead", without_room),
+    "kernels begin after what was fetched has arrived": (LoadPath, "fetch_ahead", without_arrival),
+    "buffers are good until another load takes one": (Fetched, "take", whoever_came_between),
+    "buffers are filled when they are free": (LoadPath, "fetch_ahead", without_room),
 }
 
 
@@ -441,7 +453,7 @@ def test_a_load_at_once_takes_what_was_fetched_for_it(tmp_path: Path, verify: bo
             )
         at_once = AtOnce(transfer, 0, failures.append)
         at_once.fetch("a", call.epoch, slots)
-        assert rig.copied == addresses[: BAYS * BAY].tolist()
+        assert rig.copied == addresses[: BUFFERS * BAY].tolist()
         load = LoadRequest("default", keys, 0, np.arange(12, 24), call.epoch, slots, sums)
         assert at_once.load("job", load, "a").failed == {} and failures == []
         assert rig.copied == addresses.tolist()
@@ -466,7 +478,7 @@ def test_with_the_kernels_that_move_blocks(pinned: str, as_large_as_ever: None) 
     sums, back = engine.store(blocks, slots), np.array(blocks[::-1])
     ahead = engine.copier.fetch_ahead(0, engine.addresses(slots))
     assert (
-        engine.copier.scattering(
+        engine.copier.begin_load(
             0, back, engine.addresses(slots), sums, [engine.copier.mark()], ahead
         )
         .good()
@@ -484,18 +496,18 @@ def test_with_the_kernels_that_move_blocks(pinned: str, as_large_as_ever: None) 
 def test_no_more_is_queued_for_the_bus_than_else(
     monkeypatch: pytest.MonkeyPatch, as_large_as_ever: None
 ) -> None:
-    monkeypatch.setattr(staging, "_MOST_QUEUED", 0)  # all bays once
+    monkeypatch.setattr(staging, "_MOST_QUEUED", 0)  # all buffers once
     engine = Engine()
     device = Watched()
     engine.copier = type(engine.copier)([engine.runs], 0, device)
     assert engine.copier.pin(engine.base, engine.pool.nbytes)
-    monkeypatch.setattr(engine.copier._in, "bay_bytes", 2 * engine.runs.nbytes)
-    addresses = engine.addresses([*range(20)])  # ten bays
+    monkeypatch.setattr(engine.copier._in, "buffer_bytes", 2 * engine.runs.nbytes)
+    addresses = engine.addresses([*range(20)])  # ten buffers
     device.said.clear()
     device.marks.clear()
     ahead = engine.copier.fetch_ahead(0, addresses)
     assert device.said == ["copy"] * 3
-    made = engine.copier.scattering(0, np.arange(20), addresses, None, [], ahead)
+    made = engine.copier.begin_load(0, np.arange(20), addresses, None, [], ahead)
     assert [said == "copy" for said in device.said[3:]] == [False, True] * 7, (
         "for each one that is over another one"
     )

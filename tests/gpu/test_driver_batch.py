@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvkeep.errors import DeviceError
-from kvkeep.gpu import batch as module
-from kvkeep.gpu.batch import Batch, Gate, entries
+from kvkeep.gpu import driver as module
+from kvkeep.gpu.driver import Batch, Gate, driver_functions
 from kvkeep.gpu.kernels import Made, Mover
 from kvkeep.kv import native
 
@@ -67,7 +67,7 @@ class Driver:
 
 class Device:
     def __init__(self, driver: Driver) -> None:
-        self.entries = entries(driver)  # type: ignore[arg-type]
+        self.entries = driver_functions(driver)  # type: ignore[arg-type]
         self.made = 0
         self.mover = SimpleNamespace(
             function=1 << 44, threads=128, shared_bytes=7, programs=Mover.programs
@@ -256,15 +256,15 @@ def test_a_command_never_has_more_words_than_there_is_room_for() -> None:
 # -- gates
 
 
-def reads(world: World, gate: Gate, bays: int) -> None:
-    """A batch that reads so many bays: for each it waits, passes the gate, reads, says so, and
+def reads(world: World, gate: Gate, buffers: int) -> None:
+    """A batch that reads so many buffers: for each it waits, passes the gate, reads, says so, and
     copies."""
-    for bay in range(1, bays + 1):
-        world.batch._add(module.WAIT, bay)
-        world.batch.enter(gate, bay)
-        world.batch._add(module.RECORD, bay, 1)
-        world.batch.has_read(gate, bay)
-        world.batch._add(module.TO_HOST, bay, 2, 3, 4)
+    for buffer in range(1, buffers + 1):
+        world.batch._add(module.WAIT, buffer)
+        world.batch.enter(gate, buffer)
+        world.batch._add(module.RECORD, buffer, 1)
+        world.batch.has_read(gate, buffer)
+        world.batch._add(module.TO_HOST, buffer, 2, 3, 4)
 
 
 WHOLE = ["cuEventSynchronize", "cuEventRecord", "cuMemcpyDtoHAsync_v2"]

@@ -1,4 +1,4 @@
-"""Copies take turns on two streams, of so many bytes, and each turn begins when the one before is
+"""CopyStreams take turns on two streams, of so many bytes, and each turn begins when the one before is
 over."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pretend import Stream
 
-from kvkeep.gpu import copies as module
-from kvkeep.gpu.copies import Copies, Turn
+from kvkeep.gpu import streams as module
+from kvkeep.gpu.streams import CopyStreams, Slice
 
 MIB = 1 << 20
 
@@ -37,11 +37,11 @@ def noted() -> Noted:
 
 
 @pytest.fixture
-def copies(noted: Noted) -> Copies:
-    return Copies(noted)  # type: ignore[arg-type]
+def copies(noted: Noted) -> CopyStreams:
+    return CopyStreams(noted)  # type: ignore[arg-type]
 
 
-def rows_of(noted: Noted, copies: Copies) -> list[tuple[int, int]]:
+def rows_of(noted: Noted, copies: CopyStreams) -> list[tuple[int, int]]:
     """Which stream each copy goes to, and how many rows it has."""
     return [
         (copies.streams.index(asked[1]), asked[-1])
@@ -50,23 +50,23 @@ def rows_of(noted: Noted, copies: Copies) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("gives_way", "rows"), [(True, [8, 8, 8, 8, 8, 8, 2]), (False, [48, 2])])
+@pytest.mark.parametrize(("engine_busy", "rows"), [(True, [8, 8, 8, 8, 8, 8, 2]), (False, [48, 2])])
 def test_an_engine_that_computes_waits_for_less(
-    noted: Noted, copies: Copies, gives_way: bool, rows: list[int]
+    noted: Noted, copies: CopyStreams, engine_busy: bool, rows: list[int]
 ) -> None:
-    copies.gives_way = gives_way
+    copies.engine_busy = engine_busy
     copies.to_host(noted, 0, 2 * MIB, 0, 2 * MIB, 2 * MIB, 50)
     assert rows_of(noted, copies) == [(at % 2, count) for at, count in enumerate(rows)]
 
 
-def test_a_turn_goes_on_until_it_is_full(noted: Noted, copies: Copies) -> None:
+def test_a_turn_goes_on_until_it_is_full(noted: Noted, copies: CopyStreams) -> None:
     for mebibytes in (5, 10, 3, 20, 1):
         copies.to_device(noted, 0, MIB, 0, MIB, MIB, mebibytes)
     assert rows_of(noted, copies) == [(0, 5), (0, 10), (0, 1), (1, 2), (1, 14), (0, 6), (0, 1)]
-    assert copies.turn == Turn(2, 7 * MIB)
+    assert copies.slice == Slice(2, 7 * MIB)
 
 
-def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: Copies) -> None:
+def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: CopyStreams) -> None:
     copies.to_host(noted, 0, 40 * MIB, 0, 40 * MIB, 40 * MIB, 3)
     assert rows_of(noted, copies) == [(0, 1), (1, 1), (0, 1)]
 
@@ -75,8 +75,8 @@ def test_a_block_larger_than_a_turn_is_one_copy(noted: Noted, copies: Copies) ->
 def test_parts_begin_where_the_one_before_ends(
     noted: Noted, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SMALL_TURN_BYTES", 200)
-    copies = Copies(noted)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "_SMALL_SLICE_BYTES", 200)
+    copies = CopyStreams(noted)  # type: ignore[arg-type]
     getattr(copies, way)(noted, 1000, 110, 9000, 130, 100, 5)
     first, second = copies.streams
     assert [asked for asked in noted.asked if asked[0] == way] == [
@@ -86,7 +86,7 @@ def test_parts_begin_where_the_one_before_ends(
     ]
 
 
-def test_each_turn_begins_when_the_one_before_is_over(noted: Noted, copies: Copies) -> None:
+def test_each_turn_begins_when_the_one_before_is_over(noted: Noted, copies: CopyStreams) -> None:
     copies.to_host(noted, 0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 3)
     over = copies.mark(noted)
     first, second = copies.streams
@@ -99,16 +99,16 @@ def test_each_turn_begins_when_the_one_before_is_over(noted: Noted, copies: Copi
 
 
 def test_what_the_present_stream_waits_for_later_turns_wait_for_too(
-    noted: Noted, copies: Copies
+    noted: Noted, copies: CopyStreams
 ) -> None:
     """A full turn is left when the next copy is asked for, by a mark behind whatever the stream was
     told meanwhile."""
     copies.to_host(noted, 0, 16 * MIB, 0, 16 * MIB, 16 * MIB, 1)
-    noted.after(copies.stream, "a bay is free")
+    noted.after(copies.stream, "a buffer is free")
     copies.to_host(noted, 0, MIB, 0, MIB, MIB, 1)
     first, second = copies.streams
     assert noted.asked[1:4] == [
-        ("after", first, "a bay is free"),
+        ("after", first, "a buffer is free"),
         ("mark", first),
         ("after", second, ("mark", first)),
     ]

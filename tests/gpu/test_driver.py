@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvkeep.errors import DeviceError
-from kvkeep.gpu import device as module
-from kvkeep.gpu.device import Cuda
+from kvkeep.gpu import driver as module
+from kvkeep.gpu.driver import Cuda
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
 

@@ -14,11 +14,11 @@ from pretend import Immediate, Pretend
 
 from kvkeep.gpu import staging
 from kvkeep.gpu.copier import GpuCopier
-from kvkeep.gpu.scattering import Ready
+from kvkeep.gpu.loads import Ready
 from kvkeep.kv.runs import BlockRuns
 
-BLOCKS, BLOCK_BYTES = 40, 1 << 20  # a bay of the smallest staging has three of these
-BAYS = 14
+BLOCKS, BLOCK_BYTES = 40, 1 << 20  # a buffer of the smallest staging has three of these
+BUFFERS = 14
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a pretended device")
 
 
@@ -48,13 +48,13 @@ def loaded(
     pool = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), dtype=np.uint8)
     assert copier.pin(pool.ctypes.data, pool.nbytes)
     addresses = pool.ctypes.data + np.arange(BLOCKS, dtype=np.uint64) * BLOCK_BYTES
-    copier.give_way(False)  # bays are not cut
+    copier.set_engine_busy(False)  # buffers are not cut
     mark = copier.mark()
     if step_under_way:
         device.unfinished.append(mark)
     fetched = copier.fetch_ahead(0, addresses.astype(np.uint64)) if ahead else None
     device.said.clear()
-    made = copier.scattering(
+    made = copier.begin_load(
         0, np.arange(BLOCKS), addresses.astype(np.uint64), None, [mark], fetched
     )
     device.pool = pool  # type: ignore[attr-defined]  # for as long as that
@@ -62,14 +62,14 @@ def loaded(
 
 
 @without_gpu
-def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(
+def test_no_more_buffers_are_queued_than_the_bus_takes_in_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, mark, made = loaded(5 * (3 << 20), monkeypatch, step_under_way=False)
-    assert device.said.count("copy") == BAYS
+    assert device.said.count("copy") == BUFFERS
     waits = [at for at, said in enumerate(device.said) if said != "copy"]
-    assert device.said[:6] == ["copy"] * 5 + [device.said[5]] and len(waits) == BAYS - 5
-    assert device.said[6::2] == ["copy"] * (BAYS - 5), "for each one that is over another one"
+    assert device.said[:6] == ["copy"] * 5 + [device.said[5]] and len(waits) == BUFFERS - 5
+    assert device.said[6::2] == ["copy"] * (BUFFERS - 5), "for each one that is over another one"
     over = [device.said[at] for at in waits]
     assert over == [mark for mark in device.marks if mark in over], "in order, each once"
     assert mark not in over and made.ready_s == 0, "the engine was there already"
@@ -77,7 +77,7 @@ def test_no_more_bays_are_queued_than_the_bus_takes_in_a_moment(
 
 @without_gpu
 @pytest.mark.parametrize("most_queued", [0, 1 << 20])
-def test_all_bays_can_be_under_way_however_large_they_are(
+def test_all_buffers_can_be_under_way_however_large_they_are(
     monkeypatch: pytest.MonkeyPatch, most_queued: int
 ) -> None:
     device, _, _ = loaded(most_queued, monkeypatch, step_under_way=False)
@@ -98,7 +98,7 @@ def test_a_load_that_waits_for_the_engine_tells_until_when(monkeypatch: pytest.M
 @without_gpu
 def test_a_load_with_room_for_all_of_it_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     device, _, made = loaded(1 << 30, monkeypatch, step_under_way=True)
-    assert device.said == ["copy"] * BAYS and made.ready_s == 0
+    assert device.said == ["copy"] * BUFFERS and made.ready_s == 0
 
 
 @without_gpu
