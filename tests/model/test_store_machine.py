@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -18,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
-from kvkeep.store import operators
+from kvkeep.store import key_index, operators, order
 from kvkeep.store.integrity import check_integrity
+from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.plans import Hit, Limits, StorePlan, TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.table import NO_ROW, READY, STATE_NAMES
@@ -65,6 +67,15 @@ LIMIT_BYTES = [
     8 * SLOT,
     1000 * SLOT,
 ]
+
+
+@pytest.fixture(autouse=True)
+def small_structures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only large stores have: indices with parts, and queues that get rid of stale entries."""
+    monkeypatch.setattr(key_index, "KEYS_IN_ONE", 2)
+    monkeypatch.setattr(order, "_STALE_SLACK", 0)
+    monkeypatch.setattr(order, "_DISCARDED_A_TURN", 2)
+
 
 # Hypothesis chooses seeds, and shortens a failing run to the steps that matter. What each step does
 # is chosen evenly from its seed, because most choices depend on what is in the store at the time.
@@ -113,18 +124,20 @@ def held_slots(store: Store) -> dict[tuple[str, int, int], list[int]]:
 def snapshot(store: Store) -> dict[str, Any]:
     """Everything that a refused request must leave alone."""
     table, slabs = store.blocks.table, store.slabs
-    columns = [
-        name
-        for name in table.__slots__
-        if name not in ("_columns", "_free", "_next", "keys", "many")
-    ]
+    columns = table.many.__slots__
     return {
         "rows": {
             row: (table.keys[row], *(getattr(table, name)[row] for name in columns))
             for row in table.live_rows().tolist()
         },
         "tenants": {
-            t.name: (t.number, t.own_quota_bytes, t.own_limit_bytes, t.usage_bytes, dict(t.index))
+            t.name: (
+                t.number,
+                t.own_quota_bytes,
+                t.own_limit_bytes,
+                t.usage_bytes,
+                dict(t.index.items()),
+            )
             for t in store.tenants
         },
         "usage": operators.usage(store),
@@ -179,7 +192,9 @@ class PromisesMachine(RuleBasedStateMachine):
 
     def any_live(self, pick: Random) -> tuple[str, bytes] | None:
         """Tenant and key of a block that is in the index."""
-        live = sorted((tenant.name, key) for tenant in self.store.tenants for key in tenant.index)
+        live = sorted(
+            (tenant.name, key) for tenant in self.store.tenants for key, _ in tenant.index.items()
+        )
         return pick.choice(live) if live else None
 
     def any_chain(self, pick: Random) -> Chain:
@@ -249,7 +264,7 @@ class PromisesMachine(RuleBasedStateMachine):
                 )
             sizes = [
                 self.store.layouts.get(self.store.blocks.table.layout[row])
-                for row in tenant.index.values()
+                for _, row in tenant.index.items()
             ]
             indexed = sum(layout.slot_bytes for layout in sizes)
             assert tenant.usage_bytes <= tenant.limit_bytes or indexed <= tenant.limit_bytes
@@ -435,7 +450,7 @@ class StoreMachine(PromisesMachine):
             max(-(-other.share_bytes // SLOT) * SLOT, other.held_bytes)
             for other in self.store.tenants
         )
-        if blocks <= 0 or keys[0] in tenant.index or kept > self.store.pool_bytes:
+        if blocks <= 0 or tenant.index.get(keys[0]) != NO_ROW or kept > self.store.pool_bytes:
             return
         write = self.fresh_number(session)
         self.prepare(session, write, tenant.name, 1, 0, b"", keys, 50, 0)
@@ -487,8 +502,8 @@ class StoreMachine(PromisesMachine):
             expected, plan = answers
             assert plan.positions.tolist() == expected.positions
             assert (plan.refused, plan.orphan) == (expected.refused, expected.orphan)
-            index = owner.index if (owner := self.store.tenants.get(tenant)) else {}
-            rows = [index[keys[position]] for position in expected.positions]
+            index = owner.index if (owner := self.store.tenants.get(tenant)) else KeyIndex()
+            rows = [index.get(keys[position]) for position in expected.positions]
             assert plan.slots.tolist() == [self.store.blocks.table.slot[row] for row in rows]
 
     def complete_store(self, pick: Random) -> None:
@@ -581,7 +596,7 @@ class StoreMachine(PromisesMachine):
             hit.slots.tolist(), hit.checksums.tolist(), found, strict=True
         ):
             owner = self.store.tenants.get(block.tenant)
-            assert owner and table.slot[owner.index[block.key]] == slot
+            assert owner and table.slot[owner.index.get(block.key)] == slot
             assert checksums == [block.checksums[shard] for shard in range(block.shards)]
 
     def release(self, pick: Random) -> None:
@@ -778,8 +793,11 @@ class SlabMachine(PromisesMachine):
         session, (tenant, layout, path) = self.any_session(pick), self.any_chain(pick)
         keys = keys_of(path, layout)
         owner, table = self.store.tenants.get(tenant), self.store.blocks.table
-        rows = [owner.index.get(key, NO_ROW) if owner else NO_ROW for key in keys]
-        ready = [row != NO_ROW and table.state[row] == READY for row in rows]
+        rows = [owner.index.get(key) if owner else NO_ROW for key in keys]
+        ready = [  # what hangs on a dropped block is in the index until it is swept
+            row != NO_ROW and table.state[row] == READY and table.parent[row] == above
+            for above, row in pairwise([NO_ROW, *rows])
+        ]
         ask = (session, self.fresh_number(session), tenant, layout, b"".join(keys), 0, self.now_ms)
         hit = self.quietly(lambda: self.store.lookup(*ask))
         if hit is not None:
@@ -832,6 +850,7 @@ class PiecesMachine(SlabMachine):
     def start(self, slabs: int, default_quota: int | None, a_turn: int) -> None:  # type: ignore[override]
         super().start(slabs, default_quota)
         self.store.blocks.a_turn = a_turn
+        self.store.blocks.order.looks_a_turn = a_turn
 
     @rule(pick=picks)
     def begin(self, pick: Random) -> None:

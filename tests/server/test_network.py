@@ -190,7 +190,7 @@ def test_a_block_dropped_while_it_is_leased_can_still_be_fetched(stored: World) 
     lease = stored.lease()
     (layout,) = stored.server.store.layouts
     address = addresses(KEYS[:16], layout.fingerprint)
-    row = stored.server.store.tenants.get("default").index[address]  # type: ignore[union-attr]
+    row = stored.server.store.tenants.get("default").index.get(address)  # type: ignore[union-attr]
     stored.server.store.blocks.drop([row])
     assert stored.visible() == 0
     stored.peer.ask(m.Done, m.Fetch(lease, 0, 0, 3))

@@ -3,6 +3,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from kvkeep.server import snapshot as module
+from kvkeep.server.tenant_counts import CountsByTenant
+from kvkeep.store.tenants import Tenant, Tenants
+
 Start = Callable[..., Any]
 
 
@@ -38,3 +44,25 @@ def test_a_snapshot_does_not_change_with_the_server(start: Start) -> None:
     after = running.http.admin.snapshot()
     assert after.pool.blocks["ready"] == 3 and after.counters.refusals == {"bad_keys": 1}
     assert [row.tenant for row in after.largest_tenants] == ["default"]
+
+
+def test_a_snapshot_does_not_look_at_every_tenant(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start()
+    for number in range(30):
+        running.store(f"t-{number:032x}", 1 + number % 7, first=100 * number)
+    shown: list[object] = []
+    show = module.tenant_shown
+
+    def counted(tenant: Tenant, counts: CountsByTenant) -> object:
+        shown.append(tenant)
+        return show(tenant, counts)
+
+    monkeypatch.setattr(module, "tenant_shown", counted)
+    monkeypatch.setattr(Tenants, "__iter__", lambda _: pytest.fail("every tenant was looked at"))
+    now = running.http.admin.snapshot()
+    assert now.tenants == 30 and len(shown) == len(now.largest_tenants) == 20
+    usages = [row.usage_bytes for row in now.largest_tenants]
+    assert usages == sorted(usages, reverse=True) and usages[0] == 7 * 4096
+    monkeypatch.undo()

@@ -103,12 +103,12 @@ class Hand:
     def row(self, chain: str, tenant: str = "t", layout: int = 0) -> int:
         owner = self.store.tenants.get(tenant)
         assert owner is not None
-        return owner.index[self.key(chain, layout or self.layout)]
+        return owner.index.get(self.key(chain, layout or self.layout))
 
     def chains(self, tenant: str = "t") -> set[str]:
         """What is in the index, as words."""
         owner = self.store.tenants.get(tenant)
-        return {key.decode().rstrip(".")[1:] for key in owner.index} if owner else set()
+        return {key.decode().rstrip(".")[1:] for key, _ in owner.index.items()} if owner else set()
 
     def usage(self, tenant: str = "t") -> int:
         """In slots of the smallest size."""

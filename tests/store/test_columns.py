@@ -22,3 +22,13 @@ def test_a_dropped_column_begins_anew() -> None:
     columns.drop("a")
     columns.drop("never there")
     assert columns.grow("a", np.int8, 0, 2).tolist() == [0, 0]
+
+
+def test_a_column_grows_in_place_up_to_what_was_reserved() -> None:
+    columns = PlainColumns()
+    flat = columns.grow("a", np.int32, 0, 3, 1000)
+    assert len(flat) == 3
+    assert np.shares_memory(columns.grow("a", np.int32, 0, 1000), flat)
+    flat[:] = 5
+    longer = columns.grow("a", np.int32, 0, 1001)
+    assert not np.shares_memory(longer, flat) and longer[:4].tolist() == [5, 5, 5, 0]

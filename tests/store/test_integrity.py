@@ -17,7 +17,7 @@ def rows_of(store: Store) -> list[int]:
     """Rows of "a" "ab" "abc", which are READY, and "abcd", which is being written."""
     tenant = store.tenants.get("t")
     assert tenant is not None
-    return list(tenant.index.values())
+    return [row for _, row in tenant.index.items()]
 
 
 def set_column(name: str, which: int, value: int) -> Callable[[Store], None]:
@@ -30,7 +30,7 @@ def set_column(name: str, which: int, value: int) -> Callable[[Store], None]:
 def out_of_the_index(store: Store) -> None:
     tenant = store.tenants.get("t")
     assert tenant is not None
-    tenant.index.popitem()
+    tenant.index.pop_some(1)
 
 
 def another_key(store: Store) -> None:

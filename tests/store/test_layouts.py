@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike, NDArray
 
 from kvkeep.errors import RequestError
+from kvkeep.store.columns import PlainColumns
 from kvkeep.store.layouts import Layout, Layouts
 
 
@@ -27,6 +32,22 @@ def test_rows_of_checksums_are_reused_and_survive_growth() -> None:
     assert layout.checks[kept, 1].tolist() == kept and not layout.checks[more].any(), (
         "new ones say nothing"
     )
+
+
+def test_checksums_grow_by_a_megabyte_at_a_time() -> None:
+    asked: list[int] = []
+
+    class Counted(PlainColumns):
+        def grow(
+            self, name: str, dtype: DTypeLike, width: int, rows: int, most_rows: int = 0
+        ) -> NDArray[Any]:
+            asked.append(rows * width * 8)
+            return super().grow(name, dtype, width, rows, most_rows)
+
+    layout = Layout(1, b"f", (64,) * 64, Counted())
+    for _ in range(60):
+        layout.take_checks(512)
+    assert max(after - before for before, after in pairwise(asked)) <= 1 << 20
 
 
 def test_one_fingerprint_is_one_layout() -> None:

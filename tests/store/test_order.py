@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvkeep.store import operators
+from kvkeep.store import order as module
 
 
 def test_tails_go_first(hand: Callable[..., Any]) -> None:
@@ -192,3 +193,65 @@ def test_the_queue_of_a_tenant_without_blocks_is_forgotten(
     h.put("ab")
     operators.clear(h.store)
     assert list(h.store.blocks.order._queues) == ([-1] if slots is None else [])
+
+
+def test_blocks_that_were_all_used_again_are_put_in_order_a_few_a_turn(
+    hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h = hand(100)
+    words = [chr(0x100 + i) for i in range(100)]
+    for word in words:
+        h.put(word)
+    for word in reversed(words):
+        h.lookup(word)
+    order, ranked = h.store.blocks.order, [0]
+    rank, order.looks_a_turn = order.rank, 8
+
+    def counted(row: int, now_ms: int) -> int:
+        ranked[-1] += 1
+        return rank(row, now_ms)
+
+    monkeypatch.setattr(order, "rank", counted)
+    assert h.put("X") == 1 and order.behind, "there is no room yet: the oldest is not known"
+    while h.store.has_to_tidy:
+        ranked.append(0)
+        h.store.tidy(h.now_ms)
+    assert max(ranked) <= 9 and len(ranked) > 12
+    assert h.put("X") == 0 and h.chains() == {*words[:-1], "X"}, (
+        "the one that was used longest ago went"
+    )
+
+
+def test_a_tenant_over_its_limit_keeps_what_fits_though_all_of_it_was_used_again(
+    hand: Callable[..., Any],
+) -> None:
+    h = hand(100)
+    words = [chr(0x100 + i) for i in range(100)]
+    operators.set_limit(h.store, "t", 100 * 4096, h.now_ms)
+    for word in words:
+        h.put(word)
+    for word in reversed(words):
+        h.lookup(word)
+    h.store.blocks.order.looks_a_turn = 8
+    operators.set_limit(h.store, "t", 40 * 4096, h.now_ms)
+    while h.store.has_to_tidy:
+        h.store.tidy(h.now_ms)
+    assert h.chains() == set(words[:40])
+
+
+def test_a_long_queue_of_a_tenant_without_blocks_is_freed_in_pieces(
+    hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_DISCARDED_A_TURN", 8)
+    h = hand(50, default_quota=50)
+    for i in range(50):
+        h.put(chr(0x100 + i))
+    order = h.store.blocks.order
+    while h.store.tidy(h.now_ms):
+        pass
+    operators.clear(h.store)
+    lengths = [sum(map(len, order.discarded))]
+    while h.store.has_to_tidy:
+        h.store.tidy(h.now_ms)
+        lengths.append(sum(map(len, order.discarded)))
+    assert lengths == [50, 42, 34, 26, 18, 10, 2, 0]

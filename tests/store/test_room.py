@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kvkeep.store.room import _BORROWERS_LOOKED_AT, _Budget
 
 
@@ -308,3 +310,20 @@ def test_a_nearly_empty_slab_is_nobodys(hand: Callable[..., Any]) -> None:
     assert h.put("X", "bob", layout=largest) == 1, "one is in use, an eighth of the other is full"
     h.store.release(1, lease, h.now_ms)
     assert h.put("X", "bob", layout=largest) == 0 and h.usage("ann") == 2
+
+
+def test_a_store_for_which_single_blocks_make_way_evicts_so_many_and_the_next_goes_on(
+    hand: Callable[..., Any],
+) -> None:
+    h, most = hand(400), _Budget().searches
+    for i in range(400):
+        h.put(chr(0x100 + i))
+    long = "".join(chr(0x1000 + i) for i in range(3))
+    keys = b"".join(i.to_bytes(16, "big") for i in range(300))
+    plan = h.store.prepare_store(1, 1 << 30, "t", h.layout, 0, b"", keys, h.now_ms)
+    assert len(plan.slots) == h.store.room.evictions == most == 96
+    h.store.complete_store(1, 1 << 30, np.ones(most, np.uint64), h.now_ms)
+    rest, parent = keys[16 * most :], keys[16 * (most - 1) : 16 * most]
+    plan = h.store.prepare_store(1, 1 << 31, "t", h.layout, 0, parent, rest, h.now_ms)
+    assert len(plan.slots) == most and h.store.room.evictions == 2 * most
+    assert h.put(long) == 0

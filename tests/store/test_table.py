@@ -58,3 +58,17 @@ def test_fresh_rows_after_growth_are_free() -> None:
     row = int(table.take(1)[0])
     assert table.state[row] == FREE
     assert len(table.live_rows()) == 0
+
+
+def test_a_table_with_reserved_rows_grows_in_place_and_in_small_steps() -> None:
+    table = BlockTable(most_rows=1 << 17)
+    first, capacity = table.many, len(table.keys)
+    before = (first.held, first.slot, table.keys.words)
+    while len(table) < 1 << 17:
+        rows = table.take(512)
+        table.many.slot[rows] = rows * 4096
+        assert len(table.keys) - capacity <= 1 << 14
+        capacity = len(table.keys)
+    after = (table.many.held, table.many.slot, table.keys.words)
+    assert all(np.shares_memory(one, other) for one, other in zip(before, after, strict=True))
+    assert (table.many.slot[: 1 << 17] == np.arange(1 << 17) * 4096).all()

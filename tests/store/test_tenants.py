@@ -112,3 +112,18 @@ def test_own_quotas_have_the_better_right() -> None:
     tenants.set_default_quota(None)
     tenants.update(10)
     assert not tenants.on_default
+
+
+def test_the_largest_tenants_and_the_sum_of_quotas_are_known_without_looking_at_all() -> None:
+    tenants = Tenants(1000, 10)
+    known = [tenants.get_or_add(f"tenant-{number}") for number in range(200)]
+    for tenant in known:
+        tenants.charge(tenant, 1, tenant.number * 7 % 200)
+    by_usage = sorted(known, key=lambda tenant: -(tenant.number * 7 % 200))
+    assert tenants.largest(3) == by_usage[:3] and tenants.largest(1000) == by_usage
+    assert tenants.in_force_bytes == 2000
+    tenants.set_quota(known[5], 100)
+    tenants.charge(known[143], -1, -(143 * 7 % 200))
+    tenants.forget_if_idle(known[143])
+    assert tenants.in_force_bytes == 198 * 10 + 100 and known[143] not in tenants.largest(1000)
+    tenants.check_integrity()

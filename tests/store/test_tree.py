@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvkeep.kv import native
 from kvkeep.store import tree
+from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.table import NO_ROW, READY, BlockTable
 from kvkeep.store.tree import (
     children,
@@ -33,6 +35,12 @@ def a_tree() -> tuple[BlockTable, list[int]]:
     return table, rows.tolist()
 
 
+def an_index(keys: list[bytes], rows: NDArray[np.int64]) -> KeyIndex:
+    index = KeyIndex()
+    index.put(keys, rows.tolist())
+    return index
+
+
 def test_keys_are_cut_apart() -> None:
     assert split_keys(b"a" * 16 + b"b" * 16) == [b"a" * 16, b"b" * 16]
     assert split_keys(b"") == []
@@ -43,10 +51,10 @@ def test_the_longest_hit_of_a_hundred(resident: int) -> None:
     table, keys = BlockTable(), [f"{i}".encode().ljust(16, b".") for i in range(100)]
     rows = table.take(100)
     table.many.state[rows[:resident]] = READY
-    index = dict(zip(keys, rows.tolist(), strict=True))
+    index = an_index(keys, rows)
     assert longest_hit(table, index, b"".join(keys)) == resident
     assert (
-        longest_hit(table, {key: index[key] for key in keys[:resident]}, b"".join(keys)) == resident
+        longest_hit(table, an_index(keys[:resident], rows[:resident]), b"".join(keys)) == resident
     )
     assert longest_hit(table, index, b"") == 0
 
@@ -59,7 +67,7 @@ def test_a_row_with_another_key_is_not_described() -> None:
     table.keys.put(rows, b"".join(keys))
     table.many.state[rows] = READY
     link_chain(table, rows, NO_ROW)
-    index = dict(zip(keys, rows.tolist(), strict=True))
+    index = an_index(keys, rows)
     assert rows_of_chain(table, index, b"".join(keys), 0, 3).tolist() == rows.tolist()
     table.keys.put(rows[1:2], b"x" * 16)
     assert rows_of_chain(table, index, b"".join(keys), 0, 3).tolist() == rows[:1].tolist()
@@ -77,7 +85,7 @@ def test_both_roads_up_a_chain_find_the_same_rows(
     table.keys.put(rows, b"".join(keys))
     table.many.state[rows] = READY
     link_chain(table, rows, NO_ROW)
-    index = dict(zip(keys, rows.tolist(), strict=True))
+    index = an_index(keys, rows)
     monkeypatch.setattr(
         tree, "_walk_down", lambda *_: pytest.fail("the way up was not taken for a chain")
     )
@@ -94,8 +102,9 @@ def test_a_parent_that_is_no_row_ends_the_way_up() -> None:
         pytest.skip("the C kernel is not built here")
     for wrong in (NO_ROW, -(1 << 31), 5, (1 << 31) - 1):
         parents = np.array([NO_ROW, 0, wrong, 2, 3], dtype=np.int32)
-        assert native.climb(parents, 4, 5).tolist() == [2, 3, 4]
-    assert native.climb(np.array([NO_ROW, 0, 1], dtype=np.int32), 2, 2).tolist() == [1, 2]
+        walker = native.ChainWalker(parents, np.zeros(5, np.int32))
+        assert walker.climb(4, 5).tolist() == [2, 3, 4] and walker.climb(4, 2).tolist() == [3, 4]
+        assert walker.not_held(4) == walker.hold([4]) == walker.let_go([4]) == 3
 
 
 def test_links_go_both_ways() -> None:

@@ -1,10 +1,10 @@
 """How long the server's loop is held, by which request, with a million blocks in the index.
 
 The loop answers one request at a time, so the longest turn is what every other engine may have to
-wait. Each operation is carried out on a store of its own process, without pool and sockets: the
-request first, then what it has begun, turn by turn (`Store.tidy`), as the loop does it.
-`longest_ms` is on the clock, `longest_cpu_ms` on the processor: on a machine that does other things
-too, the second one is the loop's own."""
+wait. Each operation is carried out on a store of its own process, without pool and sockets, whose
+index is in files in shared memory as the server's is: the request first, then what it has begun,
+turn by turn (`Store.tidy`), as the loop does it. `longest_ms` is on the clock, `longest_cpu_ms` on
+the processor: on a machine that does other things too, the second one is the loop's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store import operators
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
+from kvkeep.tiers.index_files import FileColumns
 
 _SLOT_BYTES = 4096
 _SLAB_SLOTS = 16384
@@ -52,9 +55,12 @@ class _Turns:
 class _World:
     """A store that is filled, and what its operations took."""
 
-    def __init__(self, blocks: int, limits: Limits | None = None) -> None:
+    def __init__(self, blocks: int, directory: Path, limits: Limits | None = None) -> None:
         slabs = -(-blocks // _SLAB_SLOTS) + 1
-        self.store = Store(slabs * _SLAB_SLOTS * _SLOT_BYTES, _SLAB_SLOTS * _SLOT_BYTES, limits)
+        columns = FileColumns(directory)
+        self.store = Store(
+            slabs * _SLAB_SLOTS * _SLOT_BYTES, _SLAB_SLOTS * _SLOT_BYTES, limits, columns=columns
+        )
         self.store.add_slabs(0, slabs)
         self.store.open_session(1)
         self.layout = self.store.open_layout(1, b"bench", (64,)).number
@@ -113,19 +119,18 @@ def run(blocks: int = 1_000_000) -> dict[str, Any]:
     """Fills several stores one after the other, and measures what takes much out of use at once or
     makes room."""
     rows: list[dict[str, Any]] = []
-    for measure in (_one_tenant, _many_tenants, _layouts, _full_pool):
-        rows += measure(blocks)
+    for measure in (_one_tenant, _many_tenants, _layouts, _full_pool, _used_again):
+        with TemporaryDirectory(prefix="kvkeep-turns-", dir="/dev/shm") as directory:
+            rows += measure(blocks, Path(directory))
         gc.collect()
     return {"rows": rows}
 
 
-def _one_tenant(blocks: int) -> list[dict[str, Any]]:
-    world, part = _World(blocks), blocks // 4
+def _one_tenant(blocks: int, directory: Path) -> list[dict[str, Any]]:
+    world, part = _World(blocks, directory), blocks // 4
     store = world.store
-    turns, chains = _Turns(), blocks // 8 // _PART_BLOCKS
-    for _ in range(chains):
-        world.put("filler", b"", world.keys(_PART_BLOCKS), turns=turns)
-    world.note(f"store {_PART_BLOCKS} blocks", chains * _PART_BLOCKS, turns)
+    for _ in range(blocks // 8 // _PART_BLOCKS):
+        world.put("filler", b"", world.keys(_PART_BLOCKS))
     root = world.fill("greedy", 2 * part, _CHAIN_BLOCKS)
     longest = world.keys(min(part, 65536))
     for at in range(0, len(longest), _PART_BLOCKS * KEY_BYTES):
@@ -171,9 +176,9 @@ def _end_of_a_session(world: _World) -> None:
     world.measure("end of a session", most + _LEASES, lambda: store.close_session(2, _NOW_MS))
 
 
-def _many_tenants(blocks: int) -> list[dict[str, Any]]:
+def _many_tenants(blocks: int, directory: Path) -> list[dict[str, Any]]:
     tenants = max(2, min(_TENANTS, blocks // 10))
-    world = _World(blocks, Limits(tenants=tenants))
+    world = _World(blocks, directory, Limits(tenants=tenants))
     each = blocks // 2 // tenants
     world.fill("large", blocks // 2, _CHAIN_BLOCKS)  # the first that makes way
     for number in range(tenants - 1):
@@ -199,8 +204,8 @@ def _many_tenants(blocks: int) -> list[dict[str, Any]]:
     return world.rows
 
 
-def _layouts(blocks: int) -> list[dict[str, Any]]:
-    world = _World(blocks, Limits(layouts=2))
+def _layouts(blocks: int, directory: Path) -> list[dict[str, Any]]:
+    world = _World(blocks, directory, Limits(layouts=2))
     store = world.store
     store.open_session(2)
     cold = store.open_layout(2, b"cold", (64,)).number
@@ -213,11 +218,17 @@ def _layouts(blocks: int) -> list[dict[str, Any]]:
     return world.rows
 
 
-def _full_pool(blocks: int) -> list[dict[str, Any]]:
-    world = _World(blocks)
+def _full_pool(blocks: int, directory: Path) -> list[dict[str, Any]]:
+    world = _World(blocks, directory)
     store, turns = world.store, _Turns()
     while store.slabs.available(_SLOT_BYTES) >= _PART_BLOCKS:
-        world.put("long", b"", world.keys(_PART_BLOCKS))
+        world.put("long", b"", world.keys(_PART_BLOCKS), turns=turns)
+    world.note(
+        f"store {_PART_BLOCKS} blocks into an empty pool until it is full",
+        len(store.blocks.table),
+        turns,
+    )
+    turns = _Turns()
     for _ in range(_NAMES):
         world.put("long", b"", world.keys(_PART_BLOCKS), turns=turns)
     world.note(f"store {_PART_BLOCKS} blocks into a full pool", _NAMES * _PART_BLOCKS, turns)
@@ -232,4 +243,28 @@ def _full_pool(blocks: int) -> list[dict[str, Any]]:
     for _ in range(_SINGLES):
         world.put("other", b"", world.keys(_PART_BLOCKS), turns=turns)
     world.note("the same, where single blocks make way", _SINGLES * _PART_BLOCKS, turns)
+    return world.rows
+
+
+def _used_again(blocks: int, directory: Path) -> list[dict[str, Any]]:
+    """Each entry of the eviction order is out of date, and then stale."""
+    world = _World(blocks // 20, directory)
+    store, keys = world.store, list[bytes]()
+    while store.slabs.available(_SLOT_BYTES):
+        keys.append(world.keys(1))
+        world.put("t", b"", keys[-1])
+    for number, key in enumerate(keys, start=1 << 40):
+        store.lookup(1, number, "t", world.layout, key, 0, _NOW_MS)
+        store.release(1, number, _NOW_MS)
+    some = world.keys(_PART_BLOCKS)
+    world.measure(
+        "a store when all blocks were used again", len(keys), lambda: world.put("t", b"", some)
+    )
+    operators.clear(store, "t")
+    while store.tidy(_NOW_MS):
+        pass
+    turns = _Turns()
+    for _ in range(_NAMES):
+        world.put("t", b"", world.keys(_PART_BLOCKS), turns=turns)
+    world.note("stores after all blocks were cleared", len(keys), turns)
     return world.rows

@@ -22,7 +22,7 @@ from kvkeep.errors import PoolError
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.wire import messages as m
 
-_BLOCKS_A_PART = 1024
+_BLOCKS_A_PART = 512  # the server takes no more in one store
 _PARTS_ASKED_FOR = 2  # at a time: a server that is busy with others must not leave the bus idle
 
 

@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,20 +45,6 @@ def _load() -> ctypes.CDLL | None:
         library.kvkeep_peek.restype = _int64  # a kernel without it does not tell of faults
         library.kvkeep_chain.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _int64, _int64, _pointer]
         library.kvkeep_chain.restype = None
-        library.kvkeep_climb.argtypes, library.kvkeep_climb.restype = (
-            [_pointer, *[_int64] * 3, _pointer],
-            _int64,
-        )
-        library.kvkeep_hold.argtypes = library.kvkeep_let_go.argtypes = [
-            *[_pointer] * 2,
-            _int64,
-            _pointer,
-            _int64,
-        ]
-        library.kvkeep_hold.restype = library.kvkeep_let_go.restype = (
-            library.kvkeep_not_held.restype
-        ) = _int64
-        library.kvkeep_not_held.argtypes = [*[_pointer] * 2, *[_int64] * 2]
         library.kvkeep_drive.argtypes = [_pointer, _pointer, _int64, _pointer]
         library.kvkeep_halt.argtypes, library.kvkeep_halt.restype = [_pointer], _int64
         library.kvkeep_drive.restype = ctypes.c_int
@@ -75,6 +62,17 @@ available: bool = _library is not None
 _quick = ctypes.PyDLL(_library._name, handle=_library._handle) if _library else None
 if _quick:
     _quick.kvkeep_peek.argtypes, _quick.kvkeep_peek.restype = [ctypes.c_uint64], _int64
+    _quick.kvkeep_climb.argtypes = [_pointer, *[_int64] * 3, _pointer]
+    _quick.kvkeep_hold.argtypes = [*[_pointer] * 2, _int64, _pointer, _int64]
+    _quick.kvkeep_let_go.argtypes = _quick.kvkeep_hold.argtypes
+    _quick.kvkeep_not_held.argtypes = [*[_pointer] * 2, *[_int64] * 2]
+    for _function in (
+        _quick.kvkeep_climb,
+        _quick.kvkeep_hold,
+        _quick.kvkeep_let_go,
+        _quick.kvkeep_not_held,
+    ):
+        _function.restype = _int64
 
 
 def use(instruction_set: str) -> str:
@@ -168,35 +166,52 @@ def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:
     return bytes(keys)
 
 
-def climb(parents: NDArray[np.int32], row: int, count: int) -> NDArray[np.int64]:
-    """The way up to `row`, which is its last: at most `count` rows, of which each is the parent of
-    the next."""
-    assert _library is not None
-    rows = np.empty(count, dtype=np.int64)
-    found = _library.kvkeep_climb(_at(parents), len(parents), row, count, _at(rows))
-    return rows[count - found :]
+class ChainWalker:
+    """Walks up chains of blocks, over the columns of a table. Knows where those begin: to ask numpy
+    costs more than a short walk."""
 
+    def __init__(self, parents: NDArray[np.int32], held: NDArray[np.int32]) -> None:
+        assert _quick is not None
+        self._library = _quick
+        self._columns = parents, held  # which must outlive their addresses
+        self._parents, self._held = parents.ctypes.data, held.ctypes.data
+        self._count = len(parents)
+        self._use_rows(64)
 
-def hold(parents: NDArray[np.int32], held: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
-    """Notes one more lease or write on each row, and on what it hangs on. How many rows are held
-    that were not."""
-    assert _library is not None
-    found: int = _library.kvkeep_hold(_at(parents), _at(held), len(held), _at(rows), len(rows))
-    return found
+    def climb(self, row: int, count: int) -> NDArray[np.int64]:
+        """The way up to `row`, which is its last: at most `count` rows, of which each is the parent
+        of the next."""
+        if count > len(self._rows):
+            self._use_rows(count)
+        found: int = self._library.kvkeep_climb(
+            self._parents, self._count, row, count, self._rows_at
+        )
+        return self._rows[count - found : count].copy()
 
+    def hold(self, rows: list[int]) -> int:
+        """Counts one more lease or write on each row. Returns how many rows, with all that they
+        hang on, are held that were not."""
+        return self._change(self._library.kvkeep_hold, rows)
 
-def let_go(parents: NDArray[np.int32], held: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
-    """Notes one lease or write less on each row. How many rows were held and are not now."""
-    assert _library is not None
-    found: int = _library.kvkeep_let_go(_at(parents), _at(held), len(held), _at(rows), len(rows))
-    return found
+    def let_go(self, rows: list[int]) -> int:
+        """Counts one lease or write less on each row. Returns how many rows were held and are not
+        now."""
+        return self._change(self._library.kvkeep_let_go, rows)
 
+    def not_held(self, row: int) -> int:
+        """How many rows a lease that ends in `row` would hold that are not held."""
+        found: int = self._library.kvkeep_not_held(self._parents, self._held, self._count, row)
+        return found
 
-def not_held(parents: NDArray[np.int32], held: NDArray[np.int32], row: int) -> int:
-    """How many rows a lease that ends in `row` would hold that are not held."""
-    assert _library is not None
-    found: int = _library.kvkeep_not_held(_at(parents), _at(held), len(held), row)
-    return found
+    def _change(self, function: Callable[..., int], rows: list[int]) -> int:
+        if len(rows) > len(self._rows):
+            self._use_rows(len(rows))
+        self._rows[: len(rows)] = rows
+        return function(self._parents, self._held, self._count, self._rows_at, len(rows))
+
+    def _use_rows(self, count: int) -> None:
+        self._rows = np.empty(count, dtype=np.int64)
+        self._rows_at = self._rows.ctypes.data
 
 
 def _at(buffer: Any) -> Any:

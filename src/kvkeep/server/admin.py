@@ -318,7 +318,7 @@ class Admin:
     def clear_all(self) -> int:
         """Takes all blocks out of use. Returns how many."""
         store, dropped = self.daemon.store, 0
-        names = self.in_loop(lambda: [tenant.name for tenant in store.tenants])
+        names = [tenant.name for tenant in self.in_loop(lambda: list(store.tenants))]
         for at in range(0, len(names), _TENANTS_CLEARED_A_TURN):
             some = names[at : at + _TENANTS_CLEARED_A_TURN]
             dropped += self.in_loop(partial(clear_all, store, some))

@@ -408,7 +408,7 @@ class Service:
         block."""
         tenant = self.store.tenants.get(request.tenant)
         table, address = self.store.blocks.table, self._addresses(request.layout, request.key)
-        row = tenant.index.get(address, NO_ROW) if tenant else NO_ROW
+        row = tenant.index.get(address) if tenant else NO_ROW
         if row == NO_ROW or table.state[row] != READY:
             return m.Done(0)
         layout = self.store.layouts[table.layout[row]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, fields, replace
-from heapq import nlargest
 from typing import Final
 
 OTHER: Final = "other"  # no tenant's id
@@ -64,8 +63,13 @@ class CountsByTenant:
     def by_label(self) -> dict[str, TenantCounts]:
         """What metrics show: some tenants by name, and the rest together. A tenant without a label
         that has asked for more than twice as much as one with a label takes its place."""
-        others = (name for name in self._counted if name not in self._labelled)
-        largest = nlargest(TENANTS_LABELLED, others, key=self._asked_blocks)
+        counted, labelled = self._counted, self._labelled
+        asked = {
+            name: each.hit_blocks + each.missed_blocks
+            for name, each in counted.items()
+            if name not in labelled
+        }
+        largest = sorted(asked, key=asked.__getitem__, reverse=True)[:TENANTS_LABELLED]
         for name, smallest in zip(
             largest, sorted(self._labelled, key=self._asked_blocks), strict=False
         ):

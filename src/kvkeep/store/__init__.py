@@ -1,18 +1,22 @@
-"""Decisions, without I/O: which blocks are where, whose they are, who may read or write them, which
-must go.
+"""Decides which blocks are where, who owns them, who may read or write them, and which must go.
 
-    table.py     one row a block, one column a fact
-    layouts.py   how big a block is and how it is cut into shards
-    slabs.py     the pool's memory, cut into slots of several sizes
-    tenants.py   usage and quotas, exact
-    order.py     which leaf goes first
-    tree.py      blocks as chains: keys to rows, longest hit, subtrees
-    room.py      making room: victims within quotas, slabs that change their size
-    store.py     the state machine that the daemon drives
-    columns.py   where the index lies
-    records.py   tenants and layouts, as the next server finds them
-    seals.py     what proves a block to it
-    adopt.py     what a server left, taken over
+    store.py      the state machine that the server drives: a request in, a plan out
+    operators.py  quotas, limits, usage, clearing
+    plans.py      limits, and what the store answers
+    blocks.py     the steps in which a block changes state
+    room.py       makes room: victims within quotas, slabs that change their slot size
+    order.py      which leaf is evicted first, by queues of queue.py
+    tenants.py    usage, quotas and limits, exact
+    key_index.py  a tenant's blocks by key
+    tree.py       blocks as chains: the longest hit, subtrees, what a lease holds
+    table.py      one row a block, one column a fact
+    columns.py    the memory of those columns
+    layouts.py    how big a block is and how it is cut into shards
+    slabs.py      the pool's memory, cut into slots of several sizes
+    records.py    tenants and layouts as the next server finds them
+    seals.py      what proves a block to the next server
+    adopt.py      takes over what a server left
+    integrity.py  what must hold between two operations
 
-Nothing here reads a clock, a socket or a file: time is an argument, and every answer is a plan for
-somebody else to carry out. That is what lets thousands of seeded runs a minute try to break it."""
+Nothing here reads a clock, a socket or a file: time is an argument, and every answer is a plan that
+the caller carries out. So seeded runs try thousands of orders of requests a minute."""

@@ -265,9 +265,7 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
             number
         ]  # the one that was used longest ago first: so they may make way
         indexed = of_tenant[many.state[of_tenant] == READY]
-        tenant.index.update(
-            zip(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist(), strict=True)
-        )
+        tenant.index.put(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist())
         for layout, some in _split(of_tenant, many.layout[of_tenant]):
             store.tenants.charge(tenant, len(some), len(some) * store.layouts[layout].slot_bytes)
             evicting = int((many.state[some] == EVICTING).sum())
@@ -282,7 +280,7 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
     many.held[rows] = 0
     for _, of_tenant in _split(leased := _held_by_old_sessions(store), many.tenant[leased]):
         for _, some in _split(of_tenant, many.layout[of_tenant]):
-            store.blocks.hold(np.ascontiguousarray(some))
+            store.blocks.hold(some.tolist())
     _hold_lacking(store)
     leaves = adopted[(many.first_child[adopted] == NO_ROW) & (many.pins[adopted] == 0)]
     store.blocks.order.enqueue_all(leaves, now_ms)

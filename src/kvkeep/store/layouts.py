@@ -8,6 +8,7 @@ and its shards lie in it side by side, each on a cache-line boundary:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -23,7 +24,7 @@ from kvkeep.store.records import LONGEST_FINGERPRINT_BYTES, LayoutRecords, word_
 _SHARD_ALIGN = 64
 SLOT_ALIGN = 4096
 _FIRST_CHECKS = 256
-_LARGEST_STEP = 1 << 17  # rows that checksums grow by at a time
+_LARGEST_STEP_BYTES = 1 << 20  # that checksums grow by at a time
 
 
 def _aligned(nbytes: int, to: int) -> int:
@@ -39,6 +40,7 @@ class Layout:
     fingerprint: bytes
     shard_bytes: tuple[int, ...]
     columns: Columns = field(default_factory=PlainColumns, repr=False)
+    pool_bytes: int = 0
     shard_offsets: tuple[int, ...] = field(init=False)
     slot_bytes: int = field(init=False)
     blocks: int = 0
@@ -53,7 +55,7 @@ class Layout:
     lacking: bool = (
         False  # some block was stored without one of its shards, and may be given it later
     )
-    _free_checks: list[int] = field(default_factory=list)
+    _free_checks: array[int] = field(default_factory=lambda: array("q"))  # freed in one go
     _next_check: int = 0
 
     def __post_init__(self) -> None:
@@ -89,11 +91,11 @@ class Layout:
     def take_checks(self, n: int) -> NDArray[np.int64]:
         """Rows of `checks` for n new blocks."""
         reused = min(n, len(self._free_checks))
-        rows = self._free_checks[len(self._free_checks) - reused :]
+        rows = self._free_checks[len(self._free_checks) - reused :].tolist()
         del self._free_checks[len(self._free_checks) - reused :]
         fresh = n - reused
         if self._next_check + fresh > len(self.checks):
-            step = min(len(self.checks), _LARGEST_STEP)
+            step = min(len(self.checks), _LARGEST_STEP_BYTES // (8 * self.shards))
             self.checks = self._grow_checks(max(self._next_check + fresh, len(self.checks) + step))
         rows.extend(range(self._next_check, self._next_check + fresh))
         self.checks[self._next_check : self._next_check + fresh] = (
@@ -113,11 +115,12 @@ class Layout:
         self._next_check = int(rows.max()) + 1 if len(rows) else 0
         free = np.ones(self._next_check, dtype=np.bool_)
         free[rows] = False
-        self._free_checks = np.flatnonzero(free)[::-1].tolist()
+        self._free_checks = array("q", np.flatnonzero(free)[::-1].tolist())
         self.lacking = bool((self.checks[rows] == ABSENT).any())
 
     def _grow_checks(self, rows: int) -> NDArray[np.uint64]:
-        return self.columns.grow(f"checks-{self.number}", np.uint64, self.shards, rows)
+        most = self.pool_bytes // self.slot_bytes
+        return self.columns.grow(f"checks-{self.number}", np.uint64, self.shards, rows, most)
 
 
 class Layouts:
@@ -125,8 +128,15 @@ class Layouts:
     of those have blocks, the least recently used one loses them, by and by: `leaving` has those,
     with the next row of the table to look at for blocks of theirs."""
 
-    def __init__(self, limit: int, largest_slot_bytes: int, columns: Columns | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        largest_slot_bytes: int,
+        columns: Columns | None = None,
+        pool_bytes: int = 0,
+    ) -> None:
         self.limit = limit
+        self._pool_bytes = pool_bytes
         self.largest_slot_bytes = largest_slot_bytes
         self._columns = columns or PlainColumns()
         self._records = LayoutRecords(self._columns)
@@ -182,7 +192,7 @@ class Layouts:
         # Of a layout whose record was damaged the checksums may be left: they are nobody's, and
         # rows begin with zeros.
         self._columns.drop(f"checks-{self._next}")
-        layout = Layout(self._next, fingerprint, shard_bytes, self._columns)
+        layout = Layout(self._next, fingerprint, shard_bytes, self._columns, self._pool_bytes)
         self._records.put(layout.number, fingerprint, shard_bytes)
         self._next += 1
         layout.sessions.add(session)
@@ -202,7 +212,9 @@ class Layouts:
             if smallest > self.largest_slot_bytes or found.fingerprint in self._by_fingerprint:
                 self._records.remove(found.number)
                 continue
-            layout = Layout(found.number, found.fingerprint, found.shard_bytes, self._columns)
+            layout = Layout(
+                found.number, found.fingerprint, found.shard_bytes, self._columns, self._pool_bytes
+            )
             layout.physical = found.physical
             self._add(layout)
             self._next = max(self._next, found.number + 1)

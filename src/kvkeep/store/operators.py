@@ -21,7 +21,7 @@ def drop_blocks(store: Store, tenant: str, keys: Iterable[bytes]) -> int:
     """Takes blocks out of use, with everything that hangs on them. Returns how many left; unknown
     keys are no error."""
     owner = store.tenants.get(tenant)
-    rows = [owner.index.get(key, NO_ROW) for key in keys] if owner else []
+    rows = [owner.index.get(key) for key in keys] if owner else []
     return store.blocks.drop([row for row in rows if row != NO_ROW])
 
 

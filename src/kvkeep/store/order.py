@@ -14,19 +14,24 @@ others for ever.
 Queues are binary heaps of `rank << 32 | row`, one for each owner and slot size. Entries are
 corrected lazily: a block used again stays where it is and is moved only when it comes to the top.
 `queued` in the table is the rank of a block's one live entry; any other entry for that row is stale
-and dropped when met."""
+and dropped when met. One turn of the loop corrects or drops _LOOKS_A_TURN entries. If that does not
+bring the next block to go to the front, the queue is `behind`: `catch_up` goes on in the next
+turns, and nothing is evicted from it until then."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush, heapreplace
+from functools import partial
+from heapq import heapify, heappop, heapreplace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.store.layouts import Layouts
 from kvkeep.store.plans import NORMAL_PRIORITY
+from kvkeep.store.queue import Queue
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
 
@@ -38,6 +43,8 @@ _STALE_SLACK = 1024
 _LOOK_AHEAD = 255
 _EXPIRED_A_CALL = 256
 _MOVED_A_LOOK = 64  # entries of tenants that got other queues
+_LOOKS_A_TURN = 1024  # at entries that are out of date: a millisecond or two
+_DISCARDED_A_TURN = 16384
 _ROWS_A_SCAN = 1 << 15
 _AWAITED_PART, _AWAITED_AT_LEAST = 8, 8
 
@@ -49,8 +56,15 @@ class EvictionOrder:
         self._table = table
         self._tenants = tenants
         self._layouts = layouts
-        self._queues: dict[int, dict[int, list[int]]] = {}  # owner -> slot size -> heap
-        self._expiring: list[int] = []  # heap of `expires_ms << 32 | row`
+        self._queues: dict[int, dict[int, Queue]] = {}  # owner -> slot size -> queue
+        self._expiring = Queue()  # of `expires_ms << 32 | row`
+        self.behind: tuple[int, int] | None = (
+            None  # owner and slot size of a queue whose front is out of date
+        )
+        self._looks = self.looks_a_turn = _LOOKS_A_TURN
+        self.discarded: list[
+            list[int]
+        ] = []  # lists that nobody needs: a million numbers take 30 ms to free
         self._awaited: OrderedDict[int, None] = OrderedDict()  # half written, oldest first
         self.noted_ms = 0  # blocks that expire up to here have been noted
         self.to_scan = (
@@ -125,31 +139,43 @@ class EvictionOrder:
             first = int(rows[here[0]])
             owner, slot_bytes = self._current_owner(first), self._slot_bytes(first)
             many.queued[rows[here]], many.queue_owner[rows[here]] = ranks[here], owner
-            heap = self._queues.setdefault(owner, {}).setdefault(slot_bytes, [])
+            heap = self._queue(owner, slot_bytes).heap
             entries = zip(ranks[here].tolist(), rows[here].tolist(), strict=True)
             heap.extend(rank << _ROW_BITS | row for rank, row in entries)
         for queues in self._queues.values():
-            for heap in queues.values():
-                heapify(heap)
+            for queue in queues.values():
+                heapify(queue.heap)
 
     def forget_owner(self, owner: int) -> None:
         """Drops the queues of a tenant that has no blocks left."""
-        self._queues.pop(owner, None)
+        for queue in self._queues.pop(owner, {}).values():
+            self.discard_later(queue.heap)
+            self.discard_later(queue.former or [])
+
+    def discard_later(self, numbers: list[int]) -> None:
+        """Frees a list in pieces, if it is long."""
+        if len(numbers) > _DISCARDED_A_TURN:
+            self.discarded.append(numbers)
+
+    def discard(self) -> None:
+        """Frees a piece of what was discarded."""
+        del self.discarded[-1][-_DISCARDED_A_TURN:]
+        if not self.discarded[-1]:
+            self.discarded.pop()
 
     def expire_later(self, row: int) -> None:
-        heappush(self._expiring, self._table.expires_ms[row] << _ROW_BITS | row)
-        if len(self._expiring) > 2 * len(self._table) + _STALE_SLACK:
-            self._expiring = [entry for entry in self._expiring if self._expires(entry)]
-            heapify(self._expiring)
+        self._expiring.push(
+            self._table.expires_ms[row] << _ROW_BITS | row, self._most_entries, self._expires
+        )
 
     def peek(self, owner: int, slot_bytes: int, now_ms: int) -> int:
-        """The next block to go of this owner and size, or NO_ROW. It stays in line until it is
-        evicted."""
-        heap = self._queues.get(owner, {}).get(slot_bytes)
-        if not heap:
+        """The next block to go of this owner and size, or NO_ROW: also if the queue is `behind`. It
+        stays in line until it is evicted."""
+        queue = self._queues.get(owner, {}).get(slot_bytes)
+        if not queue:
             return NO_ROW
         table, moved = self._table, 0
-        while heap:
+        while heap := queue.front():
             rank, row = heap[0] >> _ROW_BITS, heap[0] & _ROW_MASK
             if table.queued[row] != rank or table.queue_owner[row] != owner:
                 heappop(heap)
@@ -168,7 +194,22 @@ class EvictionOrder:
                     return row
                 table.queued[row] = current
                 heapreplace(heap, current << _ROW_BITS | row)
+            self._looks -= 1
+            if self._looks <= 0:
+                self.behind = owner, slot_bytes
+                break
         return NO_ROW
+
+    def catch_up(self, now_ms: int) -> None:
+        """Goes on to correct the queue that is behind."""
+        if self.behind is not None:
+            behind = self.behind
+            self.begin_turn()
+            self.peek(*behind, now_ms)
+
+    def begin_turn(self) -> None:
+        """From now on `peek` may take as many looks again."""
+        self._looks, self.behind = self.looks_a_turn, None
 
     def peek_any(self, owner: int, now_ms: int) -> int:
         """The next block to go of this owner, whatever its size, or NO_ROW."""
@@ -183,7 +224,7 @@ class EvictionOrder:
         exactly the next: the beginning of a heap is only nearly sorted, but costs nothing."""
         table = self._table
         owner = table.queue_owner[first]
-        heap = self._queues[owner][self._slot_bytes(first)][:_LOOK_AHEAD]
+        heap = self._queues[owner][self._slot_bytes(first)].front()[:_LOOK_AHEAD]
         rows = [
             entry & _ROW_MASK
             for entry in sorted(heap)
@@ -227,15 +268,17 @@ class EvictionOrder:
 
     def note_expired(self, now_ms: int) -> None:
         """Moves blocks whose time to live has run out to the front. Call before looking for
-        victims.
+        victims: it begins a turn.
 
         Some thousand at most: if a million expire at once, the rest waits for the next call.
         """
         self.noted_ms = now_ms
+        self.begin_turn()
         for _ in range(_EXPIRED_A_CALL):
-            if not self._expiring or self._expiring[0] >> _ROW_BITS > now_ms:
+            heap = self._expiring.front()
+            if not heap or heap[0] >> _ROW_BITS > now_ms:
                 return
-            entry = heappop(self._expiring)
+            entry = heappop(heap)
             if self._expires(entry):
                 self.enqueue(entry & _ROW_MASK, now_ms)
 
@@ -243,8 +286,8 @@ class EvictionOrder:
         table = self._table
         entries: dict[int, list[tuple[int, int, int]]] = {}
         for owner, sizes in self._queues.items():
-            for slot_bytes, heap in sizes.items():
-                for entry in heap:
+            for slot_bytes, queue in sizes.items():
+                for entry in chain(queue.heap, queue.former or ()):
                     entries.setdefault(entry & _ROW_MASK, []).append(
                         (owner, slot_bytes, entry >> _ROW_BITS)
                     )
@@ -271,20 +314,22 @@ class EvictionOrder:
 
     def _push(self, row: int, rank: int) -> None:
         owner = self._current_owner(row)
-        heap = self._queues.setdefault(owner, {}).setdefault(self._slot_bytes(row), [])
         self._table.queued[row] = rank
         self._table.queue_owner[row] = owner
-        heappush(heap, rank << _ROW_BITS | row)
-        if len(heap) > 2 * len(self._table) + _STALE_SLACK:
-            self._sweep(owner, heap)
+        queue = self._queue(owner, self._slot_bytes(row))
+        queue.push(rank << _ROW_BITS | row, self._most_entries, partial(self._is_live, owner))
 
-    def _sweep(self, owner: int, heap: list[int]) -> None:
-        """Drops stale entries, so that a queue is never longer than twice the blocks there are."""
-        table = self._table
-        heap[:] = {
-            entry
-            for entry in heap
-            if table.queued[entry & _ROW_MASK] == entry >> _ROW_BITS
-            and table.queue_owner[entry & _ROW_MASK] == owner
-        }
-        heapify(heap)
+    def _queue(self, owner: int, slot_bytes: int) -> Queue:
+        queues = self._queues.setdefault(owner, {})
+        if slot_bytes not in queues:
+            queues[slot_bytes] = Queue()
+        return queues[slot_bytes]
+
+    @property
+    def _most_entries(self) -> int:
+        """A queue that is longer has many stale entries: there are fewer blocks."""
+        return 2 * len(self._table) + _STALE_SLACK
+
+    def _is_live(self, owner: int, entry: int) -> bool:
+        row, table = entry & _ROW_MASK, self._table
+        return bool(table.queued[row] == entry >> _ROW_BITS and table.queue_owner[row] == owner)

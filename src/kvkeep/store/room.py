@@ -32,7 +32,7 @@ from kvkeep.store.tree import latest_below, subtree
 
 # With more borrowers than this, the oldest is looked for among so many at a time, in turn: a bound
 # on the work for one block, and with that many tenants the oldest of a sample is old enough.
-_BORROWERS_LOOKED_AT = 64
+_BORROWERS_LOOKED_AT = 16
 _LOOKS_A_SEARCH = 16  # looking at so many tenants counts as one more search
 _OLD_SLABS_LOOKED_AT = 8
 _SLABS_LOOKED_AT = 16
@@ -40,7 +40,7 @@ _ROWS_PER_EVICTION = (
     64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
 )
 _NEARLY_EMPTY = 8  # a slab of which less than one part in so many is used
-_SEARCHES_A_MOVE = 256
+_SEARCHES_A_MOVE = 64
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -48,8 +48,8 @@ _NEVER = np.iinfo(np.int64).max
 class _Budget:
     """What one request may cost, so that it never holds up all others for long."""
 
-    searches: int = 512  # for a victim, which goes alone or with much of its chain
-    blocks: int = 2048  # evicted, alone or with their chain
+    searches: int = 96  # for a victim, which goes alone or with much of its chain: two milliseconds
+    blocks: int = 512  # evicted, alone or with their chain
     slab_moves: int = 8
     moved_blocks: int = 2048  # evicted to empty slabs; the last slab may exceed it
     scans: int = 2  # of every block there is
@@ -87,6 +87,8 @@ class Room:
             self._budget.searches -= 1
             more = (available + 1) * slot_bytes
             row = self._victim(tenant, slot_bytes, more, now_ms)
+            if self._blocks.order.behind:
+                break
             if row == NO_ROW and self._blocks.order.to_scan:
                 self._blocks.order.move(now_ms, self._blocks.a_turn)
                 self._budget.searches -= _SEARCHES_A_MOVE
@@ -121,6 +123,8 @@ class Room:
             row = order.peek_any(tenant.owner, now_ms)
             assert tenant.limit_bytes is not None
             if row == NO_ROW:
+                if order.behind:
+                    return False
                 if order.is_moving(tenant):
                     order.move(now_ms, most)
                     return False

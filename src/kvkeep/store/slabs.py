@@ -137,7 +137,7 @@ class Slabs:
         per_slab = self.per_slab(slot_bytes)
         base = slab * self.slab_bytes
         self._slot_bytes[slab] = slot_bytes
-        self._partial[slot_bytes][slab] = [
-            base + i * slot_bytes for i in range(per_slab - 1, -1, -1)
-        ]
+        self._partial[slot_bytes][slab] = list(
+            range(base + (per_slab - 1) * slot_bytes, base - 1, -slot_bytes)
+        )
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) + per_slab

@@ -10,6 +10,7 @@ blocks, is begun by the request, which takes effect at once, and is carried on b
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.presence import Presence
 from kvkeep.store.blocks import Blocks
 from kvkeep.store.columns import Columns, PlainColumns
-from kvkeep.store.layouts import Layout, Layouts
+from kvkeep.store.key_index import KeyIndex
+from kvkeep.store.layouts import SLOT_ALIGN, Layout, Layouts
 from kvkeep.store.plans import (
     HIGHEST_PRIORITY,
     LONGEST_TTL_MS,
@@ -38,10 +40,11 @@ from kvkeep.store.room import Room
 from kvkeep.store.slabs import Slabs
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WRITING
 from kvkeep.store.tenants import Tenant, Tenants
-from kvkeep.store.tree import longest_hit, not_held, rows_of_chain, split_keys, way_up
+from kvkeep.store.tree import key_at, longest_hit, not_held, rows_of_chain, split_keys, way_up
 
-BLOCKS_PER_STORE = 2048  # that one prepare_store may name: a few milliseconds
+BLOCKS_PER_STORE = 512  # that one prepare_store may name: three milliseconds in a full pool
 _ROWS_A_SCAN = 1 << 15
+_CHAINS_LOOKED_AT = 4  # by a lookup that finds a dropped one: others wait
 # stands for all sessions of the server before this one, as long as any of their processes lives
 OLD_SESSIONS = 0
 
@@ -83,9 +86,16 @@ class Store:
         self.pool_bytes = pool_bytes
         columns = columns or PlainColumns()
         self.slabs = Slabs(slab_bytes)
-        self.layouts = Layouts(self.limits.layouts, slab_bytes, columns)
+        self.layouts = Layouts(self.limits.layouts, slab_bytes, columns, pool_bytes)
         self.tenants = Tenants(self.limits.tenants, default_quota_bytes, columns, pool_bytes)
-        self.blocks = Blocks(self.tenants, self.layouts, self.slabs, columns, presence)
+        self.blocks = Blocks(
+            self.tenants,
+            self.layouts,
+            self.slabs,
+            columns,
+            presence,
+            most_blocks=pool_bytes // SLOT_ALIGN,
+        )
         self.room = Room(self.blocks)
         self.tenants.on_moved = self.blocks.order.move_later
         self.withheld_blocks = (
@@ -161,6 +171,10 @@ class Store:
             self.tenants.update(self.blocks.a_turn)
         elif self.blocks.order.to_scan:
             self.blocks.order.move(now_ms, self.blocks.a_turn)
+        elif self.blocks.order.behind:
+            self.blocks.order.catch_up(now_ms)
+        elif self.blocks.order.discarded:
+            self.blocks.order.discard()
         elif self.tenants.to_shrink:
             tenant = next(iter(self.tenants.to_shrink))
             if self.room.shrink_to_limit(tenant, now_ms, self.blocks.a_turn):
@@ -172,14 +186,17 @@ class Store:
     @property
     def has_to_tidy(self) -> bool:
         blocks, tenants = self.blocks, self.tenants
+        order = blocks.order
         begun = (
             self.closing
             or blocks.has_to_sweep
             or tenants.to_update
-            or blocks.order.to_scan
+            or order.to_scan
             or tenants.to_shrink
         )
-        return bool(begun) or any(at >= 0 for at in self.layouts.leaving.values())
+        return bool(begun or order.behind or order.discarded) or any(
+            at >= 0 for at in self.layouts.leaving.values()
+        )
 
     # -- lookup and release ------------------------------------------------------------------------
 
@@ -229,9 +246,9 @@ class Store:
         shape.used = self.blocks.next_use()
         self.blocks.touch(deepest, shape.used)
         self.blocks.pin(deepest)
-        self.blocks.hold(rows[-1:])
+        self.blocks.hold([deepest])
         state.leases[lease] = deepest
-        return Hit(skip + len(rows), many.slot[rows], shape.checks[many.check[rows]])
+        return Hit(skip + len(rows), many.slot[rows], shape.checks.take(many.check[rows], axis=0))
 
     def release(self, session: int, lease: int, now_ms: int) -> bool:
         """Ends a lease. False if there is none of that number: releasing twice is no error."""
@@ -251,7 +268,7 @@ class Store:
         goes early."""
         self._session(session)
         owner = self.tenants.get(tenant)
-        row = owner.index.get(key, NO_ROW) if owner else NO_ROW
+        row = owner.index.get(key) if owner else NO_ROW
         if row == NO_ROW:
             return False
         table = self.blocks.table
@@ -283,7 +300,7 @@ class Store:
         shape = self.layouts.get(layout)
         self._check_store(state, write, shape, shard, parent, keys, priority, ttl_ms)
         known = self.tenants.get(tenant)
-        above = known.index.get(parent, NO_ROW) if known and parent else NO_ROW
+        above = known.index.get(parent) if known and parent else NO_ROW
         wanted = split_keys(keys)
         if parent and (above == NO_ROW or self.blocks.is_unswept(above)):
             return StorePlan(np.empty(0, np.int32), np.empty(0, np.int64), len(wanted), orphan=True)
@@ -396,16 +413,30 @@ class Store:
                 self.closing.popleft()
 
     def _release(self, row: int, now_ms: int) -> None:
-        self.blocks.let_go(np.array([row]))
+        self.blocks.let_go([row])
         self.blocks.unpin(row, now_ms)
 
     def _without_unswept(self, owner: Tenant, keys: bytes, blocks: int) -> int:
-        """How many of the leading blocks are READY, where some that hang on what was dropped are
-        still in the index."""
-        row = owner.index[keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]]
-        rows = way_up(self.blocks.table, row, blocks)
-        gone = np.flatnonzero(self.blocks.table.many.state[rows] != READY)
-        return blocks - len(rows) + int(gone[0]) if len(gone) else blocks
+        """How many of the leading blocks are READY, where some that hang on dropped blocks are
+        still in the index, perhaps below a prefix that was stored again."""
+        table, dropped = self.blocks.table, dict[int, int]()
+
+        def is_missing(position: int) -> bool:
+            row = owner.index.get(key_at(keys, position))
+            is_ready = row != NO_ROW and table.state[row] == READY
+            return not is_ready or row == dropped.get(position)
+
+        for _ in range(_CHAINS_LOOKED_AT):
+            if not blocks:
+                break
+            rows = way_up(table, owner.index.get(key_at(keys, blocks - 1)), blocks)
+            gone = np.flatnonzero(table.many.state[rows] != READY)
+            if not len(gone):
+                return blocks
+            below = rows[gone[0] :].tolist()
+            dropped.update(enumerate(below, start=blocks - len(below)))
+            blocks = bisect_left(range(blocks), True, key=is_missing)
+        return 0
 
     def _that_may_be_held(
         self, owner: Tenant, shape: Layout, rows: NDArray[np.int64]
@@ -506,10 +537,10 @@ class Store:
             raise RequestError(
                 "broken_chain", "the parent is a block of another layout", field="parent"
             )
-        index: dict[bytes, int] = owner.index if owner else {}
+        index = owner.index if owner else KeyIndex()
         new_from = len(wanted)
         for position, key in enumerate(wanted):
-            row = index.get(key, NO_ROW)
+            row = index.get(key)
             if row == NO_ROW:
                 new_from = position
                 break
@@ -531,7 +562,7 @@ class Store:
         rest = wanted[new_from:]
         unswept = self._unswept_among(index, rest) if self.blocks.unswept else {}
         known = rest if not unswept else [key for key in rest if key not in unswept]
-        if len(set(rest)) != len(rest) or not index.keys().isdisjoint(known):
+        if len(set(rest)) != len(rest) or index.has_any(known):
             raise RequestError(
                 "broken_chain", "a key appears twice, or before its parent", field="keys"
             )
@@ -539,12 +570,12 @@ class Store:
             self.blocks.take_out(row)
         return joined, new_from, above
 
-    def _unswept_among(self, index: dict[bytes, int], keys: list[bytes]) -> dict[bytes, int]:
+    def _unswept_among(self, index: KeyIndex, keys: list[bytes]) -> dict[bytes, int]:
         """Those of the keys whose blocks hang on what was dropped, or on each other so, with their
         rows."""
         table, unswept, gone = self.blocks.table, dict[bytes, int](), set[int]()
         for key in keys:
-            row = index.get(key, NO_ROW)
+            row = index.get(key)
             above = table.parent[row] if row != NO_ROW else NO_ROW
             if above != NO_ROW and (table.state[above] == EVICTING or above in gone):
                 unswept[key] = row
@@ -592,7 +623,7 @@ class Store:
         bit, writers = 1 << work.shard, self.writers
         self.blocks.pin_many(rows)
         if rows:
-            self.blocks.hold(np.array(rows))
+            self.blocks.hold(rows)
         are_new = writers.keys().isdisjoint(rows)
         writers.update(
             dict.fromkeys(rows, bit)
@@ -609,5 +640,5 @@ class Store:
             if left := writers.pop(row) & others:
                 writers[row] = left
         if rows:
-            self.blocks.let_go(np.array(rows))
+            self.blocks.let_go(rows)
         self.blocks.unpin_many(rows, now_ms)

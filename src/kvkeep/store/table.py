@@ -10,11 +10,10 @@ says so, and on the way out the state goes first. The others can be made anew fr
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.kv import native
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.store.columns import Columns, PlainColumns
 
@@ -28,7 +27,8 @@ FREE, WRITING, WAITING, READY, EVICTING = 0, 1, 2, 3, 4
 STATE_NAMES = ("free", "writing", "waiting", "ready", "evicting")
 
 _FIRST_CAPACITY = 4096
-_LARGEST_STEP = 1 << 17  # rows that the table grows by at a time: some ten milliseconds
+_LARGEST_STEP = 1 << 14  # rows that the table grows by at a time: less than a millisecond
+_MOST_ROWS = 1 << 28  # that address space is reserved for
 WORDS_A_KEY = KEY_BYTES // 8
 
 # `state` comes last: whatever has a state has all other columns.
@@ -101,7 +101,7 @@ class KeyColumn:
 
     def hold(self, rows: NDArray[np.int64], keys: bytes) -> bool:
         """Whether these rows have exactly these keys, in order."""
-        return self.words[rows].tobytes() == keys
+        return self.words.take(rows, axis=0).tobytes() == keys
 
     def lie_in(self, words: NDArray[np.uint64]) -> None:
         self.words, self._bytes = words, words.view(np.uint8).reshape(-1).data
@@ -110,10 +110,22 @@ class KeyColumn:
 class BlockTable:
     """Rows are handed out by `take` and come back by `give`; a free row has state FREE and no key.
 
-    Over columns that are not new, the table is of no use before it was adopted.
-    """
+    Over columns that are not new, the table is of no use before it was adopted. Address space for
+    `most_rows` is reserved at once, so that the table grows without copying."""
 
-    __slots__ = ("_columns", "_free", "_next", "keys", "many", *KEPT, *_DERIVED)
+    __slots__ = (
+        "_columns",
+        "_derived",
+        "_free",
+        "_most_rows",
+        "_next",
+        "keys",
+        "many",
+        "walker",
+        *KEPT,
+        *_DERIVED,
+    )
+    walker: native.ChainWalker | None  # None where the C kernel was not built
     state: memoryview
     priority: memoryview
     parent: memoryview
@@ -136,10 +148,13 @@ class BlockTable:
     # leases and writes that end here, plus children that are held: nothing held can be evicted
     held: memoryview
 
-    def __init__(self, columns: Columns | None = None) -> None:
+    def __init__(self, columns: Columns | None = None, most_rows: int = 0) -> None:
         self._columns = columns or PlainColumns()
+        self._derived = PlainColumns()
+        self._most_rows = min(most_rows, _MOST_ROWS)
         self.keys = KeyColumn()
         self.many = Views()
+        self.walker = None
         self._free: list[int] = []
         self._next = 0
         self._grow(_FIRST_CAPACITY)
@@ -190,22 +205,22 @@ class BlockTable:
         return np.flatnonzero(self.many.state[: self._next] != FREE)
 
     def _grow(self, capacity: int) -> None:
+        sizes = (capacity, self._most_rows)
         kept = {
-            name: self._columns.grow(name, dtype, 0, capacity)
+            name: self._columns.grow(name, dtype, 0, *sizes)
             for name, dtype in KEPT.items()
             if name != "state"
         }
-        keys = self._columns.grow("keys", np.uint64, WORDS_A_KEY, capacity)
-        kept["state"] = self._columns.grow("state", np.int8, 0, capacity)
+        keys = self._columns.grow("keys", np.uint64, WORDS_A_KEY, *sizes)
+        kept["state"] = self._columns.grow("state", np.int8, 0, *sizes)
         capacity = min(len(keys), *map(len, kept.values()))
-        derived = {name: self._longer(name, dtype, capacity) for name, dtype in _DERIVED.items()}
+        sizes = (capacity, self._most_rows)
+        derived = {
+            name: self._derived.grow(name, dtype, 0, *sizes) for name, dtype in _DERIVED.items()
+        }
         for name, column in (kept | derived).items():
             setattr(self.many, name, column[:capacity])
             setattr(self, name, column[:capacity].data)
         self.keys.lie_in(keys[:capacity])
-
-    def _longer(self, name: str, dtype: type[np.generic], capacity: int) -> NDArray[Any]:
-        column = np.zeros(capacity, dtype=dtype)
-        before = getattr(self.many, name, column[:0])
-        column[: len(before)] = before
-        return column
+        if native.available:
+            self.walker = native.ChainWalker(self.many.parent, self.many.held)

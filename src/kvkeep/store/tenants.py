@@ -17,11 +17,15 @@ right. What all tenants hold beyond theirs fits into the memory that no own quot
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec import Struct, field
 
 from kvkeep.errors import RequestError
 from kvkeep.store.columns import Columns, PlainColumns
+from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.records import TenantRecords, word_of
 
 COMMONS = -1  # owner of the eviction queues that tenants without quota and limit share
@@ -33,10 +37,12 @@ def tenant_word(name: str) -> int:
     return word_of(name.encode(errors="surrogatepass"))
 
 
-@dataclass(eq=False)
-class Tenant:
+class Tenant(Struct, eq=False, gc=False):
     """One tenant. `usage_bytes` is at all times the sum of the slots of its blocks, evicting ones
-    included."""
+    included.
+
+    Not tracked by the garbage collector: to look at 100,000 tenants in one go took it 130 ms.
+    """
 
     name: str
     number: int
@@ -53,8 +59,8 @@ class Tenant:
     defaults: int = 0  # which defaults its quota and limit were computed with
     # at work for it right now: not forgotten even if its last block makes way for its next
     storing: bool = False
-    index: dict[bytes, int] = field(default_factory=dict)
-    word: int = field(init=False)
+    index: KeyIndex = field(default_factory=KeyIndex)
+    word: int = 0
 
     def __post_init__(self) -> None:
         self.word = tenant_word(self.name)
@@ -146,12 +152,23 @@ class Tenants:
         self._next = 0
         self._free_numbers: list[int] = []  # of tenants that were forgotten
         self._promised_bytes = 0
+        self.in_force_bytes = 0  # the sum of all quotas in force
+        self._usage = array("q")  # in bytes, by number; -1 where no tenant has the number
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_name.values())
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    def largest(self, most: int) -> list[Tenant]:
+        """Up to `most` tenants that use the most memory, the largest first."""
+        usage = np.array(self._usage)
+        numbers = np.flatnonzero(usage >= 0)
+        if most < len(numbers):
+            numbers = numbers[np.argpartition(usage[numbers], -most)[-most:]]
+        numbers = numbers[np.argsort(-usage[numbers], kind="stable")]
+        return [self.by_number[number] for number in numbers.tolist()]
 
     def get(self, name: str) -> Tenant | None:
         tenant = self._by_name.get(name)
@@ -206,6 +223,9 @@ class Tenants:
 
     def _add(self, name: str, number: int) -> Tenant:
         tenant = Tenant(name, number)
+        while number >= len(self._usage):
+            self._usage.append(-1)
+        self._usage[number] = 0
         self._by_name[name] = self.by_number[number] = tenant
         self._put_in_force(tenant)
         return tenant
@@ -241,6 +261,7 @@ class Tenants:
         """Adds (or, negative, takes away) blocks and their bytes."""
         tenant.blocks += blocks
         tenant.usage_bytes += nbytes
+        self._usage[tenant.number] = tenant.usage_bytes
         self._note_borrowing(tenant)
         self._note_idle(tenant)
 
@@ -251,6 +272,8 @@ class Tenants:
             for noted in (self.borrowers, self.idle, self.leaving, self.to_shrink):
                 noted.pop(tenant, None)
             self._free_numbers.append(tenant.number)
+            self._usage[tenant.number] = -1
+            self.in_force_bytes -= tenant.quota_bytes or 0
 
     def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
         """Gives the tenant a quota of its own, or with None the default again. While own quotas
@@ -333,6 +356,9 @@ class Tenants:
         )
         assert in_force <= self.pool_bytes, "own quotas in force exceed the pool"
         assert self.reserved_bytes == sum(tenant.share_bytes for tenant in self)
+        assert self.in_force_bytes == sum(tenant.quota_bytes or 0 for tenant in self)
+        usage = {number: nbytes for number, nbytes in enumerate(self._usage) if nbytes >= 0}
+        assert usage == {tenant.number: tenant.usage_bytes for tenant in self}, "usage by number"
         assert self._excess_bytes == sum(tenant.excess_bytes for tenant in self)
         noted = (
             *self.named,
@@ -366,7 +392,9 @@ class Tenants:
         elif quota is not None and self.is_scaled:
             quota = quota * self.pool_bytes // self._promised_bytes
         tenant.limit_bytes = limit
+        self.in_force_bytes -= tenant.quota_bytes or 0
         tenant.quota_bytes = quota if quota is None or limit is None else min(quota, limit)
+        self.in_force_bytes += tenant.quota_bytes or 0
         share = (
             0
             if tenant.own_quota_bytes is None or tenant.quota_bytes is None

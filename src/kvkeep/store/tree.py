@@ -12,8 +12,8 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.kv import native
 from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.table import NO_ROW, READY, BlockTable
 
 _KEY_DTYPE = f"V{KEY_BYTES}"
@@ -26,7 +26,12 @@ def split_keys(keys: bytes) -> list[bytes]:
     return parts
 
 
-def longest_hit(table: BlockTable, index: dict[bytes, int], keys: bytes) -> int:
+def key_at(keys: bytes, position: int) -> bytes:
+    """One of concatenated keys."""
+    return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+
+def longest_hit(table: BlockTable, index: KeyIndex, keys: bytes) -> int:
     """How many leading keys are READY, by bisection: eleven probes for 2,000 keys, one when nothing
     is there.
 
@@ -35,7 +40,7 @@ def longest_hit(table: BlockTable, index: dict[bytes, int], keys: bytes) -> int:
     state = table.state
 
     def ready(position: int) -> bool:
-        row = index.get(keys[position * KEY_BYTES : (position + 1) * KEY_BYTES], NO_ROW)
+        row = index.get(key_at(keys, position))
         return row != NO_ROW and state[row] == READY
 
     count = len(keys) // KEY_BYTES
@@ -54,14 +59,14 @@ def longest_hit(table: BlockTable, index: dict[bytes, int], keys: bytes) -> int:
 
 
 def rows_of_chain(
-    table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int
+    table: BlockTable, index: KeyIndex, keys: bytes, skip: int, hit: int
 ) -> NDArray[np.int64]:
     """The rows of keys[skip:hit], as far as they really are one READY chain hanging on key skip-1.
 
     Whatever a client sends, no row comes back that is not the child of the one before it. For a
     chain the way leads from its last row to its first: parents are one small column, the index of
     keys a large one, full of cache misses."""
-    rows = way_up(table, index[keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES]], hit - skip)
+    rows = way_up(table, index.get(key_at(keys, hit - 1)), hit - skip)
     parent = table.parent[rows[0]]
     above = keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES] if skip else b""
     if (table.keys[parent] if parent != NO_ROW else b"") == above and table.keys.hold(
@@ -73,8 +78,8 @@ def rows_of_chain(
 
 def way_up(table: BlockTable, row: int, count: int) -> NDArray[np.int64]:
     """At most `count` rows, of which each is the parent of the next and the last is `row`."""
-    if native.available:
-        return native.climb(table.many.parent, row, count)
+    if table.walker:
+        return table.walker.climb(row, count)
     parent, upwards = table.parent, [row]
     while len(upwards) < count and (row := parent[row]) != NO_ROW:
         upwards.append(row)
@@ -82,14 +87,14 @@ def way_up(table: BlockTable, row: int, count: int) -> NDArray[np.int64]:
 
 
 def _walk_down(
-    table: BlockTable, index: dict[bytes, int], keys: bytes, skip: int, hit: int
+    table: BlockTable, index: KeyIndex, keys: bytes, skip: int, hit: int
 ) -> NDArray[np.int64]:
     """The same for keys that form no chain, one by one: only a client that is broken or hostile
     sends such."""
-    above = index.get(keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES], NO_ROW) if skip else NO_ROW
+    above = index.get(keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES]) if skip else NO_ROW
     rows: list[int] = []
     for key in split_keys(keys[skip * KEY_BYTES : hit * KEY_BYTES]):
-        row = index.get(key, NO_ROW)
+        row = index.get(key)
         if (
             row == NO_ROW
             or table.parent[row] != above
@@ -104,13 +109,13 @@ def _walk_down(
     return np.array(rows, dtype=np.int64)
 
 
-def hold(table: BlockTable, rows: NDArray[np.int64]) -> int:
+def hold(table: BlockTable, rows: list[int]) -> int:
     """Notes one more lease or write on each of some rows. Returns how many rows are held now that
     were not: a held row holds all that it hangs on."""
-    if native.available:
-        return native.hold(table.many.parent, table.many.held, rows)
+    if table.walker:
+        return table.walker.hold(rows)
     newly = 0
-    for row in rows.tolist():
+    for row in rows:
         while row != NO_ROW:
             table.held[row] += 1
             if table.held[row] > 1:
@@ -120,13 +125,13 @@ def hold(table: BlockTable, rows: NDArray[np.int64]) -> int:
     return newly
 
 
-def let_go(table: BlockTable, rows: NDArray[np.int64]) -> int:
+def let_go(table: BlockTable, rows: list[int]) -> int:
     """Notes one lease or write less on each of some rows. Returns how many rows were held and are
     not now."""
-    if native.available:
-        return native.let_go(table.many.parent, table.many.held, rows)
+    if table.walker:
+        return table.walker.let_go(rows)
     gone = 0
-    for row in rows.tolist():
+    for row in rows:
         while row != NO_ROW:
             table.held[row] -= 1
             if table.held[row]:
@@ -138,8 +143,8 @@ def let_go(table: BlockTable, rows: NDArray[np.int64]) -> int:
 
 def not_held(table: BlockTable, row: int) -> int:
     """How many rows would be held, and are not, if a lease ended in this row. NO_ROW: none."""
-    if native.available:
-        return native.not_held(table.many.parent, table.many.held, row)
+    if table.walker:
+        return table.walker.not_held(row)
     found = 0
     while row != NO_ROW and not table.held[row]:
         found += 1

@@ -12,12 +12,14 @@ index goes on in plain memory: the server serves, and leaves nothing."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import mmap
 import os
 import stat
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,12 @@ _FORM = word_of(
     repr((TENANT, LAYOUT)).encode(),
 )
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
 _ROWS_TO_SPARE = 1 << 20  # a table grows by large steps
 
 log = logging.getLogger(__name__)
@@ -56,13 +64,17 @@ class FileColumns:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._columns: dict[str, NDArray[Any]] = {}
+        self._mapped: dict[str, NDArray[Any]] = {}  # the columns with room to grow
         self._plain = PlainColumns()
         self.kept = True  # whether the next server will find them
 
-    def grow(self, name: str, dtype: DTypeLike, width: int, rows: int) -> NDArray[Any]:
+    def grow(
+        self, name: str, dtype: DTypeLike, width: int, rows: int, most_rows: int = 0
+    ) -> NDArray[Any]:
         column = self._columns.get(name)
         if column is None or len(column) < rows:
-            column = self._columns[name] = self._longer(name, np.dtype(dtype), width, rows)
+            column = self._longer(name, np.dtype(dtype), width, rows, most_rows)
+            self._columns[name] = column
         return column
 
     def has(self, name: str, nbytes: int) -> bool:
@@ -71,13 +83,16 @@ class FileColumns:
 
     def drop(self, name: str) -> None:
         self._columns.pop(name, None)
+        self._mapped.pop(name, None)
         self._plain.drop(name)
         (self._directory / (PREFIX + name)).unlink(missing_ok=True)
 
-    def _longer(self, name: str, dtype: np.dtype[Any], width: int, rows: int) -> NDArray[Any]:
+    def _longer(
+        self, name: str, dtype: np.dtype[Any], width: int, rows: int, most_rows: int
+    ) -> NDArray[Any]:
         if self.kept:
             try:
-                return self._map(name, dtype, width, rows)
+                return self._map(name, dtype, width, rows, most_rows)
             except OSError as error:
                 self.kept = False
                 remove_header(self._directory)
@@ -85,24 +100,45 @@ class FileColumns:
                     "no shared memory for the index (%s): the next server will start empty",
                     error.strerror,
                 )
-        longer, before = self._plain.grow(name, dtype, width, rows), self._columns.get(name)
+        longer, before = (
+            self._plain.grow(name, dtype, width, rows, most_rows),
+            self._columns.get(name),
+        )
         if before is not None:
             longer[: len(before)] = before
         return longer
 
-    def _map(self, name: str, dtype: np.dtype[Any], width: int, rows: int) -> NDArray[Any]:
+    def _map(
+        self, name: str, dtype: np.dtype[Any], width: int, rows: int, most_rows: int
+    ) -> NDArray[Any]:
         row_bytes = dtype.itemsize * (width or 1)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self._directory / (PREFIX + name), flags, 0o600)
         try:
             found = os.fstat(descriptor).st_size // row_bytes
             if found < rows:
-                os.posix_fallocate(descriptor, 0, rows * row_bytes)
-            mapped = mmap.mmap(descriptor, max(found, rows) * row_bytes)
+                os.posix_fallocate(descriptor, found * row_bytes, (rows - found) * row_bytes)
+            rows, mapped = max(found, rows), self._mapped.get(name)
+            if mapped is None or len(mapped) < rows:
+                flat = np.frombuffer(
+                    _map_ahead(descriptor, max(rows, most_rows) * row_bytes), dtype
+                )
+                mapped = self._mapped[name] = flat.reshape(-1, width) if width else flat
         finally:
             os.close(descriptor)
-        flat = np.frombuffer(mapped, dtype=dtype)
-        return flat.reshape(-1, width) if width else flat
+        return mapped[:rows]
+
+
+def _map_ahead(descriptor: int, nbytes: int) -> memoryview:
+    """Maps a file with room to grow: what lies beyond its end must not be touched. Python's `mmap`
+    refuses that, and mapping a long file anew makes the kernel look up each of its pages again."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    mapped = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
+    return memoryview(mapped)
 
 
 def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> None:
