@@ -23,6 +23,7 @@ import pytest
 from kvkeep.bench.figures import unit_of
 from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_session import Turns
+from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -146,12 +147,17 @@ def worked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
             now.pop()
 
     monkeypatch.setattr(Turns, "turn", watched)
-    for name in ("__enter__", "ask", "load", "drop_local_cache"):
-        method: Any = getattr(EngineProcess, name)
+    for kind, name in (
+        (EngineProcess, "__enter__"),
+        (EngineProcess, "ask"),
+        (EngineProcess, "drop_local_cache"),
+        (LoadedEngine, "load"),
+    ):
+        method: Any = getattr(kind, name)
 
         def working(self: EngineProcess, *asked: Any, method: Any = method, **more: Any) -> Any:
             seen.append((self.name, now[-1]))
             return method(self, *asked, **more)
 
-        monkeypatch.setattr(EngineProcess, name, working)
+        monkeypatch.setattr(kind, name, working)
     return seen

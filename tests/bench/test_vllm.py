@@ -67,7 +67,7 @@ def run(
 ) -> Run:
     """`vllm.run` with stubs for vLLM, the model and the connectors' servers."""
     shutil.copy(Path(__file__).with_name("vllm_stub.py"), tmp_path / "vllm.py")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     @contextmanager
     def connector(name: str, pool_bytes: int, model: object) -> Iterator[Connector]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_one_engine_more_may_be_too_many(model: ServedModel) -> None:
 def test_another_process_asks_how_much_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(vllm_memory, "available_bytes", lambda: 7)
     torch = tmp_path / "torch.py"
     torch.write_text("class cuda:\n    mem_get_info = lambda: (5, 9)\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,7 +197,7 @@ def main():
 def lmcache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a stub of LMCache's server."""
     (tmp_path / "lmcache" / "cli").mkdir(parents=True)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path / "lmcache" / "cli" / "main.py"
 
 

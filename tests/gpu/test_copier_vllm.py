@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.bench.vllm_lanes import Lane
-from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess
 from kvkeep.bench.vllm_setup import (
     Stored,
     arguments,
@@ -32,6 +30,7 @@ from kvkeep.bench.vllm_setup import (
 from kvkeep.cli.remote import ask
 from kvkeep.errors import KVKeepError
 from kvkeep.testing.process import ServerProcess
+from kvkeep_lab.bench.vllm_lanes import Lane, LoadedEngine
 
 if not torch.cuda.is_available():
     pytest.skip("CUDA is not available", allow_module_level=True)
@@ -45,7 +44,7 @@ COUNT = "num_kvkeep_extra_cached_tokens"
 
 class World:
     def __init__(
-        self, server: ServerProcess, engine: EngineProcess, watched: Path, seed: int = 3
+        self, server: ServerProcess, engine: LoadedEngine, watched: Path, seed: int = 3
     ) -> None:
         self.server, self.engine, self.watched = server, engine, watched
         self.stored = Stored(server.http)
@@ -92,7 +91,8 @@ class Maker:
         self._folder = folder
         self.server = server
         self.spares = {
-            name: ImportingProcess(self._environment(name, at)) for name, at in stops_at.items()
+            name: LoadedEngine.start_process(self._environment(name, at))
+            for name, at in stops_at.items()
         }
 
     def watched(self, name: str) -> Path:
@@ -106,11 +106,11 @@ class Maker:
         )
         return around
 
-    def engine(self, name: str, **more: Any) -> EngineProcess:
+    def engine(self, name: str, **more: Any) -> LoadedEngine:
         config = kvkeep_arguments(self.server.address)
         config["kv_transfer_config"]["kv_connector_module_path"] = "watching"
         config["kv_transfer_config"]["kv_connector_extra_config"]["kvkeep.load_when"] = "always"
-        return EngineProcess(
+        return LoadedEngine(
             "kvkeep", arguments(self._model, TOKENS, 4, config) | more, {}, COUNT, self.spares[name]
         )
 
@@ -204,10 +204,10 @@ def test_an_engine_that_is_killed_in_the_middle_of_its_copies(
         asked.start()
         assert eventually(lambda: _has_stopped(maker.watched(at))), _log_of(victim)
         assert world.status()[held], "copies are under way"
-        os.killpg(victim._process.popen.pid, signal.SIGKILL)
+        victim.process.kill()
         asked.join()
     finally:
-        victim._process.end()
+        victim.process.end()
     assert eventually(lambda: not (world.status()["writes"] or world.status()["leases"])), (
         "nothing stays held"
     )
@@ -231,12 +231,11 @@ def _has_stopped(watched: Path) -> bool:
     return watched.exists() and "stopped" in watched.read_text()
 
 
-def _log_of(engine: EngineProcess) -> str:
-    file = engine._process.stderr.fileno()
-    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")[-4000:]
+def _log_of(engine: LoadedEngine) -> str:
+    return engine.process.log()[-4000:]
 
 
-def _ask_in_vain(engine: EngineProcess, lane: Lane) -> None:
+def _ask_in_vain(engine: LoadedEngine, lane: Lane) -> None:
     with suppress(KVKeepError):  # it is killed meanwhile
         engine.load([lane], 60.0)
 

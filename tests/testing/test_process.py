@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.errors import Unavailable
+from kvkeep.errors import KVKeepError, Unavailable
 from kvkeep.testing import process
-from kvkeep.testing.process import ServerProcess
+from kvkeep.testing.process import JsonProcess, ServerProcess
 
 SMALL = ("--pool-size", "1MiB", "--slab-size", "64KiB")
 
@@ -88,3 +88,54 @@ def test_the_pool_of_a_killed_server_does_not_stay_behind() -> None:
         server.stop(signal.SIGKILL)
         assert directory.exists()
     assert not directory.exists()
+
+
+# -- programs that speak JSON
+
+ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)\n"
+
+
+def test_lines_go_in_and_come_out() -> None:
+    echo = JsonProcess("echo", ("-c", ECHO))
+    for number in range(3):
+        echo.send({"number": number})
+    assert [echo.receive()["number"] for _ in range(3)] == [0, 1, 2]
+    assert echo.exit_code() is None and echo.end(30) == 0 and echo.end() == 0
+
+
+def test_all_lines_are_heard_after_the_end() -> None:
+    text = 'print(\'{"a": 1}\\n{"a": 2}\\n{"a":\', end=\'\')'
+    both = JsonProcess("some", ("-c", text))
+    assert both.exit_code(30) == 0
+    assert [both.receive()["a"] for _ in range(2)] == [1, 2]
+    with pytest.raises(KVKeepError, match=r"some ended with exit code 0\. It said:\n\(nothing\)"):
+        both.receive()
+    both.end()
+
+
+def test_a_program_that_fails_is_told_with_its_log() -> None:
+    failing = JsonProcess("some", ("-c", "raise SystemExit('no memory')"))
+    with pytest.raises(KVKeepError, match=r"some ended with exit code 1\. It said:\nno memory$"):
+        failing.receive()
+    with pytest.raises(KVKeepError, match="ended with exit code 1"):
+        failing.send({})
+    assert failing.end() == 1 and failing.log() == "no memory\n"
+
+
+def test_silence_and_a_lost_program_end_within_their_times() -> None:
+    deaf = JsonProcess("deaf", ("-c", "import time; time.sleep(600)"))
+    with pytest.raises(KVKeepError, match=r"deaf said nothing for 0\.01 s"):
+        deaf.receive(0.01)
+    deaf.signal(signal.SIGSTOP)
+    assert deaf.end(0.01) == -signal.SIGKILL
+    deaf.signal(signal.SIGTERM)  # nobody gets it
+
+
+def test_what_a_program_has_started_ends_with_it() -> None:
+    text = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '600'])\n"
+    text += "print('{\"pid\": %d}' % child.pid, flush=True); time.sleep(600)"
+    parent = JsonProcess("parent", ("-c", text))
+    child = Path(f"/proc/{parent.receive()['pid']}/stat")
+    parent.end()
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        os.sched_yield()

@@ -24,7 +24,6 @@ import numpy as np
 
 from kvkeep.bench.figures import with_unit
 from kvkeep.bench.vllm_memory import FreeMemory, fit_together
-from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess, importing
 from kvkeep.bench.vllm_session import PEERS, Choice, Turns, draw, median, rounded, say, verdict
 from kvkeep.bench.vllm_setup import (
     ServedModel,
@@ -34,7 +33,9 @@ from kvkeep.bench.vllm_setup import (
     environment,
 )
 from kvkeep.errors import KVKeepError
+from kvkeep.testing.process import JsonProcess
 from kvkeep.units import MIB
+from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 
 MOST_OF_NATIVE = 1.0  # kvkeep's total time, against native's
 _POOL_SPARE = 1.2  # for connectors that evict before their memory is full
@@ -116,17 +117,17 @@ class Conversations:
             )
         groups = [names] if self.interleave else [(name,) for name in names]
         around = environment(self.model, self.sizes.engine_tokens)
-        with importing(names, around) as spares:
+        with LoadedEngine.importing(names, around) as spares:
             for group in groups:
                 self._measure(group, around, spares)
 
     def _measure(
-        self, names: tuple[str, ...], around: dict[str, str], spares: dict[str, ImportingProcess]
+        self, names: tuple[str, ...], around: dict[str, str], spares: dict[str, JsonProcess]
     ) -> None:
         """Engines that live at the same time."""
         turns = Turns.on(self.choice.device)
         with ExitStack() as stack:
-            engines: list[EngineProcess] = []
+            engines: list[LoadedEngine] = []
             for name in names:
                 with self._forgiving(name), turns.turn(name):
                     say(f"starting vLLM, connector: {name}, for conversations")
@@ -147,8 +148,8 @@ class Conversations:
 
     @contextmanager
     def _engine(
-        self, name: str, engines: int, around: dict[str, str], spare: ImportingProcess
-    ) -> Iterator[EngineProcess]:
+        self, name: str, engines: int, around: dict[str, str], spare: JsonProcess
+    ) -> Iterator[LoadedEngine]:
         sizes, model = self.sizes, self.model
         with connector(name, sizes.pool_bytes(model), model) as way:
             made = arguments(model, sizes.context_tokens, engines, way.arguments)
@@ -156,12 +157,10 @@ class Conversations:
             made["max_num_batched_tokens"] = sizes.batch_tokens
             if self.graphs:
                 made |= decoding_with_graphs(sizes.at_a_time, sizes.question_tokens)
-            with EngineProcess(
-                name, made, around, spare=spare, ready_when=way.ready_when
-            ) as engine:
+            with LoadedEngine(name, made, around, spare=spare, ready_when=way.ready_when) as engine:
                 yield engine
 
-    def _run(self, engine: EngineProcess, conversations: int, repeat: int) -> None:
+    def _run(self, engine: LoadedEngine, conversations: int, repeat: int) -> None:
         sizes = self.sizes
         questions = sizes.questions(conversations, repeat, self.model.vocab_size)
         said = engine.converse(questions, sizes.answer_tokens, sizes.at_a_time)

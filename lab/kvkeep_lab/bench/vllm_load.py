@@ -30,7 +30,6 @@ from typing import Any
 
 from kvkeep.bench.figures import with_unit
 from kvkeep.bench.vllm_memory import FreeMemory
-from kvkeep.bench.vllm_run import EngineProcess, ImportingProcess, importing
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
@@ -55,8 +54,10 @@ from kvkeep.bench.vllm_setup import (
     own_model,
 )
 from kvkeep.errors import KVKeepError
+from kvkeep.testing.process import JsonProcess
 from kvkeep_lab.bench import vllm_conversations
 from kvkeep_lab.bench.vllm_fit import fitted, pool_bytes
+from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 from kvkeep_lab.bench.vllm_stations import CONVERSATIONS, DECODE, Plan, Station
 from kvkeep_lab.bench.vllm_traffic import SIZES, Traffic
 
@@ -118,7 +119,7 @@ def run(
             together = fitted(traffic, plan.stations, FreeMemory.find())
             plan, traffic = replace(plan, interleave=together is not None), together or traffic
         bench = Bench(plan, traffic)
-        with importing(plan.stations, bench.environment) as bench.spares:
+        with LoadedEngine.importing(plan.stations, bench.environment) as bench.spares:
             for group in plan.groups:
                 bench.measure(group)
     return bench.result()
@@ -149,7 +150,7 @@ class Subject:
     """A station's engine. `warm` are the kinds of traffic whose prefixes it has stored."""
 
     station: Station
-    engine: EngineProcess
+    engine: LoadedEngine
     way: Connector
     warm: set[bool] = field(default_factory=set)
 
@@ -165,7 +166,7 @@ class Bench:
     requests: dict[str, int] = field(
         default_factory=dict
     )  # of a scenario, as the engine without a connector began
-    spares: dict[Station, ImportingProcess] = field(default_factory=dict)
+    spares: dict[Station, JsonProcess] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -297,7 +298,7 @@ class Bench:
             ):  # loads are what is watched, whether they pay or not
                 config["kvkeep.load_when"] = "always"
             spare = self.spares.get(station)
-            with EngineProcess(
+            with LoadedEngine(
                 station.connector, made, self.environment, spare=spare, ready_when=way.ready_when
             ) as engine:
                 yield Subject(station, engine, way)

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_session import Choice, Turns, say, signals_end_the_block
 from kvkeep.bench.vllm_setup import (
     ServedModel,
@@ -34,6 +33,7 @@ from kvkeep.bench.vllm_setup import (
 )
 from kvkeep.errors import Unavailable
 from kvkeep.testing.process import ServerProcess
+from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 
 TARGETS = {"ratio": 0.9}
 
@@ -65,7 +65,7 @@ def run(seconds: int = 30, requests: int = 8) -> dict[str, Any]:
             longest = _PREFIX_TOKENS + _OWN_TOKENS
             made = arguments(model, longest, 2, extra)
             engines[name] = stack.enter_context(
-                EngineProcess(name, made, environment(model, 2048), _counting(name))
+                LoadedEngine(name, made, environment(model, 2048), _counting(name))
             )
         return _measure(server, engines, _stream(model), seconds, requests)
 
@@ -83,7 +83,7 @@ def _stream(model: ServedModel) -> list[list[int]]:
 
 def _measure(
     server: ServerProcess,
-    engines: dict[str, EngineProcess],
+    engines: dict[str, LoadedEngine],
     stream: Sequence[list[int]],
     seconds: int,
     requests: int,
@@ -146,7 +146,7 @@ def _pause(server: ServerProcess, after_s: float) -> Iterator[None]:
 
 
 def _resumes(
-    server: ServerProcess, engines: dict[str, EngineProcess], stream: Sequence[list[int]]
+    server: ServerProcess, engines: dict[str, LoadedEngine], stream: Sequence[list[int]]
 ) -> dict[str, Any]:
     """Asks for prompts that nobody has sent until one is stored, and then loaded."""
     started = time.monotonic()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeep.bench.vllm_lanes import Lane
 from kvkeep.bench.vllm_setup import ServedModel
 from kvkeep.units import MIB
+from kvkeep_lab.bench.vllm_lanes import Lane
 
 _GRAIN_TOKENS = 32  # prefixes end with a block, on a CPU and on a GPU
 _WARM_ANSWER_TOKENS = 8  # together with the prompt's last token less than a block

@@ -19,9 +19,7 @@ import os
 import queue
 import random
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +27,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.engine.models.model import Rank, Segment
+from kvkeep.errors import KVKeepError
+from kvkeep.testing.process import JsonProcess
 from kvkeep_lab.simulation.oracle import OracleModel, WrongBytes
 
 if TYPE_CHECKING:
@@ -86,17 +86,9 @@ class RealEngine:
         self.said: dict[str, Any] = {}  # all else, the latest of each
         self.heard_s = time.monotonic()
         self.paused: list[tuple[float, float]] = []
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the engine)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvkeep_lab.chaos.real_engine", json.dumps(asdict(job))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env={
-                name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")
-            },
-        )
+        clean = {name: each for name, each in os.environ.items() if not name.startswith("KVKEEP_")}
+        program = ("-m", "kvkeep_lab.chaos.real_engine", json.dumps(asdict(job)))
+        self.process = JsonProcess(f"engine {job.number}", program, clean)
         self._ear = threading.Thread(target=self._hear, daemon=True)
         self._ear.start()
 
@@ -106,62 +98,42 @@ class RealEngine:
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.exit_code() is None
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        self.process.signal(signal.SIGSTOP)
         self.paused.append((time.monotonic(), float("inf")))
 
     def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self.process.signal(signal.SIGCONT)
         if self.paused and self.paused[-1][1] == float("inf"):
             self.paused[-1] = (self.paused[-1][0], time.monotonic())
             self.heard_s = time.monotonic()
 
     def kill(self) -> None:
-        """No goodbye. What it had said until then counts."""
+        """Without notice. What the process had said until then counts."""
         self.process.kill()
-        self._end()
+        self._ear.join()
+        self.process.end()
 
     def finish(self, within_s: float) -> bool:
-        """Ends it in order. False if it had to be killed."""
+        """Ends it in order. False if it had to be killed, or failed."""
         self.go_on()
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-            self.process.wait(within_s)
-        except (OSError, subprocess.TimeoutExpired):
-            self.kill()
-            return False
-        self._end()
-        return self.process.returncode == 0
+        self.process.close_input()
+        code = self.process.exit_code(within_s)
+        self.kill()
+        return code == 0
 
     def log(self) -> str:
         """What it wrote to stderr."""
-        if self._stderr.closed:
-            return self._last_log
-        with os.fdopen(os.dup(self._stderr.fileno())) as log:
-            log.seek(0)
-            return log.read()
-
-    def _end(self) -> None:
-        self.process.wait()
-        self._ear.join()
-        self._last_log = self.log()
-        self._stderr.close()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # it was gone before it had heard all
-                    continue
+        return self.process.log()
 
     def _hear(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if not line.endswith("\n"):  # cut off by its end
+        while True:
+            try:
+                said = self.process.receive()
+            except KVKeepError:
                 return
-            said = json.loads(line)
             self.heard_s = time.monotonic()
             self.answers += [Answer(**each) for each in said.pop("answers", ())]
             self.said |= said

@@ -36,7 +36,7 @@ import numpy as np
 
 from kvkeep.bench.figures import with_unit
 from kvkeep.bench.vllm_memory import FreeMemory, fit_together
-from kvkeep.bench.vllm_run import Answer, EngineProcess, ImportingProcess, importing
+from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
@@ -61,6 +61,7 @@ from kvkeep.bench.vllm_setup import (
     own_model,
 )
 from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.testing.process import JsonProcess
 from kvkeep.units import MIB
 
 PROMPT_TOKENS = {"cpu": (2000,), "cuda": (2000, 8000, 32000)}
@@ -187,7 +188,7 @@ def run(
                 interleave=fit_together(served, longest, plan.connectors, pool, FreeMemory.find()),
             )
         bench = Bench(plan, served)
-        with importing(plan.connectors, bench.environment) as bench.spares:
+        with EngineProcess.importing(plan.connectors, bench.environment) as bench.spares:
             for group in plan.groups:
                 bench.measure(group)
     return bench.result(bus_gbps() if plan.device == "cuda" else None)
@@ -220,7 +221,7 @@ class Bench:
     model: ServedModel
     vllm: str = ""
     samples: dict[tuple[str, int], Samples] = field(default_factory=dict)
-    spares: dict[str, ImportingProcess] = field(default_factory=dict)
+    spares: dict[str, JsonProcess] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:

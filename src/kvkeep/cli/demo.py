@@ -236,7 +236,7 @@ def _first_engine(talks: list[Talk], address: str, room: int, screen: Screen) ->
             for talk, answer in zip(talks, answers, strict=True):
                 talk.hear(answer)
     screen.say(
-        f"2. Engine process {engine.pid} served {len(talks)} users together, two turns each, and has ended"
+        f"2. Engine process {engine.process.pid} served {len(talks)} users together, two turns each, and has ended"
     )
 
 
@@ -253,7 +253,7 @@ def _second_engine(talks: list[Talk], kill: Kill, room: int, screen: Screen) -> 
         asked = sum(len(talk.asked[2].prompt) for talk in talks)
         cached = sum(talk.answers[2].external_cached_tokens for talk in talks)
         screen.say(
-            f"3. Engine process {engine.pid} goes on with turn 3: {cached:,} of {asked:,} tokens from the cache"
+            f"3. Engine process {engine.process.pid} goes on with turn 3: {cached:,} of {asked:,} tokens from the cache"
         )
         answers = engine.serve(
             [talk.ask(LONG_ANSWER_TOKENS) for talk in talks], _after(users, show, kill)
@@ -289,7 +289,7 @@ def _reference(talks: list[Talk], room: int, screen: Screen) -> tuple[str, list[
                 before = turn * len(talks) + len(answers[-1])
                 answers[-1] += engine.serve(some, _after(before, show))
     screen.say(
-        f"5. Engine process {engine.pid}, without any cache, answered the same {4 * len(talks)} prompts:"
+        f"5. Engine process {engine.process.pid}, without any cache, answered the same {4 * len(talks)} prompts:"
     )
     return engine.model, answers
 

@@ -14,18 +14,15 @@ What it writes to stderr is kept, and is part of the error if the process ends i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from kvkeep.errors import KVKeepError
+from kvkeep.testing.process import JsonProcess
 
 _END_WITHIN_S = 30  # an engine whose server is gone waits for its last stores to time out
 
@@ -72,27 +69,16 @@ class EngineProcess:
         num_blocks: int,
         program: Sequence[str] = ("-m", "kvkeep.cli.demo_engine"),
     ) -> None:
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the engine)
-        self._process = subprocess.Popen(
-            [sys.executable, *program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-        )
         self._first = {"address": address, "num_blocks": num_blocks}
+        self.process = JsonProcess("the engine process", program)
         self.model = ""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def __enter__(self) -> EngineProcess:
         try:
-            self._send(self._first)
-            self.model = self._receive()["model"]
-        except BaseException as error:  # guard: nobody else would end the process; raised again
-            self.__exit__(type(error), error, None)
+            self.process.send(self._first)
+            self.model = self.process.receive()["model"]
+        except BaseException:  # guard: nobody else would end the process; raised again
+            self.process.end()
             raise
         return self
 
@@ -103,8 +89,8 @@ class EngineProcess:
     ) -> list[Answer]:
         """Answers all questions together. KVKeepError, with what the process said, if it ends
         instead."""
-        self._send({"questions": [dataclasses.asdict(each) for each in questions]})
-        while "answers" not in (said := self._receive()):
+        self.process.send({"questions": [dataclasses.asdict(each) for each in questions]})
+        while "answers" not in (said := self.process.receive()):
             on_progress(Progress(**said["progress"]))
         return [Answer(**each) for each in said["answers"]]
 
@@ -114,47 +100,10 @@ class EngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
-        with self._stderr, self._process as process:
-            if kind is not None:
-                process.kill()
-            with contextlib.suppress(OSError):  # it may be gone already
-                self._process.stdin.close()
-            if kind is None:
-                self._wait_for_end()
-
-    def _wait_for_end(self) -> None:
-        try:
-            self._process.wait(_END_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise self._failure(f"did not end within {_END_WITHIN_S} s") from None
-        except BaseException:  # guard: an interrupt must not leave the process behind; raised again
-            self._process.kill()
-            raise
-        if self._process.returncode:
-            raise self._failure(f"ended with exit code {self._process.returncode}")
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            print(json.dumps(message), file=self._process.stdin, flush=True)
-        except OSError:
-            raise self._failure(f"ended with exit code {self._process.wait()}") from None
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._failure(f"ended with exit code {self._process.wait()}")
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-    def _failure(self, what: str) -> KVKeepError:
-        self._stderr.seek(0)
-        return KVKeepError(
-            f"engine process {self.pid} {what}. It said:\n{self._stderr.read().strip() or '(nothing)'}"
-        )
+        if kind is not None:
+            self.process.end()
+        elif code := self.process.end(_END_WITHIN_S):
+            raise self.process.failure(f"ended with exit code {code}")
 
 
 # -- what the process does

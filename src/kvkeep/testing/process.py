@@ -1,7 +1,8 @@
-"""A real server in a process of its own, for tests, benchmarks and demos."""
+"""Processes that tests, benchmarks and demos start: a real server, and programs that speak JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,15 +12,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvkeep.errors import Unavailable
+from kvkeep.errors import KVKeepError, Unavailable
 
 _numbers = itertools.count()
 _ENDS_IN_S = 60
+_LAST_WORD_WITHIN_S = 3.0  # pipes close before the last line of a log is written
+_SHOWN_LINES = 30
 
 
 def wait_for(file: Any, timeout_ms: int, *, readable: bool = True, writable: bool = False) -> bool:
@@ -142,6 +146,124 @@ class ServerProcess:
             self._own_state.cleanup()
         # A server leaves its pool behind, for a next one of the same name; there will be none.
         shutil.rmtree(self.pool, ignore_errors=True)
+
+
+class JsonProcess:
+    """A Python program in a process of its own that reads and writes lines of JSON. `program` is
+    what the interpreter runs: ("-m", module), or ("-c", text). It ends when its input does.
+
+    It leads a process group of its own, so that Ctrl-C reaches the caller alone, and `end` kills
+    what it has started too. Its stderr is kept, and is part of the error if it ends early."""
+
+    def __init__(
+        self, name: str, program: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe: unread, it would block the process)
+        self._popen = subprocess.Popen(
+            [sys.executable, *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=None if environment is None else dict(environment),
+            process_group=0,
+        )
+        self._unread = b""
+        self._last_log = ""
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """KVKeepError, with its log, if the process has ended."""
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(json.dumps(message).encode() + b"\n")
+            self._popen.stdin.flush()
+        except OSError:
+            raise self._ended() from None
+
+    def receive(self, within_s: float = float("inf")) -> dict[str, Any]:
+        """The next line. KVKeepError, with its log, if the process ends or says nothing."""
+        assert self._popen.stdout is not None
+        until = time.monotonic() + within_s
+        while b"\n" not in self._unread:
+            # What the process has started may hold the pipe open after its end.
+            has_ended = self.exit_code() is not None
+            if wait_for(self._popen.stdout, 0 if has_ended else 1_000):
+                more = os.read(self._popen.stdout.fileno(), 1 << 20)
+                if not more:
+                    raise self._ended()
+                self._unread += more
+            elif has_ended:
+                raise self._ended()
+            elif time.monotonic() > until:
+                raise self.failure(f"said nothing for {within_s:g} s")
+        line, _, self._unread = self._unread.partition(b"\n")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process alone. One that has ended gets none."""
+        if self.exit_code() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills the process and all that it has started, and does not wait for it."""
+        if self._popen.returncode is None:  # not reaped yet, so the number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def exit_code(self, within_s: float = 0.0) -> int | None:
+        """Negative after a signal; None if the process still runs after that time."""
+        until = time.monotonic() + within_s
+        while self._popen.returncode is None:
+            # WNOWAIT: until `end` the number stays taken, and `kill` meets nobody else.
+            done = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if done is not None:
+                code = done.si_status
+                return code if done.si_code == os.CLD_EXITED else -code
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.02)
+        return self._popen.returncode
+
+    def close_input(self) -> None:
+        """Tells the process to end."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError):  # it may be gone already
+            self._popen.stdin.close()
+
+    def end(self, within_s: float = 0.0) -> int:
+        """Closes its input, waits for its end as long as that, and kills what is left. Returns its
+        exit code. A second call does nothing."""
+        if self._popen.returncode is None:
+            with self._stderr, self._popen:
+                try:
+                    self.close_input()
+                    self.exit_code(within_s)
+                finally:
+                    self.kill()
+                    self._last_log = self.log()
+        return self._popen.returncode
+
+    def log(self) -> str:
+        """What it has written to stderr."""
+        if self._stderr.closed:
+            return self._last_log
+        # Not by reading on: the process writes where the file was read last.
+        descriptor = self._stderr.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+    def failure(self, what: str) -> KVKeepError:
+        """An error that says `what` and the end of its log."""
+        said = "\n".join(self.log().strip().splitlines()[-_SHOWN_LINES:])
+        return KVKeepError(f"{self.name} {what}. It said:\n{said or '(nothing)'}")
+
+    def _ended(self) -> KVKeepError:
+        code = self.exit_code(_LAST_WORD_WITHIN_S)
+        return self.failure("closed its output" if code is None else f"ended with exit code {code}")
 
 
 def _clean_environment() -> dict[str, str]:

@@ -13,13 +13,13 @@ import pytest
 
 from kvkeep.bench import vllm_session
 from kvkeep.bench.vllm_memory import FreeMemory
-from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_session import Choice
 from kvkeep.bench.vllm_setup import Connector, ServedModel
 from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB
 from kvkeep_lab.bench import vllm_conversations, vllm_load
 from kvkeep_lab.bench.vllm_conversations import SIZES, Conversations, Sizes
+from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 
 MODEL = ServedModel("nowhere", "a stub", "cpu", vocab_size=1000, kv_token_bytes=1024)
 FEW = Sizes((2, 3), 3, 40, 10, 2, 2, 1024)
@@ -84,18 +84,18 @@ def test_each_run_is_followed_by_a_drop_and_no_repeat_is_like_another(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    converse, drop = EngineProcess.converse, EngineProcess.drop_local_cache
+    converse, drop = LoadedEngine.converse, LoadedEngine.drop_local_cache
 
-    def conversing(self: EngineProcess, questions: Any, *sizes: int) -> Any:
+    def conversing(self: LoadedEngine, questions: Any, *sizes: int) -> Any:
         calls.append(questions)
         return converse(self, questions, *sizes)
 
-    def dropping(self: EngineProcess) -> None:
+    def dropping(self: LoadedEngine) -> None:
         calls.append("drop")
         drop(self)
 
-    monkeypatch.setattr(EngineProcess, "converse", conversing)
-    monkeypatch.setattr(EngineProcess, "drop_local_cache", dropping)
+    monkeypatch.setattr(LoadedEngine, "converse", conversing)
+    monkeypatch.setattr(LoadedEngine, "drop_local_cache", dropping)
     run(repeats=2, connectors="none")
     assert len(calls) == 2 * (1 + 2 * 2) and calls[1::2] == ["drop"] * 5
     asked = [repr(questions) for questions in calls[::2]]

@@ -3,6 +3,7 @@ stub here."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,12 @@ import pytest
 
 from kvkeep.bench import vllm_session
 from kvkeep.bench.vllm_memory import FreeMemory
-from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_session import SILENT_AFTER_S, Choice, Turns
 from kvkeep.bench.vllm_setup import Connector, ServedModel
 from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB
 from kvkeep_lab.bench import vllm_load
+from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 from kvkeep_lab.bench.vllm_load import Bench
 from kvkeep_lab.bench.vllm_stations import Plan
 from kvkeep_lab.bench.vllm_traffic import SIZES, Traffic
@@ -59,13 +60,13 @@ def behaviour() -> dict[str, str]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """Engines with their arguments."""
     all_made: list[tuple[str, dict[str, Any]]] = []
-    start = EngineProcess.__enter__
+    start = LoadedEngine.__enter__
 
-    def enter(self: EngineProcess) -> EngineProcess:
-        all_made.append((self.name, self._arguments))
+    def enter(self: LoadedEngine) -> LoadedEngine:
+        all_made.append((self.name, self.arguments))
         return start(self)
 
-    monkeypatch.setattr(EngineProcess, "__enter__", enter)
+    monkeypatch.setattr(LoadedEngine, "__enter__", enter)
     return all_made
 
 
@@ -75,7 +76,7 @@ def run(
 ) -> Run:
     """`vllm_load.run` with stubs for vLLM, the model and the connectors' servers."""
     shutil.copy(Path(__file__).parents[2] / "bench" / "vllm_stub.py", tmp_path / "vllm.py")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     @contextmanager
     def connector(name: str, pool_bytes: int, model: object) -> Iterator[Connector]:
@@ -157,16 +158,16 @@ def test_prefixes_are_stored_first_and_then_dropped(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    load, drop = EngineProcess.load, EngineProcess.drop_local_cache
+    load, drop = LoadedEngine.load, LoadedEngine.drop_local_cache
     monkeypatch.setattr(
-        EngineProcess,
+        LoadedEngine,
         "load",
         lambda self, lanes, *rest, **more: (calls.append("load"), load(self, lanes, *rest, **more))[
             1
         ],
     )
     monkeypatch.setattr(
-        EngineProcess, "drop_local_cache", lambda self: (calls.append("drop"), drop(self))[1]
+        LoadedEngine, "drop_local_cache", lambda self: (calls.append("drop"), drop(self))[1]
     )
     run(device="cpu", seconds=1, scenarios="mixed,decode", connectors="none")
     assert calls == ["load", "drop", "load", "load", "load", "load"], (

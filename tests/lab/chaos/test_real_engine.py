@@ -89,14 +89,14 @@ def test_it_sees_a_wrong_byte(server: ServerProcess) -> None:
         assert "1 flipped bits" in engine.said["wrong_bytes"]
     finally:
         engine.kill()
-    assert "WrongBytes" in engine.log() and engine.process.returncode == 1
+    assert "WrongBytes" in engine.log() and engine.process.exit_code() == 1
 
 
 def test_what_a_killed_one_said_counts(server: ServerProcess) -> None:
     engine = RealEngine(job(server.address))
     assert eventually(lambda: len(engine.answers) > 0), engine.log()
     engine.kill()
-    assert engine.process.returncode == -signal.SIGKILL and engine.answers
+    assert engine.process.exit_code() == -signal.SIGKILL and engine.answers
     assert not os.path.exists(f"/proc/{engine.process.pid}")
 
 

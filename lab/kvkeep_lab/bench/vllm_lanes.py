@@ -1,5 +1,5 @@
-"""Requests that are under way together, and when each of their tokens came: what the engine process
-does under load.
+"""A vLLM engine under load: requests that are under way together, and when each of their tokens
+came. The engine's process is `python -m kvkeep_lab.bench.vllm_lanes`.
 
     lane with at_a_time    begins the next request when one is done    ├──┤├────┤├───┤
                                                                        ├────┤├──┤├───┤
@@ -15,11 +15,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
+from kvkeep.bench.vllm_run import EngineProcess, main, sampling
+
 _NOTHING_DUE_S = 0.001
+_LOAD_ENDS_WITHIN_S = 300.0  # after the time to begin requests is over
+_CONVERSATIONS_WITHIN_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,37 @@ class Lane:
     at_a_time: int = 0
     every_s: float = 0.0
     is_new: bool = False
+
+
+class LoadedEngine(EngineProcess):
+    """An engine process that also serves lanes and conversations."""
+
+    module: ClassVar = "kvkeep_lab.bench.vllm_lanes"
+
+    def load(self, lanes: Sequence[Lane], seconds: float, *, finish: bool = True) -> dict[str, Any]:
+        """All lanes together, until the time is over and those under way are done, or with `finish`
+        off are aborted: what came of each lane, and `seconds` that it took."""
+        asked = {
+            "lanes": [vars(lane) for lane in lanes],
+            "seconds": seconds,
+            "finish": finish,
+        }
+        return self.call("load", asked, seconds + _LOAD_ENDS_WITHIN_S)
+
+    def serve(
+        self, prompts: Sequence[list[int]], at_a_time: int, seconds: float, max_tokens: int
+    ) -> dict[str, Any]:
+        """A single lane: its figures, and `seconds` that it took."""
+        said = self.load([Lane(list(prompts), [max_tokens] * len(prompts), at_a_time)], seconds)
+        [served] = said["lanes"]
+        return {**served, "seconds": said["seconds"]}
+
+    def converse(
+        self, questions: Sequence[Sequence[list[int]]], answer_tokens: int, at_a_time: int
+    ) -> dict[str, Any]:
+        """Whole conversations, in waves: see `serve_conversations`."""
+        asked = {"questions": questions, "answer_tokens": answer_tokens, "at_a_time": at_a_time}
+        return self.call("converse", asked, _CONVERSATIONS_WITHIN_S)
 
 
 @dataclass
@@ -137,7 +173,7 @@ def _figures(samples_s: Sequence[float]) -> dict[str, Any]:
 
 def serve_conversations(
     engine: Any,
-    sampling: Callable[[int], Any],
+    sample: Callable[[int], Any],
     questions: Sequence[Sequence[list[int]]],
     answer_tokens: int,
     at_a_time: int,
@@ -152,7 +188,7 @@ def serve_conversations(
     for asked in questions:
         histories = [[*history, *more] for history, more in zip(histories, asked, strict=True)]
         wave = _Served(Lane(histories, [answer_tokens] * len(histories), at_a_time))
-        seconds = _serve(engine, sampling, [wave], math.inf, finish=True)
+        seconds = _serve(engine, sample, [wave], math.inf, finish=True)
         waves.append({**wave.figures(), "seconds": seconds})
         histories = [
             [*history, *wave.answer_tokens[place]] for place, history in enumerate(histories)
@@ -162,7 +198,7 @@ def serve_conversations(
 
 def serve_lanes(
     engine: Any,
-    sampling: Callable[[int], Any],
+    sample: Callable[[int], Any],
     lanes: Sequence[Lane],
     seconds: float,
     *,
@@ -171,13 +207,13 @@ def serve_lanes(
     """Begins no more requests when the time is over; those under way are finished, or else
     aborted."""
     served = [_Served(lane) for lane in lanes]
-    took = _serve(engine, sampling, served, seconds, finish=finish)
+    took = _serve(engine, sample, served, seconds, finish=finish)
     return {"lanes": [each.figures() for each in served], "seconds": took}
 
 
 def _serve(
     engine: Any,
-    sampling: Callable[[int], Any],
+    sample: Callable[[int], Any],
     served: Sequence[_Served],
     seconds: float,
     *,
@@ -193,7 +229,7 @@ def _serve(
                     place = each.begin(now)
                     prompt = {"prompt_token_ids": each.lane.prompts[place]}
                     engine.add_request(
-                        f"{number}.{place}", prompt, sampling(each.lane.max_tokens[place])
+                        f"{number}.{place}", prompt, sample(each.lane.max_tokens[place])
                     )
                     now = time.perf_counter() - started
         elif not finish:
@@ -220,3 +256,18 @@ def _serve(
     if rest:
         engine.abort_request(rest)
     return took
+
+
+def _load(
+    vllm: Any, llm: Any, lanes: list[dict[str, Any]], seconds: float, finish: bool
+) -> dict[str, Any]:
+    made = [Lane(**lane) for lane in lanes]
+    return serve_lanes(llm.llm_engine, partial(sampling, vllm), made, seconds, finish=finish)
+
+
+def _converse(vllm: Any, llm: Any, **asked: Any) -> dict[str, Any]:
+    return serve_conversations(llm.llm_engine, partial(sampling, vllm), **asked)
+
+
+if __name__ == "__main__":
+    main({"load": _load, "converse": _converse})

@@ -3,13 +3,16 @@ and so is time."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvkeep.bench import vllm_lanes
-from kvkeep.bench.vllm_lanes import Lane, digest, serve_conversations, serve_lanes
+from kvkeep_lab.bench import vllm_lanes
+from kvkeep_lab.bench.vllm_lanes import Lane, LoadedEngine, digest, serve_conversations, serve_lanes
 
 STEP_S = 0.1
 
@@ -177,3 +180,41 @@ def test_conversations_go_on_in_waves_with_the_answers_they_got(engine: Engine) 
     assert engine.most == 2 and [wave["done"] for wave in said["waves"]] == [3, 3]
     assert said["waves"][1]["prompt_tokens"] == 15
     assert said["seconds"] == pytest.approx(sum(wave["seconds"] for wave in said["waves"]))
+
+
+# -- in a process, whose vLLM is a stub
+
+
+@pytest.fixture
+def around(tmp_path: Path) -> dict[str, str]:
+    shutil.copy(Path(__file__).parents[2] / "bench" / "vllm_stub.py", tmp_path / "vllm.py")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return dict(os.environ) | {"PYTHONPATH": path}
+
+
+def test_a_stream_is_served_until_time_is_over_and_all_are_done(around: dict[str, str]) -> None:
+    prompts = [[at] * 40 for at in range(200)]
+    with LoadedEngine("some", {"block_size": 32}, around) as running:
+        served = running.serve(prompts, 4, 0.3, 2)
+        rest = running.serve(prompts[:6], 4, 60.0, 2)
+    begun = served["begun"]
+    assert 4 <= begun < 200 and set(served["answers"]) == {str(at) for at in range(begun)}
+    assert (
+        served["answers"]["3"] == digest([120, 121])
+        and served["tokens"] == 2 * begun
+        and served["seconds"] >= 0.3
+    )
+    assert served["failed"] == (begun > 13)
+    assert rest["begun"] == len(rest["answers"]) == 6 and rest["seconds"] < 60
+
+
+def test_lanes_are_served_together_and_the_rest_is_aborted(around: dict[str, str]) -> None:
+    decoding = Lane([[at] * 4 for at in range(50)], [10_000] * 50, at_a_time=2)
+    arriving = Lane([[at] * 40 for at in range(3)], [1] * 3, every_s=0.05)
+    with LoadedEngine("some", {"block_size": 32}, around) as running:
+        said = running.load([decoding, arriving], 0.5, finish=False)
+        assert running.ask(list(range(100)), 2).tokens, "it goes on"
+    assert [each["begun"] for each in said["lanes"]] == [2, 3] and [
+        each["done"] for each in said["lanes"]
+    ] == [0, 3]
+    assert said["lanes"][0]["itl_ms"]["samples"] > 20 and said["seconds"] >= 0.5
