@@ -30,7 +30,7 @@ from kvkeep.cli.remote import ask
 from kvkeep.client.options import ClientOptions
 from kvkeep.errors import Unavailable
 from kvkeep.testing.process import ServerProcess
-from kvkeep.tiers.mounts import Mount, read_mounts
+from kvkeep.tiers.free_memory import Mount, read_mounts
 from kvkeep.units import KIB
 
 BLOCK_BYTES = 64 * KIB

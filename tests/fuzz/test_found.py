@@ -11,8 +11,8 @@ import pytest
 from kvkeep.errors import SettingsError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.adopt import adopt
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.store import Store
+from kvkeep.store.table import PlainColumns
 from kvkeep.wire import messages as m
 from kvkeep.wire.tls import client_context, tls_files
 from kvkeep_lab.fuzz.service import Held

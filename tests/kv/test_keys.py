@@ -194,9 +194,8 @@ def test_bad_inputs_of_the_root_are_refused_by_name(field: str, value: Any) -> N
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-@pytest.mark.parametrize(
-    "block", [1, 2, 16, 27, 28, 29, 32, 60, 61, 256, 1024]
-)  # 28 tokens fill what is hashed at once
+# 28 tokens fill what is hashed at once
+@pytest.mark.parametrize("block", [1, 2, 16, 27, 28, 29, 32, 60, 61, 256, 1024])
 def test_both_roads_follow_the_definition(
     monkeypatch: pytest.MonkeyPatch, block: int, is_native: bool
 ) -> None:

@@ -35,9 +35,8 @@ def contents(tp_size: int, pp_size: int, heads: int | None) -> list[tuple[int, f
             if heads is None:
                 mine = {0}
             else:
-                cards = max(
-                    heads, tp_size
-                )  # one per head, or one per rank where ranks outnumber heads
+                # one per head, or one per rank where ranks outnumber heads
+                cards = max(heads, tp_size)
                 mine = {
                     card * heads // cards
                     for card in range(cards)
@@ -50,9 +49,8 @@ def contents(tp_size: int, pp_size: int, heads: int | None) -> list[tuple[int, f
 def check_against(
     held: list[tuple[int, frozenset[int]]], strategies: list[ParallelStrategy]
 ) -> None:
-    distinct = list(
-        dict.fromkeys(held)
-    )  # in order of first appearance, which is the order of shards
+    # in order of first appearance, which is the order of shards
+    distinct = list(dict.fromkeys(held))
     stored: dict[int, tuple[int, frozenset[int]]] = {}
     for rank, strategy in enumerate(strategies):
         assert strategy.rank == rank

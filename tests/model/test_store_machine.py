@@ -47,9 +47,8 @@ LIMITS = Limits(
     tenants=3,
 )
 
-Chain = tuple[
-    str, int, list[int]
-]  # tenant, layout, and a walk down a binary tree: each step is one more block
+# tenant, layout, and a walk down a binary tree: each step is one more block
+Chain = tuple[str, int, list[int]]
 
 TENANTS = ["ann", "ann", "ann", "bob", "bob", "cy", "dee"]
 LAYOUTS = [1, 1, 1, 2, 2, 3]
@@ -622,7 +621,7 @@ class StoreMachine(PromisesMachine):
         key = key_of(path, layout)
         self.same(
             lambda: self.model.drop_block(tenant, key),
-            lambda: operators.drop_block(self.store, tenant, key),
+            lambda: self.store.drop_blocks(tenant, [key]),
         )
 
     def clear(self, pick: Random) -> None:
@@ -817,7 +816,7 @@ class SlabMachine(PromisesMachine):
 
     def drop_block(self, pick: Random) -> None:
         tenant, layout, path = self.any_chain(pick)
-        operators.drop_block(self.store, tenant, key_of(path, layout))
+        self.store.drop_blocks(tenant, [key_of(path, layout)])
 
     def set_quota(self, pick: Random) -> None:
         tenant, quota = pick.choice(TENANTS), pick.choice(QUOTAS)
@@ -869,13 +868,13 @@ class PiecesMachine(SlabMachine):
     def tidy(self, pick: Random) -> None:
         freed, evicted, a_turn = (
             self.store.blocks.freed,
-            self.store.room.evictions,
+            self.store.eviction.evictions,
             self.store.blocks.a_turn,
         )
         self.store.tidy(self.now_ms)
         assert (
             self.store.blocks.freed - freed
-            <= a_turn + self.store.room.evictions - evicted
+            <= a_turn + self.store.eviction.evictions - evicted
             <= 2 * a_turn
         )
 

@@ -205,7 +205,7 @@ def test_in_a_full_pool_old_blocks_make_way(serve: Serve) -> None:
             tokens = [1000 * number + at for at in range(64)]
             assert mine.put(tokens, some_blocks(16, number)) == 16
             assert (mine.get(tokens) == some_blocks(16, number)).all()
-        assert server.store.room.evictions == 10 * 16 - 64
+        assert server.store.eviction.evictions == 10 * 16 - 64
         assert mine.contains(list(range(64))) == 0
 
 
@@ -264,7 +264,7 @@ def test_many_threads_store_and_load_at_once(serve: Serve) -> None:
             assert set(mine.counters.failures) <= {"no_room", "orphan"}, mine.counters.failures
 
     in_threads(*(lambda number=number: work(number) for number in range(8)))
-    assert server.store.room.evictions > 0 and server.service.counters.hit_blocks > 0
+    assert server.store.eviction.evictions > 0 and server.service.counters.hit_blocks > 0
     assert server.service.counters.internal_errors == 0
     assert server.store.sessions == {}
 
@@ -615,7 +615,7 @@ def test_it_serves_while_the_rest_of_the_pool_is_filled(
         tokens = list(range(10_000, 10_000 + 4 * 900))  # of 1024
         assert mine.put(tokens, some_blocks(900)) == 900
         assert (mine.get(tokens) == some_blocks(900)).all()
-        assert server.store.room.evictions == 0
+        assert server.store.eviction.evictions == 0
 
 
 def test_with_less_memory_than_asked_for_it_serves_with_that(

@@ -19,10 +19,9 @@ import numpy as np
 
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store import operators
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
-from kvkeep.store.table import READY
+from kvkeep.store.table import READY, PlainColumns
 
 SLOT = 4096
 SLABS, SLAB_SLOTS = 5, 8
@@ -62,13 +61,11 @@ class Life:
 
     random: Random
     columns: PlainColumns = field(default_factory=PlainColumns)
-    memory: dict[tuple[int, int], bytes] = field(
-        default_factory=dict
-    )  # slot and shard -> what was written there
+    # slot and shard -> what was written there
+    memory: dict[tuple[int, int], bytes] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
-    under_way: set[bytes] = field(
-        default_factory=set
-    )  # keys of the request that is being carried out
+    # keys of the request that is being carried out
+    under_way: set[bytes] = field(default_factory=set)
     now_ms: int = 1000
     number: int = 0
 
@@ -180,7 +177,7 @@ class Life:
         if leases and self.random.random() < 0.5:
             lease = self.random.choice(leases)
             tenant, keys = lease.tenant, lease.keys[: self.random.randint(1, len(lease.keys))]
-        operators.drop_block(self.store, tenant, keys[-1])
+        self.store.drop_blocks(tenant, [keys[-1]])
 
     def set_quota(self) -> None:
         operators.set_quota(self.store, "a", self.random.choice((0, POOL // 2)), self.now_ms)

@@ -17,11 +17,10 @@ from kvkeep.store import adopt as adopting
 from kvkeep.store import operators
 from kvkeep.store.adopt import Adoption, adopt
 from kvkeep.store.blocks import Blocks
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.seals import seals
 from kvkeep.store.store import OLD_SESSIONS, Store
-from kvkeep.store.table import KEPT, READY, WRITING
+from kvkeep.store.table import KEPT, READY, WRITING, PlainColumns
 from kvkeep.store.tenants import tenant_word
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from kvkeep.kv.checksum import ABSENT
-from kvkeep.store import operators
 from kvkeep.store.adopt import adopt
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.store import OLD_SESSIONS, Store
+from kvkeep.store.table import PlainColumns
 
 sys.path.insert(0, str(Path(__file__).parent))
 from life import LAYOUTS, POOL, SLABS, SLOT, killed_after, new_store
@@ -48,7 +47,7 @@ def handed_out(store: Store) -> set[int]:
 def test_a_lease_whose_end_was_dropped_holds_the_beginning(dropped: int) -> None:
     columns = PlainColumns()
     old, slots = leased(columns)
-    operators.drop_block(old, "a", KEYS[dropped])
+    old.drop_blocks("a", [KEYS[dropped]])
     for _ in range(2):  # the server after the next one knows, too
         store = new_store(columns)
         assert adopt(store, SLABS, True, 0).blocks == dropped
@@ -66,7 +65,7 @@ def damage_the_end(store: Store) -> None:
 
 
 def drop_from_the_middle(store: Store) -> None:
-    operators.drop_block(store, "a", KEYS[2])
+    store.drop_blocks("a", [KEYS[2]])
 
 
 @pytest.mark.parametrize("harm", [damage_the_end, drop_from_the_middle])

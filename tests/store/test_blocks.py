@@ -10,8 +10,10 @@ import pytest
 
 from kvkeep.store import operators
 
+Hands = Callable[..., Any]
 
-def test_a_block_is_visible_with_its_last_shard(hand: Callable[..., Any]) -> None:
+
+def test_a_block_is_visible_with_its_last_shard(hand: Hands) -> None:
     h = hand(4, shard_bytes=(64, 64, 64))
     for shard in (2, 0, 1):
         assert h.lookup("ab").blocks == 0
@@ -22,7 +24,7 @@ def test_a_block_is_visible_with_its_last_shard(hand: Callable[..., Any]) -> Non
     assert hit.blocks == 2 and hit.checksums.tolist() == [[10, 11, 12]] * 2
 
 
-def test_a_whole_block_waits_for_its_parent(hand: Callable[..., Any]) -> None:
+def test_a_whole_block_waits_for_its_parent(hand: Hands) -> None:
     h = hand(4)
     parent, _ = h.prepare("a")
     child, _ = h.prepare("bc", after="a")
@@ -32,7 +34,7 @@ def test_a_whole_block_waits_for_its_parent(hand: Callable[..., Any]) -> None:
     assert h.lookup("abc").blocks == 3
 
 
-def test_abandoned_blocks_go_at_once_with_empty_parents(hand: Callable[..., Any]) -> None:
+def test_abandoned_blocks_go_at_once_with_empty_parents(hand: Hands) -> None:
     h = hand(4)
     first, _ = h.prepare("ab")
     second, _ = h.prepare("cd", after="ab")
@@ -42,9 +44,7 @@ def test_abandoned_blocks_go_at_once_with_empty_parents(hand: Callable[..., Any]
     assert h.chains() == set() and h.store.slabs.available(4096) == 4
 
 
-def test_a_long_empty_chain_goes_in_one_step(
-    hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_empty_chain_goes_in_one_step(hand: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
     h = hand(16)
     h.put("ab")
     write, _ = h.prepare("cdefghijkl", after="ab")
@@ -59,7 +59,7 @@ def test_a_long_empty_chain_goes_in_one_step(
     assert freed == [10, 2] and h.chains() == set()
 
 
-def test_another_session_fills_in_what_was_abandoned(hand: Callable[..., Any]) -> None:
+def test_another_session_fills_in_what_was_abandoned(hand: Hands) -> None:
     h = hand(4)
     h.store.open_session(2)
     first, _ = h.prepare("ab")
@@ -74,7 +74,7 @@ def test_another_session_fills_in_what_was_abandoned(hand: Callable[..., Any]) -
     assert first not in h.store.sessions[2].writes
 
 
-def test_a_lease_on_the_deepest_block_protects_its_prefix(hand: Callable[..., Any]) -> None:
+def test_a_lease_on_the_deepest_block_protects_its_prefix(hand: Hands) -> None:
     h = hand(4)
     h.put("abc")
     lease, hit = h.lease("abc", skip=2)
@@ -84,11 +84,11 @@ def test_a_lease_on_the_deepest_block_protects_its_prefix(hand: Callable[..., An
     assert h.put("wxyz") == 0 and h.chains() == {"w", "wx", "wxy", "wxyz"}
 
 
-def test_dropped_while_leased_is_freed_by_the_last_release(hand: Callable[..., Any]) -> None:
+def test_dropped_while_leased_is_freed_by_the_last_release(hand: Hands) -> None:
     h = hand(4)
     h.put("abc")
     (first, _), (second, _) = h.lease("abc"), h.lease("ab")
-    assert operators.drop_block(h.store, "t", h.key("ab")) == 2
+    assert h.store.drop_blocks("t", [h.key("ab")]) == 2
     assert (
         h.chains() == {"a"} and h.states() == ["evicting", "evicting", "ready"] and h.usage() == 3
     )
@@ -100,11 +100,11 @@ def test_dropped_while_leased_is_freed_by_the_last_release(hand: Callable[..., A
     assert h.put("xyz") == 0
 
 
-def test_a_block_stored_anew_while_its_old_self_is_still_read(hand: Callable[..., Any]) -> None:
+def test_a_block_stored_anew_while_its_old_self_is_still_read(hand: Hands) -> None:
     h = hand(4)
     h.put("ab")
     lease, before = h.lease("ab")
-    operators.drop_block(h.store, "t", h.key("ab"))
+    h.store.drop_blocks("t", [h.key("ab")])
     assert h.put("ab") == 0
     after = h.lookup("ab")
     assert after.blocks == 2 and after.slots[1] != before.slots[1] and h.usage() == 3
@@ -112,23 +112,23 @@ def test_a_block_stored_anew_while_its_old_self_is_still_read(hand: Callable[...
     assert h.usage() == 2 and h.lookup("ab").slots.tolist() == after.slots.tolist()
 
 
-def test_dropped_while_written_never_becomes_visible(hand: Callable[..., Any]) -> None:
+def test_dropped_while_written_never_becomes_visible(hand: Hands) -> None:
     h = hand(4)
     write, _ = h.prepare("ab")
-    operators.drop_block(h.store, "t", h.key("a"))
+    h.store.drop_blocks("t", [h.key("a")])
     assert h.states() == ["evicting", "evicting"]
     assert h.complete(write) == 2
     assert h.states() == [] and h.lookup("ab").blocks == 0
 
 
-def test_what_a_dropped_block_hung_on_can_be_evicted_again(hand: Callable[..., Any]) -> None:
+def test_what_a_dropped_block_hung_on_can_be_evicted_again(hand: Hands) -> None:
     h = hand(2)
     h.put("ab")
-    operators.drop_block(h.store, "t", h.key("ab"))
+    h.store.drop_blocks("t", [h.key("ab")])
     assert h.put("xy") == 0 and h.chains() == {"x", "xy"}
 
 
-def test_the_last_block_of_a_tenant_makes_way_for_its_next(hand: Callable[..., Any]) -> None:
+def test_the_last_block_of_a_tenant_makes_way_for_its_next(hand: Hands) -> None:
     h = hand(1)
     h.put("a")
     assert h.put("b") == 0 and h.chains() == {"b"} and h.usage() == 1

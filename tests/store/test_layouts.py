@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from kvkeep.errors import RequestError
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.layouts import Layout, Layouts
+from kvkeep.store.table import PlainColumns
 
 
 def test_shards_lie_on_cache_lines_and_slots_are_whole_blocks_of_4_kib() -> None:

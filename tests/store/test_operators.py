@@ -11,8 +11,10 @@ from kvkeep.errors import RequestError
 from kvkeep.store import operators
 from kvkeep.store.plans import TenantUsage
 
+Hands = Callable[..., Any]
 
-def test_usage_shows_blocks_bytes_and_whose_quota_it_is(hand: Callable[..., Any]) -> None:
+
+def test_usage_shows_blocks_bytes_and_whose_quota_it_is(hand: Hands) -> None:
     h = hand(8, default_quota=2)
     h.put("ab", "ann")
     h.quota("bob", 3)
@@ -22,7 +24,7 @@ def test_usage_shows_blocks_bytes_and_whose_quota_it_is(hand: Callable[..., Any]
     ]
 
 
-def test_own_quotas_together_fit_the_pool(hand: Callable[..., Any]) -> None:
+def test_own_quotas_together_fit_the_pool(hand: Hands) -> None:
     h = hand(8)
     h.quota("ann", 5)
     for slots in (4, -1):
@@ -35,7 +37,7 @@ def test_own_quotas_together_fit_the_pool(hand: Callable[..., Any]) -> None:
     h.quota("bob", 6)
 
 
-def test_a_default_quota_fits_the_pool(hand: Callable[..., Any]) -> None:
+def test_a_default_quota_fits_the_pool(hand: Hands) -> None:
     h = hand(8)
     for nbytes in (9 * 4096, -1):
         with pytest.raises(RequestError, match="does not fit") as error:
@@ -44,7 +46,7 @@ def test_a_default_quota_fits_the_pool(hand: Callable[..., Any]) -> None:
     assert h.store.tenants.default_quota_bytes is None
 
 
-def test_unsetting_a_quota_of_nobody_is_an_error_that_says_so(hand: Callable[..., Any]) -> None:
+def test_unsetting_a_quota_of_nobody_is_an_error_that_says_so(hand: Hands) -> None:
     h = hand()
     for request in (lambda: h.quota("nobody", None), lambda: operators.clear(h.store, "nobody")):
         with pytest.raises(RequestError, match="nobody has no blocks") as error:
@@ -52,14 +54,14 @@ def test_unsetting_a_quota_of_nobody_is_an_error_that_says_so(hand: Callable[...
         assert error.value.code == "unknown_tenant" and "kvkeep tenants list" in error.value.hint
 
 
-def test_a_tenant_without_blocks_is_forgotten_with_its_quota(hand: Callable[..., Any]) -> None:
+def test_a_tenant_without_blocks_is_forgotten_with_its_quota(hand: Hands) -> None:
     h = hand()
     h.quota("ann", 1)
     h.quota("ann", None)
     assert operators.usage(h.store) == []
 
 
-def test_quotas_count_from_the_moment_they_are_set(hand: Callable[..., Any]) -> None:
+def test_quotas_count_from_the_moment_they_are_set(hand: Hands) -> None:
     h = hand(4)
     h.put("ab", "ann")
     h.put("x", "bob")
@@ -74,7 +76,7 @@ def test_quotas_count_from_the_moment_they_are_set(hand: Callable[..., Any]) -> 
     assert h.usage("bob") >= 1
 
 
-def test_clear_takes_one_tenant_or_all(hand: Callable[..., Any]) -> None:
+def test_clear_takes_one_tenant_or_all(hand: Hands) -> None:
     h = hand(8)
     h.put("abc", "ann")
     h.put("abd", "ann")
@@ -89,13 +91,13 @@ def test_clear_takes_one_tenant_or_all(hand: Callable[..., Any]) -> None:
     assert operators.usage(h.store) == []
 
 
-def test_drop_takes_what_hangs_on_the_block_and_no_more(hand: Callable[..., Any]) -> None:
+def test_drop_takes_what_hangs_on_the_block_and_no_more(hand: Hands) -> None:
     h = hand(8)
     h.put("abcd")
     h.put("abxy")
     h.put("q", "other")
-    assert operators.drop_block(h.store, "t", h.key("abc")) == 2
+    assert h.store.drop_blocks("t", [h.key("abc")]) == 2
     assert h.chains() == {"a", "ab", "abx", "abxy"} and h.lookup("abcd").blocks == 2
-    assert operators.drop_block(h.store, "t", h.key("abc")) == 0
-    assert operators.drop_block(h.store, "nobody", h.key("a")) == 0
-    assert operators.drop_block(h.store, "t", h.key("q")) == 0
+    assert h.store.drop_blocks("t", [h.key("abc")]) == 0
+    assert h.store.drop_blocks("nobody", [h.key("a")]) == 0
+    assert h.store.drop_blocks("t", [h.key("q")]) == 0

@@ -12,6 +12,8 @@ from kvkeep.errors import RequestError
 from kvkeep.store import operators
 from kvkeep.store.plans import Limits
 
+Hands = Callable[..., Any]
+
 SLOT = 4096
 
 
@@ -26,9 +28,7 @@ def default_limit(hand: Any, slots: int | None) -> bool:
     return not hand.store.has_to_tidy
 
 
-def test_a_store_beyond_the_limit_evicts_the_tenants_own_blocks_and_no_others(
-    hand: Callable[..., Any],
-) -> None:
+def test_a_store_beyond_the_limit_evicts_the_tenants_own_blocks_and_no_others(hand: Hands) -> None:
     h = hand(16)
     h.put("xy", "bob")
     limit(h, "ann", 4)
@@ -38,16 +38,14 @@ def test_a_store_beyond_the_limit_evicts_the_tenants_own_blocks_and_no_others(
     assert h.usage("ann") == 4 and h.store.slabs.available(SLOT) == 10
 
 
-def test_a_chain_longer_than_the_limit_is_stored_as_far_as_it_fits(
-    hand: Callable[..., Any],
-) -> None:
+def test_a_chain_longer_than_the_limit_is_stored_as_far_as_it_fits(hand: Hands) -> None:
     h = hand(16)
     limit(h, "ann", 3)
     assert h.put("abcde", "ann") == 2
     assert h.chains("ann") == {"a", "ab", "abc"}
 
 
-def test_blocks_being_written_count_and_leased_ones_make_no_way(hand: Callable[..., Any]) -> None:
+def test_blocks_being_written_count_and_leased_ones_make_no_way(hand: Hands) -> None:
     h = hand(16)
     limit(h, "ann", 4)
     write, _ = h.prepare("abc", "ann")
@@ -62,7 +60,7 @@ def test_blocks_being_written_count_and_leased_ones_make_no_way(hand: Callable[.
     assert (len(plan.slots), h.usage("ann")) == (2, 4)
 
 
-def test_blocks_of_other_sizes_make_way_for_the_limit_too(hand: Callable[..., Any]) -> None:
+def test_blocks_of_other_sizes_make_way_for_the_limit_too(hand: Hands) -> None:
     h = hand(8, slabs=2)
     large = h.store.open_layout(1, b"large", (3 * SLOT,)).number
     limit(h, "ann", 4)
@@ -71,7 +69,7 @@ def test_blocks_of_other_sizes_make_way_for_the_limit_too(hand: Callable[..., An
     assert h.usage("ann") == 4 and h.chains("ann") == {"a", "L"}
 
 
-def test_a_limit_of_0_stores_nothing_and_drops_what_was_there(hand: Callable[..., Any]) -> None:
+def test_a_limit_of_0_stores_nothing_and_drops_what_was_there(hand: Hands) -> None:
     h = hand(8)
     h.put("abc", "ann")
     h.put("x", "bob")
@@ -83,9 +81,7 @@ def test_a_limit_of_0_stores_nothing_and_drops_what_was_there(hand: Callable[...
     assert h.put("abc", "ann") == 0 and h.lookup("abc", "ann").blocks == 3
 
 
-def test_a_tenant_that_may_store_nothing_takes_no_place_among_tenants(
-    hand: Callable[..., Any],
-) -> None:
+def test_a_tenant_that_may_store_nothing_takes_no_place_among_tenants(hand: Hands) -> None:
     h = hand(8, limits=Limits(tenants=1))
     limit(h, "ann", 8)
     h.put("x", "ann")
@@ -101,9 +97,7 @@ def test_a_tenant_that_may_store_nothing_takes_no_place_among_tenants(
     assert h.chains("ann") == {"x"}, "nothing of others made way for what is never stored"
 
 
-def test_lowering_a_limit_evicts_down_to_it_at_once_oldest_leaves_first(
-    hand: Callable[..., Any],
-) -> None:
+def test_lowering_a_limit_evicts_down_to_it_at_once_oldest_leaves_first(hand: Hands) -> None:
     h = hand(16)
     h.put("abc", "ann")
     h.put("xyz", "ann")
@@ -113,7 +107,7 @@ def test_lowering_a_limit_evicts_down_to_it_at_once_oldest_leaves_first(
 
 
 def test_leased_blocks_leave_the_index_at_once_and_count_until_they_are_released(
-    hand: Callable[..., Any],
+    hand: Hands,
 ) -> None:
     h = hand(16)
     h.put("abcd", "ann")
@@ -128,7 +122,7 @@ def test_leased_blocks_leave_the_index_at_once_and_count_until_they_are_released
     assert h.put("xy", "ann") == 0 and h.chains("ann") == {"x", "xy"}
 
 
-def test_leased_blocks_that_fit_the_limit_stay(hand: Callable[..., Any]) -> None:
+def test_leased_blocks_that_fit_the_limit_stay(hand: Hands) -> None:
     h = hand(16)
     h.put("abcd", "ann")
     h.lease("ab", "ann")
@@ -136,7 +130,7 @@ def test_leased_blocks_that_fit_the_limit_stay(hand: Callable[..., Any]) -> None
     assert h.usage("ann") == 2 and h.chains("ann") == {"a", "ab"}
 
 
-def test_blocks_being_written_go_when_their_write_ends(hand: Callable[..., Any]) -> None:
+def test_blocks_being_written_go_when_their_write_ends(hand: Hands) -> None:
     h = hand(16, shard_bytes=(64, 64))
     first, _ = h.prepare("abc", "ann", shard=0)
     second, _ = h.prepare("abc", "ann", shard=1)
@@ -148,9 +142,7 @@ def test_blocks_being_written_go_when_their_write_ends(hand: Callable[..., Any])
     assert h.usage("ann") == 0
 
 
-def test_a_limit_is_reached_in_pieces_whether_or_not_anybody_waits_for_it(
-    hand: Callable[..., Any],
-) -> None:
+def test_a_limit_is_reached_in_pieces_whether_or_not_anybody_waits_for_it(hand: Hands) -> None:
     h = hand(16)
     h.put("abcdefgh", "ann")
     h.store.blocks.a_turn = 1
@@ -163,7 +155,7 @@ def test_a_limit_is_reached_in_pieces_whether_or_not_anybody_waits_for_it(
 
 
 def test_a_tenant_whose_limit_is_not_reached_yet_comes_nearer_to_it_with_each_store(
-    hand: Callable[..., Any],
+    hand: Hands,
 ) -> None:
     h = hand(16)
     h.put("abcdefgh", "ann")
@@ -173,9 +165,7 @@ def test_a_tenant_whose_limit_is_not_reached_yet_comes_nearer_to_it_with_each_st
     assert h.put("xy", "ann") == 0 and h.usage("ann") == 3
 
 
-def test_the_default_limit_is_for_tenants_without_one_of_their_own(
-    hand: Callable[..., Any],
-) -> None:
+def test_the_default_limit_is_for_tenants_without_one_of_their_own(hand: Hands) -> None:
     h = hand(16)
     h.put("abc", "ann")
     h.put("xyz", "bob")
@@ -188,7 +178,7 @@ def test_the_default_limit_is_for_tenants_without_one_of_their_own(
     assert h.usage("bob") == 1
 
 
-def test_a_limit_below_the_quota_is_refused_and_names_both(hand: Callable[..., Any]) -> None:
+def test_a_limit_below_the_quota_is_refused_and_names_both(hand: Hands) -> None:
     h = hand(16)
     h.quota("ann", 4)
     limit(h, "bob", 2)
@@ -219,7 +209,7 @@ def test_a_limit_below_the_quota_is_refused_and_names_both(hand: Callable[..., A
 
 
 @pytest.mark.parametrize("nbytes", [-1, (64 << 40) + 1, 10**400])
-def test_a_limit_out_of_range_is_refused(hand: Callable[..., Any], nbytes: int) -> None:
+def test_a_limit_out_of_range_is_refused(hand: Hands, nbytes: int) -> None:
     h = hand()
     for request in (
         lambda: operators.set_limit(h.store, "ann", nbytes, h.now_ms),
@@ -231,7 +221,7 @@ def test_a_limit_out_of_range_is_refused(hand: Callable[..., Any], nbytes: int) 
     assert operators.usage(h.store) == []
 
 
-def test_a_limit_lowers_the_default_quota_of_its_tenant(hand: Callable[..., Any]) -> None:
+def test_a_limit_lowers_the_default_quota_of_its_tenant(hand: Hands) -> None:
     h = hand(16, default_quota=4)
     limit(h, "ann", 1)
     h.put("x", "bob")
@@ -241,9 +231,7 @@ def test_a_limit_lowers_the_default_quota_of_its_tenant(hand: Callable[..., Any]
     }
 
 
-def test_tenants_with_a_limit_alone_still_make_way_for_others_oldest_first(
-    hand: Callable[..., Any],
-) -> None:
+def test_tenants_with_a_limit_alone_still_make_way_for_others_oldest_first(hand: Hands) -> None:
     h = hand(4)
     h.put("a", "ann")
     limit(h, "bob", 3)
@@ -258,9 +246,7 @@ def test_tenants_with_a_limit_alone_still_make_way_for_others_oldest_first(
 # -- quotas kept from a larger pool
 
 
-def test_own_quotas_that_exceed_the_pool_are_scaled_down_to_fit_it_exactly(
-    hand: Callable[..., Any],
-) -> None:
+def test_own_quotas_that_exceed_the_pool_are_scaled_down_to_fit_it_exactly(hand: Hands) -> None:
     h = hand(10)
     operators.restore(
         h.store, {"ann": 20 * SLOT, "bob": 5 * SLOT, "cy": 1}, {}, None, None, h.now_ms
@@ -277,7 +263,7 @@ def test_own_quotas_that_exceed_the_pool_are_scaled_down_to_fit_it_exactly(
     assert sum(in_force for in_force, _ in shown.values()) <= pool
 
 
-def test_scaled_quotas_protect_what_they_promise(hand: Callable[..., Any]) -> None:
+def test_scaled_quotas_protect_what_they_promise(hand: Hands) -> None:
     h = hand(10)
     operators.restore(h.store, {"ann": 12 * SLOT, "bob": 8 * SLOT}, {}, None, None, h.now_ms)
     h.put("abcdefgh", "ann")
@@ -285,9 +271,7 @@ def test_scaled_quotas_protect_what_they_promise(hand: Callable[..., Any]) -> No
     assert (h.usage("ann"), h.usage("bob")) == (6, 4)
 
 
-def test_scaled_quotas_can_be_lowered_but_not_raised_and_return_when_they_fit(
-    hand: Callable[..., Any],
-) -> None:
+def test_scaled_quotas_can_be_lowered_but_not_raised_and_return_when_they_fit(hand: Hands) -> None:
     h = hand(10)
     operators.restore(h.store, {"ann": 12 * SLOT, "bob": 8 * SLOT}, {}, None, None, h.now_ms)
     for tenant, slots in (("ann", 13), ("cy", 1)):
@@ -304,7 +288,7 @@ def test_scaled_quotas_can_be_lowered_but_not_raised_and_return_when_they_fit(
     }
 
 
-def test_restored_limits_hold_for_adopted_blocks(hand: Callable[..., Any]) -> None:
+def test_restored_limits_hold_for_adopted_blocks(hand: Hands) -> None:
     h = hand(10)
     h.put("abcd", "ann")
     h.put("xyz", "bob")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop
+from random import Random
 from typing import Any
 
 import pytest
 
 from kvkeep.store import operators
 from kvkeep.store import order as module
+from kvkeep.store.order import Queue
+
+Hands = Callable[..., Any]
 
 
-def test_tails_go_first(hand: Callable[..., Any]) -> None:
+def test_tails_go_first(hand: Hands) -> None:
     h = hand(4)
     h.put("abcd")
     h.put("x")
@@ -20,7 +25,7 @@ def test_tails_go_first(hand: Callable[..., Any]) -> None:
     assert h.chains() == {"a", "x", "xy", "xyz"}
 
 
-def test_the_least_recently_used_chain_goes_first(hand: Callable[..., Any]) -> None:
+def test_the_least_recently_used_chain_goes_first(hand: Hands) -> None:
     h = hand(4)
     h.put("ab")
     h.put("xy")
@@ -29,7 +34,7 @@ def test_the_least_recently_used_chain_goes_first(hand: Callable[..., Any]) -> N
     assert h.chains() == {"a", "ab", "m", "mn"}
 
 
-def test_a_use_of_the_head_keeps_the_head_only(hand: Callable[..., Any]) -> None:
+def test_a_use_of_the_head_keeps_the_head_only(hand: Hands) -> None:
     h = hand(4)
     h.put("abc")
     h.lookup("a")
@@ -38,7 +43,7 @@ def test_a_use_of_the_head_keeps_the_head_only(hand: Callable[..., Any]) -> None
     assert h.chains() == {"a", "x", "xy", "xyz"}
 
 
-def test_a_parent_inherits_its_childs_last_use(hand: Callable[..., Any]) -> None:
+def test_a_parent_inherits_its_childs_last_use(hand: Hands) -> None:
     h = hand(3)
     h.put("ab")
     h.put("x")
@@ -50,7 +55,7 @@ def test_a_parent_inherits_its_childs_last_use(hand: Callable[..., Any]) -> None
     assert h.chains() == {"m", "mn", "mno"}
 
 
-def test_a_finished_session_goes_before_older_ones(hand: Callable[..., Any]) -> None:
+def test_a_finished_session_goes_before_older_ones(hand: Hands) -> None:
     h = hand(4)
     h.put("ab")
     h.put("xy")
@@ -59,7 +64,7 @@ def test_a_finished_session_goes_before_older_ones(hand: Callable[..., Any]) -> 
     assert h.chains() == {"a", "ab", "m", "mn"}
 
 
-def test_a_finished_session_that_is_used_again_is_as_young_as_any(hand: Callable[..., Any]) -> None:
+def test_a_finished_session_that_is_used_again_is_as_young_as_any(hand: Hands) -> None:
     h = hand(4)
     h.put("ab")
     h.put("xy")
@@ -69,7 +74,7 @@ def test_a_finished_session_that_is_used_again_is_as_young_as_any(hand: Callable
     assert h.chains() == {"x", "xy", "m", "mn"}
 
 
-def test_lower_priorities_go_first_whatever_their_age(hand: Callable[..., Any]) -> None:
+def test_lower_priorities_go_first_whatever_their_age(hand: Hands) -> None:
     h = hand(3)
     h.put("a", priority=60)
     h.put("b", priority=40)
@@ -79,7 +84,7 @@ def test_lower_priorities_go_first_whatever_their_age(hand: Callable[..., Any]) 
     assert h.chains() == {"a", "d", "e"}
 
 
-def test_hints_beat_priorities(hand: Callable[..., Any]) -> None:
+def test_hints_beat_priorities(hand: Hands) -> None:
     h = hand(3)
     h.put("a", priority=0)
     h.put("b", priority=100)
@@ -92,7 +97,7 @@ def test_hints_beat_priorities(hand: Callable[..., Any]) -> None:
     assert h.chains() == {"a", "d", "e"}
 
 
-def test_the_expired_go_first_and_not_a_moment_sooner(hand: Callable[..., Any]) -> None:
+def test_the_expired_go_first_and_not_a_moment_sooner(hand: Hands) -> None:
     h = hand(3)
     h.put("a")
     h.put("b", ttl_ms=10)
@@ -106,7 +111,7 @@ def test_the_expired_go_first_and_not_a_moment_sooner(hand: Callable[..., Any]) 
     assert h.chains() == {"d", "e", "f"}
 
 
-def test_blocks_that_expire_while_leased_go_first_afterwards(hand: Callable[..., Any]) -> None:
+def test_blocks_that_expire_while_leased_go_first_afterwards(hand: Hands) -> None:
     h = hand(3)
     h.put("a")
     h.put("b", ttl_ms=10)
@@ -120,7 +125,7 @@ def test_blocks_that_expire_while_leased_go_first_afterwards(hand: Callable[...,
     assert h.chains() == {"c", "d", "e"}
 
 
-def test_half_written_blocks_are_as_young_as_any(hand: Callable[..., Any]) -> None:
+def test_half_written_blocks_are_as_young_as_any(hand: Hands) -> None:
     h = hand(3, shard_bytes=(64, 64))
     h.put("a")
     write, _ = h.prepare("b", shard=0)
@@ -136,7 +141,7 @@ def test_half_written_blocks_are_as_young_as_any(hand: Callable[..., Any]) -> No
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_a_rank_that_is_behind_another_completes_what_that_one_began(
-    hand: Callable[..., Any], behind: int
+    hand: Hands, behind: int
 ) -> None:
     """A full pool, and two ranks that store the same chains, one of them some stores later than the
     other."""
@@ -157,7 +162,7 @@ def test_a_rank_that_is_behind_another_completes_what_that_one_began(
     assert [h.lookup(name).blocks for name in names[-10:]] == [2] * 10, "all of it is whole"
 
 
-def test_what_a_missing_rank_leaves_undone_is_not_waited_for(hand: Callable[..., Any]) -> None:
+def test_what_a_missing_rank_leaves_undone_is_not_waited_for(hand: Hands) -> None:
     h = hand(80, shard_bytes=(64, 64))
     for number in range(60):
         h.put(chr(0x100 + number))
@@ -173,7 +178,7 @@ def test_what_a_missing_rank_leaves_undone_is_not_waited_for(hand: Callable[...,
     )
 
 
-def test_queues_do_not_grow_with_what_has_passed_through(hand: Callable[..., Any]) -> None:
+def test_queues_do_not_grow_with_what_has_passed_through(hand: Hands) -> None:
     h = hand(4)
     h.quota("t", 4)
     order = h.store.blocks.order
@@ -186,9 +191,7 @@ def test_queues_do_not_grow_with_what_has_passed_through(hand: Callable[..., Any
 
 
 @pytest.mark.parametrize("slots", [None, 4])
-def test_the_queue_of_a_tenant_without_blocks_is_forgotten(
-    hand: Callable[..., Any], slots: int | None
-) -> None:
+def test_the_queue_of_a_tenant_without_blocks_is_forgotten(hand: Hands, slots: int | None) -> None:
     h = hand(4, default_quota=slots)
     h.put("ab")
     operators.clear(h.store)
@@ -196,7 +199,7 @@ def test_the_queue_of_a_tenant_without_blocks_is_forgotten(
 
 
 def test_blocks_that_were_all_used_again_are_put_in_order_a_few_a_turn(
-    hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    hand: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     h = hand(100)
     words = [chr(0x100 + i) for i in range(100)]
@@ -223,7 +226,7 @@ def test_blocks_that_were_all_used_again_are_put_in_order_a_few_a_turn(
 
 
 def test_a_tenant_over_its_limit_keeps_what_fits_though_all_of_it_was_used_again(
-    hand: Callable[..., Any],
+    hand: Hands,
 ) -> None:
     h = hand(100)
     words = [chr(0x100 + i) for i in range(100)]
@@ -240,7 +243,7 @@ def test_a_tenant_over_its_limit_keeps_what_fits_though_all_of_it_was_used_again
 
 
 def test_a_long_queue_of_a_tenant_without_blocks_is_freed_in_pieces(
-    hand: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    hand: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_DISCARDED_A_TURN", 8)
     h = hand(50, default_quota=50)
@@ -255,3 +258,38 @@ def test_a_long_queue_of_a_tenant_without_blocks_is_freed_in_pieces(
         h.store.tidy(h.now_ms)
         lengths.append(sum(map(len, order.discarded)))
     assert lengths == [50, 42, 34, 26, 18, 10, 2, 0]
+
+
+def pop_all(queue: Queue) -> list[int]:
+    popped = []
+    while heap := queue.front():
+        popped.append(heappop(heap))
+    return popped
+
+
+def test_a_long_queue_gets_shorter_a_few_entries_a_push() -> None:
+    queue, looked_at = Queue(), list[int]()
+
+    def counts(entry: int) -> bool:
+        looked_at.append(entry)
+        return entry >= 10_000
+
+    for entry in range(10_000):
+        queue.push(entry, 100_000, counts)
+    assert not looked_at
+    for entry in range(10_000, 14_000):
+        before = len(looked_at)
+        queue.push(entry, 9_000, counts)
+        assert len(looked_at) - before <= 4
+    assert pop_all(queue) == list(range(10_000, 14_000))
+
+
+def test_the_order_holds_while_a_queue_gets_shorter() -> None:
+    chance, queue = Random(2), Queue()
+    entries = chance.sample(range(1 << 40), 3000)
+    for entry in entries[:2500]:
+        queue.push(entry, 5000, lambda _: True)
+    for entry in entries[2500:]:
+        queue.push(entry, 1000, lambda _: True)
+    assert queue.former and queue.heap and len(queue) == 3000
+    assert pop_all(queue) == sorted(entries)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.records import LAYOUT, MOST_SHARDS, LayoutFound, LayoutRecords, TenantRecords
+from kvkeep.store.table import PlainColumns
 
 DIGEST = bytes(range(16))
 

@@ -356,12 +356,12 @@ def test_a_prefix_stored_again_is_found_before_what_was_dropped_is_swept(hand: H
     h = hand(20)
     h.put("abcdefgh")
     h.store.blocks.a_turn = 1
-    operators.drop_block(h.store, "t", h.key("a"))
+    h.store.drop_blocks("t", [h.key("a")])
     assert h.lookup("abcdefgh").blocks == 0
     for stored in ("ab", "abcd"):
         h.put(stored)
         assert h.store.blocks.unswept and h.lookup("abcdefgh").blocks == len(stored)
-        operators.drop_block(h.store, "t", h.key("a"))
+        h.store.drop_blocks("t", [h.key("a")])
         assert h.lookup("abcdefgh").blocks == 0, "a dropped block is never found"
 
 
@@ -371,7 +371,7 @@ def test_a_large_tree_is_unreadable_at_once_and_freed_in_pieces(hand: Hands, sha
     keys = long_chain(h, "c", 100) if shape == "chain" else bush(h, 99)
     leaf = keys[-16:] if shape == "chain" else b"leaf0".ljust(16, b".")
     h.store.blocks.a_turn = 8
-    operators.drop_block(h.store, "t", keys[:16])
+    h.store.drop_blocks("t", [keys[:16]])
     assert h.store.tenants.get("t").index.get(leaf) != NO_ROW, "the sweep has not come so far"
     prompt = keys if shape == "chain" else keys + leaf
     assert h.store.lookup(1, 900, "t", h.layout, prompt, 0, h.now_ms).blocks == 0
@@ -385,7 +385,7 @@ def test_a_dropped_prompt_can_be_stored_again_before_it_is_swept(hand: Hands) ->
     h = hand(256)
     keys = long_chain(h, "c", 100)
     h.store.blocks.a_turn = 8
-    operators.drop_block(h.store, "t", keys[16:32])
+    h.store.drop_blocks("t", [keys[16:32]])
     assert h.store.lookup(1, 900, "t", h.layout, keys, 0, h.now_ms).blocks == 1
     h.store.release(1, 900, h.now_ms)
     assert long_chain(h, "c", 100) == keys

@@ -170,9 +170,8 @@ def test_an_index_with_a_hole_is_not_adopted(left: Path, names: list[str]) -> No
         with open(path, "wb") as file:
             file.truncate(len(content) + (64 << 10))
             file.write(content[:1])
-        expected = (
-            "" if name.startswith("segment-") else f"{name} has holes"
-        )  # segments are looked at one by one
+        # segments are looked at one by one
+        expected = "" if name.startswith("segment-") else f"{name} has holes"
         assert why_not_adopt(left, *SIZES) == expected
         path.write_bytes(content)
     assert why_not_adopt(left, *SIZES) == ""

@@ -20,6 +20,7 @@ from kvkeep.tiers.memory import Pool, auto_size, pool_left, slab_bytes_for
 from kvkeep.units import GIB, KIB, MIB, format_size, parse_size
 from kvkeep.wire.pool_files import PoolFiles, hold
 
+Make = Callable[..., Pool]
 SLAB = 64 * KIB
 SEGMENT = 4 * SLAB
 
@@ -48,10 +49,17 @@ def fill(pool: Pool) -> list[tuple[int, int]]:
     return filled
 
 
+def left_pool(tmp_path: Path, epoch: int = 1) -> Pool:
+    pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, epoch, keep=True)
+    Store(pool.pool_bytes, SLAB, columns=pool.columns)
+    fill(pool)
+    return pool
+
+
 # -- on disk
 
 
-def test_a_pool_is_a_directory_of_these_files(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_pool_is_a_directory_of_these_files(make: Make, tmp_path: Path) -> None:
     pool = make()
     fill(pool)
     watch = pool.watch(3)
@@ -67,7 +75,7 @@ def test_a_pool_is_a_directory_of_these_files(make: Callable[..., Pool], tmp_pat
     watch.close()
 
 
-def test_only_the_owner_may_touch_it(make: Callable[..., Pool]) -> None:
+def test_only_the_owner_may_touch_it(make: Make) -> None:
     before = os.umask(0)
     try:
         pool = make()
@@ -83,18 +91,16 @@ def test_only_the_owner_may_touch_it(make: Callable[..., Pool]) -> None:
     )
 
 
-def test_a_directory_left_open_to_others_is_closed_to_them(
-    make: Callable[..., Pool], tmp_path: Path
-) -> None:
+def test_a_directory_left_open_to_others_is_closed_to_them(make: Make, tmp_path: Path) -> None:
     (tmp_path / "kvkeep-test").mkdir(mode=0o777)
     assert make().directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_client_can_tell_that_the_pool_is_here(make: Callable[..., Pool]) -> None:
+def test_a_client_can_tell_that_the_pool_is_here(make: Make) -> None:
     assert PoolFiles(make(epoch=2**63 - 1).directory).is_of(2**63 - 1)
 
 
-def test_closing_removes_everything(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_closing_removes_everything(make: Make, tmp_path: Path) -> None:
     pool = make()
     fill(pool)
     pool.segments.view(0, 16)
@@ -102,14 +108,14 @@ def test_closing_removes_everything(make: Callable[..., Pool], tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_twice_is_no_error(make: Callable[..., Pool]) -> None:
+def test_closing_twice_is_no_error(make: Make) -> None:
     pool = make()
     pool.close()
     pool.close()
 
 
 def test_closing_when_somebody_removed_the_directory_is_no_error(
-    make: Callable[..., Pool], tmp_path: Path
+    make: Make, tmp_path: Path
 ) -> None:
     pool = make()
     for path in pool.directory.iterdir():
@@ -119,9 +125,7 @@ def test_closing_when_somebody_removed_the_directory_is_no_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_leaves_a_directory_alone_that_another_server_has_taken(
-    make: Callable[..., Pool],
-) -> None:
+def test_closing_leaves_a_directory_alone_that_another_server_has_taken(make: Make) -> None:
     first = make()
     shutil.rmtree(first.directory)
     assert not first.is_in_place()
@@ -137,7 +141,7 @@ def test_closing_leaves_a_directory_alone_that_another_server_has_taken(
     assert second.is_in_place() and not first.is_in_place()
 
 
-def test_closing_survives_whatever_is_in_the_way(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_closing_survives_whatever_is_in_the_way(make: Make, tmp_path: Path) -> None:
     pool = make()
     fill(pool)
     for name in ("epoch", "segment-00000", "daemon.lock"):
@@ -149,7 +153,7 @@ def test_closing_survives_whatever_is_in_the_way(make: Callable[..., Pool], tmp_
 
 
 def test_what_cannot_be_removed_does_not_keep_the_rest(
-    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = tmp_path / "kvkeep-test"
     left.mkdir()
@@ -168,7 +172,7 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(
     assert not (left / "a").exists() and not (left / "c").exists()
 
 
-def test_a_filled_segment_is_served_though_its_file_is_gone(make: Callable[..., Pool]) -> None:
+def test_a_filled_segment_is_served_though_its_file_is_gone(make: Make) -> None:
     pool = make()
     fill(pool)
     shutil.rmtree(pool.directory)
@@ -176,7 +180,7 @@ def test_a_filled_segment_is_served_though_its_file_is_gone(make: Callable[..., 
     assert (pool.segments.view(9 * SLAB, SLAB) == 7).all()
 
 
-def test_closing_leaves_other_pools_alone(make: Callable[..., Pool]) -> None:
+def test_closing_leaves_other_pools_alone(make: Make) -> None:
     first, second = make(name="first"), make(name="second")
     first.close()
     assert fill(second)
@@ -185,7 +189,7 @@ def test_closing_leaves_other_pools_alone(make: Callable[..., Pool]) -> None:
 # -- one owner
 
 
-def test_a_second_server_is_told_who_has_the_pool(make: Callable[..., Pool]) -> None:
+def test_a_second_server_is_told_who_has_the_pool(make: Make) -> None:
     pool = make()
     fill(pool)
     with pytest.raises(
@@ -196,7 +200,7 @@ def test_a_second_server_is_told_who_has_the_pool(make: Callable[..., Pool]) -> 
     assert len(list(pool.directory.iterdir())) == 5, "the first one lost nothing"
 
 
-def test_a_closed_pool_can_be_made_again(make: Callable[..., Pool]) -> None:
+def test_a_closed_pool_can_be_made_again(make: Make) -> None:
     make().close()
     assert fill(make())
 
@@ -212,7 +216,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_server_left_is_cleaned(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_what_a_killed_server_left_is_cleaned(make: Make, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert (tmp_path / "kvkeep-test" / "segment-00000").exists(), (
         "it was killed before it could clean up"
@@ -223,7 +227,7 @@ def test_what_a_killed_server_left_is_cleaned(make: Callable[..., Pool], tmp_pat
     assert PoolFiles(pool.directory).is_of(6)
 
 
-def test_leftovers_of_any_kind_are_cleaned(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_leftovers_of_any_kind_are_cleaned(make: Make, tmp_path: Path) -> None:
     left = tmp_path / "kvkeep-test"
     (left / "folder").mkdir(parents=True)
     (left / "folder" / "file").write_text("x")
@@ -231,7 +235,7 @@ def test_leftovers_of_any_kind_are_cleaned(make: Callable[..., Pool], tmp_path: 
     assert sorted(path.name for path in make().directory.iterdir()) == ["daemon.lock", "epoch"]
 
 
-def test_a_symbolic_link_is_not_followed(make: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(make: Make, tmp_path: Path) -> None:
     """Shared memory is writable to all: who follows a link there empties what it points at."""
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -242,9 +246,7 @@ def test_a_symbolic_link_is_not_followed(make: Callable[..., Pool], tmp_path: Pa
     assert [path.name for path in precious.iterdir()] == ["file"]
 
 
-def test_a_file_in_the_way_is_an_error_that_says_so(
-    make: Callable[..., Pool], tmp_path: Path
-) -> None:
+def test_a_file_in_the_way_is_an_error_that_says_so(make: Make, tmp_path: Path) -> None:
     (tmp_path / "kvkeep-test").write_text("in the way")
     with pytest.raises(PoolError, match="File exists"):
         make()
@@ -260,7 +262,7 @@ def test_a_directory_that_is_not_there_is_an_error_that_names_the_setting(tmp_pa
 
 
 def test_a_pool_larger_than_the_file_system_is_refused_with_a_size_that_fits(
-    make: Callable[..., Pool], tmp_path: Path
+    make: Make, tmp_path: Path
 ) -> None:
     space = os.statvfs(tmp_path)
     free_bytes = space.f_bavail * space.f_frsize
@@ -273,7 +275,7 @@ def test_a_pool_larger_than_the_file_system_is_refused_with_a_size_that_fits(
 
 
 def test_leftovers_do_not_count_as_used(
-    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is started again after a crash gets the memory that its predecessor had."""
     seen: list[list[str]] = []
@@ -305,7 +307,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch, nbytes: int, auto_bytes: int = 0) ->
 
 
 def test_a_pool_beyond_a_memory_limit_is_refused_with_a_size_that_fits(
-    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce(monkeypatch, 100 * MIB)
     with pytest.raises(PoolError) as caught:
@@ -320,7 +322,7 @@ def test_a_pool_beyond_a_memory_limit_is_refused_with_a_size_that_fits(
 
 
 def test_the_advice_names_a_slab_size_where_the_one_given_does_not_fit(
-    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce(monkeypatch, 40 * MIB)
     with pytest.raises(PoolError) as caught:
@@ -329,7 +331,7 @@ def test_the_advice_names_a_slab_size_where_the_one_given_does_not_fit(
 
 
 def test_where_no_pool_fits_the_advice_names_no_size(
-    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce(monkeypatch, MIB)
     with pytest.raises(PoolError) as caught:
@@ -338,7 +340,7 @@ def test_where_no_pool_fits_the_advice_names_no_size(
 
 
 def test_an_automatic_size_that_does_not_fit_shrinks(
-    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce(monkeypatch, 40 * MIB, auto_bytes=32 * MIB)
     pool = Pool(tmp_path, "test", GIB, 64 * MIB, 1, may_shrink=True)
@@ -350,7 +352,7 @@ def test_an_automatic_size_that_does_not_fit_shrinks(
 
 
 def test_filling_stops_before_a_memory_limit_ends_the_server(
-    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make()
     pool.fill_next()
@@ -365,7 +367,7 @@ def test_filling_stops_before_a_memory_limit_ends_the_server(
     assert pool.fill_next() == (4, 4), "with memory back it goes on"
 
 
-def test_segments_are_filled_in_order(make: Callable[..., Pool]) -> None:
+def test_segments_are_filled_in_order(make: Make) -> None:
     pool = make(pool_bytes=10 * SLAB)
     assert pool.slabs == 10
     steps = []
@@ -375,30 +377,30 @@ def test_segments_are_filled_in_order(make: Callable[..., Pool]) -> None:
     assert pool.fill_next() == (0, 0)
 
 
-def test_a_pool_of_whole_segments_fills_them(make: Callable[..., Pool]) -> None:
+def test_a_pool_of_whole_segments_fills_them(make: Make) -> None:
     assert fill(make(pool_bytes=2 * SEGMENT)) == [(0, 4), (4, 4)]
 
 
-def test_what_is_less_than_a_slab_is_left_out(make: Callable[..., Pool]) -> None:
+def test_what_is_less_than_a_slab_is_left_out(make: Make) -> None:
     pool = make(pool_bytes=5 * SLAB + SLAB // 2)
     assert pool.pool_bytes == 5 * SLAB
     assert fill(pool) == [(0, 4), (4, 1)]
 
 
-def test_a_slab_larger_than_a_segment_makes_segments_of_one_slab(make: Callable[..., Pool]) -> None:
+def test_a_slab_larger_than_a_segment_makes_segments_of_one_slab(make: Make) -> None:
     pool = make(pool_bytes=2 * MIB, slab_bytes=MIB)
     assert pool.segment_bytes == MIB
     assert fill(pool) == [(0, 1), (1, 1)]
 
 
-def test_every_byte_of_a_filled_pool_can_be_written(make: Callable[..., Pool]) -> None:
+def test_every_byte_of_a_filled_pool_can_be_written(make: Make) -> None:
     pool = make()
     for first, count in fill(pool):
         pool.segments.view(first * SLAB, count * SLAB)[:] = 255
 
 
 def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was(
-    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make()
     assert pool.fill_next() == (0, 4)
@@ -437,12 +439,8 @@ def test_a_small_pool_has_small_slabs(pool_bytes: int, slab_bytes: int) -> None:
 # -- left to the next server
 
 
-def test_a_pool_that_is_kept_is_found_with_its_memory(
-    make: Callable[..., Pool], tmp_path: Path
-) -> None:
-    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
-    Store(first.pool_bytes, SLAB, columns=first.columns)
-    fill(first)
+def test_a_pool_that_is_kept_is_found_with_its_memory(make: Make, tmp_path: Path) -> None:
+    first = left_pool(tmp_path)
     first.segments.view(5 * SLAB, 4)[:] = [1, 2, 3, 4]
     assert first.is_kept and not first.is_left
     first.close(keep=True)
@@ -457,10 +455,8 @@ def test_a_pool_that_is_kept_is_found_with_its_memory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_missing_of_a_pool_is_made_again(make: Callable[..., Pool], tmp_path: Path) -> None:
-    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
-    Store(first.pool_bytes, SLAB, columns=first.columns)
-    fill(first)
+def test_what_is_missing_of_a_pool_is_made_again(make: Make, tmp_path: Path) -> None:
+    first = left_pool(tmp_path)
     first.close(keep=True)
     (tmp_path / "kvkeep-test" / "segment-00001").unlink()
     second = Pool(tmp_path, "test", 10 * SLAB, SLAB, 2, keep=True)
@@ -469,10 +465,8 @@ def test_what_is_missing_of_a_pool_is_made_again(make: Callable[..., Pool], tmp_
     second.close()
 
 
-def test_without_keep_nothing_is_taken_over(make: Callable[..., Pool], tmp_path: Path) -> None:
-    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
-    Store(first.pool_bytes, SLAB, columns=first.columns)
-    fill(first)
+def test_without_keep_nothing_is_taken_over(make: Make, tmp_path: Path) -> None:
+    first = left_pool(tmp_path)
     first.close(keep=True)
     second = make()
     assert not second.is_left and second.filled_bytes == 0 and not second.is_kept
@@ -486,9 +480,7 @@ def test_the_index_goes_before_anything_else(
 ) -> None:
     """A removal that is cut off leaves nothing to adopt: the locks that say who is at work may be
     gone by then."""
-    first = Pool(tmp_path, "test", 10 * SLAB, SLAB, 1, keep=True)
-    Store(first.pool_bytes, SLAB, columns=first.columns)
-    fill(first)
+    first = left_pool(tmp_path)
     removed: list[str] = []
     unlink = Path.unlink
 
@@ -593,13 +585,6 @@ def test_a_pool_whose_rest_does_not_fit_is_removed(
 
 
 # -- files that somebody removes under a living server
-
-
-def left_pool(tmp_path: Path, epoch: int = 1) -> Pool:
-    pool = Pool(tmp_path, "test", 10 * SLAB, SLAB, epoch, keep=True)
-    Store(pool.pool_bytes, SLAB, columns=pool.columns)
-    fill(pool)
-    return pool
 
 
 def test_a_living_servers_pool_is_not_adopted_without_its_lock_file(tmp_path: Path) -> None:

@@ -154,9 +154,9 @@ def _measure(blocks: int, rounds: int) -> dict[str, float]:
 
 
 def _evictions(load: _Load) -> tuple[int, float]:
-    before = load.store.room.evictions
+    before = load.store.eviction.evictions
     _, seconds = load.put(_SMALL_BLOCKS)
-    return load.store.room.evictions - before, seconds
+    return load.store.eviction.evictions - before, seconds
 
 
 def _resident_bytes() -> int:

@@ -150,7 +150,7 @@ def _one_tenant(blocks: int, directory: Path) -> list[dict[str, Any]]:
     world.measure(
         "a bad block with all below it",
         2 * part,
-        lambda: operators.drop_block(store, "greedy", root),
+        lambda: store.drop_blocks("greedy", [root]),
     )
     world.fill("limited", part, _CHAIN_BLOCKS)
     world.measure("limit of 0", part, lambda: operators.set_limit(store, "limited", 0, _NOW_MS))

@@ -114,8 +114,8 @@ class Checks:
         indexed = {
             t.name: (t.usage_bytes - t.unindexed_bytes, t.own_quota_bytes) for t in store.tenants
         }
-        moves, usage = store.room.slab_moves, indexed
-        evicted = store.room.evictions
+        moves, usage = store.eviction.slab_moves, indexed
+        evicted = store.eviction.evictions
         if self._usage and moves == self._moves and evicted > self._evictions:
             growing = [
                 name

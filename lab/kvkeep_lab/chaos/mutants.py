@@ -25,8 +25,8 @@ from kvkeep.server.service import Service
 from kvkeep.server.sessions import ServerSession
 from kvkeep.store import adopt
 from kvkeep.store.blocks import Blocks
+from kvkeep.store.eviction import Eviction
 from kvkeep.store.order import EvictionOrder
-from kvkeep.store.room import Room
 from kvkeep.store.store import Store
 from kvkeep.store.table import EVICTING, FREE, NO_ROW
 from kvkeep.store.tenants import Tenant
@@ -329,11 +329,11 @@ def _quota_off_by_one() -> list[Patch]:
         return self.quota_bytes is None or self.usage_bytes >= self.quota_bytes
 
     def limit(
-        self: Room, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int
+        self: Eviction, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int
     ) -> int:
         return wanted - available
 
-    return [(Tenant, "may_lose", may_lose), (Room, "_limit", limit)]
+    return [(Tenant, "may_lose", may_lose), (Eviction, "_limit", limit)]
 
 
 def _drop_under_readers() -> list[Patch]:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from kvkeep.server.service import Service
 from kvkeep.store.adopt import Adoption, adopt
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
+from kvkeep.store.table import PlainColumns
 from kvkeep.wire.messages import PoolPlace, WireLimits
 
 

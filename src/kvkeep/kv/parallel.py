@@ -143,9 +143,8 @@ def _replicas(
 
 
 def _check_at_least(field: str, value: object, least: int) -> None:
-    if (
-        type(value) is not int or value < least
-    ):  # a bool is an int to isinstance, and a mistake here
+    # a bool is an int to isinstance, and a mistake here
+    if type(value) is not int or value < least:
         raise _refusal(f"{field} must be an integer of at least {least}, not {value!r}")
 
 

@@ -8,9 +8,13 @@ import logging
 import resource
 from pathlib import Path
 
-from kvkeep.tiers.free_memory import MEMORY_FILE_SYSTEMS, SMALL_POOL_BYTES, pool_room
+from kvkeep.tiers.free_memory import (
+    MEMORY_FILE_SYSTEMS,
+    SMALL_POOL_BYTES,
+    file_system_of,
+    pool_room,
+)
 from kvkeep.tiers.memory import Pool
-from kvkeep.tiers.mounts import file_system_of
 from kvkeep.units import format_size
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from kvkeep.kv.checksum import ABSENT, has_checksum
 from kvkeep.server.counters import Counters
 from kvkeep.server.network import PoolMemory
-from kvkeep.store.operators import drop_blocks
 from kvkeep.store.store import Store
 from kvkeep.store.table import READY
 
@@ -90,7 +89,7 @@ class Scrub:
                     "an adopted block of tenant %s does not match its checksum; it is dropped",
                     tenant,
                 )
-                dropped += drop_blocks(self._store, tenant, [table.keys[row]])
+                dropped += self._store.drop_blocks(tenant, [table.keys[row]])
         return dropped
 
     def _is_same(self, position: int) -> bool:

@@ -26,7 +26,6 @@ from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions,
 from kvkeep.server.line_limit import LineLimit
 from kvkeep.server.sessions import NetworkLease, NetworkWrite, ServerSession, Sessions
 from kvkeep.server.sharing import nearest_difference
-from kvkeep.store.operators import drop_block
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import NO_ROW, READY
 from kvkeep.wire import messages as m
@@ -432,7 +431,7 @@ class Service:
                     "a block of tenant %s was stored without a checksum; it is dropped",
                     request.tenant,
                 )
-            return m.Done(drop_block(self.store, request.tenant, address))
+            return m.Done(self.store.drop_blocks(request.tenant, [address]))
         return m.Done(0)
 
     # -- stores

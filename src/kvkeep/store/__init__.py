@@ -4,13 +4,12 @@
     operators.py  quotas, limits, usage, clearing
     plans.py      limits, and what the store answers
     blocks.py     the steps in which a block changes state
-    room.py       makes room: victims within quotas, slabs that change their slot size
-    order.py      which leaf is evicted first, by queues of queue.py
+    eviction.py   makes room: victims within quotas, slabs that change their slot size
+    order.py      which leaf is evicted first
     tenants.py    usage, quotas and limits, exact
     key_index.py  a tenant's blocks by key
     tree.py       blocks as chains: the longest hit, subtrees, what a lease holds
-    table.py      one row a block, one column a fact
-    columns.py    the memory of those columns
+    table.py      one row a block, one column a fact, and where columns lie
     layouts.py    how big a block is and how it is cut into shards
     slabs.py      the pool's memory, cut into slots of several sizes
     records.py    tenants and layouts as the next server finds them

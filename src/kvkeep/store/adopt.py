@@ -91,9 +91,8 @@ class _Found:
         numbers = np.unique(table.many.tenant[self.live]).tolist()
         self._names = store.tenants.names_left(numbers)
         self._layouts = {layout.number: layout for layout in store.layouts.take_over()}
-        sizes = np.zeros(
-            max(self._layouts, default=0) + 2, dtype=np.int64
-        )  # by number; the last is of all unknown
+        # by number; the last is of all unknown
+        sizes = np.zeros(max(self._layouts, default=0) + 2, dtype=np.int64)
         for number, layout in self._layouts.items():
             sizes[number] = layout.slot_bytes
         numbers = table.many.layout[self.live]
@@ -228,9 +227,8 @@ def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
     """Leaves in the columns what the store is to begin with, in an order that may be cut off
     anywhere."""
     table, many = store.blocks.table, store.blocks.table.many
-    many.pins[leased] = np.maximum(
-        many.pins[leased], 1
-    )  # first: what told us so is gone with the next lines
+    # first: what told us so is gone with the next lines
+    many.pins[leased] = np.maximum(many.pins[leased], 1)
     many.pins[held] = 1
     many.parent[held] = NO_ROW
     many.state[held] = EVICTING
@@ -240,9 +238,8 @@ def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
     many.pins[adopted] = pins
     uses, ranks = np.unique(many.used[adopted], return_inverse=True)
     was_last = many.finished[adopted] == many.used[adopted]
-    many.used[adopted] = (
-        ranks.reshape(-1) + 1
-    )  # counted anew: no number that a row may hold can do harm
+    # counted anew: no number that a row may hold can do harm
+    many.used[adopted] = ranks.reshape(-1) + 1
     many.finished[adopted] = np.where(was_last, ranks.reshape(-1) + 1, 0)
     store.blocks.sequence = len(uses)
     many.used[held] = many.finished[held] = 0
@@ -261,9 +258,8 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
     for number, of_tenant in sorted(
         _split(rows, many.tenant[rows]), key=lambda item: int(many.used[item[1]].max())
     ):
-        tenant = store.tenants.by_number[
-            number
-        ]  # the one that was used longest ago first: so they may make way
+        # the one that was used longest ago first: so they may make way
+        tenant = store.tenants.by_number[number]
         indexed = of_tenant[many.state[of_tenant] == READY]
         tenant.index.put(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist())
         for layout, some in _split(of_tenant, many.layout[of_tenant]):

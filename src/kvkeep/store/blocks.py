@@ -1,13 +1,12 @@
-"""Blocks coming and going: the few steps in which a block changes state, each leaving everything
-consistent.
+"""The steps in which a block changes state. Each leaves everything consistent.
 
-What is taken out of use can be found no more from that moment on, however much it is. Its memory
-comes back in pieces of `a_turn` blocks (`sweep`), so that nobody waits for long:
+Blocks that are taken out of use cannot be found from that moment on, however many they are. `sweep`
+frees their memory, `a_turn` blocks at a time:
 
-    a tree        `drop` takes its root out of the index; the blocks below are `unswept`: they are still in the index,
-                  and whoever finds one looks at what it hangs on
-    a tenant      `clear` takes its whole index away; the blocks in there are swept, the youngest first
-    a long chain  is freed from its leaf up; where a piece ends is in `to_free`
+    a tree        `drop` removes its root from the index; the blocks below are `unswept`: still in
+                  the index, so a lookup that finds one checks its ancestors
+    a tenant      `clear` replaces its index by an empty one; the blocks of the old one are swept
+    a long chain  is freed from its leaf up; `_to_free` has the block where a turn ended
 """
 
 from __future__ import annotations
@@ -20,21 +19,19 @@ from numpy.typing import NDArray
 
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.presence import Presence
-from kvkeep.store.columns import Columns
 from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.layouts import Layout, Layouts
 from kvkeep.store.order import EvictionOrder
 from kvkeep.store.seals import fold_checks, seals_of_chain
 from kvkeep.store.slabs import Slabs
-from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WAITING, WRITING, BlockTable, Columns
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import any_above, hold, let_go, link_chain, split_keys, unlink_leaf
 
 _IN_USE = (WRITING, WAITING, READY)
 _KEYS_A_STEP = 16
-BLOCKS_A_TURN = (
-    256  # that one request takes out of use or frees, and each turn after it: a millisecond or two
-)
+# most blocks that a request, or a turn after it, takes out of use or frees: one to two milliseconds
+BLOCKS_A_TURN = 256
 
 
 class Blocks:
@@ -50,22 +47,20 @@ class Blocks:
         most_blocks: int = 0,
     ) -> None:
         self.table = BlockTable(columns, most_blocks)
-        self.presence = presence or Presence()  # of all that a lookup could find, and some more
+        self.presence = presence or Presence()  # counts all blocks that a lookup could find
         self.tenants = tenants
         self.layouts = layouts
         self.slabs = slabs
         self.order = EvictionOrder(self.table, tenants, layouts)
-        self.sequence = 0  # counts uses: the only time that the eviction order knows
-        self.shards_in: dict[
-            int, int
-        ] = {}  # rows with shards missing -> bit mask of the shards that are there
+        self.sequence = 0  # counts uses; the clock of the eviction order
+        # row of an incomplete block -> bit mask of its shards that have arrived
+        self.shards_in: dict[int, int] = {}
         self.a_turn = BLOCKS_A_TURN
         self.freed = 0  # blocks, since the start
         self.dropped = 0  # blocks that have left the index by `drop`
-        self.unswept: dict[
-            int, int
-        ] = {}  # EVICTING rows whose children may be in the index -> the next to look at
-        self._to_free: list[int] = []  # EVICTING leaves that nobody holds
+        # EVICTING row whose children may be in the index -> the next child to sweep
+        self.unswept: dict[int, int] = {}
+        self._to_free: list[int] = []  # EVICTING leaves without pins
         self._cleared: deque[tuple[Tenant, KeyIndex]] = deque()
         self._may_free = BLOCKS_A_TURN  # in this turn
 
@@ -82,8 +77,7 @@ class Blocks:
         priority: int,
         expires_ms: int,
     ) -> NDArray[np.int64]:
-        """Makes a chain of new WRITING blocks under `parent`. The caller has made room for them,
-        within the limit."""
+        """Makes a chain of new WRITING blocks under `parent`. The caller has made room for them."""
         table, n = self.table, len(keys)
         rows = table.take(n)
         row_list, many = rows.tolist(), table.many
@@ -124,24 +118,24 @@ class Blocks:
     def note_checksums(
         self, rows: list[int], shard: int, layout: Layout, checksums: NDArray[np.uint64]
     ) -> None:
-        """Notes the checksums of one shard of some blocks, and adds them to their seals: before a
-        block is READY."""
+        """Stores the checksums of one shard and adds them to the blocks' seals, before a block is
+        READY."""
         many, at = self.table.many, np.array(rows)
         places, change = many.check[at], fold_checks(checksums, shard)
-        if layout.lacking:  # it may have been noted before as not there
+        if layout.lacking:  # the shard may have been stored as absent before
             change -= fold_checks(layout.checks[places, shard], shard)
         layout.checks[places, shard] = checksums
         layout.lacking |= bool((checksums == ABSENT).any())
         many.seal[at] += change
 
     def shard_arrived(self, rows: list[int], shard: int, layout: Layout) -> None:
-        """Notes one shard of some blocks, whose checksums are noted already; with its last shard a
-        block is READY as soon as its ancestors are."""
+        """Notes one shard of some blocks, after its checksums. A block with all shards is READY as
+        soon as its ancestors are."""
         many, at, shards_in = self.table.many, np.array(rows), self.shards_in
         complete, bit = (1 << layout.shards) - 1, 1 << shard
         whole: list[int] = []
         written: list[int] = at[many.state[at] == WRITING].tolist()
-        if complete == bit:  # most often: there are no others to come
+        if complete == bit:  # most layouts have one shard
             whole, written = written, []
             for row in whole:
                 del shards_in[row]
@@ -159,17 +153,16 @@ class Blocks:
             self.order.await_no_more(row for row in rows if row not in shards_in)
 
     def touch(self, row: int, sequence: int) -> None:
-        """Notes a use of the whole prefix up to `row`: ancestors inherit it when they become
+        """Notes a use of the chain that ends in `row`. Ancestors inherit it when they become
         leaves."""
         self.table.used[row] = sequence
 
     def hold(self, rows: list[int]) -> None:
-        """Counts one more lease or write on each of these blocks, which are of one tenant and
-        layout."""
+        """Counts one more lease or write on each block. All are of one tenant and layout."""
         self._charge_held(rows[0], hold(self.table, rows))
 
     def let_go(self, rows: list[int]) -> None:
-        """Counts one less. Before `unpin`, which may free them."""
+        """Counts one lease or write less. Before `unpin`, which may free the blocks."""
         self._charge_held(rows[0], -let_go(self.table, rows))
 
     def _charge_held(self, row: int, blocks: int) -> None:
@@ -183,8 +176,8 @@ class Blocks:
         self.table.pins[row] += 1
 
     def unpin(self, row: int, now_ms: int) -> None:
-        """Ends one lease or write on a block; the last one makes it evictable, or sets an evicting
-        block free."""
+        """Ends one lease or write on a block. After the last one the block is evictable, or freed
+        if it is EVICTING."""
         self.table.pins[row] -= 1
         self._unpinned(row, now_ms)
 
@@ -192,28 +185,25 @@ class Blocks:
         self.table.many.pins[np.array(rows, dtype=np.int64)] += 1
 
     def unpin_many(self, rows: list[int], now_ms: int) -> None:
-        """Ends one write on each of these blocks, parents first. Only leaves and evicting ones need
-        a closer look."""
+        """Ends one write on each block, parents first. Only leaves and EVICTING blocks change."""
         many, at = self.table.many, np.array(rows)
         many.pins[at] -= 1
         look = at[(many.first_child[at] == NO_ROW) | (many.state[at] == EVICTING)]
         for row in reversed(look.tolist()):
-            if self.table.state[row] != FREE:  # else it went with its last child
+            if self.table.state[row] != FREE:  # else it was freed with its last child
                 self._unpinned(row, now_ms)
 
     def evict(self, row: int, now_ms: int, limit: int = 1) -> int:
-        """Frees an evictable leaf, and up to `limit` blocks in all as far as its ancestors are next
-        in line anyway.
+        """Evicts a leaf, and with it ancestors that would be next in line, `limit` blocks at most.
+        Returns how many.
 
-        The first that stays inherits the last use, and whether the session has finished. Returns
-        how many were freed."""
+        The first ancestor that stays inherits the last use, and whether its request has finished."""
         chain = self._same_rank_above(row, limit)
         self._evict_chain(chain, now_ms)
         return len(chain)
 
     def evict_all(self, rows: list[int], now_ms: int) -> None:
-        """Frees blocks that nobody reads or writes, each after all that hang on it, whatever their
-        rank."""
+        """Evicts blocks without leases and writes, descendants first, whatever their rank."""
         table, chain = self.table, list[int]()
         for row in rows:
             if chain and not (table.parent[chain[-1]] == row and self._is_only_child(chain[-1])):
@@ -224,8 +214,8 @@ class Blocks:
             self._evict_chain(chain, now_ms)
 
     def _evict_chain(self, chain: list[int], now_ms: int) -> int:
-        """Frees a leaf and the ancestors that follow it. Returns the first that stays: it inherits
-        the last use."""
+        """Frees a leaf and the ancestors that follow it. Returns the first ancestor that stays,
+        which inherits the last use."""
         table = self.table
         used, finished = table.used[chain[0]], table.finished[chain[0]]
         for row in chain:
@@ -245,9 +235,8 @@ class Blocks:
         return self.table.next_sibling[row] == NO_ROW == self.table.prev_sibling[row]
 
     def _same_rank_above(self, row: int, limit: int) -> list[int]:
-        """The row and ancestors that become leaves of the same rank one after the other: most often
-        the rest of a conversation, which so goes in one step instead of a turn through the queue
-        for each block."""
+        """The row and the ancestors that would become leaves of the same rank one after the other:
+        most often the rest of a conversation, evicted in one step instead of block by block."""
         table, chain = self.table, [row]
         all_used, all_states, pins, parent = table.used, table.state, table.pins, table.parent
         next_sibling, prev_sibling = table.next_sibling, table.prev_sibling
@@ -273,11 +262,9 @@ class Blocks:
         return chain
 
     def drop(self, rows: Iterable[int]) -> int:
-        """Takes blocks and all below them out of use at once, and frees those that nobody reads or
-        writes: the first now, and the rest by `sweep`.
-
-        The others, and what they hang on, are EVICTING until the last lease or write on them ends.
-        Returns how many blocks have left the index until now."""
+        """Takes blocks and their descendants out of use at once. Frees those without leases and
+        writes, the first ones now and the rest by `sweep`; the others and their ancestors stay
+        EVICTING until the last lease or write ends. Returns how many have left the index so far."""
         before = self.dropped
         for row in rows:
             if self.table.state[row] in _IN_USE:
@@ -286,10 +273,10 @@ class Blocks:
         return self.dropped - before
 
     def take_out(self, row: int) -> None:
-        """Takes a block out of the index. What hangs on it is `unswept`."""
+        """Takes a block out of the index. Its descendants are `unswept`."""
         table = self.table
         tenant, key = self.tenants.by_number[table.tenant[row]], table.keys[row]
-        if tenant.index.get(key) == row:  # else it went with the whole index
+        if tenant.index.get(key) == row:  # else it left with the whole index
             tenant.index.remove([key])
             tenant.unindexed_bytes += self.layouts[table.layout[row]].slot_bytes
         self._evicting(row)
@@ -297,12 +284,12 @@ class Blocks:
         self.dropped += 1
 
     def is_unswept(self, row: int) -> bool:
-        """Whether a block that is in the index hangs on one that was taken out of it."""
+        """Whether a block in the index has an ancestor that was taken out of it."""
         return bool(self.unswept) and any_above(self.table, row, EVICTING)
 
     def clear(self, tenant: Tenant) -> int:
         """Takes all blocks of a tenant out of use at once. Returns how many were in the index.
-        Those that nobody reads or writes are freed by `sweep`."""
+        `sweep` frees those without leases and writes."""
         index, tenant.index = tenant.index, KeyIndex()
         if index:
             tenant.unindexed_bytes = tenant.usage_bytes
@@ -315,11 +302,11 @@ class Blocks:
         return bool(self._to_free or self.unswept or self._cleared)
 
     def begin_turn(self) -> None:
-        """From now on `a_turn` blocks may be freed again before the rest is left to `sweep`."""
+        """Begins a turn: `a_turn` blocks may be freed before the rest is left to `sweep`."""
         self._may_free = self.a_turn
 
     def sweep(self) -> None:
-        """Goes on with what was taken out of use: about `a_turn` blocks of it."""
+        """Continues to free what was taken out of use: about `a_turn` blocks."""
         self.begin_turn()
         for _ in range(len(self._to_free)):
             if not self._may_free:
@@ -336,7 +323,7 @@ class Blocks:
             row = next(reversed(unswept))
             child = unswept[row]
             if child != NO_ROW and (table.state[child] == FREE or table.parent[child] != row):
-                child = table.first_child[row]  # the one that was next has been evicted
+                child = table.first_child[row]  # the next child was evicted
             while child != NO_ROW and looks:
                 looks -= 1
                 following = table.next_sibling[child]
@@ -366,9 +353,8 @@ class Blocks:
         return max(0, looks)
 
     def _sweep_line(self, row: int, most: int) -> int:
-        """Takes a block of a tenant that was cleared, those that it hangs on and one line of those
-        below it out of use, and frees them together: one by one takes ten times as long. Returns
-        how many."""
+        """Takes a block of a cleared tenant, its ancestors and one line of its descendants out of
+        use, and frees them together: one by one takes ten times as long. Returns how many."""
         state, parent, first_child = self.table.state, self.table.parent, self.table.first_child
         above, leaf, swept = row, row, 0
         while above != NO_ROW and swept < most and state[above] in _IN_USE:
@@ -389,11 +375,11 @@ class Blocks:
             self.order.await_no_more([row])
 
     def _is_empty(self, row: int) -> bool:
-        """An evictable block without a single shard."""
+        """Whether an evictable block has no shard at all."""
         return self.shards_in.get(row) == 0 and self.order.evictable(row)
 
     def _publish(self, row: int) -> None:
-        """A block has all its shards."""
+        """Makes a block with all shards READY, or WAITING for its parent."""
         table, state = self.table, self.table.state
         above = table.parent[row]
         if above != NO_ROW and state[above] != READY:
@@ -405,9 +391,8 @@ class Blocks:
             self._publish_below(row)
 
     def _publish_chain(self, rows: list[int]) -> bool:
-        """The same for many at once, if each is the only child of the one before it: all of them
-        are READY with the first, parents first, or wait with it. False: they are not, and nothing
-        has changed."""
+        """`_publish` for a chain of only children, all at once. Returns False, having changed
+        nothing, if the rows are no such chain."""
         table, many, at = self.table, self.table.many, np.array(rows, dtype=np.int64)
         if (many.first_child[at[:-1]] != at[1:]).any() or (
             many.next_sibling[at[1:]] != NO_ROW
@@ -423,7 +408,7 @@ class Blocks:
         return True
 
     def _publish_below(self, row: int) -> None:
-        """Makes those READY that waited for this block, and for each other."""
+        """Makes the descendants READY that waited for this block."""
         table, rows = self.table, [row]
         state, next_sibling = table.state, table.next_sibling
         while rows:
@@ -442,11 +427,10 @@ class Blocks:
             self._became_leaf(row, now_ms)
 
     def _free_evicting(self, row: int) -> None:
-        """Frees an EVICTING leaf without pins, then its ancestors as far as that makes them such
-        leaves.
+        """Frees an EVICTING leaf without pins, and then its ancestors while they are such leaves.
 
-        The first ancestor that stays may now be a leaf itself. Its rank is as of the last look for
-        expired blocks: what expires later is still to be noted."""
+        The first ancestor that stays may be an evictable leaf now. Its rank is computed with the
+        time of the last look for expired blocks."""
         table, unswept = self.table, self.unswept
         while row != NO_ROW and table.state[row] == EVICTING:
             if table.pins[row] or table.first_child[row] != NO_ROW or row in unswept:
@@ -471,8 +455,8 @@ class Blocks:
             self._became_leaf(row, self.order.noted_ms)
 
     def _became_leaf(self, row: int, now_ms: int) -> None:
-        """Puts a block in line that somebody let go. One that nothing was ever written to goes at
-        once, and so do its ancestors as far as they are like it: they would only be in the way."""
+        """Queues a block for eviction. A block without any shard is freed at once, with its
+        ancestors as far as they have none either."""
         table, shards_in = self.table, self.shards_in
         while row != NO_ROW and self._is_empty(row) and self._may_free:
             chain = [row]
@@ -488,7 +472,7 @@ class Blocks:
 
     def _free(self, chain: list[int]) -> int:
         """Frees a leaf and the ancestors that follow it in `chain`, each the only child of the
-        next. Returns the parent of the last one."""
+        next. Returns the parent of the last."""
         table, leaf, top = self.table, chain[0], chain[-1]
         assert table.first_child[leaf] == NO_ROW
         table.first_child[top] = NO_ROW
@@ -497,7 +481,7 @@ class Blocks:
         return parent
 
     def _give_back(self, rows: list[int]) -> None:
-        """Takes blocks of one tenant, layout and state out of everything but the tree."""
+        """Removes blocks of one tenant, layout and state from everything but the tree."""
         table, first = self.table, rows[0]
         at = slice(first, first + 1) if len(rows) == 1 else np.array(rows)  # several times as fast
         tenant = self.tenants.by_number[table.tenant[first]]

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
-from kvkeep.store.columns import Columns, PlainColumns
 from kvkeep.store.records import LONGEST_FINGERPRINT_BYTES, LayoutRecords, word_of
+from kvkeep.store.table import Columns, PlainColumns
 
 _SHARD_ALIGN = 64
 SLOT_ALIGN = 4096
@@ -47,14 +47,12 @@ class Layout:
     held_blocks: int = 0  # that somebody reads or writes, with those that they hang on
     used: int = 0  # when a block was last used
     sessions: set[int] = field(default_factory=set)
-    physical: dict[int, bytes] = field(
-        default_factory=dict
-    )  # shard -> digest of how its tensors lie in memory
+    # shard -> digest of how its tensors lie in memory
+    physical: dict[int, bytes] = field(default_factory=dict)
     word: int = field(init=False)  # stands for the layout in seals
     checks: NDArray[np.uint64] = field(init=False)
-    lacking: bool = (
-        False  # some block was stored without one of its shards, and may be given it later
-    )
+    # some block was stored without one of its shards, and may be given it later
+    lacking: bool = False
     _free_checks: array[int] = field(default_factory=lambda: array("q"))  # freed in one go
     _next_check: int = 0
 
@@ -98,9 +96,8 @@ class Layout:
             step = min(len(self.checks), _LARGEST_STEP_BYTES // (8 * self.shards))
             self.checks = self._grow_checks(max(self._next_check + fresh, len(self.checks) + step))
         rows.extend(range(self._next_check, self._next_check + fresh))
-        self.checks[self._next_check : self._next_check + fresh] = (
-            0  # an earlier server's may be left there
-        )
+        # an earlier server's may be left there
+        self.checks[self._next_check : self._next_check + fresh] = 0
         self._next_check += fresh
         taken = np.array(rows, dtype=np.int64)
         if reused:

@@ -1,5 +1,4 @@
-"""What operators do to the store: quotas, limits, usage, clearing, and the end of a block that
-proved bad."""
+"""What operators do to the store: quotas, limits, usage, clearing."""
 
 from __future__ import annotations
 
@@ -9,26 +8,11 @@ from itertools import islice
 from kvkeep.errors import RequestError
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import Store
-from kvkeep.store.table import NO_ROW
 from kvkeep.store.tenants import Tenant
 from kvkeep.units import TIB, format_size
 
 LARGEST_LIMIT_BYTES = 64 * TIB  # as much as the largest pool
 _TENANTS_SHRUNK_A_TURN = 64
-
-
-def drop_blocks(store: Store, tenant: str, keys: Iterable[bytes]) -> int:
-    """Takes blocks out of use, with everything that hangs on them. Returns how many left; unknown
-    keys are no error."""
-    owner = store.tenants.get(tenant)
-    rows = [owner.index.get(key) for key in keys] if owner else []
-    return store.blocks.drop([row for row in rows if row != NO_ROW])
-
-
-def drop_block(store: Store, tenant: str, key: bytes) -> int:
-    """Takes a block that proved bad out of use, with everything that hangs on it. Returns how many
-    left."""
-    return drop_blocks(store, tenant, [key])
 
 
 def clear(store: Store, tenant: str | None = None) -> int:
@@ -231,11 +215,11 @@ def _begin(store: Store, now_ms: int) -> None:
     if store.blocks.order.to_scan:
         store.blocks.order.move(now_ms, left)
     for tenant in list(islice(tenants.to_shrink, _TENANTS_SHRUNK_A_TURN)):
-        before = store.room.evictions
-        if left <= 0 or not store.room.shrink_to_limit(tenant, now_ms, left):
+        before = store.eviction.evictions
+        if left <= 0 or not store.eviction.shrink_to_limit(tenant, now_ms, left):
             return
         tenants.to_shrink.pop(tenant, None)
-        left -= store.room.evictions - before
+        left -= store.eviction.evictions - before
 
 
 def _check_limit_range(limit_bytes: int | None, field: str) -> None:

@@ -21,17 +21,17 @@ turns, and nothing is evicted from it until then."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from kvkeep.store.layouts import Layouts
 from kvkeep.store.plans import NORMAL_PRIORITY
-from kvkeep.store.queue import Queue
 from kvkeep.store.table import EVICTING, FREE, NO_ROW, WRITING, BlockTable
 from kvkeep.store.tenants import Tenant, Tenants
 
@@ -47,6 +47,40 @@ _LOOKS_A_TURN = 1024  # at entries that are out of date: a millisecond or two
 _DISCARDED_A_TURN = 16384
 _ROWS_A_SCAN = 1 << 15
 _AWAITED_PART, _AWAITED_AT_LEAST = 8, 8
+_ENTRIES_A_PUSH = 4  # looked at: a long queue is through after a quarter as many pushes
+
+
+class Queue(Struct, eq=False, gc=False):
+    """A priority queue of numbers that drops entries which no longer count, a few with each push.
+
+    When a queue has grown too long, its heap becomes the `former` one. Each push then takes some
+    entries from the end of that, and those that still count go into the new heap. The garbage
+    collector does not track queues: there may be one for each of 100,000 tenants."""
+
+    heap: list[int] = field(default_factory=list)
+    former: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.heap) + len(self.former or ())
+
+    def front(self) -> list[int]:
+        """The heap that begins with the lowest entry of all; an empty one if there is none."""
+        if not self.former or (self.heap and self.heap[0] <= self.former[0]):
+            return self.heap
+        return self.former
+
+    def push(self, entry: int, most: int, counts: Callable[[int], bool]) -> None:
+        """Adds an entry. A queue with more than `most` loses those that do not count."""
+        heappush(self.heap, entry)
+        if self.former is None:
+            if len(self.heap) <= most:
+                return
+            self.former, self.heap = self.heap, []
+        for _ in range(min(_ENTRIES_A_PUSH, len(self.former))):
+            last = self.former.pop()  # a heap without its last entry is a heap
+            if counts(last):
+                heappush(self.heap, last)
+        self.former = self.former or None
 
 
 class EvictionOrder:
@@ -58,18 +92,15 @@ class EvictionOrder:
         self._layouts = layouts
         self._queues: dict[int, dict[int, Queue]] = {}  # owner -> slot size -> queue
         self._expiring = Queue()  # of `expires_ms << 32 | row`
-        self.behind: tuple[int, int] | None = (
-            None  # owner and slot size of a queue whose front is out of date
-        )
+        # owner and slot size of a queue whose front is out of date
+        self.behind: tuple[int, int] | None = None
         self._looks = self.looks_a_turn = _LOOKS_A_TURN
-        self.discarded: list[
-            list[int]
-        ] = []  # lists that nobody needs: a million numbers take 30 ms to free
+        # lists that nobody needs: a million numbers take 30 ms to free
+        self.discarded: list[list[int]] = []
         self._awaited: OrderedDict[int, None] = OrderedDict()  # half written, oldest first
         self.noted_ms = 0  # blocks that expire up to here have been noted
-        self.to_scan = (
-            0  # rows still to be looked at for blocks of tenants that have changed queues
-        )
+        # rows still to be looked at for blocks of tenants that have changed queues
+        self.to_scan = 0
         self._scan_at = 0
         self._is_moving: NDArray[np.bool_] = np.zeros(64, dtype=np.bool_)  # by number of a tenant
 

@@ -1,4 +1,4 @@
-"""What the store answers: plans that the daemon passes on and workers carry out."""
+"""The limits of requests, and the plans that the store answers with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Hints, in the order in which eviction heeds them. A higher priority stays longer.
+# Hints to eviction. Blocks of a higher priority stay longer.
 LOWEST_PRIORITY, NORMAL_PRIORITY, HIGHEST_PRIORITY = 0, 50, 100
 LONGEST_TTL_MS = 10 * 365 * 24 * 3600 * 1000
 
@@ -28,10 +28,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Hit:
-    """The longest prefix that is READY. If it reaches beyond `skip`, it is leased, and from there
-    on described.
+    """The longest READY prefix. The blocks after `skip` are leased and described.
 
-    blocks      leading blocks that are READY, of all keys asked for
+    blocks      number of leading READY blocks, of all keys asked for
     slots       int64[blocks - skip]: byte offset of each block's slot in the pool
     checksums   uint64[blocks - skip, shards]
     """
@@ -40,14 +39,19 @@ class Hit:
     slots: NDArray[np.int64]
     checksums: NDArray[np.uint64]
 
+    @classmethod
+    def unleased(cls, blocks: int, shards: int) -> Hit:
+        """A hit that does not reach beyond `skip`."""
+        return cls(blocks, np.empty(0, np.int64), np.empty((0, shards), np.uint64))
+
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Which of the keys to write, and where. Blocks that are there already are not written again.
+    """Which of the keys to write, and where. Blocks that are stored already are not written again.
 
     positions   int32[n]: index of each block to write in the request's keys, ascending
     slots       int64[n]: byte offset of each block's slot in the pool
-    refused     keys that found no room (or whose parent is not here: `orphan`); always the last ones
+    refused     number of keys without room, or without a stored parent (`orphan`); always the last
     """
 
     positions: NDArray[np.int32]
@@ -58,7 +62,7 @@ class StorePlan:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a completed write brought: blocks, and bytes of its shard."""
+    """What a completed write added: blocks, and bytes of its shard."""
 
     blocks: int
     nbytes: int
@@ -68,10 +72,10 @@ class Stored:
 class TenantUsage:
     """One tenant as operators see it.
 
-    quota_bytes, limit_bytes   in force; None: none
-    set_quota_bytes            the tenant's own quota as it was set; more than is in force where the own quotas of all
-                               tenants exceed the pool, or where the limit is less
-    own_quota, own_limit       whether they are the tenant's own, and not the default ones
+    quota_bytes, limit_bytes   in force; None: no quota, no limit
+    set_quota_bytes            the tenant's own quota as it was set; more than the one in force if
+                               all own quotas exceed the pool, or if the limit is lower
+    own_quota, own_limit       whether they are the tenant's own instead of the defaults
     """
 
     tenant: str

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvkeep.kv.checksum import checksum
-from kvkeep.store.columns import Columns
+from kvkeep.store.table import Columns
 
 MOST_SHARDS = 1024
 LONGEST_FINGERPRINT_BYTES = 64

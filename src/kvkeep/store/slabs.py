@@ -17,9 +17,8 @@ class Slabs:
         self.slab_bytes = slab_bytes
         self._slot_bytes: dict[int, int] = {}  # slab -> its slot size; only slabs that have one
         self._unused: list[int] = []  # slabs without a slot size, next one last
-        self._partial: dict[
-            int, dict[int, list[int]]
-        ] = {}  # slot size -> slab -> free offsets, next one last
+        # slot size -> slab -> free offsets, next one last
+        self._partial: dict[int, dict[int, list[int]]] = {}
         self._free_slots: dict[int, int] = {}  # slot size -> free slots in its slabs
 
     @property

@@ -1,12 +1,12 @@
 """The store: a single-threaded state machine that takes a request and answers with a plan.
 
-Every operation either happens whole or raises RequestError and changes nothing. Sessions, leases
-and writes are named by numbers that the caller chooses: a lease is the number of the lookup that
-asked for it, a write the number of its prepare_store. So whoever lost an answer can still give back
-what the answer gave.
+Every operation either happens completely or raises RequestError and changes nothing. The caller
+chooses the numbers of sessions, leases and writes: a lease has the number of the lookup that asked
+for it, a write the number of its prepare_store. So a client that lost an answer can still release
+what the answer granted.
 
-No request does more work than fits a few milliseconds. What is more, such as freeing a million
-blocks, is begun by the request, which takes effect at once, and is carried on by `tidy`."""
+No request takes more than a few milliseconds. Longer work, such as freeing a million blocks, takes
+effect at once and is continued by `tidy`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
 from kvkeep.kv.presence import Presence
 from kvkeep.store.blocks import Blocks
-from kvkeep.store.columns import Columns, PlainColumns
+from kvkeep.store.eviction import Eviction
 from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.layouts import SLOT_ALIGN, Layout, Layouts
 from kvkeep.store.plans import (
@@ -36,22 +36,21 @@ from kvkeep.store.plans import (
     Stored,
     StorePlan,
 )
-from kvkeep.store.room import Room
 from kvkeep.store.slabs import Slabs
-from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WRITING
+from kvkeep.store.table import EVICTING, FREE, NO_ROW, READY, WRITING, Columns, PlainColumns
 from kvkeep.store.tenants import Tenant, Tenants
 from kvkeep.store.tree import key_at, longest_hit, not_held, rows_of_chain, split_keys, way_up
 
-BLOCKS_PER_STORE = 512  # that one prepare_store may name: three milliseconds in a full pool
+BLOCKS_PER_STORE = 512  # most blocks of one prepare_store: three milliseconds in a full pool
 _ROWS_A_SCAN = 1 << 15
-_CHAINS_LOOKED_AT = 4  # by a lookup that finds a dropped one: others wait
-# stands for all sessions of the server before this one, as long as any of their processes lives
+_CHAINS_LOOKED_AT = 4  # by a lookup that finds dropped blocks
+# the session that stands for all sessions of the previous server while any of their processes lives
 OLD_SESSIONS = 0
 
 
 @dataclass
 class Write:
-    """Blocks of which one session is writing one shard."""
+    """One shard of some blocks, which one session is writing."""
 
     layout: Layout
     shard: int
@@ -60,18 +59,17 @@ class Write:
 
 @dataclass
 class Session:
-    """One engine process. Everything it holds is found here, and given back when it is gone."""
+    """One engine process, with everything that it holds and that is released when it ends."""
 
-    leases: dict[int, int] = field(
-        default_factory=dict
-    )  # lease -> its deepest row, which protects all above
+    # lease -> its deepest row; a pin on it protects its ancestors
+    leases: dict[int, int] = field(default_factory=dict)
     writes: dict[int, Write] = field(default_factory=dict)
     writing_blocks: int = 0
 
 
 class Store:
-    """See the module's docstring. `pool_bytes` is what the pool will have; memory itself comes by
-    `add_slabs`. Columns that an earlier store has left are of no use before `adopt`."""
+    """See the module's docstring. `pool_bytes` is the size that the pool will have; `add_slabs` adds
+    memory as it becomes ready. A store over columns of an earlier store must be adopted first."""
 
     def __init__(
         self,
@@ -96,23 +94,20 @@ class Store:
             presence,
             most_blocks=pool_bytes // SLOT_ALIGN,
         )
-        self.room = Room(self.blocks)
+        self.eviction = Eviction(self.blocks)
         self.tenants.on_moved = self.blocks.order.move_later
-        self.withheld_blocks = (
-            0  # found by lookups and not leased: their tenant held all that it may
-        )
+        # found by lookups but not leased, because their tenant may hold no more
+        self.withheld_blocks = 0
         self.sessions: dict[int, Session] = {}
-        self.closing: deque[Session] = (
-            deque()
-        )  # sessions that have ended and what they hold still has to be given back
-        self.writers: dict[
-            int, int
-        ] = {}  # row -> bit mask of the shards that somebody is writing now
+        # ended sessions that still hold something
+        self.closing: deque[Session] = deque()
+        # row -> bit mask of the shards that are being written
+        self.writers: dict[int, int] = {}
 
     # -- memory, sessions, layouts -----------------------------------------------------------------
 
     def add_slabs(self, first: int, count: int) -> None:
-        """Memory from slab `first` on is there and may be used."""
+        """Adds `count` slabs of memory from slab `first` on."""
         self.slabs.add(first, count)
 
     def open_session(self, session: int) -> None:
@@ -130,8 +125,8 @@ class Store:
         self.sessions[session] = Session()
 
     def close_session(self, session: int, now_ms: int) -> None:
-        """Gives back everything the session holds. Only once its process is done with the memory,
-        or dead."""
+        """Releases everything that the session holds. Only when its process has stopped using the
+        memory, or has ended."""
         self.closing.append(self._session(session))
         self.layouts.forget_session(session)
         del self.sessions[session]
@@ -161,8 +156,7 @@ class Store:
         return layout
 
     def tidy(self, now_ms: int) -> bool:
-        """Carries on with what requests have begun: one piece of it. Returns whether there is more
-        to do."""
+        """Continues work that requests have started, for one turn. Returns whether there is more."""
         if self.closing:
             self._give_back(now_ms)
         elif self.blocks.has_to_sweep:
@@ -177,7 +171,7 @@ class Store:
             self.blocks.order.discard()
         elif self.tenants.to_shrink:
             tenant = next(iter(self.tenants.to_shrink))
-            if self.room.shrink_to_limit(tenant, now_ms, self.blocks.a_turn):
+            if self.eviction.shrink_to_limit(tenant, now_ms, self.blocks.a_turn):
                 self.tenants.to_shrink.pop(tenant, None)
         else:
             self._drop_leaving_layout()
@@ -210,7 +204,7 @@ class Store:
         skip: int,
         now_ms: int,
     ) -> Hit:
-        """Finds the longest prefix of READY blocks; leases and describes what lies beyond the first
+        """Finds the longest prefix of READY blocks. Leases and describes those after the first
         `skip`."""
         state = self._session(session)
         shape = self.layouts.get(layout)
@@ -233,15 +227,15 @@ class Store:
         if owner and blocks and self.blocks.unswept:
             blocks = self._without_unswept(owner, keys, blocks)
         if not owner or blocks <= skip:
-            return Hit(blocks, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
+            return Hit.unleased(blocks, shape.shards)
         rows = rows_of_chain(self.blocks.table, owner.index, keys, skip, blocks)
         many = self.blocks.table.many
         if not len(rows) or many.layout[rows[-1]] != layout:
-            return Hit(0, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
+            return Hit.unleased(0, shape.shards)
         if self.tenants.reserved_bytes:
             rows = self._that_may_be_held(owner, shape, rows)
             if not len(rows):
-                return Hit(skip, np.empty(0, np.int64), np.empty((0, shape.shards), np.uint64))
+                return Hit.unleased(skip, shape.shards)
         deepest = int(rows[-1])
         shape.used = self.blocks.next_use()
         self.blocks.touch(deepest, shape.used)
@@ -251,7 +245,7 @@ class Store:
         return Hit(skip + len(rows), many.slot[rows], shape.checks.take(many.check[rows], axis=0))
 
     def release(self, session: int, lease: int, now_ms: int) -> bool:
-        """Ends a lease. False if there is none of that number: releasing twice is no error."""
+        """Ends a lease. False if there is no such lease: releasing twice is not an error."""
         row = self._session(session).leases.pop(lease, NO_ROW)
         if row == NO_ROW:
             return False
@@ -259,13 +253,13 @@ class Store:
         return True
 
     def tenant_of_lease(self, session: int, lease: int) -> str:
-        """Whose blocks are leased; "" if there is no such lease."""
+        """The tenant whose blocks are leased; "" if there is no such lease."""
         row = self._session(session).leases.get(lease, NO_ROW)
         return "" if row == NO_ROW else self.tenants.by_number[self.blocks.table.tenant[row]].name
 
     def finish(self, session: int, tenant: str, key: bytes, now_ms: int) -> bool:
-        """Hint: whoever used the chain that ends in `key` is done with it. Unless used again it
-        goes early."""
+        """Hint: the request that used the chain ending in `key` has finished. The chain is evicted
+        early unless it is used again."""
         self._session(session)
         owner = self.tenants.get(tenant)
         row = owner.index.get(key) if owner else NO_ROW
@@ -291,10 +285,10 @@ class Store:
         priority: int = NORMAL_PRIORITY,
         ttl_ms: int = 0,
     ) -> StorePlan:
-        """Gives slots for one shard of those blocks that lack it, or were stored as lacking it;
-        evicts to make room. `parent` is b"" at a root.
+        """Plans the store of one shard, for the blocks that lack it. Evicts to make room. `parent`
+        is b"" at a root.
 
-        If there is no room for all, the first ones are taken: a beginning is worth storing, an end
+        If there is no room for all blocks, the first ones are stored: a prefix is useful, a chain
         without its beginning is not."""
         state = self._session(session)
         shape = self.layouts.get(layout)
@@ -336,8 +330,8 @@ class Store:
     def complete_store(
         self, session: int, write: int, checksums: NDArray[np.uint64], now_ms: int
     ) -> Stored:
-        """The shard's bytes are in their slots. Blocks become visible when their last shard is in.
-        Returns how many blocks were written."""
+        """Notes that the shard's bytes are in their slots. A block becomes visible with its last
+        shard. Returns what was written."""
         state = self._session(session)
         work = self._write(state, write)
         if len(checksums) != len(work.rows):
@@ -355,12 +349,19 @@ class Store:
         return Stored(len(work.rows), len(work.rows) * work.layout.shard_bytes[work.shard])
 
     def abandon_store(self, session: int, write: int, now_ms: int) -> bool:
-        """Gives the slots back unwritten. False if there is no such write: abandoning twice is no
-        error."""
+        """Releases the slots of a write. False if there is no such write: abandoning twice is not
+        an error."""
         return bool(self.abandon_all(session, [write], now_ms))
 
+    def drop_blocks(self, tenant: str, keys: Iterable[bytes]) -> int:
+        """Takes blocks that proved bad out of use, with all their descendants. Returns how many
+        have left the index; unknown keys are no error."""
+        owner = self.tenants.get(tenant)
+        rows = [owner.index.get(key) for key in keys] if owner else []
+        return self.blocks.drop([row for row in rows if row != NO_ROW])
+
     def abandon_all(self, session: int, writes: Iterable[int], now_ms: int) -> set[int]:
-        """The same for many. Returns those that there were."""
+        """Abandons several writes. Returns the numbers of those that existed."""
         state = self._session(session)
         abandoned = {
             write: work for write in writes if (work := state.writes.pop(write, None)) is not None
@@ -392,8 +393,8 @@ class Store:
         return work
 
     def _give_back(self, now_ms: int) -> None:
-        """Gives back what sessions held that have ended, the oldest first: up to `a_turn` leases
-        and blocks."""
+        """Releases what ended sessions held, the oldest session first: up to `a_turn` leases and
+        blocks."""
         self.blocks.begin_turn()
         left = self.blocks.a_turn
         while self.closing and left > 0:
@@ -441,15 +442,15 @@ class Store:
     def _that_may_be_held(
         self, owner: Tenant, shape: Layout, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The first ones of a chain, as many as the tenant may hold."""
+        """The first rows of a chain, as many as the tenant may hold."""
         may_hold = self.tenants.may_hold(owner, self.slabs.capacity_bytes) // shape.slot_bytes
         too_many = min(max(0, not_held(self.blocks.table, int(rows[-1])) - may_hold), len(rows))
         self.withheld_blocks += too_many
         return rows[: len(rows) - too_many]
 
     def _drop_leaving_layout(self) -> None:
-        """Takes trees of a layout that makes way out of use, as many as are among some thousand
-        rows of the table."""
+        """Drops trees of a layout that is being removed: those with roots in the next rows of the
+        table."""
         number, start = next(((n, at) for n, at in self.layouts.leaving.items() if at >= 0), (0, 0))
         if not number:
             return
@@ -529,8 +530,8 @@ class Store:
     def _walk_known(
         self, owner: Tenant | None, shape: Layout, shard: int, above: int, wanted: list[bytes]
     ) -> tuple[list[tuple[int, int]], int, int]:
-        """Follows the chain as far as it is known. Returns (position, row) of blocks that lack the
-        shard and that nobody is writing it to, the position of the first unknown key, and the last
+        """Follows the chain as far as it is known. Returns (position, row) of the blocks whose
+        shard is missing and not being written, the position of the first unknown key, and the last
         known row."""
         table, joined = self.blocks.table, []
         if above != NO_ROW and table.layout[above] != shape.number:
@@ -552,9 +553,7 @@ class Store:
                 )
             if table.state[row] == WRITING:
                 lacks = not self.blocks.shards_in[row] >> shard & 1
-            # whoever found such a block knows that the shard is not there: nobody reads where it
-            # will be
-            else:
+            else:  # a reader of such a block knows that the shard is absent and does not read it
                 lacks = shape.lacking and shape.checks[table.check[row], shard] == ABSENT
             if lacks and not self.writers.get(row, 0) >> shard & 1:
                 joined.append((position, row))
@@ -566,13 +565,12 @@ class Store:
             raise RequestError(
                 "broken_chain", "a key appears twice, or before its parent", field="keys"
             )
-        for row in unswept.values():  # others are to be stored in their place
+        for row in unswept.values():  # new blocks replace them
             self.blocks.take_out(row)
         return joined, new_from, above
 
     def _unswept_among(self, index: KeyIndex, keys: list[bytes]) -> dict[bytes, int]:
-        """Those of the keys whose blocks hang on what was dropped, or on each other so, with their
-        rows."""
+        """The keys whose blocks descend from dropped blocks, with their rows."""
         table, unswept, gone = self.blocks.table, dict[bytes, int](), set[int]()
         for key in keys:
             row = index.get(key)
@@ -594,18 +592,17 @@ class Store:
     ) -> list[int]:
         limit_bytes = self.tenants.limit_of(tenant)
         if limit_bytes is not None and limit_bytes < shape.slot_bytes:
-            return []  # before anything of others makes way
+            return []  # without evicting anything
         if not self.tenants.has_place(tenant) and (coldest := self.tenants.make_way()):
             self.blocks.clear(coldest)
         owner = self.tenants.get_or_add(tenant)
         owner.storing = True
         shape.used = self.blocks.next_use()
         if above != NO_ROW:
-            self.blocks.pin(
-                above
-            )  # or making room might take the very block that the new ones hang on
+            # so that making room does not evict the parent of the new blocks
+            self.blocks.pin(above)
         self.blocks.begin_turn()
-        room = self.room.make(owner, shape, len(keys), now_ms)
+        room = self.eviction.make_room(owner, shape, len(keys), now_ms)
         rows: list[int] = []
         if room:
             expires_ms = now_ms + ttl_ms if ttl_ms else 0
@@ -619,7 +616,7 @@ class Store:
         return rows
 
     def add_to_write(self, state: Session, work: Write, rows: list[int]) -> None:
-        """From now on the session is the one that writes this shard of these blocks."""
+        """Makes the session the writer of this shard of these blocks."""
         bit, writers = 1 << work.shard, self.writers
         self.blocks.pin_many(rows)
         if rows:
@@ -634,7 +631,7 @@ class Store:
         state.writing_blocks += len(rows)
 
     def _end_write(self, work: Write, rows: list[int], now_ms: int) -> None:
-        """Ends it for these rows of it."""
+        """Ends the write for some of its rows."""
         others, writers = ~(1 << work.shard), self.writers
         for row in rows:
             if left := writers.pop(row) & others:

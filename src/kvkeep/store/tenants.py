@@ -24,9 +24,9 @@ import numpy as np
 from msgspec import Struct, field
 
 from kvkeep.errors import RequestError
-from kvkeep.store.columns import Columns, PlainColumns
 from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.records import TenantRecords, word_of
+from kvkeep.store.table import Columns, PlainColumns
 
 COMMONS = -1  # owner of the eviction queues that tenants without quota and limit share
 _UNBOUNDED = 1 << 62
@@ -128,23 +128,19 @@ class Tenants:
         # Tenants that may lose blocks to others and have a queue of their own, in no order that
         # matters: those above their quota, and those with blocks and a limit but no quota.
         self.borrowers: dict[Tenant, None] = {}
-        self.on_default: dict[
-            Tenant, None
-        ] = {}  # tenants with blocks whose quota is the default one, likewise
+        # tenants with blocks whose quota is the default one, likewise
+        self.on_default: dict[Tenant, None] = {}
         self.named: dict[Tenant, None] = {}  # tenants with a quota or limit of their own
         # Tenants that may make way for a new name, the one that was held longest ago first: those
         # with blocks of which none is held, and without a quota or limit of their own.
         self.idle: dict[Tenant, None] = {}
-        self.leaving: dict[
-            Tenant, None
-        ] = {}  # tenants that have made way and still have blocks: no place is theirs
-        self.to_shrink: dict[
-            Tenant, None
-        ] = {}  # tenants that were over their limit when it was lowered
+        # tenants that have made way and still have blocks: no place is theirs
+        self.leaving: dict[Tenant, None] = {}
+        # tenants that were over their limit when it was lowered
+        self.to_shrink: dict[Tenant, None] = {}
         self.to_update: list[Tenant] = []  # tenants that the defaults may have changed for
-        self.on_moved: Callable[[Tenant], None] = lambda tenant: (
-            None
-        )  # its blocks belong into other eviction queues
+        # its blocks belong into other eviction queues
+        self.on_moved: Callable[[Tenant], None] = lambda tenant: None
         self.reserved_bytes = 0  # the sum of all shares
         self._excess_bytes = 0  # the sum of what all tenants hold beyond their shares
         self._defaults = 0

@@ -5,19 +5,29 @@ left.
     host, limits   │ in use │ the server itself │ pool …         │
 
 The scarcest of them decides. What lies in a memory file system takes both its space and memory.
-"""
+
+Memory limits are those of control groups, from the group of this process up to the top:
+
+    /proc/self/cgroup       0::/system.slice/kvkeep.service       the group of this process, version 2
+                            4:memory:/docker/a5c8                 version 1: a tree for memory
+    /proc/self/mountinfo    where each tree is mounted, and which group is the top of what is visible
+
+A limit applies to a group and all groups below it, so the limit that ends a process is often not on
+its own group: a pod has one around its containers, a slice one around its services. A container
+does not see the groups above its own; version 1 tells their lowest limit, version 2 nothing. Memory
+in /dev/shm counts for the group of the process that touched it first, also after that process
+ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
 
-from kvkeep.tiers.cgroups import memory_limits
-from kvkeep.tiers.mounts import file_system_of
 from kvkeep.units import KIB, MIB, format_size
 
 MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -26,14 +36,18 @@ _LEAST_AUTO_BYTES: Final = 64 * MIB
 # What a server takes beside its pool. Measured: 39 MiB from the check until it has stored 65,000
 # blocks.
 _SERVER_BYTES: Final = 64 * MIB
-_FILLING_BYTES: Final = (
-    16 * MIB
-)  # the part of it that is left when the last segment is filled, at least
+# the part of it that is left when the last segment is filled, at least
+_FILLING_BYTES: Final = 16 * MIB
 # Files beside the segments: the first rows of the index, and the presence file, at most one byte
 # for 128 of the pool.
 _INDEX_BYTES: Final = MIB
 _POOL_BYTES_A_PRESENCE_BYTE: Final = 128
 _MOST_PRESENCE_BYTES: Final = 4 * MIB
+
+MOUNTS: Final = Path("/proc/self/mountinfo")
+_PROC: Final = Path("/proc/self")
+_MOST_BYTES: Final = 1 << 16  # that are read of one of the kernel's files
+_MOST_LEVELS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -87,9 +101,8 @@ def auto_pool_bytes(shm_dir: Path, freed_bytes: int = 0) -> int:
     OSError if there is no such directory.
     """
     free_bytes = _space(shm_dir, freed_bytes).free_bytes
-    if (
-        file_system_of(shm_dir) != "hugetlbfs"
-    ):  # on a disk, too: nobody expects a pool larger than memory there
+    # on a disk, too: nobody expects a pool larger than memory there
+    if file_system_of(shm_dir) != "hugetlbfs":
         free_bytes = min(free_bytes, available_bytes(freed_bytes))
     wanted_bytes = max(free_bytes // 4, _LEAST_AUTO_BYTES) // MIB * MIB
     return min(wanted_bytes, pool_room(shm_dir, freed_bytes).advised_bytes)
@@ -149,3 +162,163 @@ def _host_bytes() -> int:
             int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * KIB
         )
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """One limit. `used_bytes` is without file cache, which the kernel gives up before it ends a
+    process; `shared_bytes` of it are in memory file systems."""
+
+    group: Path
+    limit_bytes: int
+    used_bytes: int = 0
+    shared_bytes: int = 0
+
+    def free_bytes(self, freed_bytes: int = 0) -> int:
+        """What is left of it when an old pool of so many bytes is gone. Nothing tells which groups
+        that pool counts for; with less shared memory than that, a group has no more to get back."""
+        return max(0, self.limit_bytes - self.used_bytes + min(freed_bytes, self.shared_bytes))
+
+
+def memory_limits(proc: Path = _PROC) -> list[MemoryLimit]:
+    """All limits that can be seen. What cannot be read is no limit."""
+    own = _own_groups(proc / "cgroup")
+    limits = []
+    for mount in read_mounts(proc / "mountinfo"):
+        version = _version(mount)
+        for group in _levels(mount, own[version]) if version in own else ():
+            limit = _limit_v2(group) if version == 2 else _limit_v1(group)
+            if limit is not None:
+                limits.append(limit)
+    return limits
+
+
+def _own_groups(path: Path) -> dict[int, str]:
+    """The group of this process in the trees that can limit memory, by version."""
+    own = {}
+    for line in _read(path).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers and group:
+            own[2] = group
+        elif "memory" in controllers.split(",") and group:
+            own[1] = group
+    return own
+
+
+def _version(mount: Mount) -> int:
+    """0 for mounts that have nothing to do with memory."""
+    if mount.kind == "cgroup2":
+        return 2
+    return 1 if mount.kind == "cgroup" and "memory" in mount.options else 0
+
+
+def _levels(mount: Mount, group: str) -> Iterator[Path]:
+    """The group and those above it, as directories. Only the mount's top if the group does not lie
+    below it, as in a container that sees its own group as the top and is told the host's name for
+    it."""
+    top = Path(mount.point)
+    with contextlib.suppress(ValueError):
+        below = PurePosixPath(group).relative_to(mount.root)
+        if ".." not in below.parts:
+            for depth in range(min(len(below.parts), _MOST_LEVELS), 0, -1):
+                yield top.joinpath(*below.parts[:depth])
+    yield top
+
+
+def _limit_v2(group: Path) -> MemoryLimit | None:
+    """memory.high counts as well: beyond it the kernel slows a group down until it has less, which
+    a pool never has."""
+    limits = [_number(group / name) for name in ("memory.max", "memory.high")]
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        return None
+    return _with_usage(group, min(known), _number(group / "memory.current"), _statistics(group), "")
+
+
+def _limit_v1(group: Path) -> MemoryLimit | None:
+    statistics = _statistics(group)
+    # The lowest limit of this group and all above it, hidden ones included.
+    limits = [_number(group / "memory.limit_in_bytes"), statistics.get("hierarchical_memory_limit")]
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        return None
+    return _with_usage(
+        group, min(known), _number(group / "memory.usage_in_bytes"), statistics, "total_"
+    )
+
+
+def _with_usage(
+    group: Path, limit: int, used: int | None, statistics: dict[str, int], prefix: str
+) -> MemoryLimit:
+    cached, shared = (
+        sum(statistics.get(prefix + name, 0) for name in names)
+        for names in (("active_file", "inactive_file"), ("shmem",))
+    )
+    return MemoryLimit(group, limit, max((used or 0) - cached, 0), shared)
+
+
+def _statistics(group: Path) -> dict[str, int]:
+    pairs = (line.split(" ") for line in _read(group / "memory.stat").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and _is_number(pair[1])}
+
+
+def _number(path: Path) -> int | None:
+    """None for "max", and for what is no number."""
+    text = _read(path).strip()
+    return int(text) if _is_number(text) else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 20
+
+
+def _read(path: Path) -> str:
+    """Empty if it cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape") as file:
+            return file.read(_MOST_BYTES)
+    except (OSError, ValueError):
+        return ""
+
+
+class Mount(NamedTuple):
+    """`root` is the directory of the file system that appears at `point`; `options` are those of
+    the file system."""
+
+    root: str
+    point: str
+    kind: str
+    options: tuple[str, ...]
+
+
+def read_mounts(mounts: Path = MOUNTS) -> list[Mount]:
+    """In the order of mounting. Empty if the list cannot be read; lines of another form are left
+    out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text(errors="surrogateescape").splitlines():
+            mounted, _, system = line.partition(" - ")
+            if len(fields := mounted.split(" ")) >= 5 and system:
+                kind, _, rest = system.partition(" ")
+                options = tuple(rest.split(" ")[-1].split(","))
+                found.append(Mount(_plain(fields[3]), _plain(fields[4]), kind, options))
+    return found
+
+
+def file_system_of(directory: Path, mounts: Path = MOUNTS) -> str:
+    """The type of the file system that holds `directory`, such as tmpfs or ext4. Empty if it is
+    unknown."""
+    found, longest = "", -1
+    place = os.path.realpath(directory)
+    for mount in read_mounts(mounts):
+        # Of two on one point the later one hides the earlier.
+        is_above = place == mount.point or place.startswith(mount.point.rstrip("/") + "/")
+        if is_above and len(mount.point) >= longest:
+            found, longest = mount.kind, len(mount.point)
+    return found
+
+
+def _plain(path: str) -> str:
+    """The kernel writes blanks and backslashes as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)

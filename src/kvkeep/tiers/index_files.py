@@ -27,19 +27,17 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvkeep.kv.checksum import checksum
-from kvkeep.store.columns import PlainColumns
 from kvkeep.store.layouts import SLOT_ALIGN
 from kvkeep.store.records import LAYOUT, TENANT, word_of
-from kvkeep.store.table import KEPT, WORDS_A_KEY
+from kvkeep.store.table import KEPT, WORDS_A_KEY, PlainColumns
 from kvkeep.units import format_size
 
 PREFIX = "index-"
 _HEADER_FILE = PREFIX + "header"
 _VERSION = 2
 _MAGIC = b"kvkeepix"
-_HEADER = struct.Struct(
-    "<8sIIQQQQ"
-)  # magic, version, 0, form, pool bytes, slab bytes, segment bytes
+# magic, version, 0, form, pool bytes, slab bytes, segment bytes
+_HEADER = struct.Struct("<8sIIQQQQ")
 _CHECK = struct.Struct("<Q")
 # Changes by itself when a column does, should somebody forget to raise the version.
 _FORM = word_of(
@@ -59,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class FileColumns:
-    """Columns in one directory; see `kvkeep.store.columns.Columns`."""
+    """Columns in one directory; see `kvkeep.store.table.Columns`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvkeep.errors import PoolError
 from kvkeep.kv.presence import Presence
-from kvkeep.store.columns import Columns, PlainColumns
+from kvkeep.store.table import Columns, PlainColumns
 from kvkeep.tiers import session_locks
 from kvkeep.tiers.free_memory import Room, auto_pool_bytes, can_stay, pool_room, room_to_fill
 from kvkeep.tiers.index_files import (
@@ -32,9 +32,8 @@ from kvkeep.tiers.index_files import (
     why_not_adopt,
     write_header,
 )
-from kvkeep.tiers.old_sessions import OldSessions
 from kvkeep.tiers.ownership import LOCK_FILE, Ownership
-from kvkeep.tiers.session_locks import SessionLocks
+from kvkeep.tiers.session_locks import OldSessions, SessionLocks
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.pool_files import EPOCH_FILE, PoolFiles, Watch
 from kvkeep.wire.segments import PRESENCE_FILES, Segments, make_presence, segment_path
@@ -244,9 +243,8 @@ class Pool:
             )
         nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
         room = room_to_fill(self.directory)
-        if (
-            room is not None and nbytes > room.nbytes
-        ):  # beyond a memory limit no call fails: the kernel ends the server
+        # beyond a memory limit no call fails: the kernel ends the server
+        if room is not None and nbytes > room.nbytes:
             raise self._no_more(nbytes, room.reason)
         path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -257,9 +255,8 @@ class Pool:
             raise self._no_more(nbytes, error.strerror or "unknown error") from error
         finally:
             os.close(descriptor)
-        self.segments.view(
-            self.filled_bytes, 1
-        )  # mapped now, it serves the network even if the file goes
+        # mapped now, it serves the network even if the file goes
+        self.segments.view(self.filled_bytes, 1)
         first = self.filled_bytes // self.slab_bytes
         self.filled_bytes += nbytes
         return first, nbytes // self.slab_bytes
@@ -291,9 +288,8 @@ class Pool:
     def close(self, *, keep: bool = False) -> None:
         """Removes the pool, or leaves it to the next server. Processes that have it mapped keep
         their mapping until they let go of it."""
-        if (
-            not keep and self._ownership.has_directory()
-        ):  # else it is gone, or another server's by now
+        # else it is gone, or another server's by now
+        if not keep and self._ownership.has_directory():
             self._let_go_of_what_was_left()
             self._remove_files()
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -394,9 +390,8 @@ class Pool:
         """
         with contextlib.suppress(OSError):
             remove_header(self.directory)
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # somebody else removed the directory: so much the better
+        # somebody else removed the directory: so much the better
+        with contextlib.suppress(FileNotFoundError):
             for path in self.directory.iterdir():
                 with contextlib.suppress(OSError):
                     if path.is_dir() and not path.is_symlink():

@@ -1,19 +1,27 @@
 """The lock files of a pool's sessions, and a record of them beside the index.
 
-The next server tells by these files who may still be at work in the pool. A file that somebody
-removed, or made anew, would tell it that nobody is. So the record says which files there must be,
-and which inodes they are: more of them do no harm, one less and nothing is adopted."""
+Each engine process holds the lock of its session (`kvkeep.wire.liveness`), whichever server runs.
+By these files the next server tells which processes may still be at work in the pool. If somebody
+removes or replaces a file, that is lost. So the record names every file and its inode: further
+files do no harm; if one is missing, nothing is adopted.
+
+As long as a process of the server before lives, what its sessions had stays as it is. A lock that
+no process holds cannot be taken again by one that has slots: the file is removed, and a process
+takes its lock before its first slot."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.store.columns import Columns
+from kvkeep.store.table import Columns
 from kvkeep.wire.pool_files import Watch
 
 COLUMN = "sessions"
@@ -80,3 +88,34 @@ class _NotedWatch(Watch):
     def close(self) -> None:
         self._locks.forget(self.path)
         super().close()
+
+
+class OldSessions:
+    """The locks that were held when this was made. OSError if one cannot be looked at. `forget` is
+    told of each file before it is removed."""
+
+    def __init__(self, directory: Path, forget: Callable[[Path], None] = lambda path: None) -> None:
+        self._forget = forget
+        self._locks: dict[Path, int] = {}
+        for path in sorted(directory.glob("session-*.lock")):
+            self._locks[path] = os.open(
+                path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+        self.alive()
+
+    def alive(self) -> int:
+        """How many of them still live. It never grows."""
+        for path, descriptor in list(self._locks.items()):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._forget(path)
+                path.unlink(missing_ok=True)
+                os.close(descriptor)
+                del self._locks[path]
+        return len(self._locks)
+
+    def close(self) -> None:
+        """Lets go of all of them. Their files stay, for the next server."""
+        for descriptor in self._locks.values():
+            os.close(descriptor)
+        self._locks = {}

@@ -146,7 +146,7 @@ def test_a_tenant_that_loses_what_it_was_promised_is_noticed(
         checks._usage["t"] = (0, None)
         other = next(tenant for tenant in store.tenants if tenant.name != names[0])
         checks._usage[other.name] = (other.usage_bytes - 4096, None)
-        store.room.evictions += 1
+        store.eviction.evictions += 1
         checks._check_quotas()
 
     plan = make_plan(pool_blocks=150)

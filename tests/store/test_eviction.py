@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.store.room import _BORROWERS_LOOKED_AT, _Budget
+from kvkeep.store.eviction import _BORROWERS_LOOKED_AT, _Budget
+
+Hands = Callable[..., Any]
 
 
-def test_exactly_what_is_needed_goes(hand: Callable[..., Any]) -> None:
+def test_exactly_what_is_needed_goes(hand: Hands) -> None:
     h = hand(8)
     h.put("abcdefg")
     h.put("xyz")
-    assert h.store.room.evictions == 2 and h.chains() == {
+    assert h.store.eviction.evictions == 2 and h.chains() == {
         "a",
         "ab",
         "abc",
@@ -26,7 +28,7 @@ def test_exactly_what_is_needed_goes(hand: Callable[..., Any]) -> None:
     }
 
 
-def test_without_quotas_the_pool_is_one_lru(hand: Callable[..., Any]) -> None:
+def test_without_quotas_the_pool_is_one_lru(hand: Hands) -> None:
     h = hand(4)
     h.put("ab", "ann")
     h.put("cd", "bob")
@@ -34,7 +36,7 @@ def test_without_quotas_the_pool_is_one_lru(hand: Callable[..., Any]) -> None:
     assert (h.usage("ann"), h.usage("bob")) == (1, 3)
 
 
-def test_a_flood_takes_nothing_from_a_tenant_within_its_quota(hand: Callable[..., Any]) -> None:
+def test_a_flood_takes_nothing_from_a_tenant_within_its_quota(hand: Hands) -> None:
     h = hand(6)
     h.quota("ann", 3)
     h.put("abc", "ann")
@@ -43,7 +45,7 @@ def test_a_flood_takes_nothing_from_a_tenant_within_its_quota(hand: Callable[...
     assert h.usage("ann") == 3 and h.usage("bob") == 3
 
 
-def test_a_tenant_beyond_its_quota_evicts_its_own(hand: Callable[..., Any]) -> None:
+def test_a_tenant_beyond_its_quota_evicts_its_own(hand: Hands) -> None:
     h = hand(6, default_quota=3)
     h.put("abc", "ann")
     h.put("xyz", "bob")
@@ -51,7 +53,7 @@ def test_a_tenant_beyond_its_quota_evicts_its_own(hand: Callable[..., Any]) -> N
     assert h.usage("ann") == 3 and h.usage("bob") == 3 and h.chains("ann") == {"d", "de", "def"}
 
 
-def test_unused_quota_is_borrowed_and_given_back(hand: Callable[..., Any]) -> None:
+def test_unused_quota_is_borrowed_and_given_back(hand: Hands) -> None:
     h = hand(6)
     h.quota("ann", 3)
     h.quota("bob", 3)
@@ -62,7 +64,7 @@ def test_unused_quota_is_borrowed_and_given_back(hand: Callable[..., Any]) -> No
     assert (h.usage("ann"), h.usage("bob")) == (3, 3)
 
 
-def test_a_tenant_without_a_quota_lives_on_what_others_leave(hand: Callable[..., Any]) -> None:
+def test_a_tenant_without_a_quota_lives_on_what_others_leave(hand: Hands) -> None:
     h = hand(5)
     h.quota("ann", 4)
     h.put("abc", "ann")
@@ -72,7 +74,7 @@ def test_a_tenant_without_a_quota_lives_on_what_others_leave(hand: Callable[...,
 
 
 def test_what_a_tenant_reads_beyond_its_quota_leaves_room_for_the_quotas_of_others(
-    hand: Callable[..., Any],
+    hand: Hands,
 ) -> None:
     h = hand(8)
     for chain in ("abcd", "efgh"):
@@ -91,7 +93,7 @@ def test_what_a_tenant_reads_beyond_its_quota_leaves_room_for_the_quotas_of_othe
 
 
 def test_what_a_tenant_writes_beyond_its_quota_leaves_room_for_the_quotas_of_others(
-    hand: Callable[..., Any],
+    hand: Hands,
 ) -> None:
     h = hand(8)
     h.quota("bob", 6)
@@ -103,7 +105,7 @@ def test_what_a_tenant_writes_beyond_its_quota_leaves_room_for_the_quotas_of_oth
     assert h.prepare("e", "cy")[1].refused == 0, "ann's are evictable now"
 
 
-def test_a_chain_is_held_as_a_whole_by_who_extends_it(hand: Callable[..., Any]) -> None:
+def test_a_chain_is_held_as_a_whole_by_who_extends_it(hand: Hands) -> None:
     h = hand(8)
     h.put("abcd", "ann")
     h.quota("bob", 3)
@@ -115,7 +117,7 @@ def test_a_chain_is_held_as_a_whole_by_who_extends_it(hand: Callable[..., Any]) 
     )
 
 
-def test_a_shard_that_may_not_be_held_is_not_written(hand: Callable[..., Any]) -> None:
+def test_a_shard_that_may_not_be_held_is_not_written(hand: Hands) -> None:
     h = hand(4, shard_bytes=(64, 64))
     write, _ = h.prepare("ab", "ann")
     h.complete(write)
@@ -126,7 +128,7 @@ def test_a_shard_that_may_not_be_held_is_not_written(hand: Callable[..., Any]) -
     assert h.prepare("ab", "ann", shard=1)[1].refused == 0
 
 
-def test_a_borrower_never_falls_below_its_quota_by_a_large_block(hand: Callable[..., Any]) -> None:
+def test_a_borrower_never_falls_below_its_quota_by_a_large_block(hand: Hands) -> None:
     h = hand(6)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.quota("ann", 3)
@@ -138,29 +140,29 @@ def test_a_borrower_never_falls_below_its_quota_by_a_large_block(hand: Callable[
     assert h.usage("ann") == 4
 
 
-def test_the_chain_that_is_extended_does_not_make_way_for_itself(hand: Callable[..., Any]) -> None:
+def test_the_chain_that_is_extended_does_not_make_way_for_itself(hand: Hands) -> None:
     h = hand(3)
     h.put("abc")
     _, plan = h.prepare("de", after="abc")
     assert plan.refused == 2 and h.chains() == {"a", "ab", "abc"}
 
 
-def test_the_beginning_is_stored_if_there_is_no_room_for_all(hand: Callable[..., Any]) -> None:
+def test_the_beginning_is_stored_if_there_is_no_room_for_all(hand: Hands) -> None:
     h = hand(4)
     _, plan = h.prepare("abcdef")
     assert plan.positions.tolist() == [0, 1, 2, 3] and plan.refused == 2
 
 
-def test_with_very_many_borrowers_old_ones_still_go(hand: Callable[..., Any]) -> None:
+def test_with_very_many_borrowers_old_ones_still_go(hand: Hands) -> None:
     count = 3 * _BORROWERS_LOOKED_AT
     h = hand(count, default_quota=0)
     for i in range(count):
         h.put("a", f"tenant-{i}")
     h.quota("new", 20)
-    assert h.put("abcdefghij", "new") == 0 and h.store.room.evictions == 10
+    assert h.put("abcdefghij", "new") == 0 and h.store.eviction.evictions == 10
 
 
-def test_a_stale_model_gives_slabs_to_one_of_another_size(hand: Callable[..., Any]) -> None:
+def test_a_stale_model_gives_slabs_to_one_of_another_size(hand: Hands) -> None:
     h = hand(4, slabs=4)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     for word in ("abcd", "efgh", "ijkl", "mnop"):
@@ -168,13 +170,13 @@ def test_a_stale_model_gives_slabs_to_one_of_another_size(hand: Callable[..., An
     assert h.usage() == 16
     for word in ("ABCD", "EFGH", "IJKL", "MNOP"):
         assert h.put(word, layout=large) == 0
-    assert h.store.slabs.sizes() == {8192: 4} and h.store.room.slab_moves == 4 and h.usage() == 16
+    assert (
+        h.store.slabs.sizes() == {8192: 4} and h.store.eviction.slab_moves == 4 and h.usage() == 16
+    )
     assert h.put("abcd") == 0 and h.store.slabs.sizes() == {8192: 3, 4096: 1}
 
 
-def test_a_new_model_beside_a_busy_one_gets_slabs_and_does_not_starve(
-    hand: Callable[..., Any],
-) -> None:
+def test_a_new_model_beside_a_busy_one_gets_slabs_and_does_not_starve(hand: Hands) -> None:
     h = hand(4, slabs=4)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     for word in ("abcd", "efgh", "ijkl", "mnop"):
@@ -188,7 +190,7 @@ def test_a_new_model_beside_a_busy_one_gets_slabs_and_does_not_starve(
     )
 
 
-def test_slabs_of_the_prefix_of_a_busy_chain_are_not_cold(hand: Callable[..., Any]) -> None:
+def test_slabs_of_the_prefix_of_a_busy_chain_are_not_cold(hand: Hands) -> None:
     h = hand(4, slabs=3)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.put("abcd")  # a slab that is never the end of a hit
@@ -199,7 +201,7 @@ def test_slabs_of_the_prefix_of_a_busy_chain_are_not_cold(hand: Callable[..., An
     assert h.lookup("abcdijkl").blocks == 8 and h.lookup("e").blocks == 0
 
 
-def test_a_leased_slab_does_not_move_and_the_next_one_does(hand: Callable[..., Any]) -> None:
+def test_a_leased_slab_does_not_move_and_the_next_one_does(hand: Hands) -> None:
     h = hand(2, slabs=3)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     for word in ("ab", "cd", "ef"):
@@ -211,7 +213,7 @@ def test_a_leased_slab_does_not_move_and_the_next_one_does(hand: Callable[..., A
     assert h.put("ABC", layout=large) == 0
 
 
-def test_borrowed_memory_comes_back_across_sizes(hand: Callable[..., Any]) -> None:
+def test_borrowed_memory_comes_back_across_sizes(hand: Hands) -> None:
     h = hand(2, slabs=4)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.quota("ann", 6)
@@ -223,29 +225,29 @@ def test_borrowed_memory_comes_back_across_sizes(hand: Callable[..., Any]) -> No
     assert h.usage("ann") == 6 and h.usage("bob") == 2
 
 
-def test_slabs_move_only_within_quotas(hand: Callable[..., Any]) -> None:
+def test_slabs_move_only_within_quotas(hand: Hands) -> None:
     h = hand(4, slabs=2)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.quota("ann", 5)
     h.put("abcdefgh", "ann")
     assert h.put("XY", "bob", layout=large) == 2, "either slab would take ann below its quota"
-    assert h.usage("ann") == 8 and h.store.room.slab_moves == 0
+    assert h.usage("ann") == 8 and h.store.eviction.slab_moves == 0
     h.quota("ann", 4)
     assert h.put("XY", "bob", layout=large) == 0 and h.usage("ann") == 4
 
 
-def test_one_request_does_only_so_much_and_the_next_goes_on(hand: Callable[..., Any]) -> None:
+def test_one_request_does_only_so_much_and_the_next_goes_on(hand: Hands) -> None:
     h = hand(2, slabs=12)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     for i in range(24):
         h.put(chr(0x100 + i))
     word = "ABCDEFGHIJKL"
     moves = _Budget().slab_moves
-    assert h.put(word, layout=large) == 12 - moves and h.store.room.slab_moves == moves
+    assert h.put(word, layout=large) == 12 - moves and h.store.eviction.slab_moves == moves
     assert h.put(word, layout=large) == 0
 
 
-def test_emptied_slabs_leave_what_others_hang_on_in_line(hand: Callable[..., Any]) -> None:
+def test_emptied_slabs_leave_what_others_hang_on_in_line(hand: Hands) -> None:
     h = hand(2, slabs=3)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.put("abcdef")
@@ -262,7 +264,7 @@ def test_emptied_slabs_leave_what_others_hang_on_in_line(hand: Callable[..., Any
 
 
 def test_minted_tenants_on_the_default_quota_keep_nothing_from_one_with_its_own(
-    hand: Callable[..., Any],
+    hand: Hands,
 ) -> None:
     h = hand(6, default_quota=2)
     for name in ("m1", "m2", "m3"):
@@ -274,7 +276,7 @@ def test_minted_tenants_on_the_default_quota_keep_nothing_from_one_with_its_own(
     assert h.usage("ann") == 4 and h.usage("m3") == 2, "beyond its own quota it takes its own"
 
 
-def test_borrowers_give_way_before_tenants_on_the_default_quota(hand: Callable[..., Any]) -> None:
+def test_borrowers_give_way_before_tenants_on_the_default_quota(hand: Hands) -> None:
     h = hand(6, default_quota=2)
     h.put("ab", "m1")
     h.put("cdef", "m2")
@@ -285,9 +287,7 @@ def test_borrowers_give_way_before_tenants_on_the_default_quota(hand: Callable[.
     assert (h.usage("m1"), h.usage("m2")) == (1, 2)
 
 
-def test_slabs_of_tenants_on_the_default_quota_go_to_one_with_its_own(
-    hand: Callable[..., Any],
-) -> None:
+def test_slabs_of_tenants_on_the_default_quota_go_to_one_with_its_own(hand: Hands) -> None:
     h = hand(4, slabs=2, default_quota=4)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     h.put("abcd", "m1")
@@ -297,7 +297,7 @@ def test_slabs_of_tenants_on_the_default_quota_go_to_one_with_its_own(
     assert h.put("XY", "ann", layout=large) == 0 and h.usage("m1") == 0 and h.usage("m2") == 4
 
 
-def test_a_nearly_empty_slab_is_nobodys(hand: Callable[..., Any]) -> None:
+def test_a_nearly_empty_slab_is_nobodys(hand: Hands) -> None:
     h = hand(16, slabs=2)
     large = h.store.open_layout(1, b"large", (2 * 4096,)).number
     largest = h.store.open_layout(1, b"largest", (4 * 4096,)).number
@@ -313,7 +313,7 @@ def test_a_nearly_empty_slab_is_nobodys(hand: Callable[..., Any]) -> None:
 
 
 def test_a_store_for_which_single_blocks_make_way_evicts_so_many_and_the_next_goes_on(
-    hand: Callable[..., Any],
+    hand: Hands,
 ) -> None:
     h, most = hand(400), _Budget().searches
     for i in range(400):
@@ -321,9 +321,9 @@ def test_a_store_for_which_single_blocks_make_way_evicts_so_many_and_the_next_go
     long = "".join(chr(0x1000 + i) for i in range(3))
     keys = b"".join(i.to_bytes(16, "big") for i in range(300))
     plan = h.store.prepare_store(1, 1 << 30, "t", h.layout, 0, b"", keys, h.now_ms)
-    assert len(plan.slots) == h.store.room.evictions == most == 96
+    assert len(plan.slots) == h.store.eviction.evictions == most == 96
     h.store.complete_store(1, 1 << 30, np.ones(most, np.uint64), h.now_ms)
     rest, parent = keys[16 * most :], keys[16 * (most - 1) : 16 * most]
     plan = h.store.prepare_store(1, 1 << 31, "t", h.layout, 0, parent, rest, h.now_ms)
-    assert len(plan.slots) == most and h.store.room.evictions == 2 * most
+    assert len(plan.slots) == most and h.store.eviction.evictions == 2 * most
     assert h.put(long) == 0

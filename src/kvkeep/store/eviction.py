@@ -36,9 +36,8 @@ _BORROWERS_LOOKED_AT = 16
 _LOOKS_A_SEARCH = 16  # looking at so many tenants counts as one more search
 _OLD_SLABS_LOOKED_AT = 8
 _SLABS_LOOKED_AT = 16
-_ROWS_PER_EVICTION = (
-    64  # how many rows an eviction may cost to scan: sizes are compared that much more rarely
-)
+# how many rows an eviction may cost to scan: sizes are compared that much more rarely
+_ROWS_PER_EVICTION = 64
 _NEARLY_EMPTY = 8  # a slab of which less than one part in so many is used
 _SEARCHES_A_MOVE = 64
 _NEVER = np.iinfo(np.int64).max
@@ -58,7 +57,7 @@ class _Budget:
         return min(self.searches, self.blocks, self.slab_moves, self.moved_blocks) <= 0
 
 
-class Room:
+class Eviction:
     """Finds victims and evicts them."""
 
     def __init__(self, blocks: Blocks) -> None:
@@ -66,11 +65,10 @@ class Room:
         self.evictions = 0
         self.slab_moves = 0
         self._budget = _Budget()
-        self._evicted_since_look: dict[
-            int, int
-        ] = {}  # slot size -> evictions since other sizes were compared
+        # slot size -> evictions since other sizes were compared
+        self._evicted_since_look: dict[int, int] = {}
 
-    def make(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> int:
+    def make_room(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> int:
         """Makes room for up to `wanted` blocks; returns for how many there is room now.
 
         Blocks that must stay (the chain that the new blocks hang on) are pinned by the caller.
