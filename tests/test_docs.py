@@ -26,11 +26,18 @@ from kvkeep.connector.options import KNOWN_KEYS
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.offloading import CPU_BYTES, KVTransferConfig
 from kvkeep.engine.request import RequestMetrics
-from kvkeep.server.counters import Counters
+from kvkeep.server.counters import Counters, Latency, metrics_of
 from kvkeep.server.http import make_app
 from kvkeep.server.metrics import families
 from kvkeep.server.settings import TABLE
-from kvkeep.server.snapshot import PoolShown, QuotasShown, Snapshot
+from kvkeep.server.status import (
+    PoolShown,
+    QuotasShown,
+    RestartShown,
+    SecurityShown,
+    Snapshot,
+    Status,
+)
 from kvkeep.wire import messages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,11 +70,22 @@ def setting_rows() -> list[str]:
     ]
 
 
-def metric_rows() -> list[str]:
-    pool = PoolShown(0, 0, 0, 0, 0, "", {}, {})
-    empty = Snapshot(
-        pool, QuotasShown(0, 0, 0, False), [], 0, 0, 0, 0, [], 0, 0, Counters(), True, False
+def empty_status() -> Status:
+    return Status(
+        *("", "", 0, "", "", "", 0.0, True, False),
+        PoolShown(0, 0, 0, 0, 0, "", {}, {}),
+        QuotasShown(0, 0, 0, False),
+        *([], 0, 0, 0, 0, [], {}),
+        dict.fromkeys(metrics_of(Counters, ""), 0),
+        *({}, {}),
+        RestartShown(),
+        SecurityShown(tls=False, admin_token=False),
+        [],
     )
+
+
+def metric_rows() -> list[str]:
+    empty = Snapshot(empty_status(), {}, Latency())
     suffixes = {"counter": "_total", "info": "_info"}
     rows = []
     for family in families(empty, 0.0):
@@ -363,7 +381,7 @@ def test_every_message_that_a_user_of_vllm_can_meet_is_explained() -> None:
 
 def test_every_message_that_is_explained_exists() -> None:
     known = messages_in("vllm", "client", "connector", "kv", "gpu")
-    known |= messages_in("server/host_memory.py", "server/settings.py", "tiers/memory.py")
+    known |= messages_in("server/startup.py", "server/settings.py", "tiers/memory.py")
     assert [
         row
         for row in messages_explained()

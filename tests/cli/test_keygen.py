@@ -344,7 +344,7 @@ def test_json_names_all_and_tells_no_secret(kvkeep: Run, tmp_path: Path) -> None
         ([""], "", "--name"),
         (["a" * 65], "", "--name"),
         (["a", "a"], "", "a name of its own"),
-        (["a"], "bad", "--tenants: a tenant is named by"),
+        (["a"], "bad", "--tenants: a tenant is an id"),
         (["a"], "salt:so salty,x", "--tenants: there is a blank"),
         (["a"], "default,", "--tenants:"),
         (["a"], "default x", "--tenants:"),

@@ -14,7 +14,7 @@ from kvkeep.cli.keygen import make as make_keys
 from kvkeep.cli.status import facts, time_since
 from kvkeep.client.cache import connect
 from kvkeep.client.options import ClientOptions
-from kvkeep.server.snapshot import RestartShown
+from kvkeep.server.status import RestartShown
 from kvkeep.testing.process import ServerProcess
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

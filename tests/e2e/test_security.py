@@ -490,7 +490,7 @@ def test_a_renewed_certificate_is_shown_without_a_restart_and_nobody_loses_a_con
             Knock(("127.0.0.3", port), client_context(fort.files()))
         for name in ("server.pem", "server.key"):
             (fort.keys / name).rename(tmp_path / name)
-        assert eventually(lambda: "stay in force" in fort.server.log())
+        assert eventually(lambda: "stay in use" in fort.server.log())
         assert cache.contains(range(8)) == 2
         make(fort.keys, [], hosts=(HOST, "127.0.0.3"))
         assert eventually(lambda: "were read again" in fort.server.log())

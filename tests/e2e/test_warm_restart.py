@@ -250,9 +250,7 @@ def test_what_is_no_index_is_not_adopted_and_the_log_says_why(
         fill(server)
         assert finds(server) == 10
         warnings = [
-            line
-            for line in server.log().splitlines()
-            if "is not adopted, the server starts empty" in line
+            line for line in server.log().splitlines() if "not reusing the old pool" in line
         ]
         assert len(warnings) == 1 and NOT_ADOPTED[harm] in warnings[0]
         restart = restart_of(server)

@@ -16,7 +16,7 @@ import pytest
 
 from kvkeep.errors import KVKeepError
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.http import HttpServer
+from kvkeep.server.http_server import HttpServer
 from kvkeep.server.settings import Settings
 
 BLOCK_BYTES = 4096

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvkeep.errors import RequestError
-from kvkeep.server import snapshot as module
+from kvkeep.server import status as module
 from kvkeep.server.admin import Admin
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.operators import set_quota
@@ -132,9 +132,9 @@ def test_clearing_blocks_that_are_held_waits_for_their_holders(start: Start) -> 
     running = start()
     running.store(TENANT, 4, complete=False)
     assert running.http.admin.clear(TENANT) == 4
-    assert running.http.admin.snapshot().pool.blocks["evicting"] == 4
+    assert running.http.admin.status().pool.blocks["evicting"] == 4
     running.in_loop(lambda: running.daemon.store.close_session(1, 0))
-    assert running.http.admin.snapshot().pool.blocks["evicting"] == 0
+    assert running.http.admin.status().pool.blocks["evicting"] == 0
 
 
 def test_what_the_loop_has_begun_has_an_unknown_outcome(start: Start) -> None:

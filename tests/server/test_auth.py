@@ -68,24 +68,24 @@ def test_a_fingerprint_may_be_written_as_openssl_prints_it() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("a\x07b", "name that a certificate can have"),
-        ("a" * 257, "name that a certificate can have"),
-        ("tenants=default", "name that a certificate can have"),
-        ("sha256:", "64 hexadecimal digits"),
-        ("sha256:" + "b0" * 31, "64 hexadecimal digits"),
-        ("sha256:" + "x0" * 32, "64 hexadecimal digits"),
-        ("a b", "tenants=a,b and admin, each once"),
-        ("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7 engine", "tenants=a,b and admin, each once"),
-        ("a tenants=default tenants=default", "tenants=a,b and admin, each once"),
-        ("a admin admin", "tenants=a,b and admin, each once"),
-        ("a admin=", "tenants=a,b and admin, each once"),
-        ("a Admin", "tenants=a,b and admin, each once"),
-        ("a tenants=", "named by its id"),
-        ("a tenants=default,", "named by its id"),
-        ("a tenants=one", "named by its id"),
-        ("a tenants=salt:", "named by its id"),
-        ("a tenants=def*", "named by its id"),
-        ("a tenants=*t-", "named by its id"),
+        ("a\x07b", "certificate.s name of 1 to 256"),
+        ("a" * 257, "certificate.s name of 1 to 256"),
+        ("tenants=default", "certificate.s name of 1 to 256"),
+        ("sha256:", "64 hex digits"),
+        ("sha256:" + "b0" * 31, "64 hex digits"),
+        ("sha256:" + "x0" * 32, "64 hex digits"),
+        ("a b", "only tenants=a,b and admin"),
+        ("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7 engine", "only tenants=a,b and admin"),
+        ("a tenants=default tenants=default", "only tenants=a,b and admin"),
+        ("a admin admin", "only tenants=a,b and admin"),
+        ("a admin=", "only tenants=a,b and admin"),
+        ("a Admin", "only tenants=a,b and admin"),
+        ("a tenants=", "a tenant is an id"),
+        ("a tenants=default,", "a tenant is an id"),
+        ("a tenants=one", "a tenant is an id"),
+        ("a tenants=salt:", "a tenant is an id"),
+        ("a tenants=def*", "a tenant is an id"),
+        ("a tenants=*t-", "a tenant is an id"),
     ],
 )
 def test_a_bad_line_says_what_is_wrong_with_it(line: str, words: str) -> None:
@@ -544,9 +544,9 @@ def test_a_directory_that_others_can_write_to_stops_the_start_and_later_changes_
     assert not authority.reload() and names_in(authority) == {KEY, OTHER}
     assert (
         "other users can write to the directory" in caplog.text
-        and "nobody can be revoked" in caplog.text
+        and "no client can be revoked" in caplog.text
     )
-    with pytest.raises(SettingsError, match="others can write") as caught:
+    with pytest.raises(SettingsError, match="other users can write") as caught:
         Authority(files, directory)
     assert "chmod 700" in caught.value.hint
     (directory / "evil.client").unlink()
@@ -586,7 +586,7 @@ def test_a_list_with_a_mistake_stops_the_start(files: TlsFiles, listed: Path) ->
         SettingsError, match=r"authorized_clients: .*authorized, client 1"
     ) as caught:
         Authority(files, listed)
-    assert "tenants=a,b and admin" in caught.value.hint
+    assert "[tenants=a,b] [admin]" in caught.value.hint
 
 
 def test_a_list_without_anybody_is_warned_of(
@@ -595,7 +595,7 @@ def test_a_list_without_anybody_is_warned_of(
     for each in directory.iterdir():
         each.rename(each.with_suffix(".pub"))
     Authority(files, directory)
-    assert "nobody is authorized" in caplog.text and ".client" in caplog.text
+    assert "no client is authorized" in caplog.text and ".client" in caplog.text
 
 
 # -- certificates that change
@@ -641,7 +641,7 @@ def test_broken_files_leave_those_before_in_force_until_they_are_mended(
         authority.context is before
         and f"tls: tls_{'key' if broken == 'half' else ''}" in caplog.text
     )
-    assert "stay in force" in caplog.text
+    assert "stay in use" in caplog.text
     assert not authority.reload()
     put(files, new)
     assert authority.reload() and authority.context is not before

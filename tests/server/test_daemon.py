@@ -253,7 +253,7 @@ def test_a_file_that_is_no_socket_is_left_alone(
 ) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep me")
-    assert "no socket" in refusal(make, SettingsError, address=f"ipc://{precious}").message
+    assert "not a socket" in refusal(make, SettingsError, address=f"ipc://{precious}").message
     assert precious.read_text() == "keep me"
 
 
@@ -278,7 +278,7 @@ def test_a_pool_that_is_not_in_memory_is_warned_of(
     caplog: pytest.LogCaptureFixture,
     kind: str,
 ) -> None:
-    monkeypatch.setattr("kvkeep.server.host_memory.file_system_of", lambda directory: kind)
+    monkeypatch.setattr("kvkeep.server.startup.file_system_of", lambda directory: kind)
     make()
     assert ("blocks would go to disk" in caplog.text) == (kind == "ext4")
 
@@ -696,7 +696,9 @@ def test_what_fails_and_nobody_waits_for_is_counted_and_logged(
     assert running.in_loop(lambda: running.daemon.service.counters.internal_errors) == 1
     running.stop()
     running.daemon.do_in_loop(lambda: 1 // 0)  # nobody is left to do it
-    [said] = [record for record in caplog.records if "the loop had to do" in record.getMessage()]
+    [said] = [
+        record for record in caplog.records if "background task failed" in record.getMessage()
+    ]
     assert said.exc_info is not None and said.exc_info[0] is ZeroDivisionError
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from kvkeep.errors import RequestError, SettingsError
 from kvkeep.server.guard import (
-    LOG_INTERVAL_S,
     MAX_BODY_BYTES,
     Access,
     Guard,
-    RefusalLog,
+    ProblemLog,
     check_origin,
     check_token,
     is_loopback_host,
@@ -112,7 +111,7 @@ def through(
     *body: bytes,
     path: str = "/v1/status",
     access: Access = CHANGES,
-    refusals: RefusalLog | None = None,
+    problems: ProblemLog | None = None,
     state: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[int, bytes]:
@@ -134,7 +133,7 @@ def through(
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "headers": raw, "path": path, "state": state or {}}
-    asyncio.run(Guard(echo, access, refusals or RefusalLog(), **options)(scope, receive, send))
+    asyncio.run(Guard(echo, access, problems or ProblemLog(), **options)(scope, receive, send))
     return sent[0]["status"], sent[1]["body"]
 
 
@@ -246,7 +245,7 @@ def test_a_refusal_is_said_when_the_whole_body_has_come() -> None:
         "headers": [(b"host", b"localhost")],
         "path": "/v1/status",
     }
-    asyncio.run(Guard(send, CHANGES, RefusalLog())(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(Guard(send, CHANGES, ProblemLog())(scope, receive, send))  # type: ignore[arg-type]
     assert happened == ["received"] * 3 + [401, "body"]
 
 
@@ -263,10 +262,10 @@ def test_the_token_is_read_anew_and_one_that_cannot_be_read_lets_nobody_in(
 ) -> None:
     file = tmp_path / "token"
     with pytest.raises(SettingsError, match="cannot be read"):
-        token_reader(file, RefusalLog())
+        token_reader(file, ProblemLog())
     file.write_text(TOKEN)
     file.chmod(0o600)
-    current = token_reader(file, RefusalLog())
+    current = token_reader(file, ProblemLog())
     assert current() == TOKEN.encode()
     file.write_text("n" * 20)
     assert current() == b"n" * 20
@@ -287,7 +286,7 @@ def test_a_token_of_the_servers_own_is_private_and_kept(tmp_path: Path) -> None:
     )
     assert len(token) == 43 and [path.name for path in file.parent.iterdir()] == ["admin.token"]
     make_token(file)
-    assert token_reader(file, RefusalLog(), ours=True)() == token.encode()
+    assert token_reader(file, ProblemLog(), ours=True)() == token.encode()
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,7 @@ def test_a_token_that_others_may_know_is_replaced(
     assert len(file.read_text().strip()) == 43 and file.read_text() not in (before, TOKEN)
     assert stat.S_IMODE(file.lstat().st_mode) == 0o600 and file.stat().st_uid == os.geteuid()
     assert elsewhere.read_text() == TOKEN
-    assert ("replaces the one before" in caplog.text) == (flaw != "a link")
+    assert ("replaces the last" in caplog.text) == (flaw != "a link")
 
 
 def test_a_directory_of_another_user_holds_no_token(tmp_path: Path) -> None:
@@ -340,11 +339,11 @@ def test_refusals_are_logged_once_a_minute_for_each_kind_with_their_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now_s = [0.0]
-    refusals = RefusalLog(lambda: now_s[0])
+    problems = ProblemLog(lambda: now_s[0])
     wrong = {"host": "localhost", "authorization": "Bearer secret-guess"}
     for _ in range(1000):
-        through("DELETE", wrong, refusals=refusals)
-        through("GET", {"host": "rebound.example"}, refusals=refusals)
+        through("DELETE", wrong, problems=problems)
+        through("GET", {"host": "rebound.example"}, problems=problems)
     lines = [record.getMessage() for record in caplog.records]
     assert (
         len(lines) == 2
@@ -352,8 +351,8 @@ def test_refusals_are_logged_once_a_minute_for_each_kind_with_their_number(
         and "rebound.example" not in caplog.text
     )
     assert "(unauthorized, 1 times" in lines[0] and "(bad_host, 1 times" in lines[1]
-    now_s[0] = LOG_INTERVAL_S
-    through("DELETE", wrong, refusals=refusals)
+    now_s[0] = 60.0
+    through("DELETE", wrong, problems=problems)
     assert (
         "(unauthorized, 1000 times" in caplog.records[-1].getMessage() and len(caplog.records) == 3
     )

@@ -163,7 +163,7 @@ def test_a_living_servers_file_is_not(listen: Listen, tmp_path: Path, hangs: boo
 
 def test_a_file_that_is_no_socket_is_left_alone(listen: Listen, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("keep me")
-    with pytest.raises(SettingsError, match="no socket"):
+    with pytest.raises(SettingsError, match="not a socket"):
         listen(f"ipc://{tmp_path}/precious")
     assert (tmp_path / "precious").read_text() == "keep me"
 

@@ -208,7 +208,7 @@ def test_limits_lower_the_quotas_that_exceed_them_with_a_warning(
         "default_quota = 4MiB" in caplog.text
         and "1 tenants are more than default_limit" in caplog.text
     )
-    after.changed("log_level", "debug")  # other settings can still change
+    after.changed({"log_level": "debug"})  # other settings can still change
 
 
 def test_a_file_without_limits_has_no_word_of_them(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from kvkeep import __version__
 from kvkeep.kv.identity import tenant_of
+from kvkeep.server.counters import TenantCounts
 from kvkeep.server.service import LINES_A_MINUTE, Service
 from kvkeep.server.sessions import ServerSession
-from kvkeep.server.tenant_counts import TenantCounts
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.wire import messages as m
@@ -295,7 +295,7 @@ def test_a_session_that_cannot_be_looked_at_keeps_no_other_alive(
     world.peer().attach()
     assert world.service.end_dead_sessions(2_000) == 1
     assert [session.token for session in world.service.sessions.all()] == [peer.session]
-    assert world.service.counters.internal_errors == 1 and "could not be looked at" in caplog.text
+    assert world.service.counters.internal_errors == 1 and "could not be checked" in caplog.text
 
 
 def test_a_silent_network_session_is_dead(world: World, peer: Peer, layout: int) -> None:

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from kvkeep.errors import SettingsError
 from kvkeep.server import settings as module
-from kvkeep.server.settings import TABLE, Settings
+from kvkeep.server.settings import (
+    AUTO_SIZE,
+    DIRECTORY,
+    DURATION,
+    QUOTA,
+    SIZE,
+    SWITCH,
+    TABLE,
+    USERS,
+    Settings,
+)
 from kvkeep.units import GIB, MIB
 from kvkeep.wire.peers import OVERFLOW_UID
 
@@ -77,7 +87,7 @@ def test_the_size_that_is_left_is_taken_by_who_adopts_it(
     monkeypatch.setattr(module, "auto_size", lambda shm_dir, name, adopt: (80 * MIB, adopt))
     settings = Settings.load(None, {}, flags, fresh=fresh)
     assert settings.sources["pool_size"] == (
-        "default (auto, as the server before)" if adopts else "default (auto)"
+        "default (auto, as the last server)" if adopts else "default (auto)"
     )
 
 
@@ -320,14 +330,14 @@ def test_state_lives_where_the_desktop_standard_says(
 def test_live_settings_change_in_a_copy() -> None:
     before = load()
     after = (
-        before.changed("default_quota", "2GiB")
-        .changed("log_level", "DEBUG")
-        .changed("verify", "false")
+        before.changed({"default_quota": "2GiB"})
+        .changed({"log_level": "DEBUG"})
+        .changed({"verify": "false"})
     )
     assert (after.default_quota, after.log_level, after.verify) == (2 * GIB, "debug", False)
     assert (before.default_quota, before.log_level, before.verify) == (None, "info", True)
     assert after.sources["default_quota"] == "changed while running"
-    assert after.changed("default_quota", "none").default_quota is None
+    assert after.changed({"default_quota": "none"}).default_quota is None
 
 
 @pytest.mark.parametrize(
@@ -347,7 +357,7 @@ def test_live_settings_change_in_a_copy() -> None:
 )
 def test_a_change_that_is_refused_says_why(name: str, text: str, parts: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
-        load().changed(name, text)
+        load().changed({name: text})
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
@@ -394,7 +404,7 @@ def test_settings_of_earlier_releases_are_refused_by_name_whatever_their_source(
         (variable, lambda: load(env={variable: "/keys/x"})),
         (flag, lambda: load(flag, "/keys/x")),
         (flag, lambda: load(f"{flag}=/keys/x")),
-        (name, lambda: load().changed(name, "/keys/x")),
+        (name, lambda: load().changed({name: "/keys/x"})),
     ):
         with pytest.raises(SettingsError) as caught:
             source()
@@ -498,3 +508,44 @@ def test_on_loopback_certificates_and_token_may_be_and_need_not() -> None:
         "/keys/admin-token"
     )
     assert load("--tls-cert", "none", "--tls-key", "NONE", "--tls-ca", "none").tls_ca is None
+
+
+@given(st.integers(0, 1 << 46))
+def test_a_size_is_shown_as_text_that_sets_it_again(size_bytes: int) -> None:
+    assert SIZE.parse(SIZE.show(size_bytes)) == size_bytes
+
+
+@given(st.integers(0, 10**11))
+def test_a_duration_is_shown_as_text_that_sets_it_again(duration_us: int) -> None:
+    seconds = DURATION.parse(f"{duration_us}us")
+    assert DURATION.parse(DURATION.show(seconds)) == seconds
+
+
+def test_words_stand_for_no_size() -> None:
+    assert AUTO_SIZE.parse("Auto") is None
+    assert QUOTA.parse("none") is None
+    assert QUOTA.show(None) == "none"
+    assert QUOTA.show(5844 * MIB) == "5844MiB"
+    with pytest.raises(ValueError):
+        AUTO_SIZE.parse("none")
+
+
+@pytest.mark.parametrize(
+    ("text", "on"), [("true", True), ("YES", True), ("1", True), ("off", False), ("0", False)]
+)
+def test_switches(text: str, on: bool) -> None:
+    assert SWITCH.parse(text) is on
+    assert SWITCH.parse(SWITCH.show(on)) is on
+
+
+def test_a_home_is_expanded_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert DIRECTORY.parse("~/state") == Path("/somewhere/state")
+    with pytest.raises(ValueError):
+        DIRECTORY.parse("~nobody-of-this-name/state")
+
+
+@pytest.mark.parametrize(("text", "users"), [("none", ()), ("7", (7,)), ("root, 7", (0, 7))])
+def test_users(text: str, users: tuple[int, ...]) -> None:
+    assert USERS.parse(text) == users
+    assert USERS.parse(USERS.show(users)) == users

@@ -17,7 +17,7 @@ from patience import patient_client, patient_engine
 from test_processes import Client
 
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.http import HttpServer
+from kvkeep.server.http_server import HttpServer
 from kvkeep.server.settings import Settings
 from kvkeep.testing.process import ServerProcess
 

@@ -20,7 +20,7 @@ from kvkeep.server.connections import Connections
 from kvkeep.server.listeners import Listening
 from kvkeep.server.scrub import Scrub
 from kvkeep.server.service import Service
-from kvkeep.server.warm import open_store
+from kvkeep.server.startup import open_store
 from kvkeep.store.plans import Limits
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire.frames import decode_header, decode_reply

@@ -15,8 +15,9 @@ from starlette.types import Message
 from kvkeep.kv.identity import tenant_of
 from kvkeep.server.admin import Admin
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.guard import Access, RefusalLog
+from kvkeep.server.guard import Access
 from kvkeep.server.http import make_app
+from kvkeep.server.log_limits import ProblemLog
 from kvkeep.server.settings import Settings
 from kvkeep_lab.fuzz.choices import Choices, Leak, Ran, memory_directory
 
@@ -82,7 +83,7 @@ class App:
         self._thread.start()
         assert self.daemon.ready.wait(60)
         self._app = make_app(
-            Admin(self.daemon), Access(lambda: _TOKEN, for_reading=False), RefusalLog()
+            Admin(self.daemon), Access(lambda: _TOKEN, for_reading=False), ProblemLog()
         )
         self.description: dict[str, Any] = self._app.openapi()
         self._loop = asyncio.new_event_loop()

@@ -25,7 +25,7 @@ from kvkeep.units import MIB, format_size
 
 if TYPE_CHECKING:
     from kvkeep.server.daemon import Daemon
-    from kvkeep.server.http import HttpServer
+    from kvkeep.server.http_server import HttpServer
 
 _FIRST_PROGRESS_AFTER_S = 2.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -123,7 +123,7 @@ class Front:
 
     def _open(self) -> None:
         try:
-            from kvkeep.server.http import HttpServer
+            from kvkeep.server.http_server import HttpServer
 
             self._http = HttpServer(self._daemon)
             self._http.start()

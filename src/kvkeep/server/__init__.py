@@ -1,21 +1,24 @@
-"""The daemon: it takes requests, lets the store decide, and keeps sessions, memory and operators in
-order.
+"""The daemon: it takes requests, lets the store decide, and serves operators over HTTP.
 
-settings.py   what an operator can set (setting_kinds.py: how each kind is read; host_memory.py: what it got)
-counters.py   what has happened, counted
-sessions.py   engine processes, and how the daemon knows that one is gone
-auth.py       which certificates are let in, and with which tenants
-listeners.py  the sockets that engines connect to
-connections.py  engines' connections: taken, proved, served in turn
-service.py    a request in, a reply out; no sockets, no threads
-network.py    the bytes of blocks for clients on other hosts
-quotas.py     tenants' quotas, kept on disk
-warm.py       the start of a server over what the last one left
-scrub.py      adopted blocks, looked through in the background
-daemon.py     signals, the loop
-snapshot.py   the server at one moment, for metrics and status
-metrics.py    counters and gauges for Prometheus
-admin.py      what operators ask for and change
-guard.py      what keeps web sites out of the admin API
-http.py       health, metrics and the admin API
+settings.py     what an operator can set
+startup.py      what the host gives, and what the last server left
+daemon.py       signals, the loop
+listeners.py    the sockets that engines connect to
+connections.py  engines' connections: accepted, authenticated, served in turn
+auth.py         which certificates may connect, and with which tenants
+sessions.py     engine processes: how the daemon knows that one is gone, and which share blocks
+limits.py       how fast one client may go
+service.py      a request in, a reply out; no sockets, no threads
+network.py      the bytes of blocks for clients on other hosts
+quotas.py       tenants' quotas, kept on disk
+scrub.py        adopted blocks, checked in the background
+counters.py     what has happened, counted
+status.py       the server at one moment
+metrics.py      counters and gauges for Prometheus
+admin.py        what operators ask for and change
+http.py         the routes of health, metrics and the admin API
+http_server.py  the thread, connections and TLS of the HTTP port
+guard.py        who may ask the admin API for what
+log_limits.py   how many log lines a peer can cause
+embedded.py     a whole server inside an engine's process
 """

@@ -1,44 +1,35 @@
 """What operators ask for and change while the server runs.
 
-Called from any thread but the loop's. Whatever touches the store is done in the loop's thread, in
-short pieces, and waited for with a limit; files are written in the caller's thread, so that a slow
-disk keeps no engine waiting."""
+Called from any thread but the loop's. What touches the store runs in the loop's thread, in short
+pieces, and is waited for with a limit; files are written in the caller's thread, so that a slow
+disk delays no engine."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from kvkeep import __version__
 from kvkeep.errors import RequestError
 from kvkeep.kv.identity import check_tenant
-from kvkeep.server.counters import Counters
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.quotas import KeptQuotas
-from kvkeep.server.settings import TABLE, Settings
-from kvkeep.server.sharing import NotShared
-from kvkeep.server.snapshot import (
-    PoolShown,
-    QuotasShown,
-    RestartShown,
-    SessionShown,
+from kvkeep.server.settings import TABLE, Settings, SettingShown
+from kvkeep.server.status import (
     Snapshot,
+    Status,
     TenantShown,
     take,
     tenant_shown,
     tenants_shown,
 )
-from kvkeep.server.tenant_counts import TenantCounts
 from kvkeep.store.operators import (
     check_default_limit,
     check_default_quota,
@@ -59,48 +50,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOP_WAIT_S = 4.0  # less than our commands wait, so that they hear of it
-_TENANTS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines have their turn
+LOOP_WAIT_S = 4.0  # less than our commands wait, so that they get this error
+_TENANTS_CLEARED_A_TURN = 1024  # a few milliseconds, then engines are served
 _TENANTS_SHOWN_A_TURN = 128
-
-
-@dataclass(frozen=True)
-class SecurityShown:
-    """Who is asked to prove who they are: engines by TLS certificates, operators by the admin API's
-    token."""
-
-    tls: bool
-    admin_token: bool
-
-
-@dataclass(frozen=True)
-class Status:
-    """The server as `kvkeep status` shows it."""
-
-    name: str
-    version: str
-    pid: int
-    epoch: str
-    address: str
-    http_address: str
-    uptime_s: float
-    ready: bool
-    stopping: bool
-    pool: PoolShown
-    quotas: QuotasShown
-    sessions: list[SessionShown]
-    leases: int
-    writes: int
-    layouts: int
-    tenants: int
-    largest_tenants: list[TenantShown]
-    tenant_counts: dict[str, TenantCounts]
-    counters: dict[str, int]
-    refusals: dict[str, int]
-    auth_failures: dict[str, int]
-    restart: RestartShown
-    security: SecurityShown
-    not_shared: list[NotShared]
 
 
 @dataclass(frozen=True)
@@ -113,8 +65,7 @@ class TenantList:
 
 @dataclass(frozen=True)
 class Drain:
-    """A server that was told to drain: what it waits for, how long at most, and what it will
-    leave."""
+    """A server that drains: what it waits for, how long at most, and what it will leave."""
 
     leases: int
     writes: int
@@ -123,37 +74,26 @@ class Drain:
     keeps_pool: bool
 
 
-@dataclass(frozen=True)
-class SettingShown:
-    """A setting, where its value came from, and whether it can change while the server runs."""
-
-    name: str
-    value: str
-    source: str
-    live: bool
-    help: str
-
-
 class Admin:
     """One for each daemon: changes go one after the other."""
 
     def __init__(self, daemon: Daemon, loop_wait_s: float = LOOP_WAIT_S) -> None:
         self.daemon = daemon
-        self.http_address = ""
         self._loop_wait_s = loop_wait_s
         self._changing = threading.Lock()
 
     def in_loop(self, duty: Callable[[], T]) -> T:
-        """Runs `duty` in the loop's thread. `loop_busy` if it was not begun in time, and then it
-        never will be."""
+        """Runs `duty` in the loop's thread. `loop_busy` if it did not begin in time; it is cancelled
+        then."""
         future = self.daemon.run_in_loop(duty)
         with contextlib.suppress(TimeoutError, CancelledError):
             return future.result(self._loop_wait_s)
         if future.cancel():
             raise RequestError(
                 "loop_busy",
-                f"the server's loop did not answer within {self._loop_wait_s:g} s; nothing was done",
-                hint="try again; if it stays so, see the server's log",
+                f"the server's loop did not answer within {self._loop_wait_s:g} s; nothing was "
+                "done",
+                hint="try again; if that does not help, see the server's log",
             )
         try:
             return future.result(self._loop_wait_s)
@@ -170,49 +110,10 @@ class Admin:
         return self.in_loop(lambda: take(self.daemon))
 
     def status(self) -> Status:
-        daemon, now = self.daemon, self.snapshot()
-        by_label = ("refusals", "latency", "auth_failures", "tenants", "turns")
-        counted = [field.name for field in fields(Counters) if field.name not in by_label]
-        counters = {name: getattr(now.counters, name) for name in counted}
-        return Status(
-            name=daemon.settings.name,
-            version=__version__,
-            pid=os.getpid(),
-            epoch=f"{daemon.epoch:016x}",
-            address=daemon.address,
-            http_address=self.http_address,
-            uptime_s=round(time.time() - daemon.started, 1),
-            ready=now.ready,
-            stopping=now.stopping,
-            pool=now.pool,
-            quotas=now.quotas,
-            sessions=now.sessions,
-            leases=now.leases,
-            writes=now.writes,
-            layouts=now.layouts,
-            tenants=now.tenants,
-            largest_tenants=now.largest_tenants,
-            tenant_counts=now.tenant_counts,
-            counters=counters
-            | {
-                "evictions": now.evictions,
-                "slab_moves": now.slab_moves,
-                "withheld_blocks": now.withheld_blocks,
-            },
-            refusals=now.counters.refusals,
-            auth_failures=now.counters.auth_failures,
-            restart=now.restart,
-            security=SecurityShown(
-                tls=daemon.settings.tls_cert is not None,
-                admin_token=daemon.settings.admin_token is not None
-                or not daemon.settings.http_is_local,
-            ),
-            not_shared=now.not_shared,
-        )
+        return self.snapshot().status
 
     def tenants(self, limit: int) -> TenantList:
-        """Tenants are ranked in the caller's thread and looked at a few at a time: there may be
-        100,000."""
+        """Ranks tenants in the caller's thread and reads a few at a time: there may be 100,000."""
         store, counts = self.daemon.store, self.daemon.service.counters.tenants
         tenants = self.in_loop(lambda: list(store.tenants))
         largest = heapq.nlargest(limit, tenants, key=attrgetter("usage_bytes"))
@@ -228,60 +129,42 @@ class Admin:
         return self.in_loop(lambda: tenant_shown(_known(store, tenant), counts))
 
     def settings(self) -> list[SettingShown]:
-        return [SettingShown(*row) for row in self.daemon.settings.describe()]
+        return self.daemon.settings.describe()
 
     # -- changing
 
     def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
-        """Gives a tenant a quota of its own, or with None the default again. EvacuatedBlock before it is in
-        force."""
+        """Gives a tenant a quota of its own, or with None the default again. Saved before it takes
+        effect."""
         _check_tenant(tenant)
         store, now_ms = self.daemon.store, self.daemon.now_ms()
         with self._one_change_at_a_time():
             self.in_loop(lambda: check_quota(store, tenant, quota_bytes))
-            others = {
-                name: quota
-                for name, quota in self.daemon.kept_quotas.tenants.items()
-                if name != tenant
-            }
-            kept = others if quota_bytes is None else others | {tenant: quota_bytes}
+            kept = _with(self.daemon.kept_quotas.tenants, tenant, quota_bytes)
             with self._saved(replace(self.daemon.kept_quotas, tenants=kept)):
                 self.in_loop(lambda: set_quota(store, tenant, quota_bytes, now_ms))
-        log.info(
-            "quota of tenant %s: %s",
-            tenant,
-            "the default" if quota_bytes is None else format_size(quota_bytes),
-        )
+        log.info("quota of tenant %s: %s", tenant, _or_default(quota_bytes))
 
     def set_limit(self, tenant: str, limit_bytes: int | None) -> None:
-        """Lets a tenant use so much at most, or with None as much as the default limit. EvacuatedBlock
-        before it is in force; and in force, so that nothing more is stored, before the blocks that
-        are too many go, a few at a time. They go even if nobody waits for it any more."""
+        """Gives a tenant a limit of its own, or with None the default again. Saved before it takes
+        effect, and in effect before the blocks beyond it are evicted, a few at a time, even if the
+        caller no longer waits."""
         _check_tenant(tenant)
         store, now_ms = self.daemon.store, self.daemon.now_ms()
         with self._one_change_at_a_time():
             self.in_loop(lambda: check_limit(store, tenant, limit_bytes))
-            others = {
-                name: limit
-                for name, limit in self.daemon.kept_quotas.limits.items()
-                if name != tenant
-            }
-            kept = others if limit_bytes is None else others | {tenant: limit_bytes}
+            kept = _with(self.daemon.kept_quotas.limits, tenant, limit_bytes)
             with self._saved(replace(self.daemon.kept_quotas, limits=kept)):
                 self.in_loop(lambda: set_limit(store, tenant, limit_bytes, now_ms))
             self._tidy()
-        log.info(
-            "limit of tenant %s: %s",
-            tenant,
-            "the default" if limit_bytes is None else format_size(limit_bytes),
-        )
+        log.info("limit of tenant %s: %s", tenant, _or_default(limit_bytes))
 
     def change_settings(self, changes: Mapping[str, str]) -> list[SettingShown]:
-        """Changes live settings, all or none. Defaults of quota and limit are saved like a
-        tenant's; others last until the end."""
+        """Changes live settings, all or none. Default quota and limit are saved like a tenant's;
+        others last until the server stops."""
         store = self.daemon.store
         with self._one_change_at_a_time():
-            changed, kept = self.daemon.settings.changed_all(changes), self.daemon.kept_quotas
+            changed, kept = self.daemon.settings.changed(changes), self.daemon.kept_quotas
             if "default_quota" in changes:
                 self.in_loop(lambda: check_default_quota(store, changed.default_quota))
                 kept = replace(kept, default_set=True, default_bytes=changed.default_quota)
@@ -298,17 +181,17 @@ class Admin:
         return self.settings()
 
     def drain(self) -> Drain:
-        """Has the server stop: it admits nothing more, and ends when leases and writes have, or its
-        grace is over."""
-        now, settings = self.snapshot(), self.daemon.settings  # first: the loop may end at once
+        """Stops the server: it admits nothing more, and ends with its last lease and write, or when
+        its grace is over."""
+        now, settings = self.status(), self.daemon.settings  # first: the loop may end at once
         log.info("draining: an operator asked for it")
         self.daemon.stop()
         blocks = now.pool.blocks["ready"]
         return Drain(now.leases, now.writes, blocks, settings.shutdown_grace, settings.keep_pool)
 
     def clear(self, tenant: str) -> int:
-        """Takes all blocks out of use that the tenant has now, all of them at once, and then frees
-        their memory. Returns how many."""
+        """Takes all blocks that the tenant has now out of use at once, then frees their memory.
+        Returns how many."""
         _check_tenant(tenant)
         dropped = self.in_loop(lambda: clear(self.daemon.store, tenant))
         self._tidy()
@@ -329,8 +212,7 @@ class Admin:
     # -- inside
 
     def _tidy(self) -> None:
-        """Waits until what a change has begun is done, and helps: pieces of it between engines'
-        requests."""
+        """Completes what a change has begun, in pieces between engines' requests."""
         store = self.daemon.store
         while self.in_loop(lambda: store.tidy(self.daemon.now_ms())):
             pass
@@ -356,16 +238,16 @@ class Admin:
 
     @contextlib.contextmanager
     def _saved(self, kept: KeptQuotas) -> Iterator[None]:
-        """Saves `kept` before the body puts it in force, and what was kept before if the body did
-        not."""
+        """Saves `kept` before the body puts it in force, and restores the file if the body fails."""
         before = self.daemon.kept_quotas
         try:
             self.daemon.quotas.save(kept)
         except OSError as error:
             raise RequestError(
                 "not_saved",
-                f"{self.daemon.quotas.path} cannot be written: {error.strerror}; nothing was changed",
-                hint="see that --state-dir can be written and has room",
+                f"{self.daemon.quotas.path} cannot be written: {error.strerror}; nothing was "
+                "changed",
+                hint="check that --state-dir can be written and has room",
             ) from error
         try:
             yield
@@ -376,6 +258,15 @@ class Admin:
                 self.daemon.kept_quotas = kept
             raise
         self.daemon.kept_quotas = kept
+
+
+def _with(kept: Mapping[str, int], tenant: str, nbytes: int | None) -> dict[str, int]:
+    others = {name: each for name, each in kept.items() if name != tenant}
+    return others if nbytes is None else others | {tenant: nbytes}
+
+
+def _or_default(nbytes: int | None) -> str:
+    return "the default" if nbytes is None else format_size(nbytes)
 
 
 def _check_tenant(tenant: str) -> None:

@@ -4,12 +4,11 @@
                  Unix socket, loopback: its user      a few at a time; nothing is read from a peer
                  beyond: its certificate              that does not take its replies
 
-A peer costs at most the memory of one message and one reply, and all of them together
-MOST_BYTES_HELD. Whatever a peer does or leaves undone, the others are served."""
+A peer takes at most the memory of one message and one reply, and all peers together
+MOST_BYTES_HELD. Whatever one peer does or does not do, the others are served."""
 
 from __future__ import annotations
 
-import logging
 import math
 import select
 import socket
@@ -20,36 +19,28 @@ from typing import Any, Final
 
 from kvkeep.server.auth import ANYONE, Authority, Caller
 from kvkeep.server.counters import Counters
-from kvkeep.server.line_limit import LineLimit
 from kvkeep.server.listeners import Listening
-from kvkeep.server.stranger_log import StrangerLog
+from kvkeep.server.log_limits import ProblemLog, StrangerLog
 from kvkeep.units import MIB, format_size
 from kvkeep.wire.frames import session_of
 from kvkeep.wire.peers import is_trusted, peer_uid, recognise, remedy
 from kvkeep.wire.stream import Stream
 from kvkeep.wire.tls import certificate_text, handshake_problem, peer_expiry_s, peer_names
 
-log = logging.getLogger(__name__)
-
-MOST_BYTES_HELD: Final = (
-    256 * MIB
-)  # of messages that are not whole and replies that were not taken, over all
-_MESSAGE_SLACK_BYTES = (
-    MIB  # a message a little too long is answered with an error; a huge one ends the connection
-)
+MOST_BYTES_HELD: Final = 256 * MIB  # of incomplete messages and unread replies, of all peers
+# A message a little too long is answered with an error; a longer one ends the connection.
+_MESSAGE_SLACK_BYTES = MIB
 _MOST_UNPROVED: Final = 64
 _PROVE_WITHIN_S, _SPEAK_WITHIN_S = 2.0, 10.0
-_MESSAGES_A_TURN, _TURN_S = (
-    32,
-    0.02,
-)  # of one connection, and for all of them: then the loop has other duties
+_MESSAGES_A_TURN = 32  # of one connection
+_TURN_S = 0.02  # for all connections, before the loop does its other duties
 
 Answer = Callable[[list[bytes], Caller, int], list[Any] | None]
 
 
 class Peer:
-    """A connection. `number`: those that are accepted later have higher ones. `caller`: who it is,
-    once proved. `token`: of the session that it last spoke for, if any."""
+    """A connection. `number` grows with each one accepted. `caller`: the authenticated client, once
+    known. `token`: of the session that it last spoke for, if any."""
 
     def __init__(
         self, stream: Stream, number: int, where: str, address: str, since_s: float
@@ -57,7 +48,7 @@ class Peer:
         self.stream, self.number, self.where, self.address = stream, number, where, address
         self.caller: Caller | None = None
         self.names: tuple[str, ...] = ()  # in its certificate
-        self.expires_s = math.inf  # its certificate, by the wall clock
+        self.expires_s = math.inf  # when its certificate does, by the wall clock
         self.token = 0
         self.held_bytes = 0  # as last counted
         self.waits_to_send = False
@@ -88,16 +79,14 @@ class Connections:
         self._clock, self._wall_clock = clock, wall_clock
         self._listeners = {each.socket.fileno(): each for each in listeners}
         self._most_connections = most_connections
-        self._most_message_bytes = (
-            2 * most_frame_bytes + _MESSAGE_SLACK_BYTES
-        )  # a body, and a payload
+        self._most_message_bytes = 2 * most_frame_bytes + _MESSAGE_SLACK_BYTES  # body and payload
         self._authority = authority or Authority(None, None)
         self._trusted_users = trusted_users
         self._counters, self._strangers = counters or Counters(), strangers or StrangerLog()
         self._peers: dict[int, Peer] = {}
         self._ready: dict[int, Peer] = {}  # in the order of their turns
         self._held_bytes = self._accepted = 0
-        self._warnings = LineLimit(1)
+        self._problems = ProblemLog(clock)
         self._trust = self._authority.trust
         self._listens = True
         self._epoll = epoll or select.epoll()
@@ -108,11 +97,11 @@ class Connections:
         return len(self._peers)
 
     def also_wait_for(self, descriptor: int) -> None:
-        """`wait` returns when it is readable, too. Whoever reads it is the caller."""
+        """`wait` also returns when this descriptor is readable. The caller reads it."""
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for something to do, at most so long."""
+        """Waits for something to do, at most `timeout_s`."""
         for descriptor, _ in self._epoll.poll(0 if self._ready else timeout_s):
             if descriptor in self._listeners:
                 self._accept(self._listeners[descriptor])
@@ -120,53 +109,45 @@ class Connections:
                 self._ready.setdefault(descriptor, self._peers[descriptor])
 
     def serve(self, answer: Answer) -> None:
-        """Serves those that wait, a few requests each, and for so long at most."""
+        """Serves the peers that wait, a few requests each, for _TURN_S at most."""
         until_s = self._clock() + _TURN_S
         for peer in list(self._ready.values()):
             if self._clock() >= until_s:
                 return
             if self._ready.pop(peer.stream.fileno(), None) is None:
-                continue  # it was closed for another's sake
+                continue  # it was closed to make room
             try:
                 self._serve(peer, answer, until_s)
-            except Exception:
-                # guard: whatever one peer makes us stumble over, the server serves the others
+            except Exception as error:
+                # guard: a fault with one peer must not keep the server from serving the others
                 self._counters.internal_errors += 1
-                self._warn(
-                    "internal",
-                    "serving a connection failed inside the server; it is closed",
-                    trace=True,
-                )
+                failed = "serving a connection failed inside the server; it is closed"
+                self._problems.note("internal", failed, error)
                 self._close(peer)
 
     def tend(self, is_on: Callable[[int, int], bool]) -> None:
-        """Now and then: closes connections that have not proved who they are in time, those whose
-        certificate has expired, and those that no session is on."""
+        """Now and then: closes connections that did not authenticate in time, those whose
+        certificate has expired, and those without a session."""
         now_s, date_s = self._clock(), self._wall_clock()
         for peer in list(self._peers.values()):
             if peer.caller is None:
                 if now_s - peer.since_s > _PROVE_WITHIN_S:
-                    self._turn_away(
-                        "handshake_timeout",
-                        peer.where,
-                        peer.address,
-                        "it did not finish the handshake",
-                    )
+                    why = "it did not finish the handshake"
+                    self._turn_away("handshake_timeout", peer.where, peer.address, why)
                     self._close(peer)
             elif date_s > peer.expires_s:
                 why = f"its certificate {certificate_text(peer.names)} has expired (renew it there)"
-                self._warn(
-                    "expired", f"a connection of {peer.address} to {peer.where} is closed: {why}"
-                )
+                closed = f"a connection of {peer.address} to {peer.where} is closed: {why}"
+                self._problems.note("expired", closed)
                 self._close(peer)
             elif not is_on(peer.token, peer.number) and now_s - peer.since_s > _SPEAK_WITHIN_S:
                 self._close(peer)
         self._listen(on=True)
 
     def check_certificates(self) -> None:
-        """After the authority has read its files again: changed rights hold for open connections,
-        too. A revoked client is told so when it asks for something, and lets go of the pool then.
-        Where a CA was removed, all connect again."""
+        """Applies changed rights to open connections, after the authority has read its files again.
+        A revoked client learns so from its next request, and unmaps the pool then. Where a CA was
+        removed, all connect again."""
         is_changed, self._trust = self._trust != self._authority.trust, self._authority.trust
         for peer in [peer for peer in self._peers.values() if peer.is_tls]:
             if peer.caller is not None:
@@ -180,15 +161,15 @@ class Connections:
             self._close(peer)
         self._epoll.close()
 
-    # -- who comes in
+    # -- accepting
 
     def _accept(self, listening: Listening) -> None:
         try:
             connected, end = listening.socket.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptors: who waits does so until there may be some
-            self._warn("accept", f"a connection could not be taken: {error}")
+        except OSError as error:  # no descriptors: further peers wait until there may be some
+            self._problems.note("accept", f"a connection could not be accepted: {error}")
             self._listen(on=False)
             return
         address = str(end[0]) if isinstance(end, tuple) else "a process of this host"
@@ -210,7 +191,7 @@ class Connections:
             return
         except (OSError, ValueError) as error:
             connected.close()
-            self._warn("accept", f"a connection was not taken: {error}")
+            self._problems.note("accept", f"a connection was not accepted: {error}")
             return
         self._accepted += 1
         peer = Peer(stream, self._accepted, listening.where, address, self._clock())
@@ -229,33 +210,28 @@ class Connections:
         return peer_uid(connected)
 
     def _make_room(self) -> None:
-        """OSError if there is none. Those that have not proved who they are make way first."""
+        """OSError if there are too many connections. One that has not authenticated is closed
+        first."""
         unproved = [peer for peer in self._peers.values() if peer.caller is None]
-        if unproved and (
-            len(unproved) >= _MOST_UNPROVED or len(self._peers) >= self._most_connections
-        ):
+        is_full = len(self._peers) >= self._most_connections
+        if unproved and (is_full or len(unproved) >= _MOST_UNPROVED):
             self._close(unproved[0])
         if len(self._peers) >= self._most_connections:
             raise OSError(f"there are {len(self._peers)} already")
 
     def _prove(self, peer: Peer) -> bool:
-        """Goes on with a TLS handshake. Whether it is done, and the client is authorized."""
+        """Continues a TLS handshake. Whether it is done, and the client is authorized."""
         if not peer.stream.shake_hands():
             if peer.stream.is_over:
-                error = peer.stream.error
-                why = (
-                    handshake_problem(error)
-                    if isinstance(error, ssl.SSLError)
-                    else "it broke off the handshake"
-                )
+                error, why = peer.stream.error, "it broke off the handshake"
+                if isinstance(error, ssl.SSLError):
+                    why = handshake_problem(error)
                 self._turn_away("handshake", peer.where, peer.address, why)
                 self._close(peer)
             return False
         assert isinstance(peer.stream.socket, ssl.SSLSocket)
-        peer.names, peer.expires_s = (
-            peer_names(peer.stream.socket),
-            peer_expiry_s(peer.stream.socket),
-        )
+        peer.names = peer_names(peer.stream.socket)
+        peer.expires_s = peer_expiry_s(peer.stream.socket)
         peer.caller = self._authority.caller_of(peer.names)
         if peer.caller is None:
             why = f"its certificate {certificate_text(peer.names)} is not in authorized_clients"
@@ -282,15 +258,14 @@ class Connections:
                 stream.send(reply)
             if self._clock() >= until_s:
                 break
-        has_next = stream.has_next  # to look is to see whether what comes next is a message at all
+        has_next = stream.has_next  # ends the stream if what comes next is not a message
         if stream.is_over and not has_next:
             self._close(peer)
             return
         if bool(stream.unsent_bytes) != peer.waits_to_send:
             peer.waits_to_send = not peer.waits_to_send
-            self._epoll.modify(
-                stream.fileno(), select.EPOLLOUT if peer.waits_to_send else select.EPOLLIN
-            )
+            awaited = select.EPOLLOUT if peer.waits_to_send else select.EPOLLIN
+            self._epoll.modify(stream.fileno(), awaited)
         if has_next and not peer.waits_to_send:
             self._ready[stream.fileno()] = peer
         self._count(peer)
@@ -300,14 +275,13 @@ class Connections:
         self._held_bytes += held_bytes - peer.held_bytes
         peer.held_bytes = held_bytes
         while self._held_bytes > MOST_BYTES_HELD:
-            most = format_size(MOST_BYTES_HELD)
             self._counters.connection_resets += 1
-            self._warn(
-                "memory", f"half messages and replies take more than {most}; a connection is closed"
-            )
+            most = format_size(MOST_BYTES_HELD)
+            closed = f"half messages and replies take more than {most}; a connection is closed"
+            self._problems.note("memory", closed)
             self._close(max(self._peers.values(), key=lambda each: each.held_bytes))
 
-    # -- closing, and saying so
+    # -- closing
 
     def _close(self, peer: Peer) -> None:
         descriptor = peer.stream.fileno()
@@ -328,9 +302,4 @@ class Connections:
 
     def _turn_away(self, reason: str, where: str, address: str, why: str) -> None:
         self._counters.fail_auth(reason)
-        self._warn(reason, f"{address} was turned away at {where}: {why}")
-
-    def _warn(self, subject: str, problem: str, *, trace: bool = False) -> None:
-        """Once a minute for each subject: a peer must not fill our disk."""
-        if self._warnings.allows(subject, self._clock()):
-            log.warning("%s", problem, exc_info=trace)
+        self._problems.note(reason, f"{address} was turned away at {where}: {why}")

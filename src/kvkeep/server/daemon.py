@@ -1,8 +1,7 @@
 """The daemon: sockets, signals and the loop around the service.
 
-One thread does everything that touches the store. A second fills the pool segment by segment, so
-that the server answers from its first moment on; a third runs HTTP. Both hand their work to the
-loop by `run_in_loop`."""
+One thread does all that touches the store. A second fills the pool segment by segment, so that the
+server answers from the start; a third runs HTTP. Both hand work to the loop by `run_in_loop`."""
 
 from __future__ import annotations
 
@@ -22,15 +21,19 @@ from typing import Any, TypeVar
 from kvkeep.errors import PoolError
 from kvkeep.server.auth import Authority, Caller
 from kvkeep.server.connections import Connections
-from kvkeep.server.host_memory import allow_many_files, warn_of_disk, warn_of_small_pool
 from kvkeep.server.limits import ClientLimits
 from kvkeep.server.listeners import Listeners
+from kvkeep.server.log_limits import StrangerLog
 from kvkeep.server.quotas import QuotaFile, apply_kept
 from kvkeep.server.scrub import Scrub, Scrubber
 from kvkeep.server.service import Service
 from kvkeep.server.settings import Settings
-from kvkeep.server.stranger_log import StrangerLog
-from kvkeep.server.warm import open_store
+from kvkeep.server.startup import (
+    allow_many_files,
+    open_store,
+    warn_of_disk,
+    warn_of_small_pool,
+)
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.tiers.memory import Pool
@@ -44,8 +47,7 @@ T = TypeVar("T")
 
 
 class Daemon:
-    """Everything one server process has. `run` serves until `stop`; `close` removes what was
-    made."""
+    """All that one server process has. `run` serves until `stop`; `close` removes what was made."""
 
     def __init__(self, settings: Settings, *, fresh: bool = False) -> None:
         self.settings = settings
@@ -53,13 +55,10 @@ class Daemon:
         self.started = time.time()
         self.ready = threading.Event()
         self.degraded = ""  # why the pool is smaller than asked for, if it is
-        self.lost = (
-            False  # whether the pool's lock was removed under us: from then on there are no hits
-        )
+        self.lost = False  # the pool's lock file was removed: there are no hits any more
+        self.http_address = ""
         self.last_turn = time.monotonic()
-        self.busy_since: float | None = (
-            None  # when the turn under way began; None while the loop waits for work
-        )
+        self.busy_since: float | None = None  # when the turn began; None while the loop waits
         self._stopping = self._is_over = False
         self._filler: threading.Thread | None = None
         self._scrubber: Scrubber | None = None
@@ -86,8 +85,7 @@ class Daemon:
         try:
             self.store = self._make_store()
             if not self.pool.filled_bytes:
-                # The first segment is there before anyone can connect: who stores at once finds
-                # room.
+                # The first segment is there before an engine can connect, so that it can store.
                 self.store.add_slabs(*self.pool.fill_next())
             self.service = self._make_service()
             self.authority = Authority(tls_files(settings), settings.authorized_clients)
@@ -107,13 +105,12 @@ class Daemon:
             self._wake.setblocking(False)
             self._connections.also_wait_for(self._waker.fileno())
         except BaseException:
-            # guard: whatever it is, nothing of a server that does not start may stay behind
-            self.close(keep=self.pool.is_left)  # but what was there before
+            # guard: a server that does not start leaves nothing behind but the old pool
+            self.close(keep=self.pool.is_left)
             raise
 
     def run(self) -> None:
-        """Serves until `stop` is called, then gives sessions in the middle of a load or store time
-        to finish."""
+        """Serves until `stop` is called, then waits for loads and stores in progress."""
         scrub = Scrub(
             self.store, self.pool.segments, self.service.counters, self.warm_start.adoption.rows
         )
@@ -122,36 +119,31 @@ class Daemon:
         self._filler = threading.Thread(target=self._fill_pool, name="kvkeep-fill", daemon=True)
         self._filler.start()
         gc.collect()
-        gc.freeze()  # what is there from the start stays: no collection need ever look at it again
-        log.info(
-            "serving on %s, pool %s in %s",
-            self.address,
-            format_size(self.pool.pool_bytes),
-            self.pool.directory,
-        )
+        gc.freeze()  # what exists at the start stays: no collection need look at it again
+        size = format_size(self.pool.pool_bytes)
+        log.info("serving on %s, pool %s in %s", self.address, size, self.pool.directory)
         while not self._stopping:
             self._turn(self.settings.session_check_interval)
         self.service.draining = True
         deadline = time.monotonic() + self.settings.shutdown_grace
         while time.monotonic() < deadline and self._is_in_use():
             self._turn(0.05)
-        self._connections.wait(
-            0
-        )  # requests that came meanwhile are answered, and need not wait for a deadline
+        # Requests that arrived meanwhile, by sockets and by HTTP, are answered.
+        self._connections.wait(0)
         self._connections.serve(self._answer)
         self._is_over = True
-        while not self._duties.empty():  # nor need who asked by HTTP
+        while not self._duties.empty():
             self._duties.get()()
         log.info("stopped")
 
     def stop(self) -> None:
         """Asks the loop to end. Safe from a signal handler and from any thread."""
         self._stopping = True
-        self._rouse()
+        self._wake_loop()
 
     @property
     def stopping(self) -> bool:
-        """Whether the server was asked to stop and takes no new sessions."""
+        """Whether the server was asked to stop and accepts no new sessions."""
         return self._stopping
 
     def run_in_loop(self, duty: Callable[[], T]) -> Future[T]:
@@ -164,34 +156,33 @@ class Daemon:
             try:
                 future.set_result(duty())
             except BaseException as error:
-                # guard: whatever it is belongs to whoever waits for the result
+                # guard: it is raised where the result is awaited
                 future.set_exception(error)
 
         self._duties.put(carry_out)
-        self._rouse()
+        self._wake_loop()
         if self._is_over:
-            future.cancel()  # if nobody has carried it out, nobody will
+            future.cancel()  # the loop will not carry it out
         return future
 
     def do_in_loop(self, duty: Callable[[], object]) -> None:
-        """The same for what nobody waits for: a fault is counted and logged."""
+        """The same where no caller awaits the result: a fault is counted and logged."""
 
         def look(future: Future[object]) -> None:
             if not future.cancelled() and (error := future.exception()) is not None:
                 self.service.counters.internal_errors += 1
-                log.error("something that the loop had to do failed", exc_info=error)
+                log.error("background task failed", exc_info=error)
 
         self.run_in_loop(duty).add_done_callback(look)
 
     def close(self, *, keep: bool = False) -> None:
-        """Closes sockets and removes the pool; or, with `keep`, leaves it to the next server if
-        there is something in it."""
+        """Closes sockets and removes the pool; with `keep`, leaves a pool that has blocks to the
+        next server."""
         self._stopping = True
         if self._scrubber is not None:
             self._scrubber.stop()
         if self._filler is not None:
-            # or it would put its next segment into a directory that is being removed
-            self._filler.join()
+            self._filler.join()  # before the pool's directory is removed
         if hasattr(self, "_listeners"):
             self._listeners.close()
         if hasattr(self, "_connections"):
@@ -199,26 +190,15 @@ class Daemon:
         if hasattr(self, "_wake"):
             self._wake.close()
             self._waker.close()
-        keep = (
-            keep
-            and self.pool.is_kept
-            and (not hasattr(self, "store") or len(self.store.blocks.table) > 0)
-        )
+        blocks = len(self.store.blocks.table) if hasattr(self, "store") else None
+        keep = keep and self.pool.is_kept and blocks != 0
         if keep and hasattr(self, "service"):
             self.service.sessions.leave_all()
-            blocks, directory = len(self.store.blocks.table), self.pool.directory
-            log.info(
-                "%d blocks stay in %s for the next server; `rm -r %s` removes them",
-                blocks,
-                directory,
-                directory,
-            )
+            text = "%d blocks stay in %s for the next server; `rm -r %s` removes them"
+            log.info(text, blocks, self.pool.directory, self.pool.directory)
         if not keep:
-            if hasattr(self, "store") and len(self.store.blocks.table):
-                log.info(
-                    "%d blocks are removed; SIGTERM and `kvkeep drain` keep them",
-                    len(self.store.blocks.table),
-                )
+            if blocks:
+                log.info("%d blocks are removed; SIGTERM and `kvkeep drain` keep them", blocks)
             self.pool.leave_nothing()
         for session in self.service.sessions.all() if hasattr(self, "service") else []:
             self.service.sessions.remove(session)
@@ -230,7 +210,7 @@ class Daemon:
     # -- the loop
 
     def _turn(self, timeout_s: float) -> None:
-        """Waits for something to do, does it, and every now and then looks for dead sessions."""
+        """Waits for something to do, does it, and now and then looks for dead sessions."""
         now = time.monotonic()
         due = self.last_turn + self.settings.session_check_interval
         self.busy_since = None
@@ -241,9 +221,7 @@ class Daemon:
             self._waker.recv(4096)
         if self.store.has_to_tidy:
             self.do_in_loop(lambda: self.store.tidy(self.now_ms()))
-        for _ in range(
-            self._duties.qsize()
-        ):  # those that come meanwhile wait until engines have had their turn
+        for _ in range(self._duties.qsize()):  # later ones wait until engines have been served
             self._duties.get()()
         if time.monotonic() >= due:
             if self.authority.reload():
@@ -252,34 +230,35 @@ class Daemon:
                     self.service.bar(self.authority.callers, self.now_ms())
             self.service.end_dead_sessions(self.now_ms())
             self._connections.tend(self.service.sessions.is_on)
-            self._look_after_lock()
+            self._check_lock()
             self.last_turn = time.monotonic()
         self.service.counters.turns.add((time.monotonic() - self.busy_since) * 1e6)
 
     def _answer(self, frames: list[bytes], caller: Caller, peer: int) -> list[Any] | None:
         return self.service.handle(frames, self.now_ms(), caller, peer)
 
-    def _look_after_lock(self) -> None:
-        """Without its lock file the server is dead to whoever comes, and the pool deserted: it
-        stops admitting."""
+    def _check_lock(self) -> None:
+        """Without its lock file other servers take this one for dead and the pool for deserted, so
+        it stops admitting."""
         if not self.lost and self.pool.is_unlocked():
             self.lost = self.service.draining = True
             log.error(
-                "the lock file in %s was removed under this server: it finds and stores nothing more; restart it",
+                "the lock file in %s was removed: this server finds and stores nothing more; "
+                "restart it",
                 self.pool.directory,
             )
 
     def _is_in_use(self) -> bool:
-        """Whether a session of ours reads or writes. For those of an old server nobody waits: the
-        next one will not touch what they hold either."""
-        sessions = self.store.sessions.items()
+        """Whether a session of this server reads or writes. Those of an old server are not waited
+        for: the next server does not touch what they hold either."""
         return any(
-            held.writes or held.leases for number, held in sessions if number != OLD_SESSIONS
+            held.writes or held.leases
+            for number, held in self.store.sessions.items()
+            if number != OLD_SESSIONS
         )
 
-    def _rouse(self) -> None:
-        """Ends the loop's wait. A full buffer will wake it just as well; a closed one has no loop
-        behind it."""
+    def _wake_loop(self) -> None:
+        """Ends the loop's wait. A full buffer wakes it as well."""
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 

@@ -1,19 +1,18 @@
 """Who may ask the admin API for what, and how many at a time.
 
-    /healthz, /readyz      anybody, always: they wait for no other request
-    other reading routes   on loopback anybody; beyond it, and where `admin_token` is set, whoever sends the token
-    routes that change     whoever sends the token, on loopback too
+    /healthz, /readyz      open to all, at any time: they wait for no other request
+    other reading routes   open on loopback; need the token beyond it, and if `admin_token` is set
+    routes that change     need the token, on loopback too
 
-Over TLS, a certificate that has the right `admin` in `authorized_clients` does instead of the
-token, for all routes. A server without `admin_token` makes a token at its first start, in a file
-that only its user can read.
+Over TLS, a certificate with the right `admin` in `authorized_clients` replaces the token, for all
+routes. A server without `admin_token` makes a token at its first start, in a file that only its
+user can read.
 
 A browser on the server's host can reach loopback on behalf of any site it shows. Two tricks are
-known, and refused here: a site whose name is made to resolve to 127.0.0.1 (its requests carry that
-name as Host), and a form or script that sends a change blindly (its requests carry the site's
-Origin). A server that listens elsewhere has names that it does not know; there the token does what
-the Host header does on loopback. A body has at most 64 KiB, and a longer one is refused before it
-is read."""
+refused here: a site whose name resolves to 127.0.0.1 (its requests carry that name as Host), and a
+form or script that sends a change blindly (its requests carry the site's Origin). A server that
+listens elsewhere does not know its names; there the token replaces the check of Host. A body has at
+most 64 KiB, and a longer one is refused before it is read."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +32,14 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import RequestError, SettingsError
+from kvkeep.server.log_limits import ProblemLog
 from kvkeep.wire.secret_files import check_directory, read_token, write_new
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 64 * 1024
-MAX_WORKED_ON: Final = (
-    4  # requests at a time, so that rendering answers leaves the server's loop its processor time
-)
+MAX_WORKED_ON: Final = 4  # requests at a time, to leave processor time to the server's loop
 MAX_WAITING: Final = 64
-LOG_INTERVAL_S: Final = 60.0
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 STATUS: Final[Mapping[str, int]] = {
     "unauthorized": 401,
@@ -56,30 +52,10 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _TOKEN_BYTES = 32
 
 
-class RefusalLog:
-    """Logs refusals and failures: one message a minute for each kind, with how many there were.
-    For one thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._counts: dict[str, int] = {}
-        self._logged_at: dict[str, float] = {}
-
-    def note(self, kind: str, message: str, error: Exception | None = None) -> None:
-        """An `error` makes it a failure, logged with its traceback."""
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        now_s = self._clock()
-        if now_s - self._logged_at.get(kind, float("-inf")) >= LOG_INTERVAL_S:
-            self._logged_at[kind] = now_s
-            level = logging.WARNING if error is None else logging.ERROR
-            text = "%s (%s, %d times since the last such line)"
-            log.log(level, text, message, kind, self._counts.pop(kind), exc_info=error)
-
-
 @dataclass(frozen=True)
 class Access:
-    """`token` gives the token as it is now. `for_reading`: reading routes need it too. `hint` says
-    where it is."""
+    """`token` returns the current token. `for_reading`: reading routes need it too. `hint` says
+    where to find it."""
 
     token: Callable[[], bytes]
     for_reading: bool = True
@@ -88,19 +64,18 @@ class Access:
 
 
 class Guard:
-    """ASGI middleware: refuses, or passes on unchanged, at most MAX_WORKED_ON requests at a
-    time."""
+    """ASGI middleware: refuses requests, or passes them on, at most MAX_WORKED_ON at a time."""
 
     def __init__(
         self,
         app: ASGIApp,
         access: Access,
-        refusals: RefusalLog,
+        problems: ProblemLog,
         on_bad_token: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._access = access
-        self._refusals = refusals
+        self._problems = problems
         self._on_bad_token = on_bad_token
         self._working = asyncio.Semaphore(MAX_WORKED_ON)
         self._waiting = 0
@@ -114,9 +89,8 @@ class Guard:
             for name, value in scope["headers"]
         }
         try:
-            body = await _read_body(
-                headers, receive
-            )  # first: to close while the client sends loses the answer
+            # First: closing while the client sends would lose the answer.
+            body = await _read_body(headers, receive)
             self._check(scope, headers)
             if scope["path"] not in OPEN_PATHS and self._waiting >= MAX_WAITING:
                 raise RequestError(
@@ -124,7 +98,7 @@ class Guard:
                 )
         except RequestError as refusal:
             client = (scope.get("client") or ("an unknown address",))[0]
-            self._refusals.note(
+            self._problems.note(
                 refusal.code, f"a request from {client} was refused: {refusal.message}"
             )
             if refusal.code == "unauthorized":
@@ -140,11 +114,8 @@ class Guard:
         if is_change:
             check_origin(headers, scope.get("scheme", "http"))
         is_admin = scope.get("state", {}).get("is_admin", lambda: False)  # see TlsLayer
-        if (
-            scope["path"] not in OPEN_PATHS
-            and (self._access.for_reading or is_change)
-            and not is_admin()
-        ):
+        needs_token = scope["path"] not in OPEN_PATHS and (self._access.for_reading or is_change)
+        if needs_token and not is_admin():
             check_token(headers, self._access.token(), self._access.hint)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,26 +133,26 @@ class Guard:
             self._working.release()
 
 
-def token_reader(path: Path, refusals: RefusalLog, *, ours: bool = False) -> Callable[[], bytes]:
-    """Gives the token as the file has it at that moment: a new one holds at once, one that cannot
-    be read lets nobody in. SettingsError if it cannot be read now, or should be `ours` and is
-    another user's."""
+def token_reader(path: Path, problems: ProblemLog, *, ours: bool = False) -> Callable[[], bytes]:
+    """Reads the token from the file at each call: a new token is valid at once, and with a file
+    that cannot be read no token is. SettingsError if it cannot be read now, or should be `ours` and
+    belongs to another user."""
     read_token(path, ours=ours)
 
     def current() -> bytes:
         try:
             return read_token(path, ours=ours)
         except SettingsError as error:
-            refusals.note("admin_token", f"the admin API's token cannot be used: {error.message}")
+            problems.note("admin_token", f"the admin API's token cannot be used: {error.message}")
             return secrets.token_bytes(32)
 
     return current
 
 
 def make_token(path: Path) -> None:
-    """Makes the token of a server without `admin_token`, in a directory that is its user's alone.
-    An earlier one stays, unless others may have read or changed it. SettingsError if none can be
-    made."""
+    """Makes the token of a server without `admin_token`, in a directory of its user. An earlier
+    token stays, unless other users may have read or changed it. SettingsError if the file cannot be
+    written."""
     directory = path.parent
     try:
         if directory.stat().st_uid == os.geteuid():
@@ -194,9 +165,7 @@ def make_token(path: Path) -> None:
             return
         except SettingsError as error:
             if path.exists():
-                log.warning(
-                    "a new token for the admin API replaces the one before: %s", error.message
-                )
+                log.warning("a new token for the admin API replaces the last: %s", error.message)
         draft = path.with_suffix(".new")
         draft.unlink(missing_ok=True)
         write_new(draft, secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
@@ -209,20 +178,17 @@ def make_token(path: Path) -> None:
 
 
 def check_token(headers: Mapping[str, str], token: bytes, where: str = "") -> None:
-    """Raises unless the request carries the token. How long that takes says nothing of how much of
-    it was right."""
+    """Raises unless the request carries the token. Compares in constant time."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not secrets.compare_digest(
-        given.strip().encode("latin-1"), token
-    ):
+    is_right = secrets.compare_digest(given.strip().encode("latin-1"), token)
+    if scheme.lower() != "bearer" or not is_right:
+        wrong = "this is not the token of this server"
         raise RequestError(
             "unauthorized",
-            "this request needs the server's token"
-            if not given
-            else "this is not the token of this server",
+            wrong if given else "this request needs the server's token",
             field="Authorization",
-            hint="send `Authorization: Bearer TOKEN`; with our commands --token-file FILE, or KVKEEP_ADMIN_TOKEN=FILE"
-            + where,
+            hint="send `Authorization: Bearer TOKEN`; with our commands --token-file FILE, or "
+            f"KVKEEP_ADMIN_TOKEN=FILE{where}",
         )
 
 
@@ -231,15 +197,14 @@ def check_host(headers: Mapping[str, str]) -> None:
     if not is_loopback_host(headers.get("host", "")):
         raise RequestError(
             "bad_host",
-            "the Host header names no loopback address",
+            "the Host header does not name a loopback address",
             field="Host",
             hint="ask http://127.0.0.1 or http://localhost, with the server's port",
         )
 
 
 def check_origin(headers: Mapping[str, str], scheme: str = "http") -> None:
-    """Raises for a change that a web page of another origin asks for. Programs other than browsers
-    send no Origin."""
+    """Raises for a change from a web page of another origin. Only browsers send Origin."""
     origin = headers.get("origin")
     other_site = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
     if other_site or (origin is not None and origin != f"{scheme}://{headers.get('host', '')}"):

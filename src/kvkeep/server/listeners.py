@@ -16,6 +16,10 @@ from kvkeep.wire.address import family_of, tcp_host, unix_name
 
 log = logging.getLogger(__name__)
 
+IN_USE = (
+    "if another server runs there, give this one a --name, an --address and an --http-address of "
+    "its own"
+)
 _CONNECTS_WAITING = 100
 
 
@@ -32,9 +36,9 @@ class Listening:
 
 
 class Listeners:
-    """Listens from construction on. `address` is where: the port that was taken is in it. The
-    socket's file, if there is one, is its owner's alone unless `for_others`: then whoever accepts
-    has to see who it is."""
+    """Listens from construction on. `address` has the port that was taken. Only the owner may open
+    the file of a Unix socket, unless `for_others`: then the accepting side checks the peer's
+    user."""
 
     def __init__(self, address: str, *, for_others: bool = False) -> None:
         self.address, self._file = address, _socket_file(address)
@@ -52,8 +56,8 @@ class Listeners:
         return iter(self._all)
 
     def close(self) -> None:
-        """Stops listening. The socket's file goes first, while it is ours: nobody takes over a
-        socket that listens."""
+        """Stops listening. Removes the socket's file first, while no other server can take it
+        over."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -61,19 +65,15 @@ class Listeners:
             each.socket.close()
 
     def _add_unix_socket(self) -> None:
-        """Beside a TCP port that engines of this host use. Without it they use the port."""
+        """Listens beside a TCP port, for engines of this host. Without it they use the port."""
         if (name := unix_name(self.address)) is None:
             return
         try:
-            self._all.append(
-                Listening(_listen(socket.AF_UNIX, name), f"the Unix socket @{name[1:]}")
-            )
+            listening = _listen(socket.AF_UNIX, name)
+            self._all.append(Listening(listening, f"the Unix socket @{name[1:]}"))
         except OSError as error:
-            log.warning(
-                "engines on this host connect by TCP: the Unix socket @%s is taken: %s",
-                name[1:],
-                error,
-            )
+            text = "engines on this host connect by TCP: the Unix socket @%s is taken: %s"
+            log.warning(text, name[1:], error)
 
 
 def _listen_tcp(address: str, host: str, port: int) -> socket.socket:
@@ -91,9 +91,7 @@ def _listen_unix(address: str, path: Path | None, for_others: bool) -> socket.so
     if path is not None:
         _check_free(path, address)
         path.unlink(missing_ok=True)  # a dead server's
-    before = os.umask(
-        0o111 if for_others else 0o177
-    )  # the file is the owner's from its first moment on
+    before = os.umask(0o111 if for_others else 0o177)  # the file has this mode from the start
     try:
         return _listen(socket.AF_UNIX, name)
     except OSError as error:
@@ -121,39 +119,33 @@ def _listen(family: int, where: str | tuple[str, int]) -> socket.socket:
 
 
 def _socket_file(address: str) -> Path | None:
-    """The file of an ipc:// address. None for tcp, and for a name that begins with @: those have no
-    file."""
+    """The file of an ipc:// address. None for tcp, and for a name that begins with @."""
     scheme, _, rest = address.partition("://")
     return Path(rest) if scheme == "ipc" and not rest.startswith("@") else None
 
 
 def _remedy(number: int | None, path: Path | None) -> str:
-    """What to do about an address on which nobody could listen."""
+    """What to do if the server cannot listen on an address."""
     if number == errno.EADDRINUSE:
-        return "if another server runs there, give this one a --name, an --address and an --http-address of its own"
+        return IN_USE
     if path is not None and not path.parent.is_dir():
         return f"the directory {path.parent} does not exist: make it, or choose another --address"
     if path is not None:
-        return f"see that {path.parent} can be written, or choose another --address"
+        return f"check that {path.parent} can be written, or choose another --address"
     return "choose another --address"
 
 
 def _check_free(path: Path, address: str) -> None:
-    """SettingsError if the path is in use by another server, or by a file that is no socket."""
+    """SettingsError if another server, or a file that is not a socket, uses the path."""
     if not path.exists():
         return
     if not path.is_socket():
         raise SettingsError(
-            f"cannot listen on {address}: there is a file that is no socket",
+            f"cannot listen on {address}: a file there is not a socket",
             "choose another --address",
         )
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        if probe.connect_ex(str(path)) in (
-            0,
-            errno.EAGAIN,
-        ):  # EAGAIN: it hangs, and its queue is full
-            raise SettingsError(
-                f"another server listens on {address}",
-                "stop it, or give this one a --name, an --address and an --http-address of its own",
-            )
+        # EAGAIN: a server that hangs, with a full queue.
+        if probe.connect_ex(str(path)) in (0, errno.EAGAIN):
+            raise SettingsError(f"another server listens on {address}", f"stop it; {IN_USE}")

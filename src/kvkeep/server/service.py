@@ -1,8 +1,7 @@
 """A request in, a reply out: the daemon's logic, without sockets, threads or a clock of its own.
 
-Whatever arrives, exactly one reply leaves (none for bytes that are no message at all and so name
-nobody to answer). A fault of ours is answered too, counted and logged: it must not take the server
-down, nor leave an engine waiting."""
+Every request gets exactly one reply; bytes that are not a message get none. A fault of ours is
+answered too, counted and logged: it must neither stop the server nor leave an engine waiting."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvkeep import __version__
@@ -23,9 +23,14 @@ from kvkeep.server import network
 from kvkeep.server.auth import ANYONE, Caller
 from kvkeep.server.counters import Counters, Latency
 from kvkeep.server.limits import NO_LIMITS, ClientLimits, Paces, check_sessions, client_of
-from kvkeep.server.line_limit import LineLimit
-from kvkeep.server.sessions import NetworkLease, NetworkWrite, ServerSession, Sessions
-from kvkeep.server.sharing import nearest_difference
+from kvkeep.server.log_limits import LineLimit
+from kvkeep.server.sessions import (
+    NetworkLease,
+    NetworkWrite,
+    ServerSession,
+    Sessions,
+    nearest_difference,
+)
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import NO_ROW, READY
 from kvkeep.wire import messages as m
@@ -35,10 +40,10 @@ from kvkeep.wire.pool_files import Watch
 log = logging.getLogger(__name__)
 
 FINGERPRINT_BYTES = 16
-LINES_A_MINUTE = 30  # in the log, for what one client does; the rest is logged at level debug
+LINES_A_MINUTE = 30  # that one client can cause; further ones are logged at level debug
 _LOGGED_CHARS = 120  # of a text that a client chose
 _MOST_TOKENS_A_LEASE = 1 << 32
-_MESSAGE_CHARS = 1_000  # of a refusal: it may quote what came, and what came may be long
+_MESSAGE_CHARS = 1_000  # of a refusal, which may quote the request
 
 
 class Service:
@@ -91,8 +96,8 @@ class Service:
     def handle(
         self, frames: Sequence[bytes], now_ms: int, caller: Caller = ANYONE, peer: int = 0
     ) -> list[Any] | None:
-        """Carries out one request of the caller's, which came by the connection `peer`, and returns
-        the frames of its reply."""
+        """Carries out one request of the caller on the connection `peer`. Returns the frames of the
+        reply."""
         started = time.perf_counter()
         try:
             header = decode_header(frames)
@@ -121,7 +126,7 @@ class Service:
         return encode(Header(header.session, header.number), reply, payload)
 
     def end_dead_sessions(self, now_ms: int) -> int:
-        """Gives back what dead processes held. Returns how many died."""
+        """Releases what dead processes held. Returns how many died."""
         died = 0
         for session in self.sessions.all():
             try:
@@ -130,31 +135,25 @@ class Service:
                     self._end(session, now_ms)
                     self.counters.sessions_died += 1
                     died += 1
-                elif ended := network.end_aged(
-                    session, self.store, now_ms - self._network_lease_ms, now_ms
-                ):
+                    continue
+                oldest_ms = now_ms - self._network_lease_ms
+                if ended := network.end_aged(session, self.store, oldest_ms, now_ms):
                     self.counters.expired_leases += ended
-                    self._log(
-                        logging.WARNING,
-                        session,
-                        f"ends {ended} leases and writes that are too old",
-                        now_ms,
-                    )
+                    text = f"held {ended} leases and writes too long; they are ended"
+                    self._log(logging.WARNING, session, text, now_ms)
             except Exception:
                 # guard: a fault with one session must neither end the server nor keep the others
                 self.counters.internal_errors += 1
-                log.exception("session %d (%s, pid %d) could not be looked at", *_names(session))
+                log.exception("session %d (%s, pid %d) could not be checked", *_names(session))
         if OLD_SESSIONS in self.store.sessions and not self._old_sessions():
-            log.info(
-                "the last process of the old server's sessions is gone; what was held for them is free"
-            )
+            log.info("the last process of the old server is gone; the blocks it held are free")
             self.store.close_session(OLD_SESSIONS, now_ms)
         return died
 
     def bar(self, authorized: Container[str], now_ms: int) -> None:
-        """Ends the sessions of keys that are no longer authorized. One that has the pool mapped
-        cannot be made to let go of it: nothing that it asks for is done any more, but its slots
-        stay its own until the process is gone."""
+        """Ends the sessions of keys that are no longer authorized. A process that has the pool
+        mapped cannot be made to unmap it: its requests are refused, but its slots stay its own
+        until the process is gone."""
         for session in self.sessions.all():
             if not session.key or session.key in authorized:
                 continue
@@ -184,7 +183,7 @@ class Service:
             return self._hello(request, now_ms, caller, peer), []
         session = self.sessions.get(header.session, caller.key, peer)
         session.last_seen_ms = now_ms
-        if not isinstance(request, m.Goodbye):  # which gives back, and which a session says once
+        if not isinstance(request, m.Goodbye):  # which a session says once, and which frees
             session.pace.check_request(now_ms)
         if not session.plane and not isinstance(request, m.Attach | m.Ping | m.Goodbye):
             raise RequestError(
@@ -234,29 +233,21 @@ class Service:
         try:
             watch = self._make_watch(number)
         except OSError as error:
-            # without a lock there is no shared memory, but there is the network
+            # Without a lock there is no shared memory, but there is the network.
             if self._lines.allows(client, now_ms / 1000):
-                log.warning(
-                    "session %d gets no shared memory, its lock file cannot be made: %s",
-                    number,
-                    error,
-                )
+                text = "session %d gets no shared memory, its lock file cannot be made: %s"
+                log.warning(text, number, error)
         name = _printable(request.client[:_LOGGED_CHARS])
         session = self.sessions.add(
             number, name, request.pid, watch, now_ms, caller.key, pace, peer
         )
         self.counters.sessions_opened += 1
-        place = m.PoolPlace(
-            self._place.directory,
-            str(watch.path) if watch else "",
-            self._place.segment_bytes,
-            self._place.pool_bytes,
-        )
+        lock = str(watch.path) if watch else ""
         return m.Welcome(
             session=session.token,
             epoch=self.epoch,
             server=f"kvkeep {__version__}",
-            pool=place,
+            pool=msgspec.structs.replace(self._place, lock=lock),
             limits=self._limits,
             capabilities=list(m.CAPABILITIES),
             verify=self.verify,
@@ -310,26 +301,25 @@ class Service:
         if session.plane == m.NETWORK and largest > self._limits.frame_bytes:
             raise RequestError(
                 "shard_too_large",
-                f"a shard of {largest} bytes cannot cross the network in frames of {self._limits.frame_bytes}",
+                f"a shard of {largest} bytes cannot cross the network in frames of "
+                f"{self._limits.frame_bytes}",
                 field="shard_bytes",
-                hint="raise --max-frame-size, use fewer tokens a block, or run the engine on the server's host",
+                hint="raise --max-frame-size, use fewer tokens a block, or run the engine on the "
+                "server's host",
             )
-        layout = self.store.open_layout(
-            session.number, request.fingerprint, tuple(request.shard_bytes)
-        )
+        shard_bytes = tuple(request.shard_bytes)
+        layout = self.store.open_layout(session.number, request.fingerprint, shard_bytes)
         if request.physical:
             self.store.layouts.agree(layout, request.shard, request.physical)
         differs = self._introduce(session, request, now_ms)
         return m.LayoutOpened(layout.number, layout.slot_bytes, list(layout.shard_offsets), differs)
 
     def _introduce(self, session: ServerSession, request: m.OpenLayout, now_ms: int) -> list[str]:
-        """Notes whose blocks the session uses. Returns which parts of its identity keep it from
-        sharing with the engine of its model that is nearest to it."""
+        """Records the session's identity. Returns which parts of it keep the session from sharing
+        with the most similar engine of its model."""
         session.parts = {_printable(name): _printable(text) for name, text in request.parts.items()}
-        session.role, session.identity = (
-            _printable(request.role),
-            request.fingerprint.hex()[:DIGEST_CHARS],
-        )
+        session.role = _printable(request.role)
+        session.identity = request.fingerprint.hex()[:DIGEST_CHARS]
         differs = nearest_difference(session, self.sessions.all())
         role, model = session.role or "a client", session.parts.get("model", "unknown")
         text = f"is {role} of model {model[:_LOGGED_CHARS]}, identity {session.identity}"
@@ -340,7 +330,7 @@ class Service:
         return differs
 
     def _log(self, level: int, session: ServerSession, text: str, now_ms: int) -> None:
-        """Logs what a session did: a client cannot cause more than LINES_A_MINUTE at that level."""
+        """Logs what a session did. A client causes at most LINES_A_MINUTE lines at that level."""
         if not self._lines.allows(session.owner, now_ms / 1000):
             level = logging.DEBUG
         log.log(level, "session %d (%s, pid %d) %s", *_names(session), text)
@@ -355,13 +345,11 @@ class Service:
         if self.draining:
             keys, skip = b"", 0
         hit = store.lookup(session.number, number, request.tenant, layout, keys, skip, now_ms)
-        counters = self.counters
+        counters, asked = self.counters, len(request.keys) // KEY_BYTES
         counters.lookups += 1
-        counters.lookup_blocks += len(request.keys) // KEY_BYTES
+        counters.lookup_blocks += asked
         counters.hit_blocks += hit.blocks
-        counters.tenants.count_lookup(
-            request.tenant, hit.blocks, len(request.keys) // KEY_BYTES - hit.blocks
-        )
+        counters.tenants.count_lookup(request.tenant, hit.blocks, asked - hit.blocks)
         slots = hit.slots.tobytes()
         if session.plane == m.NETWORK and slots:
             session.network_leases[number] = NetworkLease(
@@ -376,11 +364,8 @@ class Service:
         released, tokens = 0, request.loaded_tokens
         for at, lease in enumerate(request.leases):
             session.network_leases.pop(lease, None)
-            tenant = (
-                self.store.tenant_of_lease(session.number, lease)
-                if at < len(tokens) and tokens[at]
-                else ""
-            )
+            has_loaded = at < len(tokens) and tokens[at]
+            tenant = self.store.tenant_of_lease(session.number, lease) if has_loaded else ""
             if self.store.release(session.number, lease, now_ms):
                 released += 1
                 if tenant:
@@ -388,8 +373,7 @@ class Service:
         return m.Done(released)
 
     def _count_loaded(self, tenant: str, tokens: int) -> None:
-        """As the engine says: nobody else knows. A number that cannot be meant counts as far as it
-        can be."""
+        """Counts what the engine says, within plausible limits."""
         tokens = min(max(tokens, 0), _MOST_TOKENS_A_LEASE)
         self.counters.loaded_tokens += tokens
         self.counters.tenants.count_loaded(tenant, tokens)
@@ -403,8 +387,7 @@ class Service:
     def _report_bad(
         self, session: ServerSession, number: int, request: m.ReportBad, now_ms: int
     ) -> m.Reply:
-        """Believes nobody: a client with bad memory of its own must not cost others a good
-        block."""
+        """Checks the block here: a client with bad memory must not cost others a good block."""
         tenant = self.store.tenants.get(request.tenant)
         table, address = self.store.blocks.table, self._addresses(request.layout, request.key)
         row = tenant.index.get(address) if tenant else NO_ROW
@@ -419,18 +402,13 @@ class Service:
             )
             if has_checksum(area, expected):
                 continue
+            text = "a block of tenant %s does not match its checksum; it is dropped"
             if expected:
                 self.counters.bad_blocks += 1
-                log.error(
-                    "a block of tenant %s does not match its checksum; it is dropped",
-                    request.tenant,
-                )
-            # not bad, but of no use to a client that verifies: it makes way for one with a checksum
-            else:
-                log.info(
-                    "a block of tenant %s was stored without a checksum; it is dropped",
-                    request.tenant,
-                )
+                log.error(text, request.tenant)
+            else:  # not bad, but useless to a client that verifies
+                text = "a block of tenant %s was stored without a checksum; it is dropped"
+                log.info(text, request.tenant)
             return m.Done(self.store.drop_blocks(request.tenant, [address]))
         return m.Done(0)
 
@@ -496,8 +474,8 @@ class Service:
         return m.Done(len(abandoned))
 
     def _addresses(self, layout: int, keys: bytes) -> bytes:
-        """Where blocks of these keys are kept for this layout. What is no whole number of keys goes
-        to the store as it is, to be refused there."""
+        """The store's addresses of blocks of this layout. Bytes that are not a whole number of keys
+        go to the store unchanged, which refuses them."""
         fingerprint = self.store.layouts.get(layout).fingerprint
         return keys if len(keys) % KEY_BYTES else addresses(keys, fingerprint)
 
@@ -507,7 +485,7 @@ def _check_tenant(tenant: str) -> None:
 
 
 def _printable(name: str) -> str:
-    """It goes into the log: with a line break of its own it could write lines that are not ours."""
+    """Without line breaks, with which a name could forge log lines."""
     return "".join(char if char.isprintable() else "?" for char in name)
 
 

@@ -1,23 +1,30 @@
-"""Sessions: one for each engine process, and how the daemon knows that one is gone.
+"""Sessions: one for each engine process, how the daemon knows that its process is gone, and which
+sessions share blocks.
 
-    Hello ──► open ── Attach ──► attached ──┬── Goodbye                              ──► ended
-                                            ├── shared memory: its lock has fallen    ──► died
+    Hello ──► open ── Attach ──► attached ──┬── Goodbye                               ──► ended
+                                            ├── shared memory: its lock was released  ──► died
                                             └── network: silent for too long          ──► died
 
-A session on this host touches the pool's memory itself, so only the kernel's word ends it. One on
-another host touches nothing: the daemon moves its bytes, and silence is enough."""
+A session on this host touches the pool's memory itself, so it ends only when the kernel has
+released its lock. A session on another host touches nothing: the daemon moves its bytes, and a
+timeout is enough.
+
+Every session names the parts of its engine's identity. Sessions with the same digest share blocks;
+sessions of one model with different digests are compared part by part, so that an operator sees
+which part differs."""
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import RequestError
+from kvkeep.kv.identity import differing_parts
 from kvkeep.server.limits import Pace, client_of
 from kvkeep.store.layouts import Layout
 from kvkeep.wire.messages import NETWORK, SHARED_MEMORY
@@ -25,12 +32,14 @@ from kvkeep.wire.pool_files import Watch
 
 _NUMBERS_REMEMBERED = 4096
 _ATTACH_WITHIN_MS = 10_000
+MOST_PAIRS = 16  # shown in a status
+_SHOWN_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkLease:
-    """A lease whose bytes leave by Fetch: where they are, and whose: the client's key may lose that
-    tenant."""
+    """A lease whose bytes leave by Fetch. Its tenant is checked again at each Fetch: the client may
+    have lost the right to it."""
 
     layout: Layout
     slots: NDArray[np.int64]
@@ -40,8 +49,8 @@ class NetworkLease:
 
 @dataclass
 class NetworkWrite:
-    """A write whose bytes come by Put: where they go, which have come, and their checksums as they
-    came."""
+    """A write whose bytes come by Put: the slots, which blocks have arrived, and the checksums of
+    the bytes that arrived."""
 
     layout: Layout
     shard: int
@@ -53,8 +62,7 @@ class NetworkWrite:
 
 @dataclass
 class ServerSession:
-    """One engine process as the daemon knows it. `token` is in every request; nobody else can guess
-    it."""
+    """One engine process. `token` is in every request, and cannot be guessed."""
 
     token: int
     number: int
@@ -63,36 +71,28 @@ class ServerSession:
     watch: Watch | None
     opened_ms: int
     last_seen_ms: int
-    key: str = ""  # that of the client, "" where there is no authentication
+    key: str = ""  # the client's name in its certificate; "" without TLS
     pace: Pace = field(default_factory=Pace)
     plane: str = ""
     role: str = ""  # what the engine uses it for
-    identity: str = (
-        ""  # digest of the layout that it opened last: sessions that show the same one share blocks
-    )
-    parts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what that digest was taken over, by name
+    identity: str = ""  # digest of the layout opened last: sessions with the same one share blocks
+    parts: Mapping[str, str] = field(default_factory=dict)  # what the digest is of, by name
     network_leases: dict[int, NetworkLease] = field(default_factory=dict)  # both oldest first
     network_writes: dict[int, NetworkWrite] = field(default_factory=dict)
-    expired: deque[int] = field(
-        default_factory=lambda: deque(maxlen=_NUMBERS_REMEMBERED)
-    )  # ended by their age
-    write_tenants: dict[int, str] = field(
-        default_factory=dict
-    )  # of writes under way, on either plane
-    peer: int = 0  # the connection that it is on
+    # Leases and writes that ended by their age.
+    expired: deque[int] = field(default_factory=lambda: deque(maxlen=_NUMBERS_REMEMBERED))
+    write_tenants: dict[int, str] = field(default_factory=dict)  # of writes under way
+    peer: int = 0  # the number of its connection
 
     @property
     def owner(self) -> str | int:
-        """The client it counts for."""
+        """The client that its limits count for."""
         return client_of(self.key, self.pid)
 
     def is_on(self, peer: int) -> bool:
-        """Whether the session is on that connection. One that was accepted later takes it over,
-        since the one before may have broken. An earlier one cannot use it again: what a client sent
-        over a connection that it has given up is not carried out after what it sent over the
-        next."""
+        """Whether the session is on that connection. A connection that was accepted later takes the
+        session over, since the one before may have broken. An earlier one cannot use it again:
+        requests on an abandoned connection are not carried out after those on the next."""
         self.peer = max(self.peer, peer)
         return peer == self.peer
 
@@ -116,7 +116,7 @@ class Sessions:
         return len(self._by_token) + len(self._barred)
 
     def all(self) -> list[ServerSession]:
-        """Those that are barred, too: what they hold is still theirs."""
+        """All sessions, barred ones included: what those hold is still theirs."""
         return [*self._by_token.values(), *self._barred]
 
     def next_number(self) -> int:
@@ -142,8 +142,8 @@ class Sessions:
         return session
 
     def get(self, token: int, key: str = "", peer: int = 0) -> ServerSession:
-        """The session of that token, if it is asked for with the key that opened it, and not by a
-        connection that it has left."""
+        """The session of that token, if the caller has the key that opened it, and does not use a
+        connection that the session has left."""
         session = self._by_token.get(token)
         if session is None or session.key != key or not session.is_on(peer):
             raise RequestError(
@@ -159,15 +159,15 @@ class Sessions:
         return session is not None and session.peer == peer
 
     def bar(self, session: ServerSession) -> bool:
-        """From now on nobody can ask for it. What it holds stays its own until it is removed. False
-        if it was so."""
+        """Refuses the session's requests from now on. What it holds stays its own until it is
+        removed. False if it was barred before."""
         if self._by_token.pop(session.token, None) is None:
             return False
         self._barred.append(session)
         return True
 
     def leave_all(self) -> None:
-        """Forgets all sessions and leaves their lock files: their processes may outlive this
+        """Forgets all sessions and leaves their lock files: their processes may outlive the
         server."""
         for session in self.all():
             if session.watch is not None:
@@ -182,3 +182,61 @@ class Sessions:
         if session.watch is not None:
             session.watch.close()
             session.watch = None
+
+
+# -- sharing: which parts of their identities keep engines of one model from sharing blocks
+
+
+@dataclass(frozen=True)
+class NotShared:
+    """Two groups of sessions that serve one model under two identities. `differs` maps each part
+    that differs to the values of the first and the second group."""
+
+    model: str
+    identities: tuple[str, str]
+    sessions: tuple[list[int], list[int]]
+    differs: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def nearest_difference(session: ServerSession, others: Iterable[ServerSession]) -> list[str]:
+    """The parts in which a session differs from the most similar session of its model. Empty if
+    none differs."""
+    model = session.parts.get("model")
+    apart = {
+        other.identity: differing_parts(session.parts, other.parts)
+        for other in others
+        if model and other.parts.get("model") == model and other.identity != session.identity
+    }
+    return min(apart.values(), key=len, default=[])
+
+
+def not_shared(sessions: Iterable[ServerSession]) -> list[NotShared]:
+    """For each model, the identities that differ from the one that connected first. At most
+    MOST_PAIRS."""
+    models: dict[str, dict[str, list[ServerSession]]] = {}
+    for session in sessions:
+        if model := session.parts.get("model"):
+            groups = models.setdefault(model, {})
+            groups.setdefault(session.identity, []).append(session)
+    pairs = []
+    for model, groups in models.items():
+        (first, here), *rest = groups.items()
+        for second, there in rest:
+            pairs.append(_compared(model, (first, second), here, there))
+    return pairs[:MOST_PAIRS]
+
+
+def _compared(
+    model: str, identities: tuple[str, str], here: list[ServerSession], there: list[ServerSession]
+) -> NotShared:
+    one, other = here[0].parts, there[0].parts
+    numbers = [session.number for session in here], [session.number for session in there]
+    names = differing_parts(one, other)
+    differs = {name: (_shown(one.get(name)), _shown(other.get(name))) for name in names}
+    return NotShared(model, identities, numbers, differs)
+
+
+def _shown(text: str | None) -> str:
+    if text is None:
+        return "not said"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

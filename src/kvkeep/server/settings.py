@@ -2,11 +2,10 @@
 
     defaults  <  TOML file  <  environment (KVKEEP_POOL_SIZE)  <  flags (--pool-size 8GiB)
 
-Each line of `Settings` is the single source for one setting: its name, type, default, limits, help
+Each field of `Settings` is the single source for one setting: its name, type, default, limits, help
 and whether it is `live`, that is, may change while the server runs. Documentation, `kvkeep status`
-and the admin API are made from it. Whatever a source says that is unknown or malformed stops the
-start with a `SettingsError` that names the source, also where a later one would have overruled it:
-a mistake that waits is worse than one that shows."""
+and the admin API are made from it. An unknown name or malformed value in any source stops the start
+with a `SettingsError` that names the source, even where a later source overrides it."""
 
 from __future__ import annotations
 
@@ -16,39 +15,33 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
+from typing import Any, Final, Self
 
 from kvkeep.client.options import replaced
 from kvkeep.errors import SettingsError
-from kvkeep.server.setting_kinds import (
-    ADDRESS,
-    AUTO_SIZE,
-    COUNT,
-    DIRECTORY,
-    DURATION,
-    FILE,
-    HTTP_ADDRESS,
-    LOG_LEVEL,
-    NAME,
-    QUOTA,
-    SIZE,
-    SWITCH,
-    USERS,
-    Kind,
-)
 from kvkeep.tiers.free_memory import pool_room
 from kvkeep.tiers.memory import auto_size, slab_bytes_for
-from kvkeep.units import GIB, KIB, MIB, TIB
-from kvkeep.wire.address import is_loopback, split_host, tcp_host
+from kvkeep.units import (
+    DURATION_FORMAT,
+    GIB,
+    KIB,
+    MIB,
+    SIZE_FORMAT,
+    TIB,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from kvkeep.wire.address import ADDRESS_FORMAT, is_loopback, parse_address, split_host, tcp_host
+from kvkeep.wire.peers import USERS_FORMAT, parse_users
 from kvkeep.wire.tls import tls_files
 
 ENV_PREFIX: Final = "KVKEEP_"
-MIN_KEY_BYTES: Final = (
-    16  # no block key is shorter, so a request takes at least this many bytes a block
-)
-AUTO: Final = "(auto"  # in the source of a size that was not given but found
-# Variables with our prefix that are no settings: where the file is, whether to use the C kernel,
-# where the command line finds the admin API, and the certificates of clients.
+MIN_KEY_BYTES: Final = 16  # a request takes at least as many bytes for each block
+AUTO: Final = "(auto"  # in the source of a size that no source gave
+# Variables with our prefix that are not settings: the path of the file, the native kernel, where
+# the command line finds the admin API, and the certificates of clients.
 ENV_OTHERS: Final = frozenset(
     {"KVKEEP_CONFIG", "KVKEEP_NATIVE", "KVKEEP_AS_LMCACHE", "KVKEEP_HTTP"}
     | {"KVKEEP_CLIENT_TLS_CERT", "KVKEEP_CLIENT_TLS_KEY", "KVKEEP_CLIENT_TLS_CA"}
@@ -65,18 +58,123 @@ _REPLACED: Final = {
 }
 
 # Kubernetes gives every container variables named after the Services of its namespace, so a Service
-# called kvkeep, or kvkeep-something, looks like settings of ours. Those that end in _PORT hold an
-# address, such as tcp://10.0.0.1:5555: a plain number there is somebody's mistake and not ignored.
+# called kvkeep, or kvkeep-something, looks like settings of ours. Variables that end in _PORT hold
+# an address, such as tcp://10.0.0.1:5555: a plain number there is a mistake, and is not ignored.
 _KUBERNETES_NAME: Final = re.compile(
-    r"KVKEEP(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
+    r"KVKEEP(_[A-Z0-9_]+)?_"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
 _KUBERNETES_PORT: Final = re.compile(r"KVKEEP(_[A-Z0-9_]+)?_PORT=(tcp|udp|sctp)://.*", re.DOTALL)
 
 
+# -- kinds of values: how each is parsed, shown and described. `show` is the inverse of `parse`.
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of value. `parse` raises ValueError; `expected` completes "expected ..."."""
+
+    expected: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str] = str
+    show_limit: Callable[[Any], str] = str
+
+
+def _exact_size(size_bytes: int) -> str:
+    """Human where that loses nothing, else a whole number of the largest unit that divides it."""
+    text = format_size(size_bytes)
+    if parse_size(text) == size_bytes:
+        return text
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, ""))
+    return next(f"{size_bytes // scale}{unit}" for scale, unit in units if size_bytes % scale == 0)
+
+
+def _exact_duration(seconds: float) -> str:
+    """Human where that loses nothing, else in the smallest unit."""
+    text = format_duration(seconds)
+    return text if parse_duration(text) == seconds else f"{round(seconds * 1e6)}us"
+
+
+def _size_or(word: str) -> Kind:
+    """A size, or `word`, which is None in the settings."""
+    return Kind(
+        f'{SIZE_FORMAT}, or "{word}"',
+        lambda text: None if text.strip().lower() == word else parse_size(text),
+        lambda value: word if value is None else _exact_size(value),
+        format_size,
+    )
+
+
+def _one_of(*words: str) -> Kind:
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError
+        return text.lower()
+
+    return Kind(f"one of {', '.join(words)}", parse)
+
+
+def _parse_count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()):
+        raise ValueError
+    return int(text)
+
+
+def _parse_switch(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        raise ValueError
+    return word in ("true", "yes", "on", "1")
+
+
+def _parse_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+        raise ValueError
+    return text
+
+
+def _parse_directory(text: str) -> Path:
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:  # no home directory
+        raise ValueError from error
+    if not path.is_absolute() or not text.isprintable():
+        raise ValueError
+    return path
+
+
+def _parse_file(text: str) -> Path | None:
+    return None if text.strip().lower() == "none" else _parse_directory(text)
+
+
+def _parse_http_address(text: str) -> str:
+    split_host(text)
+    return text
+
+
+SIZE = Kind(SIZE_FORMAT, parse_size, _exact_size, format_size)
+COUNT = Kind("a whole number", _parse_count)
+DURATION = Kind(DURATION_FORMAT, parse_duration, _exact_duration, format_duration)
+SWITCH = Kind("true or false", _parse_switch, lambda on: "true" if on else "false")
+NAME = Kind("letters, digits, - and _, at most 64", _parse_name)
+DIRECTORY = Kind("an absolute path", _parse_directory)
+ADDRESS = Kind(ADDRESS_FORMAT, parse_address)
+FILE = Kind(
+    'an absolute path, or "none"', _parse_file, lambda path: "none" if path is None else str(path)
+)
+HTTP_ADDRESS = Kind("host:port", _parse_http_address)
+USERS = Kind(USERS_FORMAT, parse_users, lambda users: ",".join(map(str, users)) or "none")
+AUTO_SIZE = _size_or("auto")
+QUOTA = _size_or("none")
+LOG_LEVEL = _one_of("debug", "info", "warning", "error")
+
+
+# -- the table
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A line of the table. `default` is text, read like any source; `low` and `high` are
-    inclusive."""
+    """One setting. `default` is text, parsed like any source; `low` and `high` are inclusive."""
 
     kind: Kind
     default: str
@@ -86,7 +184,7 @@ class Setting:
     high: float | None = None
 
     def parse(self, name: str, text: str, source: str, quote: str = '"') -> Any:
-        """The value of `text`, or a SettingsError that names setting, value, source and what is
+        """The value of `text`. SettingsError names the setting, value, source and what is
         expected."""
         try:
             value = self.kind.parse(text)
@@ -112,8 +210,10 @@ class Setting:
         return ", ".join(parts)
 
 
-class Row(NamedTuple):
-    """A setting as people see it: `value` is text that would set it again."""
+@dataclass(frozen=True)
+class SettingShown:
+    """A setting as people see it: `value` is text that would set it again, `source` where it came
+    from."""
 
     name: str
     value: str
@@ -122,208 +222,126 @@ class Row(NamedTuple):
     help: str
 
 
+def _setting(
+    kind: Kind,
+    default: str,
+    help: str,
+    *,
+    live: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A field of Settings."""
+    return field(metadata={"setting": Setting(kind, default, help, live, low, high)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a server was told, made by `load`. Sizes are bytes, durations seconds; None is auto or
-    none."""
+    """The settings of one server, made by `load`. Sizes are bytes, durations seconds; None is auto
+    or none."""
 
-    address: Annotated[str, Setting(ADDRESS, "tcp://localhost:5555", "Where engines connect.")]
-    http_address: Annotated[
-        str, Setting(HTTP_ADDRESS, "127.0.0.1:5556", "Where health, metrics and the admin API are.")
-    ]
-    tls_cert: Annotated[
-        Path | None,
-        Setting(
-            FILE,
-            "none",
-            "File of the server's certificate; engines need one of their own then. HTTP beyond loopback is HTTPS then.",
-        ),
-    ]
-    tls_key: Annotated[Path | None, Setting(FILE, "none", "File of the certificate's private key.")]
-    tls_ca: Annotated[
-        Path | None, Setting(FILE, "none", "File of the CAs whose certificates engines may show.")
-    ]
-    authorized_clients: Annotated[
-        Path | None,
-        Setting(
-            FILE,
-            "none",
-            "File or directory of the certificate names that may connect, or administer; none: all of the CA.",
-        ),
-    ]
-    admin_token: Annotated[
-        Path | None,
-        Setting(
-            FILE,
-            "none",
-            "File of the token that every request to the admin API must carry; none: changes only.",
-        ),
-    ]
-    trusted_users: Annotated[
-        tuple[int, ...],
-        Setting(
-            USERS, "none", "Users of this host, beside our own and root, whose engines may connect."
-        ),
-    ]
-    name: Annotated[
-        str,
-        Setting(NAME, "default", "Names this server's pool and state among others on the host."),
-    ]
-    pool_size: Annotated[
-        int,
-        Setting(
-            AUTO_SIZE,
-            "auto",
-            "Memory for blocks, in whole slabs; auto is what a server before left, or a quarter of free memory.",
-            low=MIB,
-            high=64 * TIB,
-        ),
-    ]
-    shm_dir: Annotated[
-        Path, Setting(DIRECTORY, "/dev/shm", "The memory file system that holds the pool.")
-    ]
-    slab_size: Annotated[
-        int,
-        Setting(
-            AUTO_SIZE,
-            "auto",
-            "Unit in which the pool is shared among block sizes.",
-            low=64 * KIB,
-            high=64 * GIB,
-        ),
-    ]
-    state_dir: Annotated[
-        Path,
-        Setting(
-            DIRECTORY,
-            "~/.local/state/kvkeep",
-            "What outlives a restart of the host, such as quotas.",
-        ),
-    ]
-    default_quota: Annotated[
-        int | None,
-        Setting(
-            QUOTA, "none", "Bytes promised to each tenant without a quota of its own.", live=True
-        ),
-    ]
-    default_limit: Annotated[
-        int | None,
-        Setting(
-            QUOTA,
-            "none",
-            "Bytes that each tenant without a limit of its own may use at most; 0: nothing is stored.",
-            live=True,
-            high=64 * TIB,
-        ),
-    ]
-    max_sessions: Annotated[
-        int, Setting(COUNT, "256", "Engine processes connected at one time.", low=1, high=65536)
-    ]
-    max_sessions_per_client: Annotated[
-        int,
-        Setting(
-            COUNT,
-            "128",
-            "Sessions of one certificate or, without TLS, of one process.",
-            low=1,
-            high=65536,
-        ),
-    ]
-    max_requests_per_second: Annotated[
-        int,
-        Setting(
-            COUNT, "20000", "Requests that one session may send in a second.", low=1, high=1 << 24
-        ),
-    ]
-    max_network_rate: Annotated[
-        int | None,
-        Setting(
-            QUOTA,
-            "none",
-            "Bytes of blocks that one session may move through the socket in a second.",
-            low=KIB,
-        ),
-    ]
-    max_frame_size: Annotated[
-        int, Setting(SIZE, "64MiB", "Longest message accepted.", low=64 * KIB, high=2 * GIB - 1)
-    ]
-    max_blocks_per_request: Annotated[
-        int,
-        Setting(COUNT, "65536", "Blocks that one lookup or store may name.", low=1, high=1 << 24),
-    ]
-    max_leases_per_session: Annotated[
-        int,
-        Setting(
-            COUNT,
-            "4096",
-            "Lookups whose blocks one session may hold at a time.",
-            low=1,
-            high=1 << 24,
-        ),
-    ]
-    max_writing_blocks_per_session: Annotated[
-        int,
-        Setting(COUNT, "65536", "Blocks that one session may have in flight.", low=1, high=1 << 24),
-    ]
-    max_layouts: Annotated[
-        int, Setting(COUNT, "64", "Different block layouts in one pool.", low=1, high=65536)
-    ]
-    max_tenants: Annotated[
-        int, Setting(COUNT, "100000", "Tenants known at one time.", low=1, high=1 << 24)
-    ]
-    session_check_interval: Annotated[
-        float,
-        Setting(DURATION, "1s", "How often dead sessions are looked for.", low=0.01, high=3600),
-    ]
-    network_session_timeout: Annotated[
-        float,
-        Setting(
-            DURATION,
-            "30s",
-            "Silence after which a session on another host has ended.",
-            low=0.1,
-            high=86400,
-        ),
-    ]
-    network_lease_timeout: Annotated[
-        float,
-        Setting(
-            DURATION,
-            "60s",
-            "Age at which a lease or write of a network session ends.",
-            low=0.1,
-            high=86400,
-        ),
-    ]
-    shutdown_grace: Annotated[
-        float,
-        Setting(
-            DURATION,
-            "10s",
-            "Time for requests in progress when the server stops.",
-            low=0,
-            high=3600,
-        ),
-    ]
-    keep_pool: Annotated[
-        bool,
-        Setting(
-            SWITCH, "true", "Leave the pool and its index to the next server, which adopts them."
-        ),
-    ]
-    verify: Annotated[
-        bool,
-        Setting(
-            SWITCH,
-            "true",
-            "Have every engine check what it loads; off: as its own option says.",
-            live=True,
-        ),
-    ]
-    log_level: Annotated[
-        str, Setting(LOG_LEVEL, "info", "Least severity that is logged.", live=True)
-    ]
-    log_json: Annotated[bool, Setting(SWITCH, "false", "Log one JSON object a line.")]
+    address: str = _setting(ADDRESS, "tcp://localhost:5555", "Where engines connect.")
+    http_address: str = _setting(
+        HTTP_ADDRESS, "127.0.0.1:5556", "Where health, metrics and the admin API are."
+    )
+    tls_cert: Path | None = _setting(
+        FILE, "none", "File of the server's certificate. Turns on TLS, and HTTPS beyond loopback."
+    )
+    tls_key: Path | None = _setting(FILE, "none", "File of the certificate's private key.")
+    tls_ca: Path | None = _setting(
+        FILE, "none", "File of the CAs whose certificates engines may show."
+    )
+    authorized_clients: Path | None = _setting(
+        FILE,
+        "none",
+        "File or directory of certificate names that may connect; none: all of the CA.",
+    )
+    admin_token: Path | None = _setting(
+        FILE, "none", "File of the token that every admin request must carry; none: changes only."
+    )
+    trusted_users: tuple[int, ...] = _setting(
+        USERS, "none", "Users of this host, beside our own and root, whose engines may connect."
+    )
+    name: str = _setting(NAME, "default", "Names this server's pool and state on the host.")
+    pool_size: int = _setting(
+        AUTO_SIZE,
+        "auto",
+        "Memory for blocks; auto: what the last server left, or a quarter of free memory.",
+        low=MIB,
+        high=64 * TIB,
+    )
+    shm_dir: Path = _setting(DIRECTORY, "/dev/shm", "The memory file system that holds the pool.")
+    slab_size: int = _setting(
+        AUTO_SIZE,
+        "auto",
+        "Unit in which the pool is shared among block sizes.",
+        low=64 * KIB,
+        high=64 * GIB,
+    )
+    state_dir: Path = _setting(
+        DIRECTORY, "~/.local/state/kvkeep", "What outlives a restart of the host, such as quotas."
+    )
+    default_quota: int | None = _setting(
+        QUOTA, "none", "Bytes promised to each tenant without a quota of its own.", live=True
+    )
+    default_limit: int | None = _setting(
+        QUOTA,
+        "none",
+        "Most bytes that a tenant without a limit of its own may use; 0: nothing is stored.",
+        live=True,
+        high=64 * TIB,
+    )
+    max_sessions: int = _setting(
+        COUNT, "256", "Engine processes connected at one time.", low=1, high=65536
+    )
+    max_sessions_per_client: int = _setting(
+        COUNT, "128", "Sessions of one certificate or, without TLS, process.", low=1, high=65536
+    )
+    max_requests_per_second: int = _setting(
+        COUNT, "20000", "Requests that one session may send in a second.", low=1, high=1 << 24
+    )
+    max_network_rate: int | None = _setting(
+        QUOTA, "none", "Bytes of blocks that one session may send or fetch in a second.", low=KIB
+    )
+    max_frame_size: int = _setting(
+        SIZE, "64MiB", "Longest message accepted.", low=64 * KIB, high=2 * GIB - 1
+    )
+    max_blocks_per_request: int = _setting(
+        COUNT, "65536", "Blocks that one lookup or store may name.", low=1, high=1 << 24
+    )
+    max_leases_per_session: int = _setting(
+        COUNT, "4096", "Lookups whose blocks one session may hold.", low=1, high=1 << 24
+    )
+    max_writing_blocks_per_session: int = _setting(
+        COUNT, "65536", "Blocks that one session may have in flight.", low=1, high=1 << 24
+    )
+    max_layouts: int = _setting(
+        COUNT, "64", "Different block layouts in one pool.", low=1, high=65536
+    )
+    max_tenants: int = _setting(COUNT, "100000", "Tenants known at one time.", low=1, high=1 << 24)
+    session_check_interval: float = _setting(
+        DURATION, "1s", "How often dead sessions are looked for.", low=0.01, high=3600
+    )
+    network_session_timeout: float = _setting(
+        DURATION, "30s", "Silence that ends a session on another host.", low=0.1, high=86400
+    )
+    network_lease_timeout: float = _setting(
+        DURATION, "60s", "Age that ends a lease or write of a network session.", low=0.1, high=86400
+    )
+    shutdown_grace: float = _setting(
+        DURATION, "10s", "Time for requests in progress when the server stops.", low=0, high=3600
+    )
+    keep_pool: bool = _setting(
+        SWITCH, "true", "Leave the pool and its index to the next server, which adopts them."
+    )
+    verify: bool = _setting(
+        SWITCH,
+        "true",
+        "Have every engine verify its loads; off: as its own option says.",
+        live=True,
+    )
+    log_level: str = _setting(LOG_LEVEL, "info", "Least severity that is logged.", live=True)
+    log_json: bool = _setting(SWITCH, "false", "Log one JSON object a line.")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -335,8 +353,8 @@ class Settings:
         *,
         fresh: bool = False,
     ) -> Self:
-        """Settings from all sources, later ones first. Reads the file and, for "auto", what memory
-        is free and, unless `fresh`, how large the pool is that can be adopted.
+        """Settings from all sources; a later one overrides. For "auto", looks at the free memory
+        and, unless `fresh`, at the pool that can be adopted.
 
         `config` None means the file that KVKEEP_CONFIG names, if any. Raises SettingsError and
         nothing else."""
@@ -351,7 +369,7 @@ class Settings:
         if values["pool_size"] is None:
             adopt = values["keep_pool"] and not fresh
             values["pool_size"], is_left = _auto_pool_size(values["shm_dir"], values["name"], adopt)
-            sources["pool_size"] += f" {AUTO}, as the server before)" if is_left else f" {AUTO})"
+            sources["pool_size"] += f" {AUTO}, as the last server)" if is_left else f" {AUTO})"
         if values["slab_size"] is None:
             values["slab_size"] = slab_bytes_for(values["pool_size"])
             sources["slab_size"] += f" {AUTO})"
@@ -361,7 +379,6 @@ class Settings:
 
     @property
     def made_token(self) -> Path:
-        """The file of the token that the server makes for itself where `admin_token` is not set."""
         return made_token(self.state_dir, self.name)
 
     @property
@@ -371,8 +388,7 @@ class Settings:
 
     @property
     def http_has_tls(self) -> bool:
-        """Whether `http_address` speaks HTTPS. On loopback it does not: local commands need no
-        certificates."""
+        """Whether `http_address` speaks HTTPS. On loopback local commands need no certificates."""
         return self.tls_cert is not None and not self.http_is_local
 
     @property
@@ -380,13 +396,9 @@ class Settings:
         """Whether no source gave a size for the pool."""
         return AUTO in self.sources.get("pool_size", "")
 
-    def changed(self, name: str, text: str) -> Self:
-        """A copy with one live setting changed. Raises SettingsError where it is unknown or not
-        live."""
-        return self.changed_all({name: text})
-
-    def changed_all(self, changes: Mapping[str, str]) -> Self:
-        """A copy with several live settings changed, which must fit together when all are."""
+    def changed(self, changes: Mapping[str, str]) -> Self:
+        """A copy with live settings changed. SettingsError if one is unknown or not live, or if
+        they do not fit together."""
         values: dict[str, Any] = {}
         for name, text in changes.items():
             if name not in TABLE:
@@ -398,35 +410,28 @@ class Settings:
                     f"restart with it; these can change: {live}",
                 )
             values[name] = TABLE[name].parse(name, text, "change")
-        settings = replace(
-            self,
-            **values,
-            sources={**self.sources, **dict.fromkeys(values, "changed while running")},
-        )
+        sources = {**self.sources, **dict.fromkeys(values, "changed while running")}
+        settings = replace(self, **values, sources=sources)
         _check_together(settings)
         return settings
 
-    def describe(self) -> list[Row]:
-        """One row a setting, in the order of the table."""
-        return [
-            Row(
-                name,
-                line.kind.show(getattr(self, name)),
-                self.sources.get(name, ""),
-                line.live,
-                line.help,
-            )
-            for name, line in TABLE.items()
-        ]
+    def describe(self) -> list[SettingShown]:
+        """All settings, in the order of the table."""
+        rows = []
+        for name, line in TABLE.items():
+            value = line.kind.show(getattr(self, name))
+            source = self.sources.get(name, "")
+            rows.append(SettingShown(name, value, source, line.live, line.help))
+        return rows
 
 
 def made_token(state_dir: Path, name: str) -> Path:
-    """See `Settings.made_token`."""
+    """The file of the token that a server makes for itself where `admin_token` is not set."""
     return state_dir / name / "admin.token"
 
 
 def _auto_pool_size(shm_dir: Path, name: str, adopt: bool) -> tuple[int, bool]:
-    """See `auto_size`. SettingsError if no pool fits at all."""
+    """The size, and whether it is that of an old pool. SettingsError if no pool fits."""
     try:
         nbytes, is_left = auto_size(shm_dir, name, adopt=adopt)
         room = pool_room(shm_dir)
@@ -440,12 +445,9 @@ def _auto_pool_size(shm_dir: Path, name: str, adopt: bool) -> tuple[int, bool]:
     return nbytes, is_left
 
 
-def _read_table() -> dict[str, Setting]:
-    hints = get_type_hints(Settings, include_extras=True)
-    return {f.name: hints[f.name].__metadata__[0] for f in fields(Settings) if f.name != "sources"}
-
-
-TABLE: Final[Mapping[str, Setting]] = _read_table()
+TABLE: Final[Mapping[str, Setting]] = {
+    each.name: each.metadata["setting"] for each in fields(Settings) if "setting" in each.metadata
+}
 
 
 # --- the sources: each yields (name, text, where it was found) ------------------------------------
@@ -483,7 +485,7 @@ def _from_file(config: Path | None) -> Given:
             value = ",".join(map(str, value)) or "none"
         if key not in TABLE and isinstance(value, dict):
             raise SettingsError(
-                f"[{key}] ({source}): settings stand at the top level, in no table",
+                f"[{key}] ({source}): settings stand at the top level, not in a table",
                 f"remove the line [{key}]",
             )
         if key not in TABLE:
@@ -493,20 +495,15 @@ def _from_file(config: Path | None) -> Given:
                 f"{key} ({source}): expected {TABLE[key].expected}, not a table, list or date"
             )
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        if not isinstance(
-            value, str
-        ):  # what is wrong with it is said as it stands in the file, without quotes
+        if not isinstance(value, str):  # an error shows it as it stands in the file, unquoted
             TABLE[key].parse(key, text, source, quote="")
         yield key, text, source
 
 
 def _from_env(env: Mapping[str, str]) -> Given:
     for variable in sorted(env):
-        if (
-            not variable.startswith(ENV_PREFIX)
-            or variable in ENV_OTHERS
-            or _is_kubernetes(variable, env[variable])
-        ):
+        is_other = variable in ENV_OTHERS or _is_kubernetes(variable, env[variable])
+        if is_other or not variable.startswith(ENV_PREFIX):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if variable != _variable(name) or name not in TABLE:
@@ -515,7 +512,7 @@ def _from_env(env: Mapping[str, str]) -> Given:
 
 
 def _from_argv(argv: Sequence[str]) -> Given:
-    """`--name value`, `--name=value`, `--switch` and `--no-switch`; of one given twice the last
+    """`--name value`, `--name=value`, `--switch` and `--no-switch`; of a flag given twice the last
     counts."""
     rest = iter(argv)
     for argument in rest:
@@ -562,8 +559,8 @@ def _is_switch(flag: str) -> bool:
 
 
 def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsError:
-    """The error for an unknown name: with its replacement, or with the nearest known name as its
-    source spells it."""
+    """The error for an unknown name, with its replacement or the nearest known name, as `spell`
+    writes it."""
     for name, instead in _REPLACED.items():
         if given == spell(name):
             return replaced(f"{given} ({source})", instead)
@@ -578,7 +575,7 @@ def _unknown(given: str, source: str, spell: Callable[[str], str]) -> SettingsEr
 
 
 def _check_together(settings: Settings) -> None:
-    """Raises SettingsError for settings that contradict each other, and as `_check_reach` does."""
+    """Raises SettingsError for settings that contradict each other."""
     _check_reach(settings)
     tcp = tcp_host(settings.address)
     http = split_host(settings.http_address)
@@ -588,14 +585,15 @@ def _check_together(settings: Settings) -> None:
         )
     if settings.slab_size % (4 * KIB):
         raise SettingsError(
-            f"slab_size = {settings.slab_size} is no multiple of 4KiB",
+            f"slab_size = {settings.slab_size} is not a multiple of 4KiB",
             "use a round size such as 64MiB",
         )
     quota, limit = settings.default_quota, settings.default_limit
     if quota is not None and limit is not None and limit < quota:
         raise SettingsError(
             f"default_limit = {QUOTA.show(limit)} is less than default_quota = {QUOTA.show(quota)}",
-            "a tenant cannot be promised more than it may use: lower default_quota, or raise default_limit",
+            "a tenant cannot be promised more than it may use: lower default_quota, or raise "
+            "default_limit",
         )
     for name, least, why in (
         ("pool_size", settings.slab_size, "slab_size: the pool must hold at least one slab"),
@@ -616,10 +614,8 @@ def _check_together(settings: Settings) -> None:
 
 
 def _check_reach(settings: Settings) -> None:
-    """Raises SettingsError for an address that other hosts reach without proof of who they are.
-
-    Beyond loopback engines need TLS, which takes all three files, and HTTP needs a token or a list
-    of certificates."""
+    """Raises SettingsError for an address that other hosts reach without authentication: beyond
+    loopback engines need TLS, and HTTP needs a token or a list of certificates."""
     has_tls = tls_files(settings) is not None
     if not has_tls and settings.authorized_clients is not None:
         raise SettingsError(
@@ -629,15 +625,16 @@ def _check_reach(settings: Settings) -> None:
     tcp = tcp_host(settings.address)
     if not has_tls and tcp is not None and not is_loopback(tcp[0]):
         raise SettingsError(
-            f'address = "{settings.address}" is reachable from other hosts, and tls_cert is not set',
+            f'address = "{settings.address}" is reachable from other hosts, and tls_cert is not '
+            "set",
             "make certificates with `kvkeep keygen`, set tls_cert, tls_key and tls_ca; or use "
             "localhost, 127.0.0.1 or [::1]",
         )
     has_guard = settings.admin_token is not None or settings.authorized_clients is not None
     if not settings.http_is_local and not has_guard:
         raise SettingsError(
-            f'http_address = "{settings.http_address}" is reachable from other hosts, and admin_token is not set',
+            f'http_address = "{settings.http_address}" is reachable from other hosts, and '
+            "admin_token is not set",
             "make one with `kvkeep keygen --admin-token` and set admin_token; or set "
-            "authorized_clients, and let certificates administer; or use localhost, 127.0.0.1 or "
-            "[::1]",
+            "authorized_clients, with the right admin; or use localhost, 127.0.0.1 or [::1]",
         )

@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep.connector import params
 from kvkeep.errors import SettingsError
-from kvkeep.server import quotas, setting_kinds
+from kvkeep.server import quotas
 from kvkeep.server import settings as server_settings
 from kvkeep_lab.fuzz import config as fuzz_config
 from kvkeep_lab.fuzz.choices import Choices, random_inputs
@@ -60,7 +60,9 @@ def test_a_negative_quota_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kind_that_shows_what_it_cannot_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = setting_kinds.Kind("a whole number", lambda text: int(text), lambda value: f"{value:,}")
+    kind = server_settings.Kind(
+        "a whole number", lambda text: int(text), lambda value: f"{value:,}"
+    )
     line = dataclasses.replace(
         server_settings.TABLE["max_frame_size"], kind=kind, default="67108864"
     )

@@ -1,35 +1,35 @@
-"""The server at one moment: what metrics and status are made from, taken at once in the loop's
-thread.
+"""The server at one moment: what `kvkeep status` and metrics show, taken in the loop's thread.
 
 Taking it must not keep engines waiting: with a million blocks and a hundred thousand tenants it
-costs some milliseconds. Text, JSON and histograms are made of it in the thread that asked."""
+costs some milliseconds. Text, JSON and histograms are made in the thread that asked."""
 
 from __future__ import annotations
 
 import copy
+import os
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 
-from kvkeep.server.counters import Counters
+from kvkeep import __version__
+from kvkeep.server.counters import Counters, CountsByTenant, Latency, TenantCounts, metrics_of
 from kvkeep.server.daemon import Daemon
-from kvkeep.server.sharing import NotShared, not_shared
-from kvkeep.server.tenant_counts import CountsByTenant, TenantCounts
+from kvkeep.server.sessions import NotShared, not_shared
 from kvkeep.store.operators import usage_of
 from kvkeep.store.plans import TenantUsage
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import FREE, READY, STATE_NAMES
 from kvkeep.store.tenants import Tenant
 
-# Each tenant is a label value, and a metrics database pays for every one of them for months.
-LARGEST_TENANTS = 20
+LARGEST_TENANTS = 20  # each is a label value, which a metrics database keeps for months
 
 
 @dataclass(frozen=True)
 class SessionShown:
-    """One engine process as operators see it. Its token stays with its owner."""
+    """One engine process. Its token is not shown."""
 
     session: int
     client: str
@@ -61,7 +61,7 @@ class QuotasShown:
     """What is promised. `promised_bytes` is the sum of tenants' own quotas as they were set; where
     that exceeds the pool they are `scaled_down` to fit. `in_force_bytes` is the sum of all quotas
     in force, with the default for every tenant without one of its own; where that exceeds the pool,
-    quotas are overcommitted, and a tenant may find that its default quota cannot be had."""
+    quotas are overcommitted, and a tenant may not get its default quota."""
 
     default_bytes: int | None
     promised_bytes: int
@@ -73,9 +73,8 @@ class QuotasShown:
 
 @dataclass(frozen=True)
 class TenantShown(TenantUsage):
-    """One tenant: what it has, and what it asked for and got since the server started. The counts
-    of a tenant are kept as long as it is among those that were looked up last
-    (`TENANTS_COUNTED`)."""
+    """One tenant: what it has, and what it asked for and got since the server started, while it is
+    among the TENANTS_COUNTED tenants that were looked up last."""
 
     lookups: int = 0
     hit_blocks: int = 0
@@ -85,8 +84,8 @@ class TenantShown(TenantUsage):
 
 @dataclass(frozen=True)
 class RestartShown:
-    """What was taken over from the server before, and what its processes, as long as they live,
-    still hold. A server that did not start warm says why: `why_cold`."""
+    """What was adopted from the last server, and what its processes still hold while they live. A
+    server that did not start warm says why: `why_cold`."""
 
     adopted_blocks: int = 0
     adopted_bytes: int = 0
@@ -99,9 +98,26 @@ class RestartShown:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Everything at one moment. Nothing in it changes afterwards."""
+class SecurityShown:
+    """What proof is asked for: engines show TLS certificates, operators the admin API's token."""
 
+    tls: bool
+    admin_token: bool
+
+
+@dataclass(frozen=True)
+class Status:
+    """The server as `GET /v1/status` shows it. `tenant_counts` is by the label that metrics use."""
+
+    name: str
+    version: str
+    pid: int
+    epoch: str
+    address: str
+    http_address: str
+    uptime_s: float
+    ready: bool
+    stopping: bool
     pool: PoolShown
     quotas: QuotasShown
     sessions: list[SessionShown]
@@ -110,52 +126,73 @@ class Snapshot:
     layouts: int
     tenants: int
     largest_tenants: list[TenantShown]
-    evictions: int
-    slab_moves: int
-    counters: Counters
-    ready: bool
-    stopping: bool
-    withheld_blocks: int = 0
-    restart: RestartShown = RestartShown()
-    tenant_counts: dict[str, TenantCounts] = field(
-        default_factory=dict
-    )  # by the label that metrics show
-    not_shared: list[NotShared] = field(default_factory=list)
+    tenant_counts: dict[str, TenantCounts]
+    counters: dict[str, int]
+    refusals: dict[str, int]
+    auth_failures: dict[str, int]
+    restart: RestartShown
+    security: SecurityShown
+    not_shared: list[NotShared]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A status, and the histograms that only metrics show. Nothing in it changes afterwards."""
+
+    status: Status
+    latency: dict[str, Latency]
+    turns: Latency
 
 
 def take(daemon: Daemon) -> Snapshot:
     """Takes the snapshot. In the loop's thread only."""
-    store, counters = daemon.store, daemon.service.counters
-    copied = _copy(counters)
+    counters = daemon.service.counters
+    latency, turns = copy.deepcopy((counters.latency, counters.turns))
     counters.turns.longest_us = 0.0  # it is that since the last snapshot
-    return Snapshot(
+    return Snapshot(_status(daemon), latency, turns)
+
+
+def _status(daemon: Daemon) -> Status:
+    store, counters, settings = daemon.store, daemon.service.counters, daemon.settings
+    ours = [held for number, held in store.sessions.items() if number != OLD_SESSIONS]
+    return Status(
+        name=settings.name,
+        version=__version__,
+        pid=os.getpid(),
+        epoch=f"{daemon.epoch:016x}",
+        address=daemon.address,
+        http_address=daemon.http_address,
+        uptime_s=round(time.time() - daemon.started, 1),
+        ready=daemon.ready.is_set(),
+        stopping=daemon.stopping,
         pool=_pool(daemon),
         quotas=_quotas(store),
         sessions=_sessions(daemon),
-        leases=sum(
-            len(session.leases)
-            for number, session in store.sessions.items()
-            if number != OLD_SESSIONS
-        ),
-        writes=sum(len(session.writes) for session in store.sessions.values()),
+        leases=sum(len(held.leases) for held in ours),
+        writes=sum(len(held.writes) for held in store.sessions.values()),
         layouts=sum(1 for _ in store.layouts),
         tenants=len(store.tenants),
         largest_tenants=tenants_shown(store.tenants.largest(LARGEST_TENANTS), counters.tenants),
         tenant_counts=counters.tenants.by_label(),
-        evictions=store.eviction.evictions,
-        slab_moves=store.eviction.slab_moves,
-        withheld_blocks=store.withheld_blocks,
-        counters=copied,
-        ready=daemon.ready.is_set(),
-        stopping=daemon.stopping,
+        counters=_counts(store, counters),
+        refusals=dict(sorted(counters.refusals.items())),
+        auth_failures=dict(sorted(counters.auth_failures.items())),
         restart=_restart(daemon),
+        security=SecurityShown(
+            tls=settings.tls_cert is not None,
+            admin_token=settings.admin_token is not None or not settings.http_is_local,
+        ),
         not_shared=not_shared(daemon.service.sessions.all()),
     )
 
 
-def _copy(counters: Counters) -> Counters:
-    """Without what is counted of each tenant: that is shown for some of them only."""
-    return copy.deepcopy(replace(counters, tenants=CountsByTenant()))
+def _counts(store: Store, counters: Counters) -> dict[str, int]:
+    """With what the store counts itself."""
+    return {name: getattr(counters, name) for name in metrics_of(Counters, "kvkeep_")} | {
+        "evictions": store.eviction.evictions,
+        "slab_moves": store.eviction.slab_moves,
+        "withheld_blocks": store.withheld_blocks,
+    }
 
 
 def tenant_shown(tenant: Tenant, counts: CountsByTenant) -> TenantShown:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvkeep.server import snapshot as module
-from kvkeep.server.tenant_counts import CountsByTenant
+from kvkeep.server import status as module
+from kvkeep.server.counters import CountsByTenant
 from kvkeep.store.tenants import Tenant, Tenants
 
 Start = Callable[..., Any]
@@ -23,7 +23,7 @@ def test_bytes_by_state_add_up_over_several_layouts(start: Start) -> None:
         store.prepare_store(1, 1000, "default", layout.number, 0, b"", b"k" * 16, 0)
 
     running.in_loop(other_size)
-    pool = running.http.admin.snapshot().pool
+    pool = running.http.admin.status().pool
     assert pool.blocks == {"writing": 5, "waiting": 0, "ready": 10, "evicting": 0}
     assert pool.used_bytes == {
         "writing": 4 * 4096 + 102_400,
@@ -37,12 +37,12 @@ def test_bytes_by_state_add_up_over_several_layouts(start: Start) -> None:
 
 def test_a_snapshot_does_not_change_with_the_server(start: Start) -> None:
     running = start()
-    before = running.http.admin.snapshot()
+    before = running.http.admin.status()
     running.store("default", 3)
     running.daemon.service.counters.refuse("bad_keys")
-    assert before.pool.blocks["ready"] == 0 and before.counters.refusals == {}
-    after = running.http.admin.snapshot()
-    assert after.pool.blocks["ready"] == 3 and after.counters.refusals == {"bad_keys": 1}
+    assert before.pool.blocks["ready"] == 0 and before.refusals == {}
+    after = running.http.admin.status()
+    assert after.pool.blocks["ready"] == 3 and after.refusals == {"bad_keys": 1}
     assert [row.tenant for row in after.largest_tenants] == ["default"]
 
 
@@ -61,7 +61,7 @@ def test_a_snapshot_does_not_look_at_every_tenant(
 
     monkeypatch.setattr(module, "tenant_shown", counted)
     monkeypatch.setattr(Tenants, "__iter__", lambda _: pytest.fail("every tenant was looked at"))
-    now = running.http.admin.snapshot()
+    now = running.http.admin.status()
     assert now.tenants == 30 and len(shown) == len(now.largest_tenants) == 20
     usages = [row.usage_bytes for row in now.largest_tenants]
     assert usages == sorted(usages, reverse=True) and usages[0] == 7 * 4096

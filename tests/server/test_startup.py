@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kvkeep.server import warm
-from kvkeep.server.warm import open_store
+from kvkeep.server import startup as module
+from kvkeep.server.startup import allow_many_files, open_store, warn_of_small_pool
 from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
+from kvkeep.tiers.free_memory import Room
 from kvkeep.tiers.memory import Pool
+from kvkeep.units import MIB
 from kvkeep.wire.pool_files import hold
 
 SLAB = 1 << 16
@@ -110,13 +115,13 @@ def test_when_it_cannot_be_adopted_other_memory_is_used(
     first.columns.grow("layout", np.int32, 0, 0)[2] = 5
     first.close(keep=True)
     if fault == "raises":
-        monkeypatch.setattr(warm, "adopt", lambda *_: 1 // 0)
+        monkeypatch.setattr(module, "adopt", lambda *_: 1 // 0)
     second = pools(2)
     before = (second.directory / "segment-00000").stat().st_ino
     store, start = open_store(second, Limits(), 0)
     assert start.adoption.blocks == 0 and "the server starts empty" in caplog.text
     assert start.why_cold.startswith(
-        "processes of the old" if fault == "contradiction" else "adopting what was left"
+        "processes of the old" if fault == "contradiction" else "adopting the old pool failed"
     )
     store.add_slabs(*second.fill_next())
     assert (second.directory / "segment-00000").stat().st_ino != before, (
@@ -127,3 +132,48 @@ def test_when_it_cannot_be_adopted_other_memory_is_used(
     import os
 
     os.close(writer)
+
+
+@pytest.fixture(autouse=True)
+def scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(62 * MIB, 64 * MIB, "/dev/shm has 64MiB free", "make /dev/shm larger")
+    monkeypatch.setattr(module, "pool_room", lambda directory: room)
+
+
+def pool(pool_bytes: int, is_left: bool = False) -> Any:
+    return cast(
+        Any, SimpleNamespace(directory=Path("/dev/shm/x"), pool_bytes=pool_bytes, is_left=is_left)
+    )
+
+
+def test_a_small_pool_is_warned_of_with_the_reason_and_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_of_small_pool(pool(56 * MIB))
+    assert caplog.messages == [
+        "pool_size = auto came to only 56MiB: /dev/shm has 64MiB free; make /dev/shm larger, "
+        "then start the server with --fresh"
+    ]
+
+
+def test_a_small_pool_that_was_adopted_names_the_way_to_a_larger_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_of_small_pool(pool(56 * MIB, is_left=True))
+    assert "took only 56MiB, the size of the pool that the last server left" in caplog.text
+    assert "--fresh" in caplog.text
+
+
+def test_of_a_larger_pool_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_small_pool(pool(256 * MIB))
+    assert not caplog.messages
+
+
+def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
+        allow_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
