@@ -30,22 +30,3 @@ def test_what_is_of_no_use_on_a_cpu_is_refused() -> None:
         transfer.run(geometries=("mla",))
     with pytest.raises(SettingsError, match="less than a block"):
         transfer.run(total_bytes=1 << 20)
-
-
-def test_a_result_as_a_table() -> None:
-    row = {
-        "direction": "store",
-        "block_bytes": 65536,
-        "gbps": 6.5,
-        "fraction_of_floor": 0.64,
-        "verify": True,
-    }
-    text = transfer.table({"device": "cpu", "floor_gbps": 10.0, "rows": [row], "native": True})
-    assert text.splitlines() == [
-        "device: cpu",
-        "floor_gbps: 10 GB/s",
-        "native: yes",
-        "",
-        "direction  block_bytes      gbps  fraction_of_floor  verify",
-        "    store        64KiB  6.5 GB/s                64%     yes",
-    ]

@@ -11,12 +11,9 @@ from kvkeep.bench.vllm_session import (
     SILENT_AFTER_S,
     Choice,
     Turns,
-    cell,
-    draw,
     median,
     median_ratio,
     rounded,
-    verdict,
 )
 from kvkeep.errors import SettingsError
 
@@ -133,12 +130,6 @@ def test_only_on_a_cpu_must_others_be_silent() -> None:
         Turns.on("cpu").silent_after_s == SILENT_AFTER_S > 1
         and Turns.on("cuda").silent_after_s == 0
     )
-
-
-def test_numbers_are_drawn_in_columns() -> None:
-    assert draw([["a", "bc"], ["def", "g"]]) == ["  a  bc", "def   g"]
-    assert [cell(value) for value in (None, 1234, 1234.567)] == ["-", "1,234", "1,234.57"]
-    assert (verdict(True, "so"), verdict(False, "so")) == ("target met: so", "target MISSED: so")
 
 
 def test_ratios_are_medians_of_the_repeats() -> None:

@@ -144,7 +144,8 @@ def test_any_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
         "none": [],
         "left_out": ["a", "b"],
         "ping_us": {"p50": 100, "p99": 200.25},
-        "rows": [{"blocks": 1000, "hit": True}, {"blocks": 2, "extra": None}],
+        "rows": [{"blocks": 1000, "hit": True}, {"blocks": 2, "extra": None, "samples": [1, 2]}],
+        "part": {"turns": 6, "totals_s": {"24": 1.5}},
     }
     show(result)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -160,6 +161,11 @@ def test_any_result_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
         ["blocks", "hit", "extra"],
         ["1,000", "yes", "-"],
         ["2", "-", "-"],
+        [],
+        ["turns", "6"],
+        [],
+        ["totals_s"],
+        ["24", "1.5", "s"],
     ]
     show({"rows": [{"blocks": 1}]})
     assert capsys.readouterr().out.splitlines() == ["blocks", "     1"], (

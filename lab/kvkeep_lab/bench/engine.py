@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.bench.figures import with_unit
 from kvkeep.engine.demo_model import (
     BLOCK_TOKENS,
     MODEL,
@@ -101,26 +100,6 @@ def run(
         "same_tokens": same_tokens,
         "targets": dict(TARGETS),
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result in lines, and whether it is what it should be."""
-    facts = {name: value for name, value in result.items() if name != "targets"}
-    width = max(map(len, facts))
-    lines = [f"{name:{width}}  {with_unit(name, value)}" for name, value in facts.items()]
-    targets, overhead, speedup = result["targets"], result["overhead_ratio"], result["speedup"]
-    lines += [
-        "",
-        f"target {_met(overhead <= targets['overhead_ratio'])}: "
-        f"overhead_ratio is {overhead:g}×, at most {targets['overhead_ratio']:g}× is wanted",
-        f"target {_met(speedup >= targets['speedup'])}: "
-        f"speedup is {speedup:g}×, at least {targets['speedup']:g}× is wanted",
-    ]
-    return "\n".join(lines)
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "MISSED"
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.bench.figures import with_unit
-from kvkeep.bench.vllm_memory import FreeMemory, fit_together
-from kvkeep.bench.vllm_session import PEERS, Choice, Turns, draw, median, rounded, say, verdict
+from kvkeep.bench.vllm_session import (
+    PEERS,
+    Choice,
+    FreeMemory,
+    Turns,
+    fit_together,
+    median,
+    rounded,
+    say,
+)
 from kvkeep.bench.vllm_setup import (
     ServedModel,
     arguments,
@@ -261,23 +268,3 @@ def _same(ours: dict[str, Any], none: dict[str, Any]) -> float:
     ]
     alike: int = sum(mine == theirs for mine, theirs in pairs)
     return alike / len(pairs)
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    """The result in lines, with a verdict for each number of conversations that native served."""
-    keys = ("total_s", "ttft_mean_ms", "cached_share", "failed", "same_answers")
-    ratios = {(each["against"], each["conversations"]): each for each in result["ratios"]}
-    head = ["connector", "conversations", "total", "TTFT", "found", "failed requests"]
-    lines = [[*head, "same answers", "kvkeep's total"]]
-    for row in result["rows"]:
-        ratio = ratios.get((row["connector"], row["conversations"]), {}).get("total_ratio")
-        cells = [with_unit(key, row[key]) for key in keys]
-        count = str(row["conversations"])
-        lines.append([row["connector"], count, *cells, with_unit("total_ratio", ratio)])
-    verdicts = []
-    for (against, conversations), each in ratios.items():
-        if against == "native":
-            ratio, most = each["total_ratio"], result["most_of_native"]
-            text = f"{conversations} conversations take {ratio:g}× the time of native"
-            verdicts.append(verdict(ratio <= most, f"{text}, at most {most:g}× is wanted"))
-    return [*draw(lines), *[""] * bool(verdicts), *verdicts]

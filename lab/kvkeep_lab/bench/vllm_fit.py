@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvkeep.bench.vllm_memory import FreeMemory
+from kvkeep.bench.vllm_session import FreeMemory
 from kvkeep_lab.bench.vllm_stations import DECODE, Station
 from kvkeep_lab.bench.vllm_traffic import Traffic
 

@@ -28,20 +28,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvkeep.bench.figures import with_unit
-from kvkeep.bench.vllm_memory import FreeMemory
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
+    FreeMemory,
     Turns,
-    cell,
-    draw,
     gpu_name,
     median,
     rounded,
     say,
     signals_end_the_block,
-    verdict,
 )
 from kvkeep.bench.vllm_setup import (
     Connector,
@@ -391,109 +387,10 @@ def _told(figures: dict[str, Any]) -> str:
     found = figures["cached_share"]
     cached = "" if found is None else f", {found:.0%} of prefixes found"
     if "samples" in figures:
-        return f"{cell(figures['itl_p50_ms'])} ms between tokens, p99 {cell(figures['itl_p99_ms'])} ms{cached}"
+        between = " ms, p99 ".join(
+            "-" if figures[key] is None else f"{figures[key]:,.2f}"
+            for key in ("itl_p50_ms", "itl_p99_ms")
+        )
+        return f"{between} ms between tokens{cached}"
     rate, count = figures["output_tokens_per_s"], figures["requests"]
     return f"{count} requests in {figures['seconds']:,.1f} s, {rate:,.1f} tokens/s{cached}"
-
-
-# -- what is shown
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result in lines, and whether it is what it should be."""
-    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
-    if CONVERSATIONS in result:
-        left_out = [f"left out: {name}: {why}" for name, why in result["left_out"].items()]
-        return "\n".join([*facts, "", *vllm_conversations.table(result[CONVERSATIONS]), *left_out])
-    ratios = {(each["connector"], each["scenario"]): each for each in result["ratios"]}
-    lines = []
-    load = [
-        "connector",
-        "scenario",
-        "requests",
-        "output",
-        "against none",
-        "with prompts",
-        "TTFT",
-        "TTFT p99",
-    ]
-    rows = [row for row in result["rows"] if row["scenario"] not in DECODE]
-    if rows:
-        keys = [
-            "requests",
-            "output_tokens_per_s",
-            "output_ratio",
-            "total_tokens_per_s",
-            "ttft_mean_ms",
-            "ttft_p99_ms",
-        ]
-        lines += ["", *_drawn(rows, ratios, load, keys)]
-    decode = [
-        "connector",
-        "scenario",
-        "prompts",
-        "between tokens",
-        "p99",
-        "against none",
-        "decoding alone",
-    ]
-    decode += ["p99", "against none"]
-    rows = [row for row in result["rows"] if row["scenario"] in DECODE]
-    if rows:
-        keys = ["requests", "itl_p50_ms", "itl_p99_ms", "itl_p99_ratio"]
-        keys += ["itl_decode_p50_ms", "itl_decode_p99_ms", "itl_decode_p99_ratio"]
-        lines += ["", *_drawn(rows, ratios, decode, keys)]
-    left_out = [
-        f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()
-    ]
-    verdicts = [
-        line
-        for each in result["ratios"]
-        if each["connector"] == "kvkeep"
-        for line in _verdicts(result["targets"], each)
-    ]
-    return "\n".join(
-        [*facts, *lines, *[""] * bool(left_out), *left_out, *[""] * bool(verdicts), *verdicts]
-    )
-
-
-def _drawn(
-    rows: Sequence[dict[str, Any]],
-    ratios: dict[tuple[str, str], Any],
-    head: list[str],
-    keys: Sequence[str],
-) -> list[str]:
-    lines = [[*head, "found", "failed requests", "same answers"]]
-    for row in rows:
-        figures = row | ratios.get((row["connector"], row["scenario"]), {})
-        cells = [
-            with_unit(key, figures.get(key))
-            for key in (*keys, "cached_share", "failed", "same_answers")
-        ]
-        lines.append([row["connector"], row["scenario"], *cells])
-    return draw(lines)
-
-
-def _verdicts(targets: dict[str, float], ratios: dict[str, Any]) -> list[str]:
-    scenario = ratios["scenario"]
-    if scenario not in DECODE:
-        least, ratio = targets[f"{scenario}_ratio"], ratios["output_ratio"]
-        text = f"{scenario}: {with_unit('ratio', ratio)} the throughput of none, at least {least:g}× is wanted"
-        return [verdict(ratio is not None and ratio >= least, text)]
-    if (
-        ratios["itl_decode_p99_ratio"] is None
-    ):  # times of steps that compute prompts are alike, whatever else there is
-        return [
-            verdict(
-                False, f"{scenario}: nothing was seen, prompts come faster than they are computed"
-            )
-        ]
-    lines = []
-    for key, what in {
-        "itl_p99_ratio": "between tokens",
-        "itl_decode_p99_ratio": "where no prompt is computed",
-    }.items():
-        most, ratio = targets[key], ratios[key]
-        text = f"{scenario}: p99 {what} is {with_unit('ratio', ratio)} none's, at most {most:g}× is wanted"
-        lines.append(verdict(ratio is not None and ratio <= most, text))
-    return lines

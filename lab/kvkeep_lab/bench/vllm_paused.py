@@ -168,18 +168,3 @@ def _resumes(
         if time.monotonic() - started > _RESUMES_WITHIN_S:
             break
     raise Unavailable(f"caching did not resume; the server has {before:,} blocks")
-
-
-def table(result: dict[str, Any]) -> str:
-    met = "met" if result["ratio"] >= TARGETS["ratio"] else "MISSED"
-    rate = result["tokens_per_s"]
-    return "\n".join(
-        [
-            f"server paused under load: {result['paused_seconds']:g} s",
-            f"tokens/s: none {rate['none']:,}, kvkeep {rate['kvkeep']:,}: {result['ratio']:g} of it",
-            f"failed requests: {result['failed_requests']}",
-            f"same tokens: {'yes' if result['same_tokens'] else 'NO'}, in {result['compared_requests']} requests",
-            f"caching resumed after {result['resumed_after_ms']:,} ms: {result['cached_tokens_after']} tokens of a hit",
-            f"target {met}: at least {TARGETS['ratio']:g} of the throughput without a cache",
-        ]
-    )

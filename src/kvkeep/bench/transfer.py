@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.bench import transfer_cuda
-from kvkeep.bench.figures import with_unit
 from kvkeep.bench.transfer_worker import EngineSide
 from kvkeep.errors import SettingsError
 from kvkeep.kv import native
@@ -139,31 +137,3 @@ def _tensor(blocks: int, nbytes: int) -> NDArray[np.uint8]:
     raw: NDArray[np.uint8] = np.empty(blocks * nbytes + 64, dtype=np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + blocks * nbytes].reshape(blocks, nbytes)
-
-
-# -- for people
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result in lines: facts, a table for each list of rows, and on a GPU whether it is what it
-    should be."""
-    lists = {name: value for name, value in result.items() if isinstance(value, list) and value}
-    facts = [
-        f"{name}: {with_unit(name, value)}"
-        for name, value in result.items()
-        if not isinstance(value, list | dict)
-    ]
-    drawn = [line for name, rows in lists.items() for line in ["", *_aligned(name, rows)]]
-    verdicts = transfer_cuda.verdicts(result) if "targets" in result else []
-    return "\n".join([*facts, *drawn, *[""] * bool(verdicts), *verdicts])
-
-
-def _aligned(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Rows below their columns' names; a heading where they are not the transfers themselves."""
-    lines = [list(rows[0]), *([with_unit(*figure) for figure in row.items()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    heading = [] if name == "rows" else [f"{name}:"]
-    return heading + [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]

@@ -11,7 +11,7 @@ byte with the first half. A round:
     latency             a load of 2,000 tokens
 
 All of that is measured with an engine that computes nothing, and says so. At the end come a store
-and a load beside copies of an engine's own, to see how long those wait (transfer_beside): once more
+and a load beside copies of an engine's own, to see how long those wait (`OwnCopies`): once more
 so, and with one that computes.
 
 What is moved belongs to several requests of 4,096 tokens, all asked for at once. A floor is a plain
@@ -34,8 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.bench.transfer_beside import OwnCopies
-from kvkeep.bench.transfer_floor import DIRECTIONS, ONE_WAY, Gpu, PlainCopy, check_device
+from kvkeep.bench.transfer_floor import DIRECTIONS, ONE_WAY, Gpu, OwnCopies, PlainCopy, check_device
 from kvkeep.bench.transfer_worker import BlockIds, EngineSide
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.kv.keys import KEY_BYTES
@@ -380,26 +379,3 @@ def targets(geometries: Sequence[str]) -> dict[str, Any]:
         "both": dict.fromkeys(geometries, BOTH_TARGET),
         "cost": VERIFICATION_TARGET,
     }
-
-
-def verdicts(result: Mapping[str, Any]) -> list[str]:
-    """Whether each target is met, a line each."""
-    wanted = result["targets"]
-    lines = []
-    for row in (each for each in result["rows"] if each["verify"]):
-        least, got = wanted[row["direction"]][row["geometry"]], row["fraction_of_floor"]
-        what = f"{row['geometry']}, {row['direction']}, verified"
-        lines.append(
-            f"target {_met(got >= least)}: {what}: {got:.1%} of the floor, at least {least:.0%} is wanted"
-        )
-    for row in result["verification"]:
-        what, most = f"{row['geometry']}, {row['direction']}", wanted["cost"]
-        met = _met(row["cost"] <= most)
-        lines.append(
-            f"target {met}: {what}: verification costs {row['cost']:.1%}, at most {most:.0%} is wanted"
-        )
-    return lines
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "MISSED"

@@ -1,15 +1,20 @@
-"""A GPU, and how fast it copies: the floor of what is measured with an engine's KV on it.
+"""A GPU and plain copies on it, with which transfers are compared.
 
-One contiguous copy between the GPU and pinned memory, synchronized at its end; both ways at once on
-two streams."""
+`PlainCopy` is the floor: one contiguous copy between the GPU and pinned memory, synchronized at its
+end; both ways at once on two streams. `OwnCopies` are those of an engine: a step's inputs, such as
+block tables, go to the GPU, and its tokens to the host. A copy engine of the GPU may be busy with
+blocks meanwhile, so a thread makes one such copy after the other beside a transfer, and each is
+timed."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import statistics
+import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kvkeep.errors import SettingsError
@@ -18,6 +23,9 @@ from kvkeep.units import GIB
 ONE_WAY = ("store", "load")  # to the host, and to the device
 DIRECTIONS = (*ONE_WAY, "both")
 _TRIALS = 5
+COPY_BYTES = 256 << 10  # block tables of some hundred requests
+_ALONE = 100  # copies while nothing else is copied
+_REST_S = 0.0002
 
 
 class Gpu:
@@ -96,3 +104,55 @@ def load_gbps(gpu: Gpu, nbytes: int = GIB) -> float:
     """How fast one such copy to the device is."""
     floor = PlainCopy(gpu, nbytes)
     return nbytes / statistics.median(floor.seconds("load", nbytes) for _ in range(_TRIALS)) / 1e9
+
+
+class OwnCopies:
+    """Those of an engine, on a stream of their own."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._device = gpu.torch.ones(COPY_BYTES, dtype=gpu.torch.uint8, device=gpu.device)
+        self._host = gpu.pinned(COPY_BYTES)
+        self._host.fill_(1)
+        gpu.synchronize()
+
+    def seconds(self, direction: str) -> float:
+        """Of one: to the host, as stores go, or to the device."""
+        pair = self._host, self._device
+        to, source = pair if direction == "store" else pair[::-1]
+        started = time.perf_counter()
+        with self._gpu.stream(2):
+            to.copy_(source, non_blocking=True)
+        self._gpu.wait(2)
+        return time.perf_counter() - started
+
+    @contextmanager
+    def beside(self, direction: str) -> Iterator[list[float]]:
+        """What each took that began while the block was under way."""
+        took: list[float] = []
+        over = threading.Event()
+
+        def copy() -> None:
+            while not over.is_set():
+                took.append(self.seconds(direction))
+                time.sleep(_REST_S)
+
+        thread = threading.Thread(target=copy, name="own-copies", daemon=True)
+        thread.start()
+        try:
+            yield took
+        finally:
+            over.set()
+            thread.join()
+
+    def row(self, direction: str, computes: bool, took: list[float]) -> dict[str, Any]:
+        alone = [self.seconds(direction) for _ in range(_ALONE)]
+        return {
+            "direction": direction,
+            "computes": computes,
+            "bytes": COPY_BYTES,
+            "samples": len(took),
+            "alone_ms": round(statistics.median(alone) * 1e3, 3),
+            "p50_ms": round(statistics.median(took) * 1e3, 3) if took else None,
+            "most_ms": round(max(took) * 1e3, 3) if took else None,
+        }

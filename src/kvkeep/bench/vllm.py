@@ -34,22 +34,20 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.bench.figures import with_unit
-from kvkeep.bench.vllm_memory import FreeMemory, fit_together
 from kvkeep.bench.vllm_run import Answer, EngineProcess
 from kvkeep.bench.vllm_session import (
     PEERS,
     Choice,
+    FreeMemory,
     Turns,
     bus_gbps,
-    draw,
+    fit_together,
     gpu_name,
     median,
     median_ratio,
     rounded,
     say,
     signals_end_the_block,
-    verdict,
 )
 from kvkeep.bench.vllm_setup import (
     ServedModel,
@@ -399,96 +397,3 @@ def _check_cold(name: str, answer: Answer) -> None:
 
 def _times(ms: dict[str, list[float]]) -> str:
     return "/".join(f"{values[-1]:,.0f}" for values in ms.values() if values) + " ms"
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result in lines, and whether it is what it should be."""
-    facts = [f"{name}: {result[name]}" for name in ("device", "model", "vllm", "repeats", "graphs")]
-    ratios = {(each["connector"], each["prompt_tokens"]): each for each in result["ratios"]}
-    head = [
-        "connector",
-        "prompt tokens",
-        "cold",
-        "against none",
-        "local hit",
-        "against none",
-        "external hit",
-    ]
-    keys = [
-        "prompt_tokens",
-        "cold_ms",
-        "cold_ratio",
-        "local_hit_ms",
-        "local_hit_ratio",
-        "external_hit_ms",
-        "speedup",
-    ]
-    head.append("faster than cold")
-    if "floor_gbps" in result:
-        head, keys = [*head, "against its floor"], [*keys, "floor_ratio"]
-    lines = [[*head, "cached tokens", "same tokens"]]
-    for row in result["rows"]:
-        figures = row | ratios.get((row["connector"], row["prompt_tokens"]), {})
-        cells = [with_unit(key, figures.get(key)) for key in (*keys, "cached_tokens")]
-        lines.append([row["connector"], *cells, "yes" if row["same_tokens"] else "NO"])
-    left_out = [
-        f"left out: {name}: {why.splitlines()[0]}" for name, why in result["left_out"].items()
-    ]
-    kvkeep = [row for row in result["rows"] if row["connector"] == "kvkeep"]
-    verdicts = [
-        line
-        for row in kvkeep
-        for line in _verdicts(result, row, ratios["kvkeep", row["prompt_tokens"]])
-    ]
-    return "\n".join(
-        [
-            *facts,
-            "",
-            *draw(lines),
-            *[""] * bool(left_out),
-            *left_out,
-            *[""] * bool(verdicts),
-            *verdicts,
-        ]
-    )
-
-
-def _verdicts(result: dict[str, Any], row: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
-    targets, length = result["targets"], row["prompt_tokens"]
-    where, cold, cached = f"at {length:,} tokens", ratios["cold_ratio"], row["cached_tokens"]
-    full = (length - 1) // result["block_tokens"] * result["block_tokens"]
-    lines = [
-        verdict(
-            cold <= targets["cold_ratio"],
-            f"{where} cold takes {cold:g} times as long as with none, at most {targets['cold_ratio']:g} is wanted",
-        ),
-        verdict(
-            cached >= full,
-            f"{where} it gives {cached:,} tokens, all {full:,} of full blocks are wanted",
-        ),
-    ]
-    if "speedup" in targets:
-        got, least = ratios["speedup"], targets["speedup"]
-        told = f"{where} an external hit is {got:g} times faster than cold, at least {least:g} is wanted"
-        lines.append(verdict(got >= least, told))
-    if "floor_ratio" in targets:
-        got, most = (
-            ratios["floor_ratio"],
-            targets["short_floor_ratio" if length < _SHORT_TOKENS else "floor_ratio"],
-        )
-        told = f"{where} an external hit takes {got:g} times its floor, at most {most:g} is wanted"
-        lines.append(verdict(got <= most, told))
-        peers = [
-            each
-            for each in result["rows"]
-            if each["connector"] in PEERS and each["prompt_tokens"] == length
-        ]
-        lines += [_against(row, peer) for peer in peers]
-    return lines
-
-
-def _against(row: dict[str, Any], peer: dict[str, Any]) -> str:
-    """For the same prompts."""
-    mine, theirs, name = row["external_hit_ms"], peer["external_hit_ms"], peer["connector"]
-    told = f"at {row['prompt_tokens']:,} tokens an external hit takes {mine:g} ms, less than the {theirs:g} of {name}"
-    return verdict(mine < theirs, f"{told} is wanted")

@@ -1,20 +1,33 @@
-"""What benchmarks of real vLLM share: what can be measured here, how a run ends, and how its
-numbers are drawn."""
+"""What benchmarks of real vLLM share: what can be measured here, whether several engines fit, how
+they take turns, and how a run ends.
+
+    GPU       │ weights │ KV │ beside it ║ weights │ KV │ beside it ║ …                 spare │
+              └── an equal share for each engine, the same KV ──────┘
+    host      │ pool of kvkeep │ pool of a peer │ …             processes, and what is pinned │
+    /dev/shm  │ pool of kvkeep │ pool of native │
+
+Engines that do not fit at the same time come one after the other."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvkeep.bench.transfer_floor import Gpu, load_gbps
-from kvkeep.errors import SettingsError
+from kvkeep.bench.vllm_setup import GPU_SHARE, SPARE_TOKENS, ServedModel
+from kvkeep.errors import KVKeepError, SettingsError
+from kvkeep.tiers.free_memory import available_bytes
+from kvkeep.units import GIB, MIB
 
 CONNECTORS = ("none", "kvkeep", "lmcache", "native")
 PEERS = ("lmcache", "native")
@@ -23,6 +36,13 @@ PEERS = ("lmcache", "native")
 # busy_loop_s). With few cores that second would be taken from the engine whose turn is next. A
 # little more: they notice it a little late.
 SILENT_AFTER_S = 1.2
+
+_BESIDE_KV_BYTES = (
+    3 * GIB + 512 * MIB
+)  # activations of a step and CUDA's context; then staging memory of kvkeep
+_POOLED = 0.75  # of the host's memory
+_SHM = Path("/dev/shm")
+_IN_SHM = ("kvkeep", "native")
 
 # -- what can be measured
 
@@ -109,6 +129,72 @@ def installed(name: str) -> bool:
     return found is not None and found.origin is not None
 
 
+# -- the memory of several engines
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """In bytes, before anything is started."""
+
+    gpu: int
+    host: int
+    shm: int
+
+    @classmethod
+    def find(cls) -> FreeMemory:
+        space = os.statvfs(_SHM)
+        return cls(_free_gpu_bytes(), available_bytes(), space.f_bavail * space.f_frsize)
+
+    def engine_tokens(self, model: ServedModel, engines: int, shared: float) -> int:
+        """Of KV, for each of several that share so much of the GPU."""
+        share = int(self.gpu * shared) // engines
+        return (share - model.weight_bytes - _BESIDE_KV_BYTES) // model.kv_token_bytes
+
+    def hold(self, pools: Iterable[tuple[str, int]]) -> bool:
+        """Whether there is room for pools in the host, each named by its connector."""
+        sizes = list(pools)
+        in_shm = sum(size for name, size in sizes if name in _IN_SHM)
+        return sum(size for _, size in sizes) <= self.host * _POOLED and in_shm <= self.shm
+
+    def say_too_little(self, engines: int) -> None:
+        """To whoever waits for `engines` that were to live at the same time."""
+        if engines == 1:
+            return
+        say(
+            f"{engines} engines at a time do not fit, so they come one after the other: free are "
+            f"{self.gpu / GIB:.0f} GiB of the GPU, {self.host / GIB:.0f} GiB of the host and {self.shm / GIB:.0f} GiB "
+            f"in {_SHM}"
+        )
+
+
+def _free_gpu_bytes() -> int:
+    """Asked in a process of its own: a context would stay in ours, and take half a GiB."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KVKeepError(
+            f"torch does not say how much memory the GPU has: {done.stderr.strip()[-500:]}"
+        )
+    return int(done.stdout)
+
+
+def fit_together(
+    model: ServedModel,
+    longest_prompt: int,
+    connectors: Sequence[str],
+    pool_bytes: int,
+    free: FreeMemory,
+) -> bool:
+    """Whether an engine for each connector can be alive at the same time, with the longest prompt
+    in its KV, and a pool of its own, unless that is `none`. If not, that is said."""
+    tokens = free.engine_tokens(model, len(connectors), GPU_SHARE)
+    pools = [(name, pool_bytes) for name in connectors if name != "none"]
+    fit = tokens >= longest_prompt + SPARE_TOKENS and free.hold(pools)
+    if not fit:
+        free.say_too_little(len(connectors))
+    return fit
+
+
 # -- the run
 
 
@@ -171,20 +257,3 @@ def rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float | None:
     """The median of the repeats' ratios."""
     return median([a / b for a, b in zip(above, below, strict=True)], 3)
-
-
-def draw(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Cells in columns; all lines have as many."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
-
-
-def cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
-
-
-def verdict(met: bool, text: str) -> str:
-    return f"target {'met' if met else 'MISSED'}: {text}"

@@ -15,12 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import typer
-from rich.console import RenderableType
 from typer.core import TyperCommand
 
 from kvkeep.bench.figures import with_unit
 from kvkeep.cli import machine
-from kvkeep.cli.output import Json, console, help_section, note, show_facts, show_json, show_table
+from kvkeep.cli.output import Json, help_section, note, show_facts, show_json, show_table
 from kvkeep.errors import SettingsError
 from kvkeep.units import format_size, parse_size
 
@@ -99,35 +98,42 @@ def measure(name: str, argv: Sequence[str], as_json: bool) -> None:
         ) from None
     if as_json:
         show_json({**result, "machine": on, "command": command})
-    elif hasattr(module, "table"):
-        rendered: RenderableType = module.table(result)
-        console().print(rendered)
     else:
         show(result)
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Any result: single values in lines, then a table for each list of rows and each mapping."""
+    """Any result: single values in lines, then a table for each list of rows and each mapping.
+    Lists and mappings inside a row, such as samples, are for JSON alone."""
     facts = [(key, with_unit(key, value)) for key, value in result.items() if not _is_table(value)]
-    tables = [(key, value) for key, value in result.items() if _is_table(value)]
+    tables = [(key, value) for key, value in result.items() if _is_table(value) and value]
     if facts:
         show_facts(facts)
     for number, (key, value) in enumerate(tables):
         if facts or number:
             print()
-        if isinstance(value, dict):
-            show_table(
-                (key, ""), [(name, with_unit(name, each, key)) for name, each in value.items()]
-            )
+        if isinstance(value, list):
+            _show_rows(value)
+        elif any(_is_table(each) for each in value.values()):
+            show(value)
         else:
-            columns = list(dict.fromkeys(column for row in value for column in row))
-            show_table(
-                columns,
-                [[with_unit(column, row.get(column)) for column in columns] for row in value],
-            )
+            rows = [(name, with_unit(name, each, key)) for name, each in value.items()]
+            show_table((key, ""), rows)
+
+
+def _show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = dict.fromkeys(
+        column
+        for row in rows
+        for column, value in row.items()
+        if not isinstance(value, list | tuple | dict)
+    )
+    cells = [[with_unit(column, row.get(column)) for column in columns] for row in rows]
+    show_table(list(columns), cells)
 
 
 def _is_table(value: Any) -> bool:
+    """A mapping, or a list of mappings."""
     rows = value if isinstance(value, list) and value else [None]
     return isinstance(value, dict) or all(isinstance(row, dict) for row in rows)
 

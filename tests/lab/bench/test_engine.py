@@ -63,16 +63,10 @@ def test_of_one_round_a_ratio_is_that_of_its_times(result: dict[str, Any]) -> No
     )
 
 
-def test_the_table_says_all_and_whether_targets_are_met(
+def test_figures_have_units_and_targets(
     result: dict[str, Any], without_unit: Callable[..., list[str]]
 ) -> None:
-    shown = engine.table(result | {"overhead_ratio": 1.03, "speedup": 3.0})
-    assert all(name in shown for name in {*RATIOS, "model", "same_tokens"})
-    assert "target met: overhead_ratio is 1.03×, at most 1.03× is wanted" in shown
-    assert "target met: speedup is 3×, at least 3× is wanted" in shown
-    assert without_unit(result) == []
-    missed = engine.table(result | {"overhead_ratio": 1.031, "speedup": 2.999})
-    assert missed.count("target MISSED") == 2 and "target met" not in missed
+    assert {*RATIOS, "model", "same_tokens"} <= set(result) and without_unit(result) == []
     assert result["targets"] == {"overhead_ratio": 1.03, "speedup": 3.0}
 
 

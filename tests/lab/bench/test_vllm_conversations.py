@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvkeep.bench import vllm_session
-from kvkeep.bench.vllm_memory import FreeMemory
-from kvkeep.bench.vllm_session import Choice
+from kvkeep.bench.vllm_session import Choice, FreeMemory
 from kvkeep.bench.vllm_setup import Connector, ServedModel
 from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB
@@ -77,7 +76,6 @@ def test_every_connector_serves_all_conversations(
         if line.startswith("2 conversations, ")
     ]
     assert turns == ["none", "kvkeep", "lmcache", "kvkeep", "lmcache", "none"]
-    assert "left out: native: needs a GPU" in vllm_load.table(result)
 
 
 def test_each_run_is_followed_by_a_drop_and_no_repeat_is_like_another(
@@ -148,9 +146,7 @@ def test_totals_are_compared_with_natives() -> None:
     ]
     row = result["rows"][1]
     assert (row["failed"], row["same_answers"], row["cached_share"]) == (3, 0.5, 0.938)
-    assert "target met: 2 conversations take 1×" in "\n".join(vllm_conversations.table(result))
-    late = "\n".join(vllm_conversations.table(done(1.02, 1.0)))
-    assert "target MISSED: 2 conversations take 1.02×" in late
+    assert done(1.02, 1.0)["ratios"][1]["total_ratio"] == 1.02
 
 
 def test_on_a_gpu_without_room_engines_come_one_after_the_other(

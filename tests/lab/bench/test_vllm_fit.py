@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.bench.vllm_memory import FreeMemory
-from kvkeep.bench.vllm_session import Choice
+from kvkeep.bench.vllm_session import Choice, FreeMemory
 from kvkeep.bench.vllm_setup import own_model
 from kvkeep.units import GIB, MIB
 from kvkeep_lab.bench.vllm_fit import fitted, pool_bytes

@@ -86,7 +86,6 @@ def test_the_server_is_paused_once_and_goes_on_at_the_end(monkeypatch: pytest.Mo
     assert (result["paused_seconds"], result["ratio"], result["failed_requests"]) == (15, 0.95, 0)
     assert result["requests"] == {"none": 60, "kvkeep": 57} and result["compared_requests"] == 57
     assert result["same_tokens"] and result["cached_tokens_after"] == 4
-    assert "target met" in vllm_paused.table(result)
 
 
 def test_an_engine_serves_when_the_other_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,13 +112,12 @@ def test_an_engine_serves_when_the_other_is_silent(monkeypatch: pytest.MonkeyPat
 
 def test_a_wrong_token_under_load_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = measure(monkeypatch, Engine(20), Engine(20, wrong_from=30))
-    assert not result["same_tokens"] and "same tokens: NO" in vllm_paused.table(result)
+    assert not result["same_tokens"]
 
 
 def test_failed_requests_and_lost_throughput_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = measure(monkeypatch, Engine(20), Engine(10, failed=2))
     assert (result["failed_requests"], result["ratio"]) == (6, 0.5)
-    assert "target MISSED" in vllm_paused.table(result)
 
 
 def test_caching_may_take_a_few_prompts_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

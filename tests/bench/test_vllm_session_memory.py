@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.bench import vllm_memory
-from kvkeep.bench.vllm_memory import FreeMemory, fit_together
+from kvkeep.bench import vllm_session
+from kvkeep.bench.vllm_session import FreeMemory, fit_together
 from kvkeep.bench.vllm_setup import ServedModel, own_model
 from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB, MIB
@@ -71,7 +71,7 @@ def test_another_process_asks_how_much_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(vllm_memory, "available_bytes", lambda: 7)
+    monkeypatch.setattr(vllm_session, "available_bytes", lambda: 7)
     torch = tmp_path / "torch.py"
     torch.write_text("class cuda:\n    mem_get_info = lambda: (5, 9)\n")
     free = FreeMemory.find()

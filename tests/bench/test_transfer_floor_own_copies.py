@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.bench.transfer_beside import COPY_BYTES, OwnCopies
-from kvkeep.bench.transfer_floor import Gpu
+from kvkeep.bench.transfer_floor import COPY_BYTES, Gpu, OwnCopies
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
