@@ -181,7 +181,8 @@ class Timed:
             self.side.build_step()
             self.now_s += loading_s
             bad = {job.number: [10 + each for each in failed]} if failed else {}
-            self.side.complete([Finished(loaded=[job.number], failed=bad)])
+            took = {job.number: loading_s}
+            self.side.complete([Finished(loaded=[job.number], failed=bad, seconds=took)])
             self.side.worth.end_step()
         self.side.end(name)
         return found
@@ -237,11 +238,10 @@ def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
         timed.side.arrive(f"r{number}", None, None, keys(10, name=number))
         assert timed.side.lookup(f"r{number}", 0, 10) == 10
         job = timed.side.prepare_load(f"r{number}", 0, range(10, 20))
-        for rank in range(2):
-            timed.side.build_step()
-            timed.now_s += 0.5
-            timed.side.complete([Finished(rank, loaded=[job.number])])
-            timed.side.worth.end_step()
+        timed.side.build_step()
+        for rank, took_s in enumerate((1.0, 0.5)):
+            seconds = {job.number: took_s}
+            timed.side.complete([Finished(rank, loaded=[job.number], seconds=seconds)])
     assert timed.side.worth.figures() == {"load_fixed_us": 0, "load_block_us": 100_000}
 
 

@@ -31,13 +31,18 @@ class Slow:
         connector = rig.scheduler.connector
         assert connector is not None
         self.connector = connector
-        connector.worth = CostModel(in_step=rig.config.sync_loads, clock=lambda: self.now_s)
+        connector.worth = CostModel(loads_in_step=rig.config.sync_loads, clock=lambda: self.now_s)
+        self.loads_s: dict[Any, float] = {}  # how long each load under way takes
         self._run, rig.engine.workers.run = rig.engine.workers.run, self._run_in_time  # type: ignore[method-assign]
 
     def _run_in_time(self, step: Step) -> StepOutput:
         output = self._run(step)
         self.now_s += TOKEN_S * sum(step.num_scheduled_tokens.values())
-        self.now_s += self.block_s * sum(load.blocks for load in step.metadata.loads.values())
+        loads = step.metadata.loads.items()
+        self.loads_s |= {job: self.block_s * load.blocks for job, load in loads}
+        self.now_s += sum(self.loads_s[job] for job, _ in loads)
+        for report in output.reports:
+            report.seconds.update({job: self.loads_s[job] for job in report.loaded})
         return output
 
     def serve(self, *, stored: bool = True) -> Request:

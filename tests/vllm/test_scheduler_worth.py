@@ -34,7 +34,7 @@ class Timed(Engine):
 
     now_s = 0.0
     block_s = 0.02
-    begun_blocks = 0  # by loads of this step
+    begun_s = 0.0  # by loads of this step
 
     def __init__(self, cache: SimulatedCache, when: str = "faster") -> None:
         super().__init__(cache, extra={"kvkeep.load_when": when})
@@ -50,18 +50,24 @@ class Timed(Engine):
             return outputs
 
         self.scheduler.update_from_output = update  # type: ignore[method-assign]
-        really_load = self.worker.load
+        really_load, really_poll, loads_s = self.worker.load, self.worker.poll, dict[Any, float]()
 
         def load(job: Any, asked: Any) -> None:
-            self.begun_blocks += asked.blocks
+            loads_s[job] = self.block_s * asked.blocks
+            self.begun_s += loads_s[job]
             really_load(job, asked)
 
-        self.worker.load = load  # type: ignore[method-assign]
+        def poll() -> Any:
+            finished = really_poll()
+            finished.seconds.update({job: loads_s[job] for job in finished.loaded})
+            return finished
+
+        self.worker.load, self.worker.poll = load, poll  # type: ignore[method-assign]
 
     def _results(self, scheduled: Any) -> Any:
         self.now_s += TOKEN_S * scheduled.total_num_scheduled_tokens
-        self.now_s += self.block_s * self.begun_blocks
-        self.begun_blocks = 0
+        self.now_s += self.begun_s
+        self.begun_s = 0.0
         return super()._results(scheduled)
 
     def serve(self, number: int) -> int:

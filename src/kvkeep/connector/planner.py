@@ -12,7 +12,7 @@ raises for what a server, a network or a request's params did. The rules:
   surely lacks.
 - Two requests that miss the same block load it once: the second is told to wait, and then has it in
   the prefix cache.
-- What is sooner computed than loaded is not loaded (worth.py). That is decided once, when the
+- What is sooner computed than loaded is not loaded (cost_model.py). That is decided once, when the
   answer is there.
 - A request whose load failed is not offered a hit again, so that it cannot fail for ever.
 - Only what is computed and verified is stored, also generated tokens; what the server has is not.
@@ -442,7 +442,7 @@ class CachePlanner:
             self._readers.remove(job.number)
         if job.is_load:
             tracker.loads -= 1
-            self.worth.end_load(job.number, good=not job.failed, took_s=job.took_s)
+            self.worth.end_load(job.number, None if job.failed else job.took_s)
             good = job.good_blocks()
             tracker.count_loaded(job.first_block + good)
             if good < job.blocks and not tracker.ended:

@@ -41,7 +41,7 @@ class Engine:
         if backend is not None:
             cache = backend.lookup_side(self.workers.shape)
             pieces = GroupLayout([CacheGroup("full", self.config.block_tokens)])
-            worth = CostModel(backend.load_when, in_step=self.config.sync_loads)
+            worth = CostModel(backend.load_when, loads_in_step=self.config.sync_loads)
             policy = self.config.kv_load_failure_policy
             connector = CachePlanner(cache, pieces, self.config.world_size, worth, policy)
             backend.connect()
