@@ -109,10 +109,9 @@ def test_nothing_raises_whatever_the_server_answers(
         before_ms = sim.network.clock.now_ms
         transfer.store(StoreRequest("default", b"", keys, ids))
         assert (engine == kept).all(), "a store reads, and no more"
-        answer = scheduler.lookup(turn, None, keys)
-        while answer is None:
+        lookup = scheduler.lookup(None, keys)
+        while (answer := scheduler.answer(lookup)) is None:
             connection._transport.wait(20)
-            answer = scheduler.lookup(turn, None, keys)
         assert 0 <= answer.blocks <= 4
         targets = np.arange(4, 4 + answer.blocks)
         loaded = transfer.load(
@@ -123,7 +122,7 @@ def test_nothing_raises_whatever_the_server_answers(
         )
         engine[:] = kept
         got += int(loaded.sum())
-        scheduler.release(turn)
+        scheduler.release(lookup)
         sim.run(rng.randrange(0, 400))
         assert sim.network.clock.now_ms - before_ms < 5_000
     assert "internal_error" not in connection.counters.failures

@@ -10,6 +10,11 @@ import pytest
 from kvkeep.client.hints import EXTRA_CACHED_TOKENS, Hints
 
 THEIRS, OURS = EXTRA_CACHED_TOKENS
+FIELDS = {
+    "kvkeep_priority": "priority",
+    "kvkeep_ttl_ms": "ttl_ms",
+    "kvkeep_session_finished": "conversation_finished",
+}
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -65,7 +70,7 @@ def test_hints_are_taken_at_their_limits(caplog: pytest.LogCaptureFixture) -> No
     for ttl_ms in (0, 1, 2**53):
         assert Hints.of({"kvkeep_ttl_ms": ttl_ms}).ttl_ms == ttl_ms
     for finished in (True, False):
-        assert Hints.of({"kvkeep_session_finished": finished}).session_finished is finished
+        assert Hints.of({"kvkeep_session_finished": finished}).conversation_finished is finished
     assert not warnings(caplog)
 
 
@@ -87,11 +92,11 @@ def test_a_bad_hint_is_left_out_with_a_warning_and_the_others_count(
     for value in values:
         caplog.clear()
         params = Hints.of({**good, name: value})
-        field = name.removeprefix("kvkeep_")
+        field = FIELDS[name]
         assert getattr(params, field) == getattr(Hints(), field), value
         assert params.counts == (OURS,)
-        for other in {"priority", "ttl_ms", "session_finished"} - {field}:
-            assert getattr(params, other) == good[f"kvkeep_{other}"]
+        for other in FIELDS.keys() - {name}:
+            assert getattr(params, FIELDS[other]) == good[other]
         [said] = warnings(caplog)
         assert name in said
 

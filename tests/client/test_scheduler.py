@@ -49,16 +49,17 @@ def test_a_lookup_is_none_until_the_answer_has_come_and_then_always_the_same(
     store(sim, 3)
     scheduler = adapter(sim)
     sim.network.faults = Faults(delay_ms=(10, 10))
+    lookup = scheduler.lookup(None, keys(5))
     for _ in range(5):
-        assert scheduler.lookup("r", None, keys(5)) is None
+        assert scheduler.answer(lookup) is None
     sim.run(30)
-    answer = scheduler.lookup("r", None, keys(5))
+    answer = scheduler.answer(lookup)
     assert answer is not None
     assert (answer.blocks, answer.skip, answer.epoch, answer.failure) == (3, 0, 1, "")
     assert answer.slots.shape == (3,)
     assert answer.checksums.shape == (3, 1)
     for _ in range(5):
-        assert scheduler.lookup("r", None, keys(5)) is answer
+        assert scheduler.answer(lookup) is answer
     assert sim.recorder.count(m.Lookup) == 1
     assert leases(sim) == 1
 
@@ -66,16 +67,15 @@ def test_a_lookup_is_none_until_the_answer_has_come_and_then_always_the_same(
 def test_an_answer_stays_under_its_lease_until_it_is_released(sim: Any) -> None:
     store(sim, 3)
     scheduler = adapter(sim)
-    scheduler.lookup("r", None, keys(3))
+    lookup = scheduler.lookup(None, keys(3))
     sim.run(60_000, step_ms=100)
     assert leases(sim) == 1
     sent = scheduler.connection.counters.sent
-    scheduler.release("r")
+    scheduler.release(lookup)
     assert scheduler.connection.counters.sent == sent + 1, "said at once, not when somebody polls"
     sim.run(20)
     assert leases(sim) == 0
-    scheduler.release("r")
-    scheduler.release("never asked")
+    scheduler.release(lookup)
     sim.run(20)
     assert sim.recorder.count(m.Release) == 1
 
@@ -86,9 +86,9 @@ def test_the_server_is_told_what_was_loaded_if_it_counts_that(sim: Any, is_told:
     scheduler = adapter(sim)
     if not is_told:
         scheduler.connection.welcome.capabilities.remove(m.LOADED_TOKENS)
-    scheduler.lookup("r", "s", keys(3))
+    lookup = scheduler.lookup("s", keys(3))
     sim.run(20)
-    scheduler.release("r", 48)
+    scheduler.release(lookup, 48)
     sim.run(20)
     assert leases(sim) == 0
     counts = sim.server.service.counters.tenants.of(tenant_of("s"))
@@ -99,15 +99,15 @@ def test_what_was_found_in_a_session_that_is_lost_is_asked_anew(sim: Any) -> Non
     """The server is the same, but the lease went with the session: its slots may be anybody's."""
     store(sim, 3)
     scheduler = adapter(sim)
-    scheduler.lookup("r", None, keys(3))
+    lookup = scheduler.lookup(None, keys(3))
     sim.run(20)
-    first = scheduler.lookup("r", None, keys(3))
+    first = scheduler.answer(lookup)
     scheduler.connection.start_over()
     sim.run(200)
     assert scheduler.connection.up and leases(sim) == 0
-    assert scheduler.lookup("r", None, keys(3)) is None
+    assert scheduler.answer(lookup) is None
     sim.run(20)
-    again = scheduler.lookup("r", None, keys(3))
+    again = scheduler.answer(lookup)
     assert again is not None and again is not first and again.epoch == scheduler.connection.epoch
     assert leases(sim) == 1 and sim.recorder.count(m.Lookup) == 2
 
@@ -116,15 +116,15 @@ def test_who_waits_for_its_turn_when_an_outage_ends_is_asked_for_once_more(sim: 
     store(sim, 3)
     scheduler = adapter(sim, ping_interval_ms=100)
     sim.network.serve(None)
-    scheduler.lookup("r", None, keys(3))
+    lookup = scheduler.lookup(None, keys(3))
     sim.run(2_000)
-    miss = scheduler.lookup("r", None, keys(3))
-    assert miss is not None and miss.failure and scheduler.lookup("r", None, keys(3)) is miss
+    miss = scheduler.answer(lookup)
+    assert miss is not None and miss.failure and scheduler.answer(lookup) is miss
     sim.network.serve(sim.recorder)
     sim.run(2_000)
-    assert scheduler.lookup("r", None, keys(3)) is None
+    assert scheduler.answer(lookup) is None
     sim.run(20)
-    found = scheduler.lookup("r", None, keys(3))
+    found = scheduler.answer(lookup)
     assert found is not None and (found.blocks, found.failure) == (3, "")
 
 
@@ -136,9 +136,9 @@ def test_a_server_that_is_slow_and_not_away_is_asked_no_third_time(
     sim.recorder.instead = lambda header, request: (
         None if isinstance(request, m.Lookup) else passing
     )
-    answers = []
+    lookup, answers = scheduler.lookup(None, keys(3)), []
     for _ in range(50):
-        answers.append(scheduler.lookup("r", None, keys(3)))
+        answers.append(scheduler.answer(lookup))
         assert isinstance(
             scheduler.connection.wait(scheduler.connection.call(m.Ping(), 100)), m.Done
         )
@@ -147,15 +147,15 @@ def test_a_server_that_is_slow_and_not_away_is_asked_no_third_time(
     assert answers[-1] is not None and answers[-1].failure == "deadline"
 
 
-def test_grown_keys_another_skip_or_another_salt_are_asked_anew(sim: Any) -> None:
+def test_an_answer_describes_the_blocks_after_those_that_are_skipped(sim: Any) -> None:
     store(sim, 4)
     scheduler = adapter(sim)
 
     def ask(*arguments: Any) -> tuple[int, int]:
-        answer = scheduler.lookup("r", *arguments)
-        while answer is None:
+        lookup = scheduler.lookup(*arguments)
+        while (answer := scheduler.answer(lookup)) is None:
             sim.run(10)
-            answer = scheduler.lookup("r", *arguments)
+        scheduler.release(lookup)
         return answer.blocks, len(answer.checksums)
 
     assert ask(None, keys(2)) == (2, 2)
@@ -164,15 +164,16 @@ def test_grown_keys_another_skip_or_another_salt_are_asked_anew(sim: Any) -> Non
     assert ask("salt", keys(4)) == (0, 0)
     assert sim.recorder.count(m.Lookup) == 4
     sim.run(20)
-    assert leases(sim) == 0, "an answer replaced is given back"
+    assert leases(sim) == 0
 
 
 def test_a_lookup_cancelled_while_on_its_way_leaves_no_lease(sim: Any) -> None:
     store(sim, 3)
     scheduler = adapter(sim)
     sim.network.faults = Faults(delay_ms=(20, 20))
-    assert scheduler.lookup("r", None, keys(3)) is None
-    scheduler.release("r")
+    lookup = scheduler.lookup(None, keys(3))
+    assert scheduler.answer(lookup) is None
+    scheduler.release(lookup)
     sim.run(200)
     assert sim.recorder.count(m.Lookup) == 1
     assert leases(sim) == 0
@@ -193,8 +194,9 @@ def test_what_comes_of_an_answer_that_nobody_wants_goes_back(
         sim.recorder.instead = lambda header, request: (
             None if isinstance(request, m.Lookup) else passing
         )
-    assert scheduler.lookup("r", None, keys(3)) is None
-    scheduler.release("r")
+    lookup = scheduler.lookup(None, keys(3))
+    assert scheduler.answer(lookup) is None
+    scheduler.release(lookup)
     assert len(connection._calls.all()) >= 1, (
         "its answer is still waited for, by nobody in particular"
     )
@@ -209,11 +211,10 @@ def test_what_comes_of_an_answer_that_nobody_wants_goes_back(
 def test_two_requests_for_the_same_prefix_have_a_lease_each(sim: Any) -> None:
     store(sim, 3)
     scheduler = adapter(sim)
-    for request in (1, 2):
-        scheduler.lookup(request, None, keys(3))
+    lookups = [scheduler.lookup(None, keys(3)) for _ in range(2)]
     sim.run(20)
     assert leases(sim) == 2
-    scheduler.release(1)
+    scheduler.release(lookups[0])
     sim.run(20)
     assert leases(sim) == 1
 
@@ -223,11 +224,8 @@ def test_a_finished_conversation_is_evicted_before_older_ones(simulation: Make) 
     store(sim, 3, "old")
     store(sim, 3, "new")
     scheduler = adapter(sim)
-    scheduler.lookup("r", None, keys(3, "new"))
+    scheduler.finish_conversation(None, keys(3, "new")[-16:])
     sim.run(20)
-    scheduler.finish_request("r", None, keys(3, "new")[-16:], finished=True)
-    sim.run(20)
-    assert leases(sim) == 0
     store(sim, 2, "another")
     tenant = sim.store.tenants.get("default")
     ready = [
@@ -242,10 +240,8 @@ def test_a_finished_conversation_is_evicted_before_older_ones(simulation: Make) 
     assert left == {"old0", "old1", "old2", "new0", "another0", "another1"}
 
 
-def test_a_request_that_merely_ends_gives_no_hint(sim: Any) -> None:
-    scheduler = adapter(sim)
-    scheduler.finish_request("r", None, keys(1))
-    scheduler.finish_request("r", None, b"", finished=True)
+def test_a_conversation_without_a_stored_block_has_nothing_to_finish(sim: Any) -> None:
+    adapter(sim).finish_conversation(None, b"")
     sim.run(20)
     assert sim.recorder.count(m.Finish) == 0
 
@@ -272,10 +268,9 @@ def test_a_fault_is_an_empty_answer_that_says_why(sim: Any, fault: str, passing:
         sim.recorder.instead = lambda header, request: (
             reply if isinstance(request, m.Lookup) else passing
         )
-    answer = scheduler.lookup("r", None, keys(3))
-    while answer is None:
+    lookup = scheduler.lookup(None, keys(3))
+    while (answer := scheduler.answer(lookup)) is None:
         sim.run(10)
-        answer = scheduler.lookup("r", None, keys(3))
     assert (answer.blocks, answer.epoch, len(answer.slots), answer.checksums.shape) == (
         0,
         0,
@@ -283,7 +278,7 @@ def test_a_fault_is_an_empty_answer_that_says_why(sim: Any, fault: str, passing:
         (0, 1),
     )
     assert answer.failure == expected.get(fault, "protocol")
-    assert scheduler.lookup("r", None, keys(3)) is answer, "and it is not asked again in every step"
+    assert scheduler.answer(lookup) is answer, "and it is not asked again in every step"
 
 
 @pytest.mark.parametrize("read_before", [False, True])
@@ -293,24 +288,24 @@ def test_an_answer_of_a_server_that_is_gone_is_asked_anew(
     sim = simulation(shared_memory=True)
     store(sim, 3)
     scheduler = adapter(sim)
-    scheduler.lookup("r", None, keys(3))
+    lookup = scheduler.lookup(None, keys(3))
     sim.run(20)
     if read_before:
-        answer = scheduler.lookup("r", None, keys(3))
+        answer = scheduler.answer(lookup)
         assert answer is not None and (answer.blocks, answer.epoch) == (3, 1)
     sim.replace_server(epoch=2)
     sim.run(2_000)
     assert scheduler.connection.epoch == 2
-    assert scheduler.lookup("r", None, keys(3)) is None, "on its way"
+    assert scheduler.answer(lookup) is None, "on its way"
     sim.run(20)
-    answer = scheduler.lookup("r", None, keys(3))
+    answer = scheduler.answer(lookup)
     assert answer is not None and (answer.blocks, answer.epoch) == (0, 2)
 
 
 def test_only_keys_and_the_tenants_digest_leave_the_engine(sim: Any) -> None:
     scheduler = adapter(sim)
-    scheduler.lookup("r", "a secret salt", keys(2))
-    scheduler.finish_request("r", "a secret salt", keys(1), finished=True)
+    scheduler.lookup("a secret salt", keys(2))
+    scheduler.finish_conversation("a secret salt", keys(1))
     sim.run(20)
     (asked,) = [request for request in sim.recorder.came if isinstance(request, m.Lookup)]
     assert (asked.tenant, asked.keys) == (tenant_of("a secret salt"), keys(2))
@@ -320,11 +315,11 @@ def test_only_keys_and_the_tenants_digest_leave_the_engine(sim: Any) -> None:
 def test_close_ends_the_session_and_what_it_held(sim: Any) -> None:
     store(sim, 3)
     scheduler = adapter(sim)
-    scheduler.lookup("r", None, keys(3))
+    scheduler.lookup(None, keys(3))
     sim.run(20)
     scheduler.close()
     assert leases(sim) == 0
-    answer = scheduler.lookup("r", None, keys(3))
+    answer = scheduler.answer(scheduler.lookup(None, keys(3)))
     assert answer is not None
     assert answer.failure == "not_connected"
 
@@ -345,10 +340,11 @@ def test_a_request_with_a_wrong_field_is_a_miss_and_hurts_nobody(
     """Peers die of one such request."""
     sim = simulation()
     scheduler = adapter(sim)
-    answer = None
+    lookup = scheduler.lookup(salt, keys, skip)
     for _ in range(20):
-        answer = scheduler.lookup("bad", salt, keys, skip)
+        answer = scheduler.answer(lookup)
         sim.run(20)
     assert answer is not None and answer.blocks == 0 and answer.failure
-    scheduler.finish_request("bad", salt, b"k" * 16, finished=True)
+    scheduler.release(lookup)
+    scheduler.finish_conversation(salt, b"k" * 16)
     assert scheduler.connection.up

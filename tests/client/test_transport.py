@@ -525,9 +525,9 @@ def test_what_is_leased_stays_so_when_it_breaks() -> None:
         )
         assert scheduler.connection.wait_until_up(60_000)
         keys = cache._chain(range(1024), None).keys(0)
-        scheduler.lookup("r", None, keys)
-        scheduler.connection.wait(scheduler._asked["r"].call)
-        answer = scheduler.lookup("r", None, keys)
+        lookup = scheduler.lookup(None, keys)
+        scheduler.connection.wait(lookup.call)
+        answer = scheduler.answer(lookup)
         assert answer is not None and answer.blocks == 256
         break_it(scheduler.connection)
         give_up_s = time.monotonic() + 1.5

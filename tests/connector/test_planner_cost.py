@@ -6,14 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planning import LAYOUT, Side
 
 from kvkeep.client.requests import Finished
 from kvkeep.connector.cost_model import SKIPS_BEFORE_TRIAL, CostModel
-from kvkeep.connector.group_layout import CacheGroup, GroupLayout
-from kvkeep.connector.planner import CachePlanner
 from kvkeep.kv.keys import KEY_BYTES
 
-PIECES = GroupLayout([CacheGroup("full", 4)])
 NAME = "num_kvkeep_extra_cached_tokens"
 
 
@@ -40,49 +38,47 @@ def judge() -> Judge:
 
 
 @pytest.fixture
-def judged(cache: Any, judge: Judge) -> CachePlanner:
+def judged(cache: Any, judge: Judge) -> Side:
     """A side whose server has five blocks of everybody."""
     cache.blocks = 5
-    return CachePlanner(cache, PIECES, 1, judge)
+    return Side(cache, LAYOUT, 1, judge)
 
 
-def load(side: CachePlanner, request_id: str, blocks: int) -> None:
+def load(side: Side, request_id: str, blocks: int) -> None:
     job = side.prepare_load(request_id, 0, range(10, 10 + blocks))
     side.build_step()
     side.complete([Finished(loaded=[job.number])])
-    side.worth.end_step()
+    side.costs.end_step()
 
 
 def test_a_load_that_is_not_worth_it_is_not_offered_and_its_lease_goes_back(
-    judged: CachePlanner, judge: Judge, cache: Any
+    judged: Side, judge: Judge, cache: Any
 ) -> None:
     judged.arrive("r", None, {NAME: None}, keys(8))
     for _ in range(5):
         assert judged.lookup("r", 0, 8) == 0
     judged.no_load("r")
     assert judge.asked == [(5, 20)], "decided once"
-    assert cache.asked == [(1, None, 8, 0)], "asked once"
-    assert cache.released == [1], "given back once"
-    assert (judged.skipped_loads, judged.skipped_tokens) == (1, 20)
-    assert judged.skipped_blocks("r") == 5
+    assert cache.asked == [(None, 8, 0)], "asked once"
+    assert cache.released == 1, "given back once"
+    assert (judged.counts["skipped_loads"], judged.counts["skipped_tokens"]) == (1, 20)
+    assert judged.states["r"].skipped == 5
     assert judged.end("r") == {NAME: 0}, "what was computed was not given"
-    assert len(cache.ended) == 1
+    assert cache.leases == 0
 
 
 def test_blocks_that_are_computed_although_the_server_has_them_are_not_stored_again(
-    judged: CachePlanner,
+    judged: Side,
 ) -> None:
     judged.arrive("r", None, None, keys(8))
     assert judged.lookup("r", 0, 8) == 0
-    assert judged.stored_blocks("r") == 5
+    assert judged.states["r"].stored == 5
     assert judged.prepare_store("r", range(20, 25), 5) is None
     job = judged.prepare_store("r", range(20, 28), 8)
     assert job is not None and (job.first_block, job.block_ids) == (5, [25, 26, 27])
 
 
-def test_a_load_that_is_worth_it_is_decided_on_once(
-    judged: CachePlanner, judge: Judge, cache: Any
-) -> None:
+def test_a_load_that_is_worth_it_is_decided_on_once(judged: Side, judge: Judge, cache: Any) -> None:
     judge.loads = True
     judged.arrive("r", None, {NAME: None}, keys(5))
     assert judged.lookup("r", 0, 5) == 5
@@ -90,23 +86,21 @@ def test_a_load_that_is_worth_it_is_decided_on_once(
     assert judged.lookup("r", 0, 5) == 5
     assert judge.asked == [(5, 20)]
     load(judged, "r", 5)
-    assert cache.released == [1]
-    assert (judged.skipped_loads, judged.skipped_blocks("r")) == (0, 0)
+    assert cache.released == 1
+    assert (judged.counts["skipped_loads"], judged.states["r"].skipped) == (0, 0)
     assert judged.end("r") == {NAME: 20}
 
 
-def test_nothing_to_load_is_nothing_to_decide(
-    judged: CachePlanner, judge: Judge, cache: Any
-) -> None:
+def test_nothing_to_load_is_nothing_to_decide(judged: Side, judge: Judge, cache: Any) -> None:
     cache.blocks = 2
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 2, 5) == 0
     assert judged.lookup("r", 5, 5) == 0
-    assert judge.asked == [] and judged.skipped_loads == 0
+    assert judge.asked == [] and judged.counts["skipped_loads"] == 0
 
 
 def test_a_request_that_has_more_itself_by_now_stays_with_computing(
-    judged: CachePlanner, judge: Judge, cache: Any
+    judged: Side, judge: Judge, cache: Any
 ) -> None:
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 1, 5) == 0
@@ -116,20 +110,20 @@ def test_a_request_that_has_more_itself_by_now_stays_with_computing(
 
 
 def test_a_preempted_request_that_has_less_is_decided_about_anew(
-    judged: CachePlanner, judge: Judge, cache: Any
+    judged: Side, judge: Judge, cache: Any
 ) -> None:
     judged.arrive("r", None, {NAME: None}, keys(5), local_blocks=3)
     assert judged.lookup("r", 3, 5) == 0
     judge.loads = True
     assert judged.lookup("r", 0, 5) == 5
     assert judge.asked == [(2, 8), (5, 20)]
-    assert cache.asked == [(1, None, 5, 3), (1, None, 5, 0)]
-    assert judged.skipped_blocks("r") == 0
+    assert cache.asked == [(None, 5, 3), (None, 5, 0)]
+    assert judged.states["r"].skipped == 0
     load(judged, "r", 5)
     assert judged.end("r") == {NAME: 20}
 
 
-def test_after_a_load_the_next_one_is_decided_on_anew(judged: CachePlanner, judge: Judge) -> None:
+def test_after_a_load_the_next_one_is_decided_on_anew(judged: Side, judge: Judge) -> None:
     judge.loads = True
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 0, 5) == 5
@@ -139,17 +133,13 @@ def test_after_a_load_the_next_one_is_decided_on_anew(judged: CachePlanner, judg
     assert len(judge.asked) == 2
 
 
-def test_a_decision_for_fewer_blocks_is_another_one(judged: CachePlanner, judge: Judge) -> None:
+def test_a_decision_for_fewer_blocks_is_another_one(judged: Side, judge: Judge) -> None:
     judge.loads = True
     judged.arrive("r", None, None, keys(5))
     assert judged.lookup("r", 0, 5) == 5
     judge.loads = False
     assert judged.lookup("r", 3, 5) == 0
     assert judge.asked == [(5, 20), (2, 8)]
-
-
-def test_a_request_that_nobody_knows_skips_nothing(judged: CachePlanner) -> None:
-    assert judged.skipped_blocks("ghost") == 0
 
 
 # -- with a clock
@@ -160,14 +150,14 @@ class Timed:
 
     def __init__(self, cache: Any, world_size: int = 1) -> None:
         self.now_s = 0.0
-        self.side = CachePlanner(cache, PIECES, world_size, CostModel(clock=lambda: self.now_s))
+        self.side = Side(cache, LAYOUT, world_size, CostModel(clock=lambda: self.now_s))
         self.number = 0
 
     def compute(self, tokens: int, took_s: float) -> None:
         self.side.build_step(tokens=tokens, requests=1)
         self.now_s += took_s
         self.side.complete([])
-        self.side.worth.end_step()
+        self.side.costs.end_step()
 
     def serve(self, blocks: int, loading_s: float, failed: tuple[int, ...] = ()) -> int | None:
         """A request of its own prefix; how many of its blocks were loaded, one load taking so
@@ -183,7 +173,7 @@ class Timed:
             bad = {job.number: [10 + each for each in failed]} if failed else {}
             took = {job.number: loading_s}
             self.side.complete([Finished(loaded=[job.number], failed=bad, seconds=took)])
-            self.side.worth.end_step()
+            self.side.costs.end_step()
         self.side.end(name)
         return found
 
@@ -196,9 +186,9 @@ def test_slow_loads_are_given_up_and_taken_up_again_when_they_are_fast(cache: An
     assert [timed.serve(10, loading_s=1.0) for _ in range(4)] == [10] * 4, "that is how one learns"
     skipped = [timed.serve(10, loading_s=1.0) for _ in range(SKIPS_BEFORE_TRIAL)]
     assert skipped == [0] * SKIPS_BEFORE_TRIAL
-    assert timed.side.skipped_tokens == 40 * SKIPS_BEFORE_TRIAL
+    assert timed.side.counts["skipped_tokens"] == 40 * SKIPS_BEFORE_TRIAL
     assert [timed.serve(10, loading_s=0.001) for _ in range(20)] == [10] * 20
-    assert timed.side.idle and len(cache.ended) == timed.number
+    assert timed.side.idle and cache.leases == 0
 
 
 def test_steps_without_reports_are_told_all_the_same(cache: Any) -> None:
@@ -206,8 +196,8 @@ def test_steps_without_reports_are_told_all_the_same(cache: Any) -> None:
     for _ in range(4):
         timed.side.build_step(tokens=400, requests=1)
         timed.now_s += 0.4
-        timed.side.worth.end_step()
-    assert timed.side.worth.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
+        timed.side.costs.end_step()
+    assert timed.side.costs.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
 
 
 def test_loads_that_failed_say_nothing_of_how_long_loads_take(cache: Any) -> None:
@@ -217,7 +207,7 @@ def test_loads_that_failed_say_nothing_of_how_long_loads_take(cache: Any) -> Non
         timed.compute(400, took_s=0.4)
     for _ in range(10):
         assert timed.serve(10, loading_s=5.0, failed=(3,)) == 10
-    assert "load_block_us" not in timed.side.worth.figures()
+    assert "load_block_us" not in timed.side.costs.figures()
 
 
 def test_a_step_that_fails_is_forgotten(cache: Any) -> None:
@@ -225,10 +215,10 @@ def test_a_step_that_fails_is_forgotten(cache: Any) -> None:
     for _ in range(8):
         timed.side.build_step(tokens=400, requests=1)
         timed.now_s += 99.0
-        timed.side.worth.drop_step()
+        timed.side.costs.drop_step()
     for _ in range(4):
         timed.compute(400, took_s=0.4)
-    assert timed.side.worth.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
+    assert timed.side.costs.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
 
 
 def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
@@ -242,11 +232,11 @@ def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:
         for rank, took_s in enumerate((1.0, 0.5)):
             seconds = {job.number: took_s}
             timed.side.complete([Finished(rank, loaded=[job.number], seconds=seconds)])
-    assert timed.side.worth.figures() == {"load_fixed_us": 0, "load_block_us": 100_000}
+    assert timed.side.costs.figures() == {"load_fixed_us": 0, "load_block_us": 100_000}
 
 
 def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(
-    judged: CachePlanner, cache: Any
+    judged: Side, cache: Any
 ) -> None:
     cache.silent = True
     judged.arrive("r", None, None, keys(5))
@@ -254,6 +244,6 @@ def test_nobody_waits_for_an_answer_about_less_than_is_ever_loaded(
     assert judged.lookup("r", 4, 5) == 0
     judged.no_load("r")
     cache.silent = False
-    assert judged.knows_stored("r") and cache.released == [1], (
+    assert judged.knows_stored("r") and cache.released == 1, (
         "what the server may have promised goes back"
     )

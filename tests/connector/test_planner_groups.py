@@ -4,7 +4,6 @@ several pieces."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from planning import ScriptedCache, Side
 
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.client.scheduler import Answer
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.group_layout import CacheGroup, GroupLayout
-from kvkeep.connector.planner import BLOCKS_TOGETHER, CachePlanner
+from kvkeep.connector.planner import BLOCKS_TOGETHER
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.kv.keys import KEY_BYTES
 
@@ -41,30 +41,10 @@ def loaded(job: Any, *failed: int, rank: int = 0) -> Finished:
     return Finished(rank, loaded=[job.number], failed={job.number: list(failed)} if failed else {})
 
 
-class SeveralPieces:
-    """Of every prompt the server has the first `blocks`, with pieces as `absent` says: [block,
-    piece]."""
-
-    def __init__(self, cache: Any, absent: NDArray[np.bool_]) -> None:
-        self._cache = cache
-        self._absent = absent
-
-    def lookup(self, request: Any, salt: str | None, keys: bytes, skip: int = 0) -> Answer | None:
-        answer = self._cache.lookup(request, salt, keys, skip)
-        if answer is None:
-            return None
-        numbers = np.arange(self._absent.size, dtype=np.uint64).reshape(self._absent.shape)
-        sums = np.where(self._absent, np.uint64(ABSENT), numbers)
-        return replace(answer, checksums=sums[skip : answer.blocks])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-
-def several(cache: Any, absent: Any, world_size: int = 1) -> CachePlanner:
-    table = np.array(absent, dtype=np.bool_)
-    cache.blocks = len(table)
-    return CachePlanner(SeveralPieces(cache, table), WINDOW, world_size)
+def several(cache: Any, absent: Any, world_size: int = 1) -> Side:
+    cache.absent = np.array(absent, dtype=np.bool_)
+    cache.blocks = len(cache.absent)
+    return Side(cache, WINDOW, world_size)
 
 
 def rows(first: int, second: int) -> Any:
@@ -81,16 +61,14 @@ def rows(first: int, second: int) -> Any:
 # -- requests that must not read
 
 
-def test_a_request_that_must_not_read_asks_nobody_and_stores_all(
-    side: CachePlanner, cache: Any
-) -> None:
+def test_a_request_that_must_not_read_asks_nobody_and_stores_all(side: Side, cache: Any) -> None:
     cache.blocks = 5
     side.arrive("r", "alice", {NAME: None}, keys(5), reads=False)
     assert [side.lookup("r", local, 5) for local in (0, 0, 2)] == [0, 0, 0]
     side.extend("r", keys(1, start=5))
     assert side.lookup("r", 0, 6) == 0
     side.no_load("r")
-    assert cache.asked == [] and cache.released == []
+    assert cache.asked == [] and cache.released == 0
     job = side.prepare_store("r", [*range(10, 16)], 6)
     assert job is not None and (job.first_block, job.block_ids) == (0, [*range(10, 16)])
     step = side.build_step()
@@ -99,9 +77,7 @@ def test_a_request_that_must_not_read_asks_nobody_and_stores_all(
     assert side.end("r") == {NAME: 0}
 
 
-def test_that_one_request_must_not_read_is_no_concern_of_others(
-    side: CachePlanner, cache: Any
-) -> None:
+def test_that_one_request_must_not_read_is_no_concern_of_others(side: Side, cache: Any) -> None:
     cache.blocks = 5
     side.arrive("not", None, None, keys(5), reads=False)
     side.arrive("may", None, None, keys(5))
@@ -111,29 +87,22 @@ def test_that_one_request_must_not_read_is_no_concern_of_others(
 # -- what is known of a request
 
 
-def test_known_blocks_have_keys_and_stored_blocks_need_no_store(
-    side: CachePlanner, cache: Any
-) -> None:
-    assert (side.known_blocks("r"), side.stored_blocks("r")) == (0, 0)
+def test_known_blocks_have_keys_and_stored_blocks_need_no_store(side: Side, cache: Any) -> None:
     cache.blocks = 2
-    side.arrive("r", None, None, keys(3))
-    assert (side.known_blocks("r"), side.stored_blocks("r")) == (3, 0)
+    state = side.arrive("r", None, None, keys(3))
+    assert (state.num_blocks, state.stored) == (3, 0)
     assert side.lookup("r", 0, 3) == 2
-    assert side.stored_blocks("r") == 2, "the server has them"
+    assert side.states["r"].stored == 2, "the server has them"
     side.extend("r", keys(2, start=3))
-    assert side.known_blocks("r") == 5
+    assert state.num_blocks == 5
     job = side.prepare_store("r", [1, 2, 3, 4, 5], 4)
-    assert job is not None and side.stored_blocks("r") == 4, "on their way is as good as there"
+    assert job is not None and side.states["r"].stored == 4, "on their way is as good as there"
     side.build_step()
     side.complete([stored(job, incomplete=True)])
-    assert side.stored_blocks("r") == 0, "all are offered again"
-    side.end("r")
-    assert (side.known_blocks("r"), side.stored_blocks("r")) == (0, 0)
+    assert side.states["r"].stored == 0, "all are offered again"
 
 
-def test_a_table_is_asked_for_once_and_only_for_what_is_stored(
-    side: CachePlanner, cache: Any
-) -> None:
+def test_a_table_is_asked_for_once_and_only_for_what_is_stored(side: Side, cache: Any) -> None:
     cache.blocks = 2
     side.arrive("r", None, None, keys(5))
     side.lookup("r", 0, 5)
@@ -156,7 +125,7 @@ def test_a_table_is_asked_for_once_and_only_for_what_is_stored(
 # -- stores that begin when the step is over
 
 
-def test_stores_of_what_the_step_computes_begin_after_it(side: CachePlanner) -> None:
+def test_stores_of_what_the_step_computes_begin_after_it(side: Side) -> None:
     side.arrive("r", None, {"kvkeep_priority": 70}, keys(5))
     before = side.prepare_store("r", [10, 11, 12, 13, 14], 2)
     after = side.prepare_store("r", [10, 11, 12, 13, 14], 5, after_step=True)
@@ -171,7 +140,7 @@ def test_stores_of_what_the_step_computes_begin_after_it(side: CachePlanner) -> 
     assert completed.stores == [before, after] and side.idle
 
 
-def test_a_step_names_whose_loads_it_begins(side: CachePlanner, cache: Any) -> None:
+def test_a_step_names_whose_loads_it_begins(side: Side, cache: Any) -> None:
     cache.blocks = 2
     jobs = {}
     for number, name in enumerate(("a", "b")):
@@ -187,9 +156,7 @@ def test_a_step_names_whose_loads_it_begins(side: CachePlanner, cache: Any) -> N
 # -- blocks that the step writes into
 
 
-def test_a_step_withdraws_what_stores_under_way_may_not_have_read(
-    side: CachePlanner, cache: Any
-) -> None:
+def test_a_step_withdraws_what_stores_under_way_may_not_have_read(side: Side, cache: Any) -> None:
     for number in range(4):
         side.arrive(str(number), None, None, keys(2, name=number))
     done = side.prepare_store("0", [1, 2], 2)
@@ -209,7 +176,7 @@ def test_a_step_withdraws_what_stores_under_way_may_not_have_read(
 
 
 def test_a_block_that_one_store_reads_and_another_will_is_withdrawn_from_the_first(
-    side: CachePlanner,
+    side: Side,
 ) -> None:
     for number in range(2):
         side.arrive(str(number), None, None, keys(2, name=number))
@@ -219,7 +186,7 @@ def test_a_block_that_one_store_reads_and_another_will_is_withdrawn_from_the_fir
     assert side.build_step({2, 3}).withdrawn == [2]
 
 
-def test_loads_are_never_withdrawn(side: CachePlanner, cache: Any) -> None:
+def test_loads_are_never_withdrawn(side: Side, cache: Any) -> None:
     cache.blocks = 3
     side.arrive("r", None, None, keys(3))
     assert side.lookup("r", 0, 3) == 3
@@ -228,7 +195,7 @@ def test_loads_are_never_withdrawn(side: CachePlanner, cache: Any) -> None:
 
 
 def test_a_store_is_under_way_until_every_rank_has_reported_it(cache: Any) -> None:
-    side = CachePlanner(cache, WHOLE, world_size=2)
+    side = Side(cache, WHOLE, world_size=2)
     side.arrive("r", None, None, keys(2))
     job = side.prepare_store("r", [1, 2], 2)
     side.build_step()
@@ -251,7 +218,7 @@ def test_every_piece_is_withdrawn_and_what_is_no_block_is_not(cache: Any) -> Non
 @given(st.data())
 def test_withdrawn_is_exactly_what_is_written_and_may_be_unread(data: st.DataObject) -> None:
     """Random lives of stores against a set of those that have begun and are not over."""
-    side = CachePlanner(_Silent(), WHOLE, world_size=1)
+    side = Side(ScriptedCache(), WHOLE, world_size=1)
     begun: dict[int, set[int]] = {}
     number = itertools.count()
     jobs = {}
@@ -272,21 +239,6 @@ def test_withdrawn_is_exactly_what_is_written_and_may_be_unread(data: st.DataObj
         for over in data.draw(st.sets(st.sampled_from(sorted(begun))), "over") if begun else ():
             del begun[over]
             side.complete([stored(jobs[over])])
-
-
-class _Silent:
-    """A cache that nobody asks."""
-
-    def lookup(self, *_: Any) -> Answer | None:
-        raise AssertionError("asked")
-
-    def wait(self, *_: Any) -> None: ...
-    def release(self, *_: Any) -> None: ...
-    def lacks(self, key: bytes) -> bool:
-        return False
-
-    def finish_request(self, *_: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 # -- several pieces
@@ -320,7 +272,7 @@ def test_a_load_goes_out_as_a_table_with_what_the_server_has_of_it(cache: Any) -
     assert request.slots.tolist() == [1001, 1002, 1003]
     assert request.checksums.tolist() == [[2, ABSENT], [4, 5], [6, 7]]
     side.complete([loaded(job)])
-    assert side.loaded_blocks("r") == 3, "blocks, not pieces"
+    assert side.states["r"].loaded == 3, "blocks, not pieces"
 
 
 def test_while_blocks_are_loaded_others_wait_for_each_of_them_and_no_longer(cache: Any) -> None:
@@ -345,7 +297,7 @@ def test_a_load_that_failed_anywhere_gave_nothing(cache: Any, failed: int) -> No
     side.build_step()
     completed = side.complete([loaded(job, failed)])
     assert completed.invalid_block_ids == {failed} and job.good_blocks() == 0
-    assert side.loaded_blocks("r") == 0 and side.stored_blocks("r") == 0
+    assert side.states["r"].loaded == 0 and side.states["r"].stored == 0
     assert side.lookup("r", 0, 3) == 0, "it is not offered again"
     assert side.end("r") == {NAME: 0}
 
@@ -382,7 +334,7 @@ def test_an_incomplete_store_is_the_requests_last(cache: Any) -> None:
 
 
 def test_an_incomplete_store_of_whole_blocks_is_offered_again_from_the_beginning(
-    side: CachePlanner,
+    side: Side,
 ) -> None:
     count = 4 + 2 * BLOCKS_TOGETHER
     side.arrive("r", None, None, keys(count), reads=False)
@@ -406,7 +358,7 @@ def test_reports_come_in_any_order_and_number(data: st.DataObject) -> None:
     """A job is over with the first report of its last rank: told once, whatever comes again or
     after."""
     ranks = data.draw(st.integers(1, 4), "ranks")
-    side = CachePlanner(_Silent(), WHOLE, world_size=ranks)
+    side = Side(ScriptedCache(), WHOLE, world_size=ranks)
     jobs = []
     for name in range(3):
         side.arrive(str(name), None, None, keys(2, name=name), reads=False)
@@ -431,38 +383,33 @@ def test_reports_come_in_any_order_and_number(data: st.DataObject) -> None:
 
 
 def test_one_rank_that_left_something_out_is_enough(cache: Any) -> None:
-    side = CachePlanner(cache, WHOLE, world_size=3)
+    side = Side(cache, WHOLE, world_size=3)
     side.arrive("r", None, None, keys(2))
     job = side.prepare_store("r", [1, 2], 2)
     side.build_step()
     side.complete([stored(job, rank=2), stored(job, rank=0, incomplete=True), stored(job, rank=1)])
-    assert side.stored_blocks("r") == 0 and side.idle
+    assert side.states["r"].stored == 0 and side.idle
 
 
 # -- lookups that failed
 
 
-def test_a_failed_lookup_is_counted_once_however_often_it_is_asked(
-    side: CachePlanner, cache: Any
-) -> None:
+def test_a_failed_lookup_is_counted_once_however_often_it_is_asked(side: Side, cache: Any) -> None:
     nothing = np.empty((0, 1), dtype=np.uint64)
-    failures = itertools.repeat(
-        Answer(0, 0, 0, np.empty(0, dtype=np.int64), nothing, failure="deadline")
+    cache.found = lambda *_: Answer(
+        0, 0, 0, np.empty(0, dtype=np.int64), nothing, failure="deadline"
     )
-    cache.lookup = lambda *_: next(failures)
     side.arrive("r", None, None, keys(5))
-    assert side.failed_lookups == 0, "nobody has looked yet"
+    assert side.counts["lookup_failures"] == 0, "nobody has looked yet"
     for _ in range(3):
         assert side.lookup("r", 0, 5) == 0
-    assert side.failed_lookups == 1
+    assert side.counts["lookup_failures"] == 1
     side.no_load("r")
     assert side.lookup("r", 0, 5) == 0
-    assert side.failed_lookups == 2, "asked anew"
+    assert side.counts["lookup_failures"] == 2, "asked anew"
 
 
-def test_a_miss_is_no_failed_lookup(side: CachePlanner, cache: Any) -> None:
+def test_a_miss_is_no_failed_lookup(side: Side, cache: Any) -> None:
     side.arrive("r", None, None, keys(5))
     assert side.lookup("r", 0, 5) == 0
-    cache.blocks = 5
-    assert side.lookup("r", 0, 5) == 5
-    assert side.failed_lookups == 0
+    assert side.counts["lookup_failures"] == 0

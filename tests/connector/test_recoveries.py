@@ -7,7 +7,9 @@ import logging
 
 import pytest
 
+from kvkeep.client.hints import Hints
 from kvkeep.connector.recoveries import Recoveries, log_policy
+from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job
 
 
@@ -19,7 +21,14 @@ def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def failed(request_id: str, good: int, blocks: int = 8) -> Job:
     ids = list(range(100, 100 + blocks))
-    return Job(1, request_id, 0, ids, is_load=True, failed=set(ids[good:]))
+    return Job(
+        1,
+        RequestState(request_id, None, Hints(), bytearray(), 0),
+        0,
+        ids,
+        is_load=True,
+        failed=set(ids[good:]),
+    )
 
 
 class Clock:

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from kvkeep.client.hints import Hints
 from kvkeep.client.requests import LoadRequest, StoreRequest
+from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job, StepMetadata, begin
 
 
@@ -30,7 +32,14 @@ class Recorder:
 
 
 def job(block_ids: list[int], failed: set[int]) -> Job:
-    return Job(1, "r", 0, block_ids, is_load=True, failed=failed)
+    return Job(
+        1,
+        RequestState("r", None, Hints(), bytearray(), 0),
+        0,
+        block_ids,
+        is_load=True,
+        failed=failed,
+    )
 
 
 def test_good_blocks_end_at_the_first_bad_one() -> None:

@@ -369,7 +369,7 @@ def test_trackers_go_with_their_requests(server: ServerProcess) -> None:
     with engine(server, oracle()) as llm:
         for _ in range(3):
             serve(llm, [counting(prompt(9)), prompt(13)])
-        side = llm.engine.scheduler.connector
+        side = llm.engine.scheduler.planner
         assert side is not None and side.idle
         assert side.loaded_blocks("request-0") == 0
         assert side.end("request-0") is None, "nobody is remembered"

@@ -88,7 +88,7 @@ def test_without_a_size_offloading_is_off_whatever_the_backend(
     model, tokens = oracle(), prompt(22)
     with LLM(model, kv_offloading_backend=backend, **SMALL) as llm:
         assert llm.kv_transfer_config is None
-        assert llm.engine.scheduler.connector is None
+        assert llm.engine.scheduler.planner is None
         [answer] = serve(llm, [counting(tokens)])
     assert [answer.token_ids] == without_cache(model, [tokens])
     assert answer.metrics.external_cached_tokens == 0
@@ -301,7 +301,7 @@ def test_without_a_server_the_engine_serves_and_says_so_once(
             answers = serve(llm, prompts)
             assert tokens_of(answers) == without_cache(model, prompts)
         assert eventually(lambda: len(outages(caplog)) >= 1)
-        sides = [*llm.engine.workers._caches, llm.engine.scheduler.connector._cache]  # type: ignore[union-attr]
+        sides = [*llm.engine.workers._caches, llm.engine.scheduler.planner._cache]  # type: ignore[union-attr]
         connections: list[Connection] = [side.connection for side in sides]  # type: ignore[attr-defined]
         assert len(connections) == ranks + 1
         assert eventually(lambda: all(each.outage.told for each in connections)), (
@@ -329,7 +329,7 @@ def test_a_server_that_appears_later_is_used_without_a_word_from_anybody(
         [alone] = serve(llm, [counting(tokens)], max_tokens=1)
         with later:
             side = llm.engine.workers._caches[0].connection  # type: ignore[attr-defined]
-            lookups = llm.engine.scheduler.connector._cache.connection  # type: ignore[union-attr]
+            lookups = llm.engine.scheduler.planner._cache.connection  # type: ignore[union-attr]
             assert eventually(lambda: side.up and lookups.up), "it connects by itself"
             since = Since(later)
             [local] = serve(llm, [counting(tokens)], max_tokens=1)
@@ -356,7 +356,7 @@ def test_a_server_that_is_killed_and_comes_back_changes_no_token() -> None:
     server = ServerProcess(*POOL)
     with server, engine(server, model, extra=BRISK) as llm:
         side = llm.engine.workers._caches[0].connection  # type: ignore[attr-defined]
-        lookups = llm.engine.scheduler.connector._cache.connection  # type: ignore[union-attr]
+        lookups = llm.engine.scheduler.planner._cache.connection  # type: ignore[union-attr]
         serve(llm, [tokens])
         server.stop(signal.SIGKILL)
         for _ in range(3):

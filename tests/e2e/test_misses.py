@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +87,7 @@ def test_it_is_seen_while_the_server_hangs(
     [key] = stored(server, 1)
     server.send(signal.SIGSTOP)
     try:
-        assert adapter.lookup("r", None, os.urandom(16)) is None
+        assert adapter.answer(adapter.lookup(None, os.urandom(16))) is None
         assert not adapter.lacks(key) and knows_strangers(adapter)
     finally:
         server.send(signal.SIGCONT)
@@ -100,20 +99,18 @@ def test_a_miss_that_nobody_waits_for_costs_no_second_message(
     counters = adapter.connection.counters
     [key] = stored(server, 1)
     answered, since = counters.answered, Since(server)
-    for number in range(50):
+    for _ in range(50):
         stranger = os.urandom(16)
         while not adapter.lacks(stranger):
             stranger = os.urandom(16)
-        adapter.lookup(number, None, stranger)
-        adapter.release(number)
+        adapter.release(adapter.lookup(None, stranger))
     assert eventually(lambda: adapter.connection.poll() or counters.answered >= answered + 50)
     assert (since.requests("Lookup"), since.requests("Release"), counters.late_replies) == (
         50,
         0,
         0,
     )
-    adapter.lookup("hit", None, key)
-    adapter.release("hit")
+    adapter.release(adapter.lookup(None, key))
     assert eventually(lambda: adapter.connection.poll() or since.requests("Release") == 1)
 
 
@@ -154,9 +151,7 @@ def test_without_it_every_answer_is_waited_for(server: ServerProcess, harm: str)
     assert adapter.connection.wait_until_up(30_000)
     assert not adapter.lacks(os.urandom(16))
     keys = stored(server, 3)
-    answers: list[Any] = []
-    assert eventually(
-        lambda: answers.append(adapter.lookup("r", None, b"".join(keys))) or answers[-1] is not None
-    )
-    assert answers[-1].blocks == 3
+    lookup = adapter.lookup(None, b"".join(keys))
+    answer = eventually(lambda: adapter.answer(lookup))
+    assert answer is not None and answer.blocks == 3
     adapter.close()

@@ -21,7 +21,7 @@ import pytest
 
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
-from kvkeep.client.scheduler import Answer, SchedulerAdapter
+from kvkeep.client.scheduler import Answer, Lookup, SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, root_key
@@ -203,7 +203,6 @@ class Engine:
         assert eventually(lambda: all(connection.up for connection in connections)), connections[
             0
         ].refusal
-        self._requests = itertools.count()
 
     def store(self, keys: bytes, ranks: list[Rank] | None = None) -> list[int]:
         """Every rank computes and stores; how many blocks each wrote."""
@@ -216,15 +215,11 @@ class Engine:
         with ThreadPoolExecutor(len(chosen)) as pool:
             return [finished.stored["s"] for finished in pool.map(Rank.finish, chosen)]
 
-    def lookup(self, keys: bytes) -> tuple[int, Answer]:
-        request, seen = next(self._requests), []
-
-        def answered() -> bool:
-            seen[:] = [self.scheduler.lookup(request, None, keys)]
-            return seen[0] is not None
-
-        assert eventually(answered)
-        return request, seen[0]
+    def lookup(self, keys: bytes) -> tuple[Lookup, Answer]:
+        lookup = self.scheduler.lookup(None, keys)
+        assert eventually(lambda: self.scheduler.answer(lookup) is not None)
+        assert lookup.answer is not None
+        return lookup, lookup.answer
 
     def hits(self, keys: bytes) -> int:
         request, answer = self.lookup(keys)

@@ -8,7 +8,7 @@ cache would give to somebody are compared with those that an engine without any 
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
-from kvkeep.client.scheduler import Answer
+from kvkeep.client.scheduler import Answer, Lookup
 from kvkeep.connector.cost_model import LoadWhen
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.engine import Engine
@@ -58,13 +58,6 @@ def write_block(kv: Mapping[str, torch.Tensor], block: int, content: bytes | Non
 
 
 @dataclass
-class Lease:
-    number: int
-    asked: tuple[str | None, bytes, int]
-    answer: Answer | None = None
-
-
-@dataclass
 class ScriptedCache:
     """The external cache, in memory, with every decision left to the test.
 
@@ -80,16 +73,14 @@ class ScriptedCache:
     hold_stores: set[int] | None = field(default_factory=set)
     failing: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     most_blocks: int = 1_000  # that a lookup finds
-    lookups: list[tuple[Hashable, bytes, int]] = field(default_factory=list)
-    releases: list[Hashable] = field(default_factory=list)
-    ended: Counter[Hashable] = field(default_factory=Counter)
-    last_keys: dict[Hashable, bytes] = field(default_factory=dict)
-    leases: dict[Hashable, Lease] = field(default_factory=dict)
+    lookups: list[Lookup] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)  # numbers of lookups, from 1
+    finished: list[bytes] = field(default_factory=list)  # last keys of conversations
+    leases: dict[int, Lookup] = field(default_factory=dict)
     loads: list[LoadRequest] = field(default_factory=list)
     stores: list[StoreRequest] = field(default_factory=list)
     ranks: list[ScriptedRank] = field(default_factory=list)
     num_shards: int = 1
-    next_lease: int = 0
     load_when: LoadWhen = "always"
 
     # -- the backend
@@ -108,56 +99,55 @@ class ScriptedCache:
 
     # -- the scheduler's side
 
-    def lookup(
-        self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0
-    ) -> Answer | None:
-        assert self.ended[request] == 0, "a lookup after the session's end"
-        lease = self.leases.get(request)
-        if lease is None or lease.asked != (salt, keys, skip):
-            self.next_lease += 1
-            self.lookups.append((request, keys, skip))
-            lease = self.leases[request] = Lease(self.next_lease, (salt, keys, skip))
-        if lease.answer is None and not self.hold_lookups:
-            lease.answer = self._answer(lease)
-        return lease.answer
+    def lookup(self, salt: str | None, keys: bytes, skip: int = 0) -> Lookup:
+        lookup = Lookup(salt, keys, skip)
+        self.lookups.append(lookup)
+        self.leases[len(self.lookups)] = lookup
+        return lookup
 
-    def _answer(self, lease: Lease) -> Answer:
-        salt, keys, skip = lease.asked
-        tenant, blocks = tenant_of(salt), 0
-        for key in keys_of(keys)[: self.most_blocks]:
+    def answer(self, lookup: Lookup) -> Answer | None:
+        assert not lookup.is_released
+        if lookup.answer is None and not self.hold_lookups:
+            lookup.answer = self._answer(lookup)
+        return lookup.answer
+
+    def answer_now(self, number: int) -> None:
+        """Answers that lookup, from 1 on, also while lookups are held."""
+        lookup = self.lookups[number - 1]
+        lookup.answer = self._answer(lookup)
+
+    def _answer(self, lookup: Lookup) -> Answer:
+        tenant, blocks, skip = tenant_of(lookup.salt), 0, lookup.skip
+        for key in keys_of(lookup.keys)[: self.most_blocks]:
             if not all((tenant, key, shard) in self.blocks for shard in range(self.num_shards)):
                 break
             blocks += 1
         described = max(0, blocks - skip)
-        first = (
-            lease.number * SLOTS_A_LEASE + skip
-        )  # so that a load shows which blocks it reads, and under which lease
+        # So that a load shows which blocks it reads, and under which lease.
+        first = (self.lookups.index(lookup) + 1) * SLOTS_A_LEASE + skip
         slots = np.arange(first, first + described, dtype=np.int64)
         return Answer(
             blocks, skip, 1, slots, np.zeros((described, self.num_shards), dtype=np.uint64)
         )
 
-    def wait(self, request: Hashable, milliseconds: int) -> None:
+    def wait(self, lookup: Lookup, milliseconds: int) -> None:
         """Time does not pass here."""
 
-    def release(self, request: Hashable, loaded_tokens: int = 0) -> None:
-        if self.leases.pop(request, None) is not None:
-            self.releases.append(request)
+    def release(self, lookup: Lookup, loaded_tokens: int = 0) -> None:
+        assert not lookup.is_released
+        lookup.is_released = True
+        number = self.lookups.index(lookup) + 1
+        del self.leases[number]
+        self.releases.append(number)
 
     def lacks(self, key: bytes) -> bool:
         return False
 
-    def finish_request(
-        self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
-    ) -> None:
-        self.release(request)
-        self.ended[request] += 1
-        self.last_keys[request] = last_key
+    def finish_conversation(self, salt: str | None, last_key: bytes) -> None:
+        self.finished.append(last_key)
 
     def is_leased(self, load: LoadRequest) -> bool:
-        return {slot // SLOTS_A_LEASE for slot in load.slots.tolist()} <= {
-            each.number for each in self.leases.values()
-        }
+        return {slot // SLOTS_A_LEASE for slot in load.slots.tolist()} <= self.leases.keys()
 
     # -- the script
 
@@ -344,6 +334,7 @@ class Rig:
     ) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=options.pop("stop", ()))
         self.truth.answer(tokens, sampling, options.get("salt"))
+        options.setdefault("kv_transfer_params", {"kvkeep_session_finished": True})
         request = self.engine.add(tokens, sampling, request_id=name, **options)
         self.requests.append(request)
         return request
@@ -384,15 +375,14 @@ class Rig:
                 )
             else:
                 assert request.finish_reason in ("abort", "error")
-        connector = self.scheduler.connector
+        planner = self.scheduler.planner
         assert self.pool.num_free == self.config.num_blocks - 1, "blocks are lost"
         assert self.scheduler._rebuilding.idle
-        if connector is not None:
-            assert connector.idle and not connector._trackers and not connector._owners
-            assert not self.cache.leases, "leases are lost"
-            assert self.cache.ended == Counter(range(1, len(self.requests) + 1)), (
-                "a session ends once"
-            )
+        if planner is not None:
+            assert planner.idle and not self.cache.leases, "leases are lost"
+            hints = [request.cached.hints for request in self.requests]
+            over = sum(each.conversation_finished for each in hints)
+            assert len(self.cache.finished) == over, "a conversation is finished once"
         for (_, key, shard), content in self.cache.blocks.items():
             assert content == self.truth.contents[key][shard], "wrong bytes were stored"
 
@@ -433,10 +423,8 @@ class Rig:
                 min(request.num_computed_tokens, request.remembered_blocks, metrics.preemptions)
                 >= 0
             )
-        connector = self.scheduler.connector
-        if connector is not None:
-            trackers = [*connector._trackers.values(), *connector._owners.values()]
-            assert all(min(each.jobs, each.loads, each.stored) >= 0 for each in trackers)
+            state = request.cached
+            assert min(state.jobs, state.loads, state.stored) >= 0
         held = [load for rank in self.cache.ranks for load in rank.held_loads.values()]
         leased = all(map(self.cache.is_leased, held))
         assert leased, "a lease ended before its load"

@@ -49,9 +49,9 @@ def finished(worker: Any) -> Finished:
 
 def answered(cache: Any) -> Answer:
     """What the cache says, once it does."""
-    deadline = time.monotonic() + 30
+    deadline, lookup = time.monotonic() + 30, cache.lookup(None, KEYS)
     while time.monotonic() < deadline:
-        answer = cache.lookup("r", None, KEYS)
+        answer = cache.answer(lookup)
         if answer is not None:
             assert isinstance(answer, Answer)
             return answer
@@ -124,7 +124,7 @@ def test_a_server_that_is_not_there_costs_one_patience_for_all_ranks(
     assert sum(patience) <= CONNECT_PATIENCE_MS + len(patience), (
         "not one patience for each; a millisecond is rounding"
     )
-    answer = cache.lookup("r", None, KEYS)
+    answer = cache.answer(cache.lookup(None, KEYS))
     assert isinstance(answer, Answer) and (answer.blocks, answer.failure) == (0, "not_connected")
     for side in (*sides, cache):
         side.close()

@@ -155,7 +155,7 @@ def test_flush_says_when_it_takes_too_long() -> None:
     engine = native()
     engine.add(TOKENS, SamplingParams(max_tokens=1))
     finish(engine)
-    connector = engine.scheduler.connector
+    connector = engine.scheduler.planner
     assert connector is not None
     begun = time.monotonic()
     cache = engine.workers._caches[0]

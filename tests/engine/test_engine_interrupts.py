@@ -336,6 +336,6 @@ def test_blocks_that_a_lost_step_gave_away_are_announced(
         fails_at(patch, CachePlanner, "build_step", MemoryError)
         with pytest.raises(MemoryError):
             r.step()
-    assert set(r.cache.stores[0].block_ids.tolist()) & set(r.scheduler.connector.jobs[-1].block_ids)
+    assert set(r.cache.stores[0].block_ids.tolist()) & set(r.scheduler.planner.jobs[-1].block_ids)
     r.step()
     assert len(r.cache.loads) == 1 and r.cache.ranks[0].held_stores

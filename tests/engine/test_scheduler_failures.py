@@ -290,10 +290,10 @@ def test_policy_fail_when_one_rank_still_loads(rig: Rigs) -> None:
         "rank 1 still writes there, and reads under it"
     )
     r.step(3)
-    assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1 and not r.cache.ended
+    assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1 and not r.cache.finished
     r.cache.release_loads(1)
     r.step()
-    assert r.pool.num_free == 63 and r.cache.ended == {1: 1}
+    assert r.pool.num_free == 63 and len(r.cache.finished) == 1
 
 
 # -- no pollution ----------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_a_bad_block_is_never_stored(rig: Rigs) -> None:
     r.cache.fail(1)
     request = r.add(r.prompt(8))
     r.step()
-    assert r.cache.stores == [] and not r.scheduler.connector.jobs
+    assert r.cache.stores == [] and not r.scheduler.planner.jobs
     r.run()
     first = request.chain.key(0)
     assert (

@@ -40,7 +40,7 @@ def test_the_first_recomputes_the_others_keep_their_count(rig: Rigs) -> None:
     assert [each.output_tokens for each in r.requests] == [[], [], []]
     assert [each.metrics.failed_loads for each in r.requests] == [1, 1, 1]
     assert len({tuple(each.block_ids[:8]) for each in r.requests}) == 1
-    assert not r.scheduler.connector.jobs, "nobody stores what counts as computed and is bad"
+    assert not r.scheduler.planner.jobs, "nobody stores what counts as computed and is bad"
     r.step()
     assert r.steps[-1].num_scheduled_tokens == {"r0": 6 * BLOCK_TOKENS + 2}, (
         "the others wait until it is good"

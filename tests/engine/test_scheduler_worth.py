@@ -28,10 +28,10 @@ class Slow:
         self.rig = rig
         self.now_s, self.block_s = 0.0, 0.02
         self.texts = 0
-        connector = rig.scheduler.connector
+        connector = rig.scheduler.planner
         assert connector is not None
         self.connector = connector
-        connector.worth = CostModel(loads_in_step=rig.config.sync_loads, clock=lambda: self.now_s)
+        connector.costs = CostModel(loads_in_step=rig.config.sync_loads, clock=lambda: self.now_s)
         self.loads_s: dict[Any, float] = {}  # how long each load under way takes
         self._run, rig.engine.workers.run = rig.engine.workers.run, self._run_in_time  # type: ignore[method-assign]
 
@@ -77,7 +77,7 @@ def test_slow_loads_are_left_out_and_the_answers_are_the_same(slow: Slow) -> Non
     assert len(slow.rig.cache.loads) == loads
     assert len(slow.rig.cache.stores) == stores, "the cache has these blocks"
     assert not slow.rig.cache.leases
-    assert (slow.connector.skipped_loads, slow.connector.skipped_tokens) == (
+    assert (slow.connector.counts["skipped_loads"], slow.connector.counts["skipped_tokens"]) == (
         5,
         5 * BLOCKS * BLOCK_TOKENS,
     )
@@ -88,7 +88,7 @@ def test_fast_loads_are_done(slow: Slow) -> None:
     for request in [slow.serve() for _ in range(12)]:
         assert request.metrics.external_cached_tokens == BLOCKS * BLOCK_TOKENS
         assert request.metrics.skipped_tokens == 0
-    assert slow.connector.skipped_loads == 0
+    assert slow.connector.counts["skipped_loads"] == 0
 
 
 def test_when_the_bus_is_fast_again_loads_are_done_again(slow: Slow) -> None:
@@ -107,7 +107,7 @@ def test_a_step_that_fails_is_no_measure(slow: Slow, monkeypatch: pytest.MonkeyP
         slow.now_s += 60.0
         raise RuntimeError("the step")
 
-    before = slow.connector.worth.figures()
+    before = slow.connector.costs.figures()
     for at in range(20):
         slow.rig.add(slow.rig.prompt(BLOCKS, which=f"failing {at}"), max_tokens=1)
         with monkeypatch.context() as broken:
@@ -115,7 +115,7 @@ def test_a_step_that_fails_is_no_measure(slow: Slow, monkeypatch: pytest.MonkeyP
             with pytest.raises(RuntimeError, match="the step"):
                 slow.rig.step()
         slow.rig.run()
-    assert slow.connector.worth.figures() == before
+    assert slow.connector.costs.figures() == before
 
 
 def test_whatever_is_decided_the_answers_are_those_without_a_cache(

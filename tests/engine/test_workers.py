@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeep.client.hints import Hints
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
 from kvkeep.connector.cost_model import LoadWhen
+from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job, StepMetadata
 from kvkeep.engine.config import EngineConfig
 from kvkeep.engine.models.model import Rank, Segment
@@ -76,6 +78,9 @@ class FakeBackend:
     def connect(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+REQUEST = RequestState("r", None, Hints(), bytearray(), 0)
 
 
 def make(model: OracleModel | None = None, **options: Any) -> tuple[Workers, list[FakeCache]]:
@@ -225,9 +230,9 @@ def test_a_report_outlives_a_step_that_failed(sync: bool) -> None:
 def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
     workers, caches = make(tensor_parallel_size=2)
     jobs = [
-        Job(1, "r", 0, [3, 4], True),
-        Job(2, "r", 0, [5], False),
-        Job(3, "r", 0, [6], True, reports={0}),
+        Job(1, REQUEST, 0, [3, 4], True),
+        Job(2, REQUEST, 0, [5], False),
+        Job(3, REQUEST, 0, [6], True, reports={0}),
     ]
     caches[0].polls = [Finished(loaded=[3])]
     workers.run(step_of(workers, metadata=StepMetadata({3: LOAD})))
@@ -245,7 +250,7 @@ def test_jobs_that_have_not_begun_are_given_up_where_they_have_not() -> None:
     assert list(workers.run(step_of(workers)).reports) == [Finished(0), lost], (
         "rank 1 is at jobs 2 and 3"
     )
-    workers.give_up([Job(9, "r", 0, [7], False)])  # a step was lost before any rank had it
+    workers.give_up([Job(9, REQUEST, 0, [7], False)])  # a step was lost before any rank had it
     assert [each.incomplete for each in workers.run(step_of(workers)).reports] == [[9], [9]]
 
 
@@ -259,7 +264,7 @@ def test_an_interrupted_call_counts_as_begun() -> None:
     caches[0].load = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         workers.run(step_of(workers, metadata=StepMetadata({1: LOAD})))
-    workers.give_up([Job(1, "r", 0, [3], True)])
+    workers.give_up([Job(1, REQUEST, 0, [3], True)])
     assert list(workers.run(step_of(workers)).reports) == [Finished(0)]
 
 

@@ -21,7 +21,7 @@ from kvkeep.client.cache import Cache
 from kvkeep.client.connection import Connection
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.scheduler import Answer, SchedulerAdapter
+from kvkeep.client.scheduler import Answer, Lookup, SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import PoolError
 from kvkeep.kv.identity import ModelIdentity, tenant_of
@@ -117,6 +117,7 @@ class Engine:
         self.worker = WorkerAdapter(
             SHAPE, ParallelStrategy.of(), connection=server.connection(SHAPE)
         )
+        self.lookups: dict[str, Lookup] = {}
         self.worker.register_kv_caches([self.memory])
         assert eventually(lambda: self.worker.connection.up), self.worker.connection.refusal
 
@@ -125,7 +126,11 @@ class Engine:
         return int(eventually(lambda: self.worker.poll().stored)["store"])
 
     def lookup(self, request: str, keys: bytes, salt: str | None = None) -> Answer:
-        return eventually(lambda: self.scheduler.lookup(request, salt, keys))  # type: ignore[no-any-return]
+        self.lookups[request] = lookup = self.scheduler.lookup(salt, keys)
+        return eventually(lambda: self.scheduler.answer(lookup))  # type: ignore[no-any-return]
+
+    def release(self, request: str) -> None:
+        self.scheduler.release(self.lookups.pop(request))
 
     def load(
         self, keys: bytes, answer: Answer, ids: list[int], salt: str | None = None
@@ -180,7 +185,7 @@ def test_a_worker_stores_a_scheduler_looks_up_a_worker_loads(
     assert engine.load(keys, answer, [12, 9, 10, 11]) == []
     assert (engine.memory[[12, 9, 10, 11]] == blocks).all()
     assert sum(len(session.leases) for session in server.store.sessions.values()) == 1
-    engine.scheduler.release("r")
+    engine.release("r")
     assert sum(len(session.leases) for session in server.store.sessions.values()) == 0
 
 
@@ -194,7 +199,7 @@ def test_a_damaged_block_is_a_failed_load_and_leaves_the_store(
     server.pool.segments.view(int(answer.slots[1]), BLOCK_BYTES)[100] ^= 1
     assert engine.load(keys, answer, [8, 9, 10]) == [9]
     assert eventually(lambda: server.service.counters.bad_blocks == 1)
-    engine.scheduler.release("r")
+    engine.release("r")
     assert engine.lookup("again", keys).blocks == 1
 
 
@@ -281,7 +286,7 @@ def test_a_scheduler_and_workers_use_one_server_at_once(server: EmbeddedServer) 
             answer = engine.lookup(f"r{turn}", keys)
             assert engine.load(keys, answer, [4, 5, 6, 7]) == []
             assert (engine.memory[4:8] == some_blocks(4, 10 * at + turn)).all()
-            engine.scheduler.release(f"r{turn}")
+            engine.release(f"r{turn}")
 
     in_threads(*(lambda at=at: work(at) for at in range(3)))
     for engine in engines:

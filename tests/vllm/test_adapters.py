@@ -16,8 +16,8 @@ import pytest
 
 from kvkeep.connector import checkpoint, file_hashes
 from kvkeep.connector.file_hashes import hashes_of_user
-from kvkeep.vllm import adapters as module
-from kvkeep.vllm.adapters import Adapters
+from kvkeep.vllm import keys as module
+from kvkeep.vllm.keys import Adapters
 
 
 @pytest.fixture(autouse=True)

@@ -184,7 +184,7 @@ WORKER: dict[str, tuple[Callable[[Any], Any], Any]] = {
 def broken(role: KVConnectorRole) -> KVKeepConnector:
     made = connector(role)
     if role == KVConnectorRole.SCHEDULER:
-        made._requests = Broken()  # type: ignore[assignment]
+        made._scheduler = Broken()  # type: ignore[assignment]
     else:
         made._worker = Broken()  # type: ignore[assignment]
         made._connector_metadata = Step()

@@ -73,12 +73,8 @@ def check_nothing_is_left(replica: Replica, server: ServerProcess) -> None:
     replica.settle()
     assert at_rest(server)
     kept: dict[str, int] = replica.call("remembered")
-    held = [
-        name
-        for name in kept
-        if name.endswith(("._known", "._alive", "._held", "._trackers", "._asked"))
-    ]
-    assert len(held) >= 5 and {name: kept[name] for name in held} == dict.fromkeys(held, 0)
+    held = [name for name in kept if name.endswith(("._requests", "._running", "._jobs"))]
+    assert len(held) >= 3 and {name: kept[name] for name in held} == dict.fromkeys(held, 0)
 
 
 @pytest.mark.parametrize("first", ["kvkeep", "example"])

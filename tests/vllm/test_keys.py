@@ -19,14 +19,18 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import ModelIdentity
-from kvkeep.kv.keys import KEY_BYTES
-from kvkeep.vllm.keys import EngineKeys, OwnKeys, TokensChanged, root_of
+from kvkeep.kv.keys import KEY_BYTES, root_key
+from kvkeep.vllm.keys import EngineKeys, OwnKeys, TokensChanged
 
 HASH_TOKENS = 4
 TOKENS = list(range(100, 150))
 IDENTITY = ModelIdentity(
     model="m", revision="r", kv_dtype="float32", block_tokens=HASH_TOKENS, content="l"
 )
+
+
+def root_of(identity: ModelIdentity, asked: Any, generation: bytes, adapter: str) -> bytes:
+    return root_key(identity, asked.cache_salt, lora=adapter, extra=generation)
 
 
 def adapter_of(asked: Any) -> str:

@@ -15,14 +15,16 @@ pytest.importorskip(
 )
 
 from engine_parts import Engine, answer_to, cache_config, full, request, vllm_config
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.outage import Outage
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
 from kvkeep.vllm.keys import TokensChanged
-from kvkeep.vllm.messages import Handshake
-from kvkeep.vllm.scheduler import SchedulerConnector
+from kvkeep.vllm.messages import Handshake, Reports, Step
+from kvkeep.vllm.registration import InactiveScheduler
+from kvkeep.vllm.scheduler import SchedulerConnector, SchedulerContext
 from kvkeep_lab.simulation.cache import SimulatedCache
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -47,52 +49,39 @@ def engine() -> Iterator[Engine]:
         each.scheduler.shutdown()
 
 
-def requests_of(engine: Engine) -> SchedulerConnector:
-    assert engine.connector._requests is not None
-    return engine.connector._requests
+def inactive(config: Any = None) -> InactiveScheduler:
+    context = SchedulerContext(config or vllm_config(), cache_config(full()), ClientOptions())
+    return InactiveScheduler(context)
 
 
 # --- without a cache ------------------------------------------------------------------------------
 
 
-def check_it_does_nothing(side: SchedulerConnector) -> None:
+def check_it_does_nothing(side: Any) -> None:
+    assert isinstance(side, InactiveScheduler)
     asked = request(PROMPT, params=COUNT)
     side.arrive(asked)
-    assert side.lookup(asked, 0) == 0
+    assert side.lookup(asked, 0) == 0 and not side.loads_in_step(asked)
     side.allocated(asked, [[1, 2, 3]], 0)
-    step = side.build_step(NOTHING)
-    assert not (
-        step.step.loads
-        or step.step.stores
-        or step.step.stores_after
-        or step.step.withdrawn
-        or step.lost
-    )
-    side.complete([])
-    assert side.end(asked) == {"num_kvkeep_extra_cached_tokens": 0}
+    assert side.build_step(NOTHING) == Step()
+    side.end_step(KVConnectorOutput(), Reports())
+    assert side.finish_request(asked) == {"num_kvkeep_extra_cached_tokens": 0}
     assert side.reset() is True
-    assert side.stats() is None
+    assert side.stats() is None and side.take_events() == ()
     side.close()
-    assert not side._known and not side._written and not side.tables._own
 
 
-def test_before_the_workers_have_spoken_it_waits_for_a_moment_and_does_nothing() -> None:
-    side = SchedulerConnector(vllm_config(), cache_config(full()), ClientOptions())
-    early = request(PROMPT)
-    side.arrive(early)
-    assert side.lookup(early, 0) is None
-    side.end(early)
-    side._early.may_wait = lambda: False  # type: ignore[method-assign]
-    check_it_does_nothing(side)
+def test_before_the_workers_have_registered_it_does_nothing() -> None:
+    check_it_does_nothing(inactive())
 
 
 @pytest.mark.parametrize("handshakes", [[], [Handshake(None, "no such layout")]])
 def test_workers_that_refuse_are_said_once_and_served_without_a_cache(
     handshakes: list[Handshake], caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = SchedulerConnector(vllm_config(), cache_config(full()), ClientOptions())
+    side = inactive()
     with caplog.at_level(logging.ERROR):
-        side.shake_hands([*handshakes, *handshakes])
+        side = side.register_workers([*handshakes, *handshakes])
     [record] = [each for each in caplog.records if each.name.startswith("kvkeep")]
     assert record.getMessage().count("no such layout") == len(handshakes)
     check_it_does_nothing(side)
@@ -101,17 +90,16 @@ def test_workers_that_refuse_are_said_once_and_served_without_a_cache(
 def test_one_rank_that_refuses_is_enough(engine: Engine) -> None:
     shape = engine.rank.get_handshake_metadata()
     assert shape is not None
-    side = SchedulerConnector(vllm_config(), cache_config(full()), ClientOptions())
-    side.shake_hands([shape, Handshake(None, "not here")])
+    side = inactive()
+    side = side.register_workers([shape, Handshake(None, "not here")])
     check_it_does_nothing(side)
 
 
-def two_ranks() -> SchedulerConnector:
+def two_ranks() -> InactiveScheduler:
     config = vllm_config()
     config.parallel_config.world_size = 2
-    return SchedulerConnector(
-        config, cache_config(full()), ClientOptions(address="tcp://127.0.0.1:9")
-    )
+    options = ClientOptions(address="tcp://127.0.0.1:9")
+    return InactiveScheduler(SchedulerContext(config, cache_config(full()), options))
 
 
 def shape(**changes: Any) -> BlockShape:
@@ -137,7 +125,7 @@ def test_ranks_whose_handshakes_differ_are_refused_with_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     side = two_ranks()
-    side.shake_hands([Handshake(shape()), Handshake(shape(revision="2"))])
+    side = side.register_workers([Handshake(shape()), Handshake(shape(revision="2"))])
     (error,) = said(caplog, logging.ERROR)
     assert "its ranks do not agree on revision (1 | 2)" in error
     check_it_does_nothing(side)
@@ -148,23 +136,19 @@ def test_the_cache_is_used_once_the_last_worker_knows_its_weights(
 ) -> None:
     side = two_ranks()
     with caplog.at_level(logging.INFO):
-        side.shake_hands([Handshake(shape()), Handshake(None, is_pending=True)])
+        side = side.register_workers([Handshake(shape()), Handshake(None, is_pending=True)])
         check_it_does_nothing(side)
-        assert ["hashed for the first time" in line for line in said(caplog, logging.INFO)] == [
-            True
-        ]
-        side.take_handshakes([])
-        assert side._side is None
-        side.take_handshakes([Handshake(shape())])
-    assert side._side is not None
+        assert ["for the first time" in line for line in said(caplog, logging.INFO)] == [True]
+        side = side.add_handshakes([Handshake(shape())])
+    assert isinstance(side, SchedulerConnector)
     assert any(f"identity {shape().digest}" in line for line in said(caplog, logging.INFO))
     side.close()
 
 
 def test_a_worker_that_refuses_late_is_heard(caplog: pytest.LogCaptureFixture) -> None:
     side = two_ranks()
-    side.shake_hands([Handshake(shape()), Handshake(None, is_pending=True)])
-    side.take_handshakes([Handshake(None, "no weights")])
+    side = side.register_workers([Handshake(shape()), Handshake(None, is_pending=True)])
+    side = side.add_handshakes([Handshake(None, "no weights")])
     assert said(caplog, logging.ERROR) == [
         "kvkeep: this engine is served without the cache: no weights"
     ]
@@ -180,7 +164,7 @@ def change_tokens(engine: Engine, name: str) -> None:
     def grow() -> bytes:
         raise TokensChanged("as the test says")
 
-    requests_of(engine)._known[name].keys.grow = grow  # type: ignore[method-assign]
+    engine.half._requests[name].new_keys.grow = grow  # type: ignore[method-assign]
 
 
 def run_to_load(engine: Engine, name: str = "b") -> None:
@@ -200,7 +184,7 @@ def test_a_request_whose_tokens_change_is_served_without_the_cache_and_leaves_no
     change_tokens(engine, "b")
     engine.abort("b")
     engine.settle()
-    assert "b" not in engine.side._trackers, "or it is kept for ever"
+    assert "requests=[]" in repr(engine.half), "or it is kept for ever"
     assert engine.connector.faults == 0
 
 
@@ -218,7 +202,7 @@ def test_a_request_whose_tokens_change_while_it_runs(engine: Engine) -> None:
 def test_a_load_whose_event_cannot_be_noted_is_told_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests_of(engine).events, "prepared", lambda *args: 1 / 0)
+    monkeypatch.setattr(engine.half.events, "prepared", lambda *args: 1 / 0)
     engine.worker.withdraw = lambda block_ids: None  # type: ignore[method-assign]
     engine.add(request(PROMPT, "b"))
     told: list[str] = []
@@ -254,18 +238,18 @@ def test_a_store_that_cannot_be_prepared_at_a_requests_end_leaves_nothing(
     engine.add(request(PROMPT, "b", max_tokens=60))
     while not engine.answers["b"]:
         engine.step()
-    side = requests_of(engine)
+    side = engine.half
     monkeypatch.setattr(side, "_store", lambda *args, **words: 1 / 0)
     engine.abort("b")
     assert side.faults == 1 and "kvkeep: a store could not be prepared" in caplog.text
     monkeypatch.undo()
     engine.settle()
-    assert "b" not in engine.side._trackers and engine.connector.faults == 0
+    assert engine.connector.faults == 0
     engine.check_nothing_left()
 
 
 def test_stats_count_and_start_anew(engine: Engine) -> None:
-    side = requests_of(engine)
+    side = engine.half
     side.stats()
     side.arrive(request(PROMPT, "x"))
     side.arrive(request(PROMPT, "y", sampling={"skip_reading_prefix_cache": True}))
@@ -308,13 +292,15 @@ def test_an_outage_that_only_a_rank_sees_is_said_once(
 def test_an_outage_that_all_ranks_and_the_scheduler_see_is_said_once(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = requests_of(engine)
-    own = Outage(side._options.address)
+    def hear(outages: Any) -> None:
+        engine.half.end_step(KVConnectorOutput(), Reports(outages=outages))
+
+    own = Outage(engine.half._options.address)
     with caplog.at_level(logging.INFO, "kvkeep"):
-        side.hear_outages({0: ("it has fallen silent", ""), 1: ("it has fallen silent", "")})
+        hear({0: ("it has fallen silent", ""), 1: ("it has fallen silent", "")})
         own.begin("it has fallen silent", "")
-        side.hear_outages({2: ("it has fallen silent", "")})
+        hear({2: ("it has fallen silent", "")})
         assert len(outage_lines(caplog)) == 1
         own.end()
-        side.hear_outages({0: None, 1: None, 2: None, 3: None})
+        hear({0: None, 1: None, 2: None, 3: None})
     assert len(outage_lines(caplog)) == 2 and "connected to" in outage_lines(caplog)[1]

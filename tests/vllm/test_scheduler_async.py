@@ -165,7 +165,7 @@ def test_whatever_comes_each_load_is_told_once(
     loads = told = in_step = 0
     for seed in SEEDS:
         life = Life(seed, specs, mode)
-        requests = life.engine.connector._requests
+        requests = life.engine.half
         assert requests is not None and (requests._worker is None) == apart
         life.live()
         life.check()

@@ -43,10 +43,10 @@ def check_right(engine: Engine, prompt: list[int], generated: int) -> None:
 def with_a_store_that_waits(make: Callable[..., Engine]) -> Engine:
     """A request is over, and what it has generated is stored with the next step."""
     engine = make(num_blocks=8)
-    engine.add(request(A, "a", max_tokens=6))
+    engine.add(request(A, "a", max_tokens=6, params={"kvkeep_session_finished": True}))
     while engine.scheduler.requests:
         engine.step()
-    assert engine.side._stores
+    assert engine.side.has_stores and not engine.side.handed_out
     return engine
 
 
@@ -55,15 +55,15 @@ def test_a_step_that_cannot_be_made_takes_its_stores_with_it(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     engine = with_a_store_that_waits(make)
-    requests = engine.connector._requests
+    requests = engine.half
     assert requests is not None
     with monkeypatch.context() as patched:
         patched.setattr(
-            engine.side.worth if where == "begin_step" else requests.step_loads, where, fails()
+            engine.side.costs if where == "begin_step" else requests.step_loads, where, fails()
         )
         engine.add(request(B, "b", max_tokens=6))
         engine.step()
-    assert not engine.side._stores and requests._under_way == 0
+    assert not engine.side.has_stores and "steps=0" in repr(requests)
     engine.run()
     assert engine.answers["b"] == answer_to(B, 6)
     check_right(make(), A, 6)
@@ -74,11 +74,11 @@ def test_if_even_that_fails_they_go_with_no_later_step(
 ) -> None:
     engine = with_a_store_that_waits(make)
     with monkeypatch.context() as patched:
-        patched.setattr(engine.side.worth, "begin_step", fails())
-        patched.setattr(engine.side._cache, "finish_request", fails())
+        patched.setattr(engine.side.costs, "begin_step", fails())
+        patched.setattr(engine.side._cache, "finish_conversation", fails())
         engine.add(request(B, "b", max_tokens=6))
         engine.step()
-    assert not engine.side._stores
+    assert not engine.side.has_stores
     engine.run()
     check_right(make(), A, 6)
 
@@ -89,13 +89,13 @@ def test_blocks_that_a_lost_step_added_are_missed_in_no_table(
 ) -> None:
     """Before 0.30 vLLM shows a request's blocks once, and the tables are our own."""
     engine = make()
-    requests = engine.connector._requests
+    requests = engine.half
     assert requests is not None
-    requests.tables.manager = None
+    requests._tables.manager = None
     owner: Any = {
         "correct": requests.step_loads,
-        "grown": requests.tables,
-        "begin_step": engine.side.worth,
+        "grown": requests._tables,
+        "begin_step": engine.side.costs,
     }[where]
     build, lost = requests.build_step, list[Any]()
 
@@ -149,7 +149,7 @@ def test_a_store_that_cannot_be_described_is_no_job(
         while engine.scheduler.requests:
             engine.step()
     engine.settle()
-    assert engine.side.idle and not engine.side._readers._blocks
+    assert engine.side.idle and not engine.side.build_step(range(64)).withdrawn
     check_right(make(), A, 6)
 
 

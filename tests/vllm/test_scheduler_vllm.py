@@ -475,8 +475,8 @@ def test_the_name_of_an_aborted_request_may_be_used_again_at_once(
 ) -> None:
     engine = filled(make)
     engine.add(request(PROMPT, "b"))
-    assert engine.connector._requests is not None
-    engine.connector._requests._may_wait = False  # nobody waits for an answer
+    assert engine.half is not None
+    engine.half._may_wait = False  # nobody waits for an answer
     engine.step(delivers=False)
     engine.abort("b")
     engine.run(request(OTHER, "b"))
@@ -512,7 +512,7 @@ def test_results_that_cannot_be_taken_in_keep_no_request_waiting(
     engine.add(request(PROMPT, "b"))
     while not engine.worker.loads:
         engine.step()
-    complete, requests = engine.side.complete, engine.connector._requests
+    complete, requests = engine.side.complete, engine.half
     assert requests is not None
 
     def fail(reports: Any) -> Any:

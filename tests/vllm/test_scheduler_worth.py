@@ -38,7 +38,7 @@ class Timed(Engine):
 
     def __init__(self, cache: SimulatedCache, when: str = "faster") -> None:
         super().__init__(cache, extra={"kvkeep.load_when": when})
-        self.side.worth._clock = lambda: self.now_s
+        self.side.costs._clock = lambda: self.now_s
         self.stats = KVKeepStats()
         really_update = self.scheduler.update_from_output
 
@@ -143,6 +143,6 @@ def test_each_step_is_measured_also_where_nothing_is_reported(cache: SimulatedCa
     engine = Timed(cache)
     for number in range(200, 206):
         engine.serve(number)
-    assert len(engine.side.worth._steps) == 0
-    assert len(engine.side.worth._prefills) == 6
+    assert len(engine.side.costs._steps) == 0
+    assert len(engine.side.costs._prefills) == 6
     end(engine)

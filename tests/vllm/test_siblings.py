@@ -28,6 +28,7 @@ import kvkeep.vllm.worker
 from kvkeep.errors import SettingsError
 from kvkeep.vllm.connector import KVKeepConnector
 from kvkeep.vllm.messages import Reports
+from kvkeep.vllm.registration import InactiveScheduler
 from kvkeep.vllm.siblings import SiblingLoads, keys_of_siblings, siblings_of
 from kvkeep_lab.simulation.cache import SimulatedCache
 
@@ -117,6 +118,9 @@ class SiblingEngine(Engine):
         )
 
 
+a_request = request  # where a fixture's `request` hides it
+
+
 @pytest.fixture(params=[True, False], ids=["ours first", "ours last"])
 def engine(
     request: pytest.FixtureRequest, way: str, cache: SimulatedCache, monkeypatch: pytest.MonkeyPatch
@@ -124,8 +128,10 @@ def engine(
     monkeypatch.setattr(SiblingEngine, "ours_first", request.param)
     made: list[SiblingEngine] = []
 
-    def make() -> SiblingEngine:
+    def make(*, is_active: bool = False) -> SiblingEngine:
         made.append(SiblingEngine(cache))
+        if is_active:
+            made[-1].run(a_request([1, 2, 3], "first"))
         return made[-1]
 
     yield make
@@ -144,22 +150,25 @@ def set_shelf(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("shakes_hands", [False, True])
-def test_the_first_request_of_an_engine_hits_and_nothing_is_left(
-    engine: Callable[[], SiblingEngine], monkeypatch: pytest.MonkeyPatch, shakes_hands: bool
+def test_an_engine_hits_once_its_first_step_has_brought_the_handshakes(
+    engine: Callable[..., SiblingEngine], monkeypatch: pytest.MonkeyPatch, shakes_hands: bool
 ) -> None:
     """Its handshake does not come at start-up, and the sibling's is not taken for it."""
     set_shelf(monkeypatch, shakes_hands=shakes_hands)
     first, second = engine(), engine()
-    assert first.connector._requests is not None and first.connector._requests._side is None
+    assert isinstance(first.half, InactiveScheduler)
+    first.run(request([1, 2, 3], "first", params=COUNT))
+    second.run(request([1, 2, 3], "first"))
+    assert first.params["first"] == {"num_kvkeep_extra_cached_tokens": 0}
     assert first.run(request(PROMPT, "a")).answers["a"] == answer_to(PROMPT)
     assert second.run(request(PROMPT, "b", params=COUNT)).answers["b"] == answer_to(PROMPT)
     assert second.params["b"] == {"num_kvkeep_extra_cached_tokens": len(PROMPT) // BLOCK * BLOCK}
     assert second.shelf.heard == [shelf.ShelfHandshake()] * shakes_hands
-    assert second.shelf.finished == ["b"]
+    assert second.shelf.finished == ["first", "b"]
 
 
-def test_a_failed_load_is_computed(engine: Callable[[], SiblingEngine]) -> None:
-    first, second = engine(), engine()
+def test_a_failed_load_is_computed(engine: Callable[..., SiblingEngine]) -> None:
+    first, second = engine(is_active=True), engine(is_active=True)
     first.run(request(PROMPT))
     second.worker.failing = lambda load: [2]
     assert second.run(request(PROMPT, "b", params=COUNT)).answers["b"] == answer_to(PROMPT)
@@ -167,9 +176,9 @@ def test_a_failed_load_is_computed(engine: Callable[[], SiblingEngine]) -> None:
 
 
 def test_what_a_sibling_brings_is_stored_when_the_step_has_shown_that_it_is_good(
-    engine: Callable[[], SiblingEngine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SiblingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = engine(), engine()
+    first, second = engine(is_active=True), engine(is_active=True)
     set_shelf(monkeypatch, offers=3 * BLOCK)
     assert first.run(request(PROMPT, "a", max_tokens=6)).answers["a"] == answer_to(PROMPT, 6)
     set_shelf(monkeypatch, offers=0)
@@ -178,7 +187,7 @@ def test_what_a_sibling_brings_is_stored_when_the_step_has_shown_that_it_is_good
 
 
 def test_what_a_sibling_failed_to_load_and_what_was_computed_from_it_is_never_stored(
-    engine: Callable[[], SiblingEngine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SiblingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor by a request that shared those blocks. The second engine's oracle sees every byte that it
     loads."""
@@ -188,7 +197,7 @@ def test_what_a_sibling_failed_to_load_and_what_was_computed_from_it_is_never_st
     set_shelf(monkeypatch, offers=3 * BLOCK, fails=True)
     first.add(request(PROMPT, "a", max_tokens=6), request([*PROMPT, 7, 8, 9], "b", max_tokens=6))
     for _ in range(20):
-        if first.connector._requests._sibling_loads._unsure:  # type: ignore[union-attr]
+        if first.half._sibling_loads._unsure:  # type: ignore[union-attr]
             break
         first.step()
     else:
@@ -205,22 +214,12 @@ def test_what_a_sibling_failed_to_load_and_what_was_computed_from_it_is_never_st
     }
 
 
-def test_a_request_that_ends_while_it_waits_for_the_handshakes_leaves_nothing(
-    engine: Callable[[], SiblingEngine],
-) -> None:
-    one = engine()
-    one.add(request(PROMPT, "a"))
-    one.abort("a")
-    one.run(request(PROMPT, "b"))
-    assert one.answers["b"] == answer_to(PROMPT)
-    assert not one.connector._requests._early  # type: ignore[union-attr]
-
-
-def test_a_reset_before_the_handshakes_holds(engine: Callable[[], SiblingEngine]) -> None:
+def test_a_reset_before_the_handshakes_holds(engine: Callable[..., SiblingEngine]) -> None:
     """The weights may have changed: what was stored before is not found."""
-    first, second = engine(), engine()
+    first, second = engine(is_active=True), engine()
     first.run(request(PROMPT))
     assert second.scheduler.connector.reset_cache()
+    second.run(request([1, 2, 3], "first"))
     second.run(request(PROMPT, "b", params=COUNT))
     assert second.params["b"] == {"num_kvkeep_extra_cached_tokens": 0}
 
@@ -279,15 +278,15 @@ def test_a_connector_that_vllm_calls_itself_has_no_siblings() -> None:
             assert siblings_of(config, KVKeepConnector, "recompute") == ()
 
 
-def test_a_key_that_a_sibling_returns_is_left_to_it(engine: Callable[[], SiblingEngine]) -> None:
+def test_a_key_that_a_sibling_returns_is_left_to_it(engine: Callable[..., SiblingEngine]) -> None:
     """Two children that return the same key end the engine: MultiConnector raises."""
     assert keys_of_siblings(("Shelf", "NixlConnector")) == set()
     both = {"num_lmcache_extra_cached_tokens": None, **COUNT}
     one = engine()
     one.run(request(PROMPT, "a", params=both))
     assert set(one.params["a"]) == set(both)
-    assert one.connector._requests is not None
-    one.connector._requests.keys_of_siblings = keys_of_siblings(("LMCacheMPConnector",))
+    assert one.half is not None
+    one.half.keys_of_siblings = keys_of_siblings(("LMCacheMPConnector",))
     one.run(request(PROMPT, "b", params=both))
     assert set(one.params["b"]) == set(COUNT)
 

@@ -57,8 +57,7 @@ def engine_of(cache: SimulatedCache, **options: Any) -> Engine:
 
 
 def side_of(engine: Engine) -> SchedulerConnector:
-    assert engine.connector._requests is not None
-    return engine.connector._requests
+    return engine.half  # type: ignore[no-any-return]
 
 
 def first_work(engine: Engine, *asked: Any) -> dict[str, int]:
@@ -110,17 +109,17 @@ def test_the_rest_may_be_longer_than_a_step(cache: SimulatedCache) -> None:
 def test_what_it_learns_of_loads_is_what_they_took(engine: Engine) -> None:
     side = side_of(engine)
     took: list[float | None] = []
-    end_load = side._worth.end_load
+    end_load = engine.side.costs.end_load
 
-    def spy(job: int, *, good: bool, took_s: float | None = None) -> None:
+    def spy(job: int, took_s: float | None) -> None:
         took.append(took_s)
-        end_load(job, good=good, took_s=0.25)
+        end_load(job, 0.25)
 
-    side._worth.end_load = spy  # type: ignore[method-assign]
+    engine.side.costs.end_load = spy
     for _ in range(4):
         engine.run(request(PROMPT)).forget()
         side.step_loads._not_before_s = 0.0
-    assert len(took) == 4 and side._worth.expected_s(5) == pytest.approx(0.25)
+    assert len(took) == 4 and engine.side.costs.expected_s(5) == pytest.approx(0.25)
     before = len(engine.worker.loads)
     engine.add(asked := request(PROMPT))
     engine.step()
@@ -149,7 +148,7 @@ def test_a_store_that_has_ended_while_vllm_slept_is_in_nobodys_way(engine: Engin
     while engine.scheduler.requests:
         engine.step()
     engine.step()  # of which vLLM tells its workers
-    assert engine.side.stores
+    assert engine.side.has_stores
     engine.worker.holds = False  # from now on it has ended, but nobody makes a step
     assert first_work(engine, request(PROMPT, "b")) == {"b": 3}
     assert engine.run().answers["b"] == answer_to(PROMPT)
@@ -186,20 +185,6 @@ def test_it_is_fetched_ahead_once_for_each_load(engine: Engine) -> None:
     engine.run()
     assert engine.run(request(range(600, 620), "new")).answers["new"], "of which nothing is there"
     assert fetched(engine) == ["b"]
-
-
-def test_only_what_vllm_does_not_have_is_fetched(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.run(request(PROMPT[:9], "a"))
-    asked_for, found = list[Any](), engine.side.found
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            engine.side, "found", lambda *given: (asked_for.append(given), found(*given))[1]
-        )
-        first_work(engine, request(PROMPT, "b"))
-    assert asked_for == [("b", 2, 3)], "the first two are in its prefix cache"
-    assert engine.run().answers["b"] == answer_to(PROMPT)
 
 
 def test_loads_in_the_background_are_not_fetched_ahead(cache: SimulatedCache) -> None:
@@ -249,7 +234,7 @@ def test_what_could_not_be_fetched_yet_is_tried_again(
 
 
 def end(side: SchedulerConnector, asked: Any) -> None:
-    side.end(asked)
+    side.finish_request(asked)
 
 
 def reset(side: SchedulerConnector, asked: Any) -> None:
@@ -268,17 +253,17 @@ def change_tokens(side: SchedulerConnector, asked: Any) -> None:
 def test_it_goes_before_the_lease_of_its_slots(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, what: Any
 ) -> None:
-    side, asked, let_go = side_of(engine), request(PROMPT, "b"), engine.side._let_go
+    side, asked, let_go = side_of(engine), request(PROMPT, "b"), engine.side._release
     engine.add(asked)
     engine.cache.pass_time(1)
     assert side.lookup(asked, 0) and engine.worker.ahead is not None
 
-    def spy(tracker: Any) -> None:
+    def spy(state: Any) -> None:
         assert engine.worker.ahead is None
-        let_go(tracker)
+        let_go(state)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.side, "_let_go", spy)
+        patched.setattr(engine.side, "_release", spy)
         what(side, asked)
     assert engine.worker.ahead is None
     engine.abort("b")
@@ -456,7 +441,7 @@ def test_not_while_anything_is_stored(engine: Engine) -> None:
     engine.add(request(range(700, 720), max_tokens=1))
     while engine.scheduler.requests:
         engine.step()
-    assert engine.side.stores
+    assert engine.side.has_stores
     engine.add(asked := request(PROMPT, "b"))
     for _ in range(3):
         engine.step()

@@ -32,7 +32,7 @@ def test_aborts_at_every_moment_leave_no_lease_and_no_memory_of_the_request(
         return {name: size for name, size in now.items() if size > before.get(name, 0)}
 
     before: dict[str, int] = engine.call("remembered")
-    assert before["scheduler._requests._known"] == 0 and "worker._worker._loading" in before
+    assert before["scheduler._scheduler._requests"] == 0 and "worker._worker._loading" in before
     aborts()
     assert eventually(lambda: grown() == {}), f"what the connector keeps has grown: {grown()}"
     [answer] = engine.serve([counting(tokens)])

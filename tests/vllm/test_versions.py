@@ -88,8 +88,8 @@ def test_connectors_hear_of_sleep_since_0_33() -> None:
 
 def test_the_cache_manager_comes_since_0_30() -> None:
     engine = Engine(SimulatedCache(seed=1))
-    assert engine.connector._requests is not None
-    assert (engine.connector._requests.tables.manager is not None) == (RELEASE >= (0, 30))
+    assert engine.half is not None
+    assert (engine.half._tables.manager is not None) == (RELEASE >= (0, 30))
     engine.scheduler.shutdown()
 
 
@@ -215,16 +215,16 @@ def test_a_manager_knows_best() -> None:
 @pytest.mark.parametrize("budget", [2 * BLOCK, 3 * BLOCK, 64])
 def test_tables_that_are_kept_here_are_those_of_the_manager(budget: int) -> None:
     engine = Engine(SimulatedCache(seed=1), budget=budget)
-    requests = engine.connector._requests
+    requests = engine.half
     assert requests is not None
-    requests.tables.manager = None
+    requests._tables.manager = None
     engine.add(request(range(30), "a", max_tokens=20), request(range(100, 107), "b", max_tokens=20))
     while engine.scheduler.requests:
         for name in (
             {"a", "b"} & set(engine.step().num_scheduled_tokens) & set(engine.scheduler.requests)
         ):
             known = engine.scheduler.kv_cache_manager.get_block_ids(name)
-            assert [list(table) for table in requests.tables.of(name)] == [
+            assert [list(table) for table in requests._tables.of(name)] == [
                 list(table) for table in known
             ]
     engine.scheduler.shutdown()

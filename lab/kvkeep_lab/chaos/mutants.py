@@ -75,7 +75,7 @@ def _ignore_epoch() -> list[Patch]:
         right_begin(self, epoch, ready, ahead)
 
     right_pool, right_begin = Connection.pool, Loading.begin
-    is_stale: Patch = (SchedulerAdapter, "_is_stale", lambda self, asked: False)
+    is_stale: Patch = (SchedulerAdapter, "_is_stale", lambda self, lookup: False)
     return [(Connection, "pool", pool), (Loading, "begin", begin), is_stale]
 
 
@@ -84,8 +84,8 @@ def _miss_checksum() -> list[Patch]:
 
 
 def _forget_lease() -> list[Patch]:
-    def release(self: SchedulerAdapter, request: Any, loaded_tokens: int = 0) -> None:
-        self._asked.pop(request, None)
+    def release(self: SchedulerAdapter, lookup: Any, loaded_tokens: int = 0) -> None:
+        pass
 
     return [(SchedulerAdapter, "release", release)]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvkeep.client.options import ClientOptions
 from kvkeep.client.requests import LoadRequest, StoreRequest
-from kvkeep.client.scheduler import SchedulerAdapter
+from kvkeep.client.scheduler import Lookup, SchedulerAdapter
 from kvkeep.client.worker import WorkerAdapter
 from kvkeep.errors import Unavailable
 from kvkeep.kv.identity import DEFAULT_TENANT, ModelIdentity
@@ -72,6 +72,7 @@ class EngineSide:
         self._poll_s = poll_s
         self._request_blocks = request_blocks
         self.scheduler = SchedulerAdapter(shape, options)
+        self._lookups: dict[str, Lookup] = {}  # by job
         self.worker = WorkerAdapter(shape, ParallelStrategy.of(), options)
         try:
             self.worker.register_kv_caches(layers)
@@ -160,13 +161,14 @@ class EngineSide:
         to_ask = list(requests)
         while to_ask or asked:
             if to_ask:
-                asked.append(to_ask.pop(0))
-                self.scheduler.lookup(asked[-1], None, requests[asked[-1]][0])
+                job = to_ask.pop(0)
+                asked.append(job)
+                self._lookups[job] = self.scheduler.lookup(None, requests[job][0])
             else:
-                self.scheduler.wait(asked[0], 1)
+                self.scheduler.wait(self._lookups[asked[0]], 1)
             for job in list(asked):
                 some, ids = requests[job]
-                answer = self.scheduler.lookup(job, None, some)
+                answer = self.scheduler.answer(self._lookups[job])
                 if answer is None:
                     break
                 first_found = first_found or time.perf_counter()
@@ -196,7 +198,8 @@ class EngineSide:
 
     def _release(self, jobs: Iterable[str]) -> None:
         for job in jobs:
-            self.scheduler.release(job)
+            if lookup := self._lookups.pop(job, None):
+                self.scheduler.release(lookup)
 
     def _check_stored(self, ended: _Ended, jobs: Mapping[str, int]) -> None:
         stored, blocks = sum(ended.stored.values()), sum(jobs.values())

@@ -26,16 +26,17 @@ _NORMAL_PRIORITY = 50
 class Hints:
     """One request's params, checked.
 
-    counts             the names under which it wants to know how many tokens the cache gave; None: it sent no params
-    priority           0 to 100: blocks of higher ones stay longer
-    ttl_ms             after that long its blocks go first; 0: like all others
-    session_finished   nobody will continue this conversation: its blocks may go early
+    counts                  names under which to return how many tokens the cache gave; None: it
+                            came without params
+    priority                0 to 100: blocks of a higher one are kept longer
+    ttl_ms                  after this time its blocks are evicted first; 0: no such time
+    conversation_finished   no request will continue this conversation: evict its blocks early
     """
 
     counts: tuple[str, ...] | None = None
     priority: int = _NORMAL_PRIORITY
     ttl_ms: int = 0
-    session_finished: bool = False
+    conversation_finished: bool = False
 
     @classmethod
     def of(cls, params: object) -> Hints:
@@ -52,7 +53,7 @@ class Hints:
                 counts=tuple(name for name in EXTRA_CACHED_TOKENS if name in params),
                 priority=_integer(params, "kvkeep_priority", 100, _NORMAL_PRIORITY),
                 ttl_ms=_integer(params, "kvkeep_ttl_ms", _LONGEST_TTL_MS, 0),
-                session_finished=_flag(params, "kvkeep_session_finished"),
+                conversation_finished=_flag(params, "kvkeep_session_finished"),
             )
         except Exception:
             # guard: a mapping can be any class, and none of them may raise into the engine

@@ -1,17 +1,15 @@
-"""What an engine's scheduler needs: how much of a prompt the server has. Never blocks, never
+"""What an engine's scheduler needs: how much of a prompt the server has. Nothing here blocks or
 raises.
 
-    lookup ──► None (not known yet) ──► Answer ──► workers load ──► release
-                 └── release (the request was aborted, here or at any time)
+    lookup ──► answer: None (not known yet) ──► Answer ──► workers load ──► release
+                  └── release, at any time, for example because the request was aborted
 
-Asking again for the same request costs nothing and changes nothing, so a scheduler may ask in every
-step."""
+`answer` may be called in every step: it sends nothing unless the question has to be repeated."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,25 +32,29 @@ _OUTAGE = ("deadline", "breaker_open", "unreachable", "not_connected", "session_
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server has of a prompt: leading blocks, and where those beyond `skip` lie. Goes to
-    workers as it is."""
+    """The leading blocks of a prompt that the server has, and where those after the first `skip`
+    are. It goes into a LoadRequest unchanged."""
 
     blocks: int
     skip: int
     epoch: int
     slots: NDArray[np.int64]
     checksums: NDArray[np.uint64]  # [blocks - skip, shards]
-    failure: str = ""  # why there is no answer from the server, if there is none
+    failure: str = ""  # why the server gave no answer, if it gave none
 
 
-@dataclass
-class _Asked:
+@dataclass(eq=False)
+class Lookup:
+    """A question about one prompt: made by `SchedulerAdapter.lookup`, ended by `release`. Its lease
+    keeps the blocks of its answer in place."""
+
     salt: str | None
     keys: bytes
     skip: int
-    call: Call
-    again: bool = False  # for the second time, after an outage
+    call: Call = field(default_factory=lambda: Call(0, 0, failure="not_sent"))
     answer: Answer | None = None
+    is_repeated: bool = False  # after an outage; that happens once
+    is_released: bool = False
 
 
 class SchedulerAdapter:
@@ -69,104 +71,102 @@ class SchedulerAdapter:
         if connection is None:
             Keeper.keep(self.connection)
         self._shards = len(shape.shard_bytes)
-        self._asked: dict[Hashable, _Asked] = {}
 
-    def lookup(
-        self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0
-    ) -> Answer | None:
-        """Asks once; None until the answer is there, then the same answer every time. A fault is an
-        empty answer.
+    def lookup(self, salt: str | None, keys: bytes, skip: int = 0) -> Lookup:
+        """Asks how many of these blocks the server has, and for the slots of those after the first
+        `skip`."""
+        self.connection.poll()
+        lookup = Lookup(salt, keys, skip)
+        self._send(lookup)
+        return lookup
 
-        With other keys than before (the request was preempted and has grown), when what was found
-        belongs to a server or session that is gone, and when an outage is over that kept it from
-        finding anything, it asks anew."""
-        asked = self._asked.get(request)
-        if asked is None or not asked.call.done:
-            # otherwise there is nothing to wait for, and a Keeper polls anyway
+    def answer(self, lookup: Lookup) -> Answer | None:
+        """None until the answer is there, then the same answer every time. A fault is an empty
+        answer.
+
+        Asks again when what was found belongs to a server or session that is gone, and once when an
+        outage is over that had prevented an answer."""
+        if not lookup.call.done:
             self.connection.poll()
-        again = False
-        if asked is not None and (
-            (asked.keys, asked.skip, asked.salt) != (keys, skip, salt) or self._is_stale(asked)
-        ):
-            again = bool(asked.call.failure)
-            self.release(request)
-            asked = None
-        if asked is None:
-            try:
-                message = m.Lookup(tenant_of(salt), self.connection.layout_number, keys, skip)
-                call = self.connection.call(message, self.connection.options.lookup_deadline_ms)
-            except (KVKeepError, TypeError, ValueError, OverflowError) as error:
-                # A salt comes from whoever uses the engine's API. What is wrong with one request is
-                # that request's miss, never the engine's end.
-                self.connection.counters.fail("bad_request")
-                log.warning("kvkeep: a request is served without the cache: %s", error)
-                call = Call(0, 0, failure="bad_request")
-            asked = self._asked[request] = _Asked(salt, keys, skip, call, again)
-        if asked.answer is None and asked.call.done:
-            asked.answer = self._read(asked)
-        return asked.answer
+        if self._is_stale(lookup):
+            lookup.is_repeated = bool(lookup.call.failure)
+            self._give_up(lookup)
+            lookup.answer = None
+            self._send(lookup)
+        if lookup.answer is None and lookup.call.done:
+            lookup.answer = self._read(lookup)
+        return lookup.answer
 
     def lacks(self, key: bytes) -> bool:
-        """Whether the server surely has no block of this key, without asking it."""
+        """Whether the server certainly has no block with this key. Reads shared memory only."""
         segments = self.connection.segments
         return segments is not None and segments.lacks(
             addresses(key, self.connection.shape.fingerprint)
         )
 
-    def wait(self, request: Hashable, milliseconds: int) -> None:
-        """Waits for the answer, so long at most; for an engine that has nothing else to do."""
-        asked = self._asked.get(request)
-        if asked is not None and asked.answer is None and self.connection.answering:
-            self.connection.wait(asked.call, milliseconds)
+    def wait(self, lookup: Lookup, milliseconds: int) -> None:
+        """Waits for the answer, up to `milliseconds`. For an engine that has nothing to compute."""
+        if lookup.answer is None and self.connection.answering:
+            self.connection.wait(lookup.call, milliseconds)
 
-    def release(self, request: Hashable, loaded_tokens: int = 0) -> None:
-        """The blocks are loaded, or will not be, answered or not: whatever was given is given back.
-        The server counts how many tokens were loaded and are used."""
-        asked = self._asked.pop(request, None)
-        if asked is not None:
-            start = asked.skip * KEY_BYTES
-            is_miss = not asked.call.done and self.lacks(asked.keys[start : start + KEY_BYTES])
-            # A miss costs no message more.
-            self.connection.give_up(asked.call, when_answered=is_miss, loaded_tokens=loaded_tokens)
-            self.connection.poll()
+    def release(self, lookup: Lookup, loaded_tokens: int = 0) -> None:
+        """Gives the lease back, answered or not. The server counts `loaded_tokens` as loaded and
+        used. Does nothing the second time."""
+        if not lookup.is_released:
+            lookup.is_released = True
+            self._give_up(lookup, loaded_tokens)
 
-    def finish_request(
-        self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
-    ) -> None:
-        """The request is over. With `finished`, the conversation too: its blocks may go early."""
-        self.release(request)
-        if finished and last_key and (salt is None or isinstance(salt, str)):
+    def finish_conversation(self, salt: str | None, last_key: bytes) -> None:
+        """No request will continue the conversation that ends with this block: the server may evict
+        its blocks early."""
+        if last_key and (salt is None or isinstance(salt, str)):
             message = m.Finish(tenant_of(salt), self.connection.layout_number, last_key)
             self.connection.call(message, self.connection.options.lookup_deadline_ms)
 
     def close(self) -> None:
-        self._asked.clear()
         self.connection.close()
 
-    def _is_stale(self, asked: _Asked) -> bool:
-        """Slots of a server that is gone, or that we are not connected to: no worker could read
-        them. Or of a session that is: its leases are gone with it, and the slots may be anybody's.
-        Or no answer at all, and the outage is over while the request still waits for its turn;
-        once, so that it never waits for a server that is slow."""
-        call, welcome = asked.call, self.connection.welcome
+    def _send(self, lookup: Lookup) -> None:
+        connection = self.connection
+        try:
+            tenant = tenant_of(lookup.salt)
+            message = m.Lookup(tenant, connection.layout_number, lookup.keys, lookup.skip)
+            lookup.call = connection.call(message, connection.options.lookup_deadline_ms)
+        except (KVKeepError, TypeError, ValueError, OverflowError) as error:
+            # Salts come from users of the engine's API: a bad one is a miss of that request.
+            connection.counters.fail("bad_request")
+            log.warning("kvkeep: a request is served without the cache: %s", error)
+            lookup.call = Call(0, 0, failure="bad_request")
+
+    def _give_up(self, lookup: Lookup, loaded_tokens: int = 0) -> None:
+        start = lookup.skip * KEY_BYTES
+        is_miss = not lookup.call.done and self.lacks(lookup.keys[start : start + KEY_BYTES])
+        # A miss holds nothing, so it costs no further message.
+        self.connection.give_up(lookup.call, when_answered=is_miss, loaded_tokens=loaded_tokens)
+        self.connection.poll()
+
+    def _is_stale(self, lookup: Lookup) -> bool:
+        """Whether to ask again: the slots are of another server or session, whose leases are gone,
+        or there was no answer and the outage is over. The latter only once, so that no request
+        waits for a slow server again and again."""
+        call, connection = lookup.call, self.connection
         if call.failure:
-            told = asked.answer is not None
-            return (
-                told and call.failure in _OUTAGE and not asked.again and self.connection.answering
-            )
-        current = (
-            self.connection.epoch == call.epoch
+            is_outage = lookup.answer is not None and call.failure in _OUTAGE
+            return is_outage and not lookup.is_repeated and connection.answering
+        welcome = connection.welcome
+        is_current = (
+            connection.epoch == call.epoch
             and welcome is not None
             and welcome.session == call.session
         )
-        return call.done and not current
+        return call.done and not is_current
 
-    def _read(self, asked: _Asked) -> Answer:
-        hit = read_found(asked.call.reply, asked.keys, asked.skip, self._shards)
+    def _read(self, lookup: Lookup) -> Answer:
+        call, skip = lookup.call, lookup.skip
+        hit = read_found(call.reply, lookup.keys, skip, self._shards)
         if hit is None:
-            nothing = np.empty((0, self._shards), dtype=np.uint64)
-            failure = asked.call.failure or "protocol"
-            return Answer(0, asked.skip, 0, np.empty(0, dtype=np.int64), nothing, failure)
-        # The epoch of the server that was asked, which need not be the one that we are connected to
-        # by now.
-        return Answer(hit.blocks, asked.skip, asked.call.epoch, hit.slots, hit.checksums)
+            checksums = np.empty((0, self._shards), dtype=np.uint64)
+            failure = call.failure or "protocol"
+            return Answer(0, skip, 0, np.empty(0, dtype=np.int64), checksums, failure)
+        # The epoch of the server that answered; the connection may have another one by now.
+        return Answer(hit.blocks, skip, call.epoch, hit.slots, hit.checksums)

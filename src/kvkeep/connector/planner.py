@@ -1,88 +1,89 @@
-"""The scheduler's side of the seam: what an engine's scheduler says to its external cache, and
-when.
+"""Decides what an engine looks up, loads and stores. Written once for every engine.
 
     arrive ──► lookup ──► prepare_load ──► build_step ──► complete      the prefix that the server has
                           prepare_store ──► build_step ──► complete     the blocks that were computed
-    end        the request is over; what it learns about the cache
+    finish_request        releases what the request holds
 
-The engine decides about its blocks, this side about the server's. No call here blocks, and none
-raises for what a server, a network or a request's params did. The rules:
+The engine manages its own blocks; the planner decides about the server's. No call blocks, and none
+raises because of a server, a network or a request's params. The rules:
 
-- A lookup is sent on arrival, and asking again is free. Nobody waits to hear of what the server
-  surely lacks.
-- Two requests that miss the same block load it once: the second is told to wait, and then has it in
-  the prefix cache.
-- What is sooner computed than loaded is not loaded (cost_model.py). That is decided once, when the
-  answer is there.
-- A request whose load failed is not offered a hit again, so that it cannot fail for ever.
-- Only what is computed and verified is stored, also generated tokens; what the server has is not.
-- A salt goes with every lookup, load and store: its keys are made with it, its blocks belong to its
-  tenant.
-- A lease is held until the last worker has read from it, also when the request is gone before.
+- A lookup is sent when a request arrives. The engine may ask for the answer in every step. It does
+  not wait for an answer about blocks that the server certainly lacks.
+- Two requests that miss the same block load it once: the second waits, and then finds the block in
+  the engine's prefix cache.
+- Blocks that are computed faster than loaded are not loaded (cost_model.py). That is decided once,
+  when the answer is there.
+- A request whose load failed is not offered a hit again, so it cannot fail for ever.
+- Only blocks that are computed and verified are stored, generated tokens included. Blocks that the
+  server has are not stored again.
+- The salt is part of every lookup, load and store: keys are derived from it, and blocks belong to
+  its tenant.
+- A lease is held until the last worker has read from it, even if the request has finished before.
 """
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.client.hints import Hints
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
+from kvkeep.client.scheduler import Lookup
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.connector.group_layout import GroupLayout
 from kvkeep.connector.readers import Readers
 from kvkeep.connector.recoveries import Recoveries
-from kvkeep.connector.request_state import RequestState, usable_tenant
+from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import NOTHING, Completed, Job, LookupSide, StepMetadata
 from kvkeep.kv.keys import KEY_BYTES
 
-log = logging.getLogger(__name__)
+BlockIds = Sequence[int] | NDArray[np.int64]  # of one group, or a row for each part of a block
 
-BlockIds = Sequence[int] | NDArray[np.int64]  # of one piece, or a row for each
-
-# generated blocks that are stored in one go; nobody can ask for them before the answer is known
+# Generated blocks are stored several at a time: until the answer is complete no other request can
+# ask for them.
 BLOCKS_TOGETHER = 8
 
 
 class CachePlanner:
-    """One for each engine. `world_size` is the number of workers that report each job. Without a
-    `worth`, all that can be loaded is."""
+    """One for each engine. Every job is reported by `world_size` workers. Without `costs`, every
+    hit is loaded. `counts` are events since the engine last took them, by the names of its
+    metrics."""
 
     def __init__(
         self,
         cache: LookupSide,
-        pieces: GroupLayout,
+        layout: GroupLayout,
         world_size: int,
-        worth: CostModel | None = None,
+        costs: CostModel | None = None,
         load_failure_policy: str = "recompute",
     ) -> None:
-        self._cache, self._pieces, self._world_size = cache, pieces, world_size
-        self._trackers: dict[str, RequestState] = {}
+        self._cache = cache
+        self._layout = layout
+        self._world_size = world_size
+        self.costs = costs or CostModel("always")
+        self.counts: Counter[str] = Counter()
         self._jobs: dict[int, Job] = {}
-        self._owners: dict[int, RequestState] = {}  # of jobs
-        self._loading: dict[int, Job] = {}  # those of the jobs that bring blocks here
+        self._next_job = 0
+        self._loading: dict[int, Job] = {}  # the loads among the jobs
         self._readers = Readers()
-        self._next_job = self._next_tracker = 0
+        # Jobs that wait for the next step.
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
         self._stores_after: dict[int, StoreRequest] = {}
-        self._recoveries = Recoveries(load_failure_policy, pieces.block_tokens)
-        self.worth = worth or CostModel("always")
-        self.failed_lookups = self.skipped_loads = self.skipped_tokens = 0  # for whoever counts
+        self._recoveries = Recoveries(load_failure_policy, layout.block_tokens)
 
     @property
     def idle(self) -> bool:
-        """Whether no job is waiting for a step or under way."""
+        """Whether no job waits for a step or is under way."""
         return not self._jobs
 
     @property
-    def stores(self) -> bool:
-        """Whether a store is among them."""
+    def has_stores(self) -> bool:
+        """Whether a store waits for a step or is under way."""
         return len(self._jobs) > len(self._loading)
 
     @property
@@ -91,254 +92,228 @@ class CachePlanner:
 
     @property
     def handed_out(self) -> Sequence[Job]:
-        """Those that do not wait for the next step: one has taken them to the workers, or was
-        to."""
+        """The jobs that do not wait for the next step: a step has taken them to the workers, or was
+        lost on the way."""
         waiting = self._loads.keys() | self._stores.keys() | self._stores_after.keys()
         return [job for number, job in self._jobs.items() if number not in waiting]
 
-    # -- a request's way
+    # -- lookups
 
-    def arrive(
-        self,
-        request_id: str,
-        salt: str | None,
-        params: object,
-        keys: bytes,
-        local_blocks: int = 0,
-        *,
-        reads: bool = True,
-        prompt_blocks: int | None = None,
-    ) -> None:
-        """A request has come, with the keys of its full blocks: those of its prompt, unless
-        `prompt_blocks` says that some hold generated tokens. Asks at once for those that the engine
-        does not have, unless the request must not read from a cache."""
-        self._next_tracker += 1
-        prompt_blocks = len(keys) // KEY_BYTES if prompt_blocks is None else prompt_blocks
-        about = (salt, usable_tenant(salt), Hints.of(params), prompt_blocks, bytearray(keys))
-        tracker = RequestState(self._next_tracker, request_id, *about)
-        tracker.offers = reads
-        self._trackers[request_id] = tracker
-        if tracker.tenant and reads and local_blocks < tracker.num_blocks:
-            self._ask(tracker, local_blocks, tracker.num_blocks)
+    def arrive(self, state: RequestState, local_blocks: int = 0) -> None:
+        """A request has come, with the keys of its full blocks. Asks the server at once for those
+        after the first `local_blocks`, which the engine has."""
+        if state.reads:
+            self.counts["lookups"] += 1
+            if local_blocks < state.num_blocks:
+                self._ask(state, local_blocks)
 
-    def extend(self, request_id: str, keys: bytes) -> None:
-        """More of the request's blocks are full, and these are their keys."""
-        tracker = self._trackers.get(request_id)
-        if tracker is not None:
-            tracker.keys += keys
-
-    def known_blocks(self, request_id: str) -> int:
-        """How many of the request's blocks have keys here."""
-        return tracker.num_blocks if (tracker := self._trackers.get(request_id)) else 0
-
-    def stored_blocks(self, request_id: str) -> int:
-        """How many of its first blocks need no store."""
-        return tracker.stored if (tracker := self._trackers.get(request_id)) else 0
-
-    def skipped_blocks(self, request_id: str) -> int:
-        """How many blocks the server had that are not worth a load for the request."""
-        return tracker.skipped if (tracker := self._trackers.get(request_id)) else 0
-
-    def lookup(self, request_id: str, local_blocks: int, limit_blocks: int) -> int | None:
-        """How many blocks after the first `local_blocks` are to be loaded, `limit_blocks` in all at
-        most; None: not yet known, ask in the next step. Idempotent and free: the server is asked
-        once."""
-        tracker = self._trackers.get(request_id)
-        if (
-            tracker is None
-            or not (tracker.tenant and tracker.offers)
-            or local_blocks >= limit_blocks
-        ):
+    def lookup(self, state: RequestState, local_blocks: int, limit_blocks: int) -> int | None:
+        """How many blocks after the first `local_blocks` to load, up to `limit_blocks` in all.
+        None: not known yet; ask again in the next step. The server is asked only once."""
+        if not state.reads or local_blocks >= limit_blocks:
             return 0
-        if tracker.declined_after is not None and local_blocks >= tracker.declined_after:
+        if state.declined_after is not None and local_blocks >= state.declined_after:
             return 0
-        left = limit_blocks - local_blocks
-        if self.worth.is_too_little(left, left * self._pieces.block_tokens):
-            return 0  # whatever the server has: nobody need wait for its answer
-        if tracker.loads or self._is_being_loaded(tracker, local_blocks):
+        most = limit_blocks - local_blocks
+        if self.costs.is_too_little(most, most * self._layout.block_tokens):
+            return 0
+        if state.loads or self._is_being_loaded(state, local_blocks):
             return None
-        keys, skip = tracker.asked or (b"", 0)
-        if len(keys) < limit_blocks * KEY_BYTES or skip > local_blocks:
-            keys, skip = self._ask(tracker, local_blocks, tracker.num_blocks)
-        answer = self._cache.lookup(tracker.number, tracker.salt, keys, skip)
+        lookup = state.lookup
+        if (
+            lookup is None
+            or len(lookup.keys) < limit_blocks * KEY_BYTES
+            or lookup.skip > local_blocks
+        ):
+            lookup = self._ask(state, local_blocks)
+        known, answer = lookup.answer, self._cache.answer(lookup)
         if answer is None:
-            tracker.answer = None
-            # With several pieces the answer tells what of the local blocks need not be stored.
-            seen = self._pieces.whole or not local_blocks
-            return 0 if seen and self._cache.lacks(tracker.key(local_blocks)) else None
-        if answer.failure and answer is not tracker.answer:
-            self.failed_lookups += 1
-        tracker.answer = answer
-        usable = self._pieces.usable(answer.checksums, answer.skip, local_blocks, limit_blocks)
-        # What cannot be used for lack of a piece is computed here, and offered again with the
-        # pieces that it has here.
-        tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else usable)
-        return usable - local_blocks if self._is_worth(tracker, local_blocks, usable) else 0
+            # With several groups the answer also says which local blocks need no store.
+            may_start = self._layout.whole or not local_blocks
+            return 0 if may_start and self._cache.lacks(state.key(local_blocks)) else None
+        if answer.failure and answer is not known:
+            self.counts["lookup_failures"] += 1
+        usable = self._layout.usable(answer.checksums, answer.skip, local_blocks, limit_blocks)
+        # Blocks that lack a part are computed, and stored again with the parts they have here.
+        state.stored = max(state.stored, answer.blocks if self._layout.whole else usable)
+        return usable - local_blocks if self._is_worth_loading(state, local_blocks, usable) else 0
 
-    def wait(self, request_id: str, milliseconds: int) -> None:
-        """Waits for the answer to a lookup, so long at most; for an engine that has nothing else to
-        do. Not while anything is loaded: the engine has to hear of that."""
-        tracker = self._trackers.get(request_id)
-        if tracker is not None and not self._loading:
-            self._cache.wait(tracker.number, milliseconds)
+    def wait(self, state: RequestState, milliseconds: int) -> None:
+        """Waits for the answer to a lookup, up to `milliseconds`. For an engine that has nothing to
+        compute. Does nothing while a load is under way: the engine must see it end."""
+        if state.lookup is not None and not self._loading:
+            self._cache.wait(state.lookup, milliseconds)
 
-    def found(
-        self, request_id: str, local_blocks: int, blocks: int
-    ) -> tuple[int, NDArray[np.int64]]:
-        """Where the server has what `lookup` told: its epoch, and the slots of so many blocks after
-        the first ones. The lease that keeps them lasts until they are loaded, or until `no_load` or
-        `end`."""
-        answer = self._trackers[request_id].answer
-        assert answer is not None
-        return answer.epoch, answer.slots[local_blocks - answer.skip :][:blocks]
+    def _ask(self, state: RequestState, skip: int) -> Lookup:
+        if state.lookup is not None:
+            self._cache.release(state.lookup)
+        state.lookup = self._cache.lookup(state.salt, bytes(state.keys), skip)
+        return state.lookup
 
-    def prepare_load(self, request_id: str, local_blocks: int, block_ids: BlockIds) -> Job:
-        """Loads the blocks after the `local_blocks` first ones into these, beginning with the next
+    def _is_worth_loading(self, state: RequestState, local_blocks: int, usable: int) -> bool:
+        """Whether blocks local_blocks..usable-1 are loaded. If not, the lease is released: the
+        server has these blocks, and they are computed."""
+        extra = usable - local_blocks
+        if extra == 0 or state.accepted_after == local_blocks:
+            return True
+        tokens = extra * self._layout.block_tokens
+        if self.costs.decide(extra, tokens):
+            state.accepted_after, state.declined_after, state.skipped = local_blocks, None, 0
+            return True
+        self._release(state)
+        state.declined_after, state.skipped = local_blocks, extra
+        self.counts.update(skipped_loads=1, skipped_tokens=tokens)
+        return False
+
+    def _is_being_loaded(self, state: RequestState, block: int) -> bool:
+        key = state.key(block)  # it stands for all tokens up to the block's end
+        loads = self._loading.values()
+        return any(block in job.places and job.request.key(block) == key for job in loads)
+
+    # -- loads
+
+    def prepare_load(self, state: RequestState, local_blocks: int, block_ids: BlockIds) -> Job:
+        """Loads the blocks after the first `local_blocks` into these, beginning with the next
         step."""
-        tracker = self._trackers[request_id]
-        tracker.hold(local_blocks)
+        state.hold(local_blocks)
         table = np.atleast_2d(np.asarray(block_ids, dtype=np.int64))
-        load = tracker.load_of(local_blocks, table)
-        job = self._new_job(tracker, local_blocks, table, is_load=True)
+        load = state.load_request(local_blocks, table)
+        job = self._new_job(state, local_blocks, table, is_load=True)
+        state.loads += 1
+        self._loading[job.number] = job
         self._loads[job.number] = load
-        self.worth.begin_load(job.number, job.blocks, job.blocks * self._pieces.block_tokens)
+        self.costs.begin_load(job.number, job.blocks, job.blocks * self._layout.block_tokens)
         return job
 
     def take_load(self, job: Job) -> LoadRequest:
         """The load that was prepared, for an engine that makes it now and not with the step."""
         return self._loads.pop(job.number)
 
-    def no_load(self, request_id: str) -> None:
-        """The request begins without a load: what the server promised may go. An answer that nobody
-        has waited for is still to tell what need not be stored."""
-        tracker = self._trackers.get(request_id)
-        if tracker is None or tracker.asked is None or tracker.loads:
+    def start_without_load(self, state: RequestState) -> None:
+        """The request begins without a load: its lease is released. A lookup that is not answered
+        yet stays, because its answer says what need not be stored."""
+        if state.lookup is None or state.loads:
             return
-        if tracker.answer is not None or not self._pieces.whole:
-            self._let_go(tracker)
+        if state.answer is not None or not self._layout.whole:
+            self._release(state)
 
-    def knows_stored(self, request_id: str) -> bool:
-        """Whether it is known by now how many of its first blocks need no store."""
-        tracker = self._trackers.get(request_id)
-        if tracker is None or tracker.asked is None or tracker.answer is not None or tracker.loads:
+    # -- stores
+
+    def knows_stored(self, state: RequestState) -> bool:
+        """Whether it is known how many leading blocks need no store."""
+        lookup = state.lookup
+        if lookup is None or lookup.answer is not None or state.loads:
             return True
-        if not self._cache.lacks(
-            tracker.key(tracker.stored)
-        ):  # else whatever the answer is, it changes nothing
-            answer = self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
+        # If the server lacks the next block, no answer changes anything.
+        if not self._cache.lacks(state.key(state.stored)):
+            answer = self._cache.answer(lookup)
             if answer is None:
                 return False
-            self.failed_lookups += bool(answer.failure)
-            tracker.stored = max(tracker.stored, answer.blocks if self._pieces.whole else 0)
-        self._let_go(tracker)
+            self.counts["lookup_failures"] += bool(answer.failure)
+            state.stored = max(state.stored, answer.blocks if self._layout.whole else 0)
+        self._release(state)
         return True
 
     def prepare_store(
         self,
-        request_id: str,
+        state: RequestState,
         block_ids: Sequence[int] | Callable[[int, int], NDArray[np.int64]],
         computed_blocks: int,
         *,
         at_once: bool = True,
         after_step: bool = False,
     ) -> Job | None:
-        """Stores what is computed of the request's blocks and not stored, beginning with the next
-        step, or at its end if that step computes it. If it need not be at once, only several
-        together: each job is a round trip or two for every worker. `block_ids` are those of the
-        whole request, or what gives the table of blocks start..stop-1."""
-        tracker = self._trackers.get(request_id)
-        if tracker is None or not (tracker.tenant and tracker.stores):
+        """Stores the blocks that are computed and not stored, beginning with the next step, or at
+        its end if that step computes them. Unless `at_once`, waits for several: each job costs
+        every worker a round trip or two. `block_ids` are those of the whole request, or a function
+        that returns the table of blocks start..stop-1."""
+        if not state.writes:
             return None
-        if not self.knows_stored(request_id):
-            self._let_go(
-                tracker
-            )  # an answer would come too late, and a lease must not last until this store is over
-        if computed_blocks - tracker.stored < (1 if at_once else BLOCKS_TOGETHER):
+        if not self.knows_stored(state):
+            self._release(state)  # the answer would be too late, and a lease must not last so long
+        if computed_blocks - state.stored < (1 if at_once else BLOCKS_TOGETHER):
             return None
-        if computed_blocks < tracker.retry_from and not at_once:
+        if computed_blocks < state.retry_from and not at_once:
             return None
-        first = tracker.stored
-        ids = (
-            block_ids(first, computed_blocks)
-            if callable(block_ids)
-            else block_ids[first:computed_blocks]
-        )
+        first = state.stored
+        if callable(block_ids):
+            ids: BlockIds = block_ids(first, computed_blocks)
+        else:
+            ids = block_ids[first:computed_blocks]
         table = np.atleast_2d(np.asarray(ids, dtype=np.int64))
         request = StoreRequest(
-            tracker.tenant,
-            tracker.key(first - 1),
-            tracker.keys_of(first, computed_blocks),
+            state.tenant,
+            state.key(first - 1),
+            state.keys_of(first, computed_blocks),
             table.squeeze(0) if len(table) == 1 else table,
-            tracker.params.priority,
-            tracker.params.ttl_ms,
+            state.hints.priority,
+            state.hints.ttl_ms,
         )
-        job = self._new_job(tracker, first, table, is_load=False, after_step=after_step)
-        (self._stores_after if after_step else self._stores)[job.number] = request
-        tracker.stored = computed_blocks
+        job = self._new_job(state, first, table, is_load=False)
+        if after_step:
+            self._stores_after[job.number] = request
+        else:
+            self._stores[job.number] = request
+            self._readers.add(job.number, job.block_ids)
+        state.stored = computed_blocks
         return job
 
-    def hold(self, request_id: str, blocks: int) -> None:
-        """The request has its first `blocks` blocks, found in the engine's own cache or computed.
-        If a preemption takes them away and they are loaded later, the cache has not given the
-        request anything. Both engines say this when a request begins, and whenever it has computed
-        more of its prompt."""
-        if tracker := self._trackers.get(request_id):
-            tracker.hold(blocks)
+    # -- ends
 
-    def loaded_blocks(self, request_id: str) -> int:
-        """How many blocks of the request's prompt the server gave it (tracker.py has the rules)."""
-        return tracker.loaded if (tracker := self._trackers.get(request_id)) else 0
+    def forget(self, state: RequestState) -> None:
+        """Nothing more of the request is loaded or stored. What it was given still counts."""
+        state.reads = state.writes = False
+        if not state.loads:
+            self._release(state)
 
-    def forget(self, request_id: str) -> None:
-        """Nothing more of the request is loaded or stored. What it was given so far still counts
-        when it ends."""
-        if tracker := self._trackers.get(request_id):
-            tracker.offers = tracker.stores = False
-            if tracker.asked is not None and not tracker.loads:
-                self._let_go(tracker)
+    def finish_request(self, state: RequestState) -> dict[str, int] | None:
+        """The request has ended. Returns its `kv_transfer_params`; None if it came without any."""
+        state.finished = True
+        if not state.loads:
+            self._release(state)  # stores may take as long as the engine is idle
+        self._finish_conversation(state)
+        return state.hints.reply(state.loaded * self._layout.block_tokens)
 
-    def end(self, request_id: str, params: object = None) -> dict[str, int] | None:
-        """The request is over, whatever its state. What its `kv_transfer_params` are now; None: it
-        had none. `params` are those it came with, for one that never arrived here: the cache gave
-        it nothing."""
-        tracker = self._trackers.pop(request_id, None)
-        if tracker is None:
-            return Hints.of(params).reply(0)
-        tracker.ended = True
-        if tracker.asked is not None and not tracker.loads:
-            self._let_go(tracker)  # stores may go on for as long as the engine is idle
-        self._end_session(tracker)
-        return tracker.reply(self._pieces.block_tokens)
+    def close(self) -> None:
+        self._cache.close()
+
+    def _release(self, state: RequestState, loaded_tokens: int = 0) -> None:
+        if state.lookup is not None:
+            self._cache.release(state.lookup, loaded_tokens)
+        state.lookup = state.accepted_after = None
+
+    def _finish_conversation(self, state: RequestState) -> None:
+        """Tells the server once the last job has ended: before, a block may still be stored."""
+        if state.jobs == 0 and state.hints.conversation_finished and state.tenant:
+            self._cache.finish_conversation(state.salt, state.key(state.stored - 1))
 
     # -- steps
 
     def build_step(
         self, written_blocks: Collection[int] = (), *, tokens: int = 0, requests: int = 0
     ) -> StepMetadata:
-        """The jobs that were prepared since the last step, for every worker. It may write into
-        these blocks, where an engine gives them to others before they are stored, and computes so
-        many `tokens` of so many `requests`."""
-        self.worth.begin_step(tokens, requests)
+        """The jobs that were prepared since the last step, for every worker. The step may write
+        into `written_blocks`, and computes `tokens` tokens of `requests` requests."""
+        self.costs.begin_step(tokens, requests)
         self._recoveries.tell(more_to_come=bool(self._loading))
         withdrawn = self._readers.among(written_blocks) if written_blocks else []
         if not (self._loads or self._stores or self._stores_after or withdrawn):
             return NOTHING  # most steps
-        whose = {number: self._jobs[number].request_id for number in self._loads}
+        request_ids = {number: self._jobs[number].request_id for number in self._loads}
         for number in self._stores_after:  # from now on they are under way
             self._readers.add(number, self._jobs[number].block_ids)
-        metadata = StepMetadata(self._loads, self._stores, self._stores_after, withdrawn, whose)
-        self._loads, self._stores, self._stores_after = (
-            {},
-            {},
-            {},
-        )  # only now: if it fails, loads go with the next step
+        metadata = StepMetadata(
+            self._loads, self._stores, self._stores_after, withdrawn, request_ids
+        )
+        # Only now: if anything above fails, the loads go with the next step.
+        self._loads, self._stores, self._stores_after = {}, {}, {}
         return metadata
 
     def drop_stores(self) -> Completed:
-        """What waits for a step is not stored: one was lost, and by the next one blocks may be
-        somebody else's."""
-        waiting, self._stores, self._stores_after = [*self._stores, *self._stores_after], {}, {}
-        dropped = [self._jobs[number] for number in waiting]
+        """Drops the stores that wait for a step: one was lost, and by the next one their blocks may
+        hold something else."""
+        dropped = [self._jobs[number] for number in (*self._stores, *self._stores_after)]
+        self._stores, self._stores_after = {}, {}
         with ExitStack() as ending:  # each job ends, also if ending another one fails
             for job in dropped:
                 job.incomplete = True
@@ -346,7 +321,7 @@ class CachePlanner:
         return Completed(stores=dropped)
 
     def complete(self, reports: Sequence[Finished]) -> Completed:
-        """Takes in what workers report. A job that nobody knows is nobody's business."""
+        """Takes in what workers report. Jobs that are not known are ignored."""
         completed = Completed()
         for report in reports:
             for number, block_ids in report.failed.items():
@@ -354,7 +329,7 @@ class CachePlanner:
                 if job is not None:
                     job.failed.update(block_ids)
                     completed.invalid_block_ids.update(block_ids)
-                    self._owners[job.number].offers = False
+                    job.request.reads = False
             for number in report.incomplete:
                 job = self._jobs.get(number)  # type: ignore[call-overload]
                 if job is not None:
@@ -371,107 +346,53 @@ class CachePlanner:
         self._recoveries.tell(more_to_come=bool(self._loading))
         return completed
 
-    def close(self) -> None:
-        self._cache.close()
-
-    # -- inside
-
-    def _ask(self, tracker: RequestState, skip: int, stop: int) -> tuple[bytes, int]:
-        tracker.asked = (tracker.keys_of(0, stop), skip)
-        self._cache.lookup(tracker.number, tracker.salt, *tracker.asked)
-        return tracker.asked
-
-    def _is_worth(self, tracker: RequestState, local_blocks: int, usable: int) -> bool:
-        """Whether blocks local_blocks..usable-1 are loaded. If not, the server need not keep them
-        for us: they are computed, and it has them already."""
-        extra = usable - local_blocks
-        if extra == 0 or tracker.accepted_after == local_blocks:
-            return True
-        tokens = extra * self._pieces.block_tokens
-        if self.worth.decide(extra, tokens):
-            tracker.accepted_after, tracker.declined_after, tracker.skipped = local_blocks, None, 0
-            return True
-        self._let_go(tracker)
-        tracker.declined_after, tracker.skipped = local_blocks, extra
-        self.skipped_loads += 1
-        self.skipped_tokens += tokens
-        return False
-
-    def _is_being_loaded(self, tracker: RequestState, block: int) -> bool:
-        key = tracker.key(block)  # it stands for all tokens up to its end: no other place has it
-        return any(
-            block in job.places and self._owners[number].key(block) == key
-            for number, job in self._loading.items()
-        )
+    # -- jobs
 
     def _new_job(
-        self,
-        tracker: RequestState,
-        first_block: int,
-        table: NDArray[np.int64],
-        *,
-        is_load: bool,
-        after_step: bool = False,
+        self, state: RequestState, first_block: int, table: NDArray[np.int64], *, is_load: bool
     ) -> Job:
         self._next_job += 1
         block_ids, blocks = table[table != NO_BLOCK].tolist(), table.shape[1]
         job = Job(
-            self._next_job,
-            tracker.request_id,
-            first_block,
-            block_ids,
-            is_load,
-            blocks,
-            self._pieces.whole,
+            self._next_job, state, first_block, block_ids, is_load, blocks, self._layout.whole
         )
-        if not is_load and not after_step:
-            self._readers.add(job.number, block_ids)
-        self._jobs[job.number], self._owners[job.number] = job, tracker
-        tracker.jobs += 1
-        if is_load:
-            tracker.loads += 1
-            self._loading[job.number] = job
+        self._jobs[job.number] = job
+        state.jobs += 1
         return job
 
     def _end_job(self, job: Job) -> None:
         del self._jobs[job.number]
-        self._loading.pop(job.number, None)
-        tracker = self._owners.pop(job.number)
-        tracker.jobs -= 1
-        if not job.is_load:
-            self._readers.remove(job.number)
+        job.request.jobs -= 1
         if job.is_load:
-            tracker.loads -= 1
-            self.worth.end_load(job.number, None if job.failed else job.took_s)
-            good = job.good_blocks()
-            tracker.count_loaded(job.first_block + good)
-            if good < job.blocks and not tracker.ended:
+            self._end_load(job)
+        else:
+            self._end_store(job)
+        if job.request.finished:
+            self._finish_conversation(job.request)
+
+    def _end_load(self, job: Job) -> None:
+        state, good = job.request, job.good_blocks()
+        del self._loading[job.number]
+        state.loads -= 1
+        self.costs.end_load(job.number, None if job.failed else job.took_s)
+        state.count_loaded(job.first_block + good)
+        if good < job.blocks:
+            if not state.finished:
                 self._recoveries.add(job)
-            if good < job.blocks:  # what the server had from there on was no good, and ours will be
-                tracker.stored = min(tracker.stored, job.first_block + good)
-            used = 0 if tracker.ended else good
-            self._let_go(tracker, used * self._pieces.block_tokens)
-        elif job.incomplete and not self._pieces.whole:
-            # Windows and states of the earlier blocks are gone: without them they would be of no
-            # use to anybody, and in the way of those who have them.
-            tracker.stores = False
+            # The server's blocks from here on were bad; those that are computed now are not.
+            state.stored = min(state.stored, job.first_block + good)
+        used = 0 if state.finished else good
+        self._release(state, used * self._layout.block_tokens)
+
+    def _end_store(self, job: Job) -> None:
+        state = job.request
+        self._readers.remove(job.number)
+        if job.incomplete and not self._layout.whole:
+            # Windows and states of the earlier blocks are gone. Blocks without them are of no use,
+            # and would be in the way of those that have them.
+            state.writes = False
         elif job.incomplete:
-            # The server was away, or is another one, or had no room. It takes no block without
-            # those before it, so all are offered again; those that it has it will not take twice.
-            tracker.stored = 0
-            tracker.retry_from = job.first_block + job.blocks + BLOCKS_TOGETHER
-        if tracker.ended:
-            self._end_session(tracker)
-
-    def _let_go(self, tracker: RequestState, loaded_tokens: int = 0) -> None:
-        self._cache.release(tracker.number, loaded_tokens)
-        tracker.asked = tracker.answer = tracker.accepted_after = None
-
-    def _end_session(self, tracker: RequestState) -> None:
-        """Tells the server, once the last job is over: a lease may still be read from, a block
-        still be stored."""
-        if tracker.jobs == 0:
-            last_key = tracker.key(tracker.stored - 1)
-            self._cache.finish_request(
-                tracker.number, tracker.salt, last_key, tracker.params.session_finished
-            )
+            # The server was away, is another one, or had no room. It takes no block without those
+            # before it, so all are offered again; it does not store a block twice.
+            state.stored = 0
+            state.retry_from = job.first_block + job.blocks + BLOCKS_TOGETHER

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvkeep.client.requests import Finished, LoadRequest, StoreRequest
-from kvkeep.client.scheduler import Answer
+from kvkeep.client.scheduler import Answer, Lookup
+from kvkeep.connector.request_state import RequestState
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,36 @@ NOTHING = StepMetadata()  # for most steps
 
 @dataclass
 class Job:
-    """One load or store under way. A load's engine blocks are its own until it is over; a store's
-    are only read, and who needs one before says so (`StepMetadata.withdrawn`)."""
+    """One load or store under way. The engine blocks of a load belong to it until it has ended.
+    Those of a store are only read; an engine that needs one before says so
+    (`StepMetadata.withdrawn`).
+
+    blocks       how many of the request's; with several groups each is several engine blocks
+    whole        the leading blocks of a load are of use when a later one has failed
+    reports      the ranks that have reported it
+    failed       engine blocks that some rank could not load
+    incomplete   some rank left out a part of a store
+    took_s       the time of a load on the slowest rank that measured it
+    """
 
     number: int
-    request_id: str
-    first_block: int  # its place in the request
+    request: RequestState
+    first_block: int
     block_ids: list[int]
     is_load: bool
-    blocks: int = (
-        0  # how many of the request's; with several pieces each is several engine blocks, or fewer
-    )
-    whole: bool = True  # its first blocks are of use when a later one failed
-    reports: set[int] = field(default_factory=set)  # the ranks that have
-    failed: set[int] = field(default_factory=set)  # ids of blocks that some rank could not load
-    incomplete: bool = False  # a store of which some rank left something out
-    took_s: float | None = None  # a load on the slowest rank, if any has told
+    blocks: int = 0
+    whole: bool = True
+    reports: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    incomplete: bool = False
+    took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.blocks = self.blocks or len(self.block_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     @property
     def places(self) -> range:
@@ -74,18 +86,15 @@ class Job:
 
 
 class LookupSide(Protocol):
-    """What the scheduler's side asks of a cache: `kvkeep.client.scheduler.SchedulerAdapter`, or a
-    simulation of it."""
+    """What the planner asks of a cache: `kvkeep.client.scheduler.SchedulerAdapter`, or a simulation
+    of it."""
 
-    def lookup(
-        self, request: Hashable, salt: str | None, keys: bytes, skip: int = 0
-    ) -> Answer | None: ...
+    def lookup(self, salt: str | None, keys: bytes, skip: int = 0) -> Lookup: ...
+    def answer(self, lookup: Lookup) -> Answer | None: ...
     def lacks(self, key: bytes) -> bool: ...
-    def wait(self, request: Hashable, milliseconds: int) -> None: ...
-    def release(self, request: Hashable, loaded_tokens: int = 0) -> None: ...
-    def finish_request(
-        self, request: Hashable, salt: str | None, last_key: bytes = b"", finished: bool = False
-    ) -> None: ...
+    def wait(self, lookup: Lookup, milliseconds: int) -> None: ...
+    def release(self, lookup: Lookup, loaded_tokens: int = 0) -> None: ...
+    def finish_conversation(self, salt: str | None, last_key: bytes) -> None: ...
     def close(self) -> None: ...
 
 

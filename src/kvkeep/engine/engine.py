@@ -37,15 +37,15 @@ class Engine:
         self.config = config or EngineConfig()
         self.workers = Workers(model, self.config, backend)
         self._backend = backend
-        connector = None
+        planner = None
         if backend is not None:
             cache = backend.lookup_side(self.workers.shape)
-            pieces = GroupLayout([CacheGroup("full", self.config.block_tokens)])
-            worth = CostModel(backend.load_when, loads_in_step=self.config.sync_loads)
+            layout = GroupLayout([CacheGroup("full", self.config.block_tokens)])
+            costs = CostModel(backend.load_when, loads_in_step=self.config.sync_loads)
             policy = self.config.kv_load_failure_policy
-            connector = CachePlanner(cache, pieces, self.config.world_size, worth, policy)
+            planner = CachePlanner(cache, layout, self.config.world_size, costs, policy)
             backend.connect()
-        self.scheduler = Scheduler(self.config, connector)
+        self.scheduler = Scheduler(self.config, planner)
         self.waits = (
             False  # whether the last step computed nothing: everybody waits for a lookup or a load
         )
@@ -63,7 +63,7 @@ class Engine:
     @property
     def has_jobs(self) -> bool:
         """Whether blocks are on their way from or to the external cache."""
-        return self.scheduler.connector is not None and not self.scheduler.connector.idle
+        return self.scheduler.planner is not None and not self.scheduler.planner.idle
 
     def add(
         self,
@@ -145,8 +145,8 @@ class Engine:
             self.scheduler.undo(running)
         else:
             self.scheduler.start_over(self._requests.values())
-        if self.scheduler.connector is not None:
-            self.workers.give_up(self.scheduler.connector.handed_out)
+        if self.scheduler.planner is not None:
+            self.workers.give_up(self.scheduler.planner.handed_out)
         self._is_torn = False
 
     def pause(self) -> None:
@@ -169,8 +169,8 @@ class Engine:
             self.abort(request_id)
         self.flush()
         self.workers.close()
-        if self.scheduler.connector is not None:
-            self.scheduler.connector.close()
+        if self.scheduler.planner is not None:
+            self.scheduler.planner.close()
         if self._backend is not None:
             self._backend.close()
 

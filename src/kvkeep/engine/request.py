@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.client.hints import Hints
+from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.kv.keys import KeyChain
@@ -73,10 +75,14 @@ class Request:
     error: str = ""
     reply_params: dict[str, int] | None = None  # the kv_transfer_params that go back
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    cached: RequestState = field(init=False)  # shared with the planner of the external cache
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.chain.extend(self.tokens)
+        hints = Hints.of(self.kv_transfer_params)
+        keys = bytearray(self.chain.keys())
+        self.cached = RequestState(self.id, self.salt, hints, keys, len(self.chain))
 
     @property
     def num_tokens(self) -> int:

@@ -33,9 +33,9 @@ from kvkeep.engine.step import Step, StepOutput
 class Scheduler:
     """All requests of one engine. Not safe for several threads."""
 
-    def __init__(self, config: EngineConfig, connector: CachePlanner | None = None) -> None:
+    def __init__(self, config: EngineConfig, planner: CachePlanner | None = None) -> None:
         self.config = config
-        self.connector = connector
+        self.planner = planner
         self.pool = BlockPool(config.num_blocks, prefix_caching=config.enable_prefix_caching)
         self.waiting: list[Request] = []  # in the order in which they are served
         self.loading: list[Request] = []
@@ -55,12 +55,9 @@ class Scheduler:
         self.config.check_length(request.prompt_tokens, request.sampling.max_tokens)
         request.number = self._next_number
         self._next_number += 1
-        if self.connector is not None:
+        if self.planner is not None:
             local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
-            keys = request.chain.keys()
-            self.connector.arrive(
-                request.id, request.salt, request.kv_transfer_params, keys, len(local)
-            )
+            self.planner.arrive(request.cached, len(local))
         self._enqueue(request)
 
     def abort(self, request: Request) -> None:
@@ -106,9 +103,9 @@ class Scheduler:
         for request, count in plan.items():
             request.num_computed_tokens += count
         metadata = StepMetadata()
-        if self.connector is not None:
+        if self.planner is not None:
             self._given |= self.pool.take_given()
-            metadata = self.connector.build_step(
+            metadata = self.planner.build_step(
                 self._given, tokens=sum(plan.values()), requests=len(plan)
             )
         return Step(
@@ -172,9 +169,9 @@ class Scheduler:
             ):  # it can find these again; a load would be lost
                 self._drop_blocks(request)
             return None
-        if self.connector is not None:
-            self.connector.hold(request.id, request.local_blocks)
-            self.connector.no_load(request.id)
+        if self.planner is not None:
+            request.cached.hold(request.local_blocks)
+            self.planner.start_without_load(request.cached)
         self._leave_queue(request)
         request.status = Status.RUNNING
         request.admitted = True
@@ -186,16 +183,13 @@ class Scheduler:
         no room for it."""
         local = self.pool.longest_prefix(request.chain, self._prefix_limit(request))
         extra = (
-            self.connector.lookup(request.id, len(local), self._prefix_limit(request))
-            if self.connector
+            self.planner.lookup(request.cached, len(local), self._prefix_limit(request))
+            if self.planner
             else 0
         )
         if extra is None:
             return False
-        if self.connector is not None:
-            request.metrics.skipped_tokens = (
-                self.connector.skipped_blocks(request.id) * self.config.block_tokens
-            )
+        request.metrics.skipped_tokens = request.cached.skipped * self.config.block_tokens
         self.pool.share(local)
         taken = self.pool.take(extra)
         if taken is None:
@@ -207,11 +201,9 @@ class Scheduler:
         if not request.admitted:
             request.metrics.local_cached_tokens = len(local) * self.config.block_tokens
             request.admitted = extra > 0  # else not before it runs: there may be no room for it
-        if self.connector is None:
+        if self.planner is None or not extra:
             return True
-        if not extra:
-            return True
-        request.load = self.connector.prepare_load(request.id, len(local), taken)
+        request.load = self.planner.prepare_load(request.cached, len(local), taken)
         self.pool.share(
             taken
         )  # the job's own hold: an abort must not free what is still being written
@@ -228,9 +220,9 @@ class Scheduler:
         """Takes in what the workers did: first what failed, then what was computed."""
         void: set[Request] = set()
         self._given = set()
-        if self.connector is not None:
-            completed = self.connector.complete(output.reports)
-            self.connector.worth.end_step()
+        if self.planner is not None:
+            completed = self.planner.complete(output.reports)
+            self.planner.costs.end_step()
             void = self._recover(step, completed.invalid_block_ids)
             for job in completed.loads:
                 self._end_load(job)
@@ -243,8 +235,8 @@ class Scheduler:
     def undo(self, step: Step) -> None:
         """The step failed in the middle, nobody knows where. What it was to fill is not there, nor
         what it was to load: its requests begin again, and nobody finds those blocks."""
-        if self.connector is not None:
-            self.connector.worth.drop_step()
+        if self.planner is not None:
+            self.planner.costs.drop_step()
         for load in step.metadata.loads.values():
             self.pool.forget(load.block_ids.tolist())
         unfilled: set[int] = set()
@@ -260,12 +252,10 @@ class Scheduler:
         requests wait again, with nothing; only loads hold blocks, and nobody finds any. Who had its
         last token ends."""
         loads = (
-            [job for job in self.connector.jobs if job.is_load]
-            if self.connector is not None
-            else []
+            [job for job in self.planner.jobs if job.is_load] if self.planner is not None else []
         )
-        if self.connector is not None:
-            self.connector.worth.drop_step()
+        if self.planner is not None:
+            self.planner.costs.drop_step()
         self.pool.start_over(block for job in loads for block in job.block_ids)
         self.waiting, self.loading, self.running, self._rebuilding = [], [], [], Rebuilding()
         for request in requests:
@@ -337,10 +327,7 @@ class Scheduler:
         self.pool.release(job.block_ids)
 
     def _count_external(self, request: Request) -> None:
-        assert self.connector is not None
-        request.metrics.external_cached_tokens = (
-            self.connector.loaded_blocks(request.id) * self.config.block_tokens
-        )
+        request.metrics.external_cached_tokens = request.cached.loaded * self.config.block_tokens
 
     def _take_token(self, request: Request, token: int) -> None:
         self._rebuilding.progress(request, self.config.block_tokens)
@@ -351,12 +338,8 @@ class Scheduler:
             if request.metrics.first_token_s is None:
                 request.metrics.first_token_s = time.monotonic()
             request.append(token)
-            if (
-                self.connector is not None
-            ):  # all that it lacks: the last step may have broken off here
-                self.connector.extend(
-                    request.id, request.chain.keys(self.connector.known_blocks(request.id))
-                )
+            # All keys that are missing: the last step may have failed here.
+            request.cached.keys += request.chain.keys(request.cached.num_blocks)
             reason = request.stop_reason()
         is_prompt = (
             request.num_computed_tokens <= request.prompt_tokens
@@ -369,10 +352,10 @@ class Scheduler:
         """What is proven to be computed goes to the external cache. Nobody holds the blocks for
         that: who gets one of them before it is copied says so to the workers, and they see to it
         (`take_given`)."""
-        if self.connector is not None:
+        if self.planner is not None:
             full = request.num_computed_tokens // self.config.block_tokens
-            self.connector.hold(request.id, full)
-            self.connector.prepare_store(request.id, request.block_ids, full, at_once=at_once)
+            request.cached.hold(full)
+            self.planner.prepare_store(request.cached, request.block_ids, full, at_once=at_once)
 
     # -- blocks
 
@@ -431,15 +414,15 @@ class Scheduler:
         self._leave_queue(request)
         request.status = Status.FINISHED
         request.metrics.finished_s = time.monotonic()
-        if self.connector is not None:
+        if self.planner is not None:
             self._count_external(request)
-            request.reply_params = self.connector.end(request.id, request.kv_transfer_params)
+            request.reply_params = self.planner.finish_request(request.cached)
         self.finished.append(request)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if requests, blocks and jobs contradict each other. Between steps
         only."""
-        loads = [job for job in self.connector.jobs if job.is_load] if self.connector else ()
+        loads = [job for job in self.planner.jobs if job.is_load] if self.planner else ()
         held = [block for each in self.unfinished for block in each.block_ids]
         self.pool.check_integrity([*held, *(block for job in loads for block in job.block_ids)])
         for request in self.unfinished:

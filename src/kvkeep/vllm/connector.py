@@ -1,16 +1,13 @@
-"""The class that vLLM makes, in its scheduler's process and in each worker's: its names on the
-outside, ours inside.
+"""The class that vLLM makes, in its scheduler's process and in each worker's: vLLM's method names,
+passed on to the scheduler's or the worker's half.
 
-    scheduler  on_new_request ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► build_connector_meta
-               update_connector_output · request_finished_all_groups · reset_cache                    │
-                                                                                                      ▼
-                                                                                                      every
-                                                                                                      step
-    workers    handle_preemptions ─► bind_connector_metadata ─► (forward) ─► wait_for_save ─► get_finished
-               build_connector_worker_meta
+    scheduler  on_new_request ─► get_num_new_matched_tokens ─► update_state_after_alloc
+               ─► build_connector_meta ─► (every worker runs the step) ─► update_connector_output
+               request_finished_all_groups · reset_cache
+    workers    handle_preemptions ─► bind_connector_metadata ─► (forward) ─► wait_for_save
+               ─► get_finished ─► build_connector_worker_meta
 
-No call raises into vLLM: what goes wrong inside is counted, logged, and a miss.
-"""
+No call raises into vLLM: a fault inside is counted and logged, and is a miss."""
 
 from __future__ import annotations
 
@@ -37,7 +34,8 @@ from kvkeep.connector.recoveries import log_policy
 from kvkeep.errors import SettingsError
 from kvkeep.vllm import stand_in, versions
 from kvkeep.vllm.messages import Handshake, Reports, Step
-from kvkeep.vllm.scheduler import SchedulerConnector
+from kvkeep.vllm.registration import InactiveScheduler
+from kvkeep.vllm.scheduler import SchedulerConnector, SchedulerContext
 from kvkeep.vllm.siblings import siblings_of
 from kvkeep.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.vllm.worker import WorkerSide
@@ -49,8 +47,7 @@ R = TypeVar("R")
 
 
 def _log_as_vllm_does() -> None:
-    """What kvkeep has to say goes where vLLM's own messages go, unless somebody has arranged it
-    otherwise."""
+    """Sends kvkeep's log messages where vLLM's go, unless logging is configured otherwise."""
     ours, theirs = logging.getLogger("kvkeep"), logging.getLogger("vllm")
     if not ours.hasHandlers():
         ours.handlers = list(theirs.handlers)
@@ -77,9 +74,32 @@ def _guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callabl
     return decorate
 
 
+def _check_transfer_config(transfer: Any) -> None:
+    """Sets the policy for failed loads, which vLLM's scheduler reads after the connector is made,
+    and logs what is not taken as it is written."""
+    extra = transfer.kv_connector_extra_config
+    transfer.kv_load_failure_policy = load_failure_policy(extra)  # vLLM's own ends the request
+    if transfer.kv_connector == stand_in.NAME and not transfer.kv_connector_module_path:
+        log.info("kvkeep: stands in for %s (%s)", stand_in.NAME, stand_in.reason())
+    is_set = "kvkeep.load_failure_policy" in extra
+    source = "set by kvkeep.load_failure_policy" if is_set else "kvkeep's default; vLLM's is fail"
+    log_policy(transfer.kv_load_failure_policy, source)
+    if load_mode(extra) == "sync":
+        log.warning("kvkeep: kvkeep.load = sync is not for vLLM: loads are asynchronous here")
+    if transfer.kv_role != "kv_both":
+        log.warning(
+            "kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads",
+            transfer.kv_role,
+        )
+
+
 class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     """`kv_connector` of a KV-transfer config. Settings are in its `kv_connector_extra_config`; a
     bad one is refused at start-up with a SettingsError."""
+
+    # Of the two halves, vLLM calls only the one of this object's role; the other is not set.
+    _scheduler: InactiveScheduler | SchedulerConnector
+    _worker: WorkerSide
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -91,114 +111,76 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         options = client_options(extra)
         _log_as_vllm_does()
         self.faults = 0
-        self._requests: SchedulerConnector | None = None
-        self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            # vLLM's own default ends a request whose load failed. Its scheduler reads this after
-            # the connector is made.
-            transfer.kv_load_failure_policy = load_failure_policy(extra)
-            if transfer.kv_connector == stand_in.NAME and not transfer.kv_connector_module_path:
-                log.info("kvkeep: stands in for %s (%s)", stand_in.NAME, stand_in.reason())
-            is_set = "kvkeep.load_failure_policy" in extra
-            log_policy(
-                transfer.kv_load_failure_policy,
-                "set by kvkeep.load_failure_policy"
-                if is_set
-                else "kvkeep's default; vLLM's is fail",
-            )
-            if load_mode(extra) == "sync":
-                log.warning(
-                    "kvkeep: kvkeep.load = sync is not for vLLM: loads are asynchronous here"
-                )
-            if transfer.kv_role != "kv_both":
-                log.warning(
-                    "kvkeep: kv_role = %s is taken for kv_both: this engine stores and loads",
-                    transfer.kv_role,
-                )
-            self._requests = SchedulerConnector(
+            _check_transfer_config(transfer)
+            self._context = SchedulerContext(
                 vllm_config, kv_cache_config, options, load_when(extra)
             )
+            self._scheduler = InactiveScheduler(self._context)
         else:
             siblings = siblings_of(vllm_config, type(self), load_failure_policy(extra))
             self._worker = WorkerSide(vllm_config, kv_cache_config, options, siblings)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nobody waits for what we store: a dropped store is a later miss."""
+        """False: a store that is dropped is only a later miss."""
         return False
 
-    # -- the scheduler's side
+    # -- the scheduler's half
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._shake_hands(metadata.values())
+        self._register_workers(metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._shake_hands(metadata.values())
+        self._register_workers(metadata.values())
 
     @_guarded(lambda: None)
-    def _shake_hands(self, metadata: Iterable[Any]) -> None:
-        assert self._requests is not None
+    def _register_workers(self, metadata: Iterable[Any]) -> None:
         handshakes = [each for each in metadata if isinstance(each, Handshake)]
         if handshakes:  # otherwise they are a sibling's, and ours come with the first reports
-            self._requests.shake_hands(handshakes)
+            self._scheduler = self._scheduler.register_workers(handshakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        assert self._requests is not None
-        self._requests.tables.manager = kv_cache_manager
+        self._context.tables.manager = kv_cache_manager
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        assert self._requests is not None
-        self._requests.step_loads.pool = gpu_block_pool
+        self._context.block_pool = gpu_block_pool
 
     @_guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
-        assert self._requests is not None
-        self._requests.arrive(request)
+        self._scheduler.arrive(request)
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._requests is not None
-        found = self._requests.lookup(request, num_computed_tokens)
-        return found, bool(found) and not self._requests.loads_in_step(request)
+        found = self._scheduler.lookup(request, num_computed_tokens)
+        return found, bool(found) and not self._scheduler.loads_in_step(request)
 
     @_guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        assert self._requests is not None
-        self._requests.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @_guarded(lambda: Step(all_withdrawn=True))
     def build_connector_meta(self, scheduler_output: Any) -> Step:
-        assert self._requests is not None
-        return self._requests.build_step(scheduler_output)
+        return self._scheduler.build_step(scheduler_output)
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
-        assert self._requests is not None
         reports = connector_output.kv_connector_worker_meta
         reports = reports if isinstance(reports, Reports) else Reports()
-        self._requests.take_handshakes(reports.handshakes)
-        self._requests.distrust(connector_output.invalid_block_ids, reports.finished)
-        if reports.outages:
-            self._requests.hear_outages(reports.outages)
-        arrived = self._requests.complete(reports.finished)
-        if arrived:  # vLLM reads this next
-            connector_output.finished_recving = {
-                *(connector_output.finished_recving or ()),
-                *arrived,
-            }
-        self._requests.tell_loaded(connector_output.finished_recving or ())
+        if reports.handshakes:
+            self._scheduler = self._scheduler.add_handshakes(reports.handshakes)
+        self._scheduler.end_step(connector_output, reports)
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never asks vLLM to hold blocks: it may have them back at once, stored or not."""
-        assert self._requests is not None
-        reply = self._requests.end(request)
-        taken = self._requests.keys_of_siblings
+        reply = self._scheduler.finish_request(request)
+        taken = self._scheduler.keys_of_siblings
         return False, reply and {key: count for key, count in reply.items() if key not in taken}
 
     def request_finished(
@@ -209,19 +191,16 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:
-        assert self._requests is not None
-        return self._requests.reset()
+        return self._scheduler.reset()
 
     @_guarded(tuple)
     def take_events(self) -> Iterable[Any]:
-        assert self._requests is not None
-        return self._requests.events.take()
+        return self._scheduler.take_events()
 
-    # -- the workers' side
+    # -- the workers' half
 
     @_guarded(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        assert self._worker is not None
         self._worker.register(kv_caches)
 
     @classmethod
@@ -232,23 +211,19 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def unregister_kv_caches(self) -> None:
-        assert self._worker is not None
         self._worker.unregister()
 
     @_guarded(lambda: None)
     def restore_kv_caches(self) -> None:
-        assert self._worker is not None
         self._worker.restore()
 
     def get_handshake_metadata(self) -> Handshake | None:
-        assert self._worker is not None
         return self._worker.first_handshake()
 
     @_guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first that a worker hears of a step, before vLLM zeroes or copies any block for
         it."""
-        assert self._worker is not None
         self._worker.save(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -257,7 +232,6 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def _begin(self, step: Step) -> None:
-        assert self._worker is not None
         self._worker.begin(step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -274,7 +248,6 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def wait_for_save(self) -> None:
         """The step is computed: begins what stores it, and waits for nothing."""
-        assert self._worker is not None
         self._worker.finish()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -286,37 +259,36 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: (set(), set()))
     def _received(self) -> tuple[set[str], set[str]]:
-        assert self._worker is not None
         self._worker.collect()
         return self._worker.take_received()
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
         return self._worker.take_invalid()
 
     @_guarded(lambda: None)
     def build_connector_worker_meta(self) -> Reports | None:
-        assert self._worker is not None
         return self._worker.take_reports()
 
     # -- both
 
+    @property
+    def _half(self) -> InactiveScheduler | SchedulerConnector | WorkerSide:
+        return self._scheduler if self.role == KVConnectorRole.SCHEDULER else self._worker
+
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVKeepStats | None:
-        side = self._requests or self._worker
-        assert side is not None
-        stats = side.stats()
-        faults, self.faults, side.faults = self.faults + side.faults, 0, 0
+        half = self._half
+        stats = half.stats()
+        faults = self.faults + half.faults
+        self.faults = half.faults = 0
         if faults:
             stats = (stats or KVKeepStats.of()).aggregate(KVKeepStats.of(faults=faults))
         return stats
 
     @_guarded(lambda: None)
     def shutdown(self) -> None:
-        side = self._requests or self._worker
-        assert side is not None
-        side.close()
+        self._half.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVKeepStats:

@@ -1,22 +1,30 @@
-"""The keys of a vLLM request's blocks: from vLLM's own hashes where those will do, otherwise hashed
+"""The keys of a vLLM request's blocks: from vLLM's own hashes where they are sound, otherwise hashed
 here.
 
     vLLM's hashes   |h0|h1|h2|h3|h4|h5|h6|h7|    chained, each stands for all tokens up to its end
     our blocks      |    0    |    1    | …      key 0 from h3, key 1 from h7
 
-vLLM's hashes hold tokens, salt, adapter, images and embeddings. What they leave out (model,
-weights, type and layout of the KV) is in the root that every key is bound to; salt and adapter are
-in there once more."""
+vLLM's hashes cover tokens, salt, adapter, images and embeddings. What they leave out (model,
+weights, type and layout of the KV) is in the root that every key is bound to, and so are salt and
+adapter once more."""
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from kvkeep.connector.checkpoint import CheckpointDigest
 from kvkeep.errors import KVKeepError
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, keys_from_engine_hashes, root_key
+from kvkeep.vllm import versions
+
+MAX_ADAPTERS = 4096  # far more than vLLM keeps, so it reads one again that is forgotten here
+
+log = logging.getLogger(__name__)
 
 
 class TokensChanged(KVKeepError):
@@ -29,28 +37,44 @@ class RequestKeys(Protocol):
         TokensChanged."""
 
 
-def counts_media(vllm_config: Any) -> bool:
-    """Whether vLLM has no use for hashes of images and the like, and counts them instead, in every
-    process from one."""
+class KeyMaker:
+    """Makes the keys of one engine's requests. `generation` changes with each reset of the
+    cache, so that nothing stored before is found again."""
+
+    def __init__(self, vllm_config: Any, identity: ModelIdentity, hash_tokens: int) -> None:
+        self._identity = identity
+        self._hash_tokens = hash_tokens
+        self._adapters = Adapters()
+        self._counts_media = _counts_media(vllm_config)
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        self.uses_hashes = versions.hashes_are_stable(algorithm)
+        self.generation = b""
+
+    def keys_of(self, request: Any) -> RequestKeys | None:
+        """None if vLLM's description of the request does not say all that its KV depends on."""
+        # A session whose input still grows may take tokens back, which some releases keep in their
+        # hashes.
+        if getattr(request, "resumable", False) or (request.mm_features and self._counts_media):
+            return None
+        lora = request.lora_request
+        adapter = "" if lora is None else self._adapters.name_of(lora)
+        if adapter is None:
+            return None
+        root = root_key(self._identity, request.cache_salt, lora=adapter, extra=self.generation)
+        tokens = self._identity.block_tokens
+        if self.uses_hashes:
+            return EngineKeys(root, request, tokens, self._hash_tokens)
+        return OwnKeys(root, request, tokens)
+
+
+def _counts_media(vllm_config: Any) -> bool:
+    """Whether vLLM identifies images and the like by counting them, in every process from one,
+    because nothing needs their hashes."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     is_hashed = vllm_config.cache_config.enable_prefix_caching or getattr(
         media, "mm_processor_cache_gb", 1
     )
     return media is not None and not is_hashed
-
-
-def can_be_keyed(request: Any, media_are_counted: bool) -> bool:
-    """Whether vLLM's description of a request says all about it. A session whose input still grows
-    may take tokens back, which some releases keep in their hashes."""
-    return not getattr(request, "resumable", False) and not (
-        request.mm_features and media_are_counted
-    )
-
-
-def root_of(identity: ModelIdentity, request: Any, generation: bytes, adapter: str) -> bytes:
-    """What every key of a request is bound to. `generation` is another one after each reset of the
-    cache, `adapter` is what stands for the request's LoRA adapter, or empty."""
-    return root_key(identity, request.cache_salt, lora=adapter, extra=generation)
 
 
 class EngineKeys:
@@ -130,3 +154,62 @@ class OwnKeys:
             self._request, start, start + self._block_tokens, 0
         )
         return repr(keys).encode("utf-8", "surrogatepass") if keys else b""
+
+
+class Adapters:
+    """The LoRA adapters that requests have used, by vLLM's numbers.
+
+    vLLM reads an adapter when a request first uses its number, and again if a request says
+    `load_inplace`. In between it keeps what it has, whatever happens to the files. So a request is
+    not cached while the digest of its adapter is unknown, nor once the files differ from those that
+    were first seen."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[int, tuple[str, CheckpointDigest]] = OrderedDict()
+        self._warned: OrderedDict[int, None] = OrderedDict()
+
+    def name_of(self, lora: Any) -> str | None:
+        """The adapter's name, path and digest, for keys. None if the request cannot be cached; a
+        later one may be, because new files are hashed in the background."""
+        number, path = lora.lora_int_id, lora.lora_path
+        seen = self._seen.get(number)
+        if seen is None or not seen[1].found or self._is_read_again(lora, *seen):
+            seen = path, CheckpointDigest.of(path, None)
+            _put(self._seen, number, seen)
+        self._seen.move_to_end(number)
+        first_path, digest = seen
+        if digest.pending:
+            return None
+        problem = digest.problem
+        if first_path != path:
+            problem = "another path had its number before, and vLLM may still use that"
+        elif not problem and not digest.is_current():
+            problem = (
+                "its files have changed since it was first used, and vLLM may have read either"
+            )
+        if problem:
+            self._warn(lora, problem)
+            return None
+        return repr((lora.lora_name, path, digest.value))
+
+    @staticmethod
+    def _is_read_again(lora: Any, path: str, digest: CheckpointDigest) -> bool:
+        return getattr(lora, "load_inplace", False) and (
+            lora.lora_path != path or not digest.is_current()
+        )
+
+    def _warn(self, lora: Any, problem: str) -> None:
+        """Logs it once for each adapter."""
+        if lora.lora_int_id not in self._warned:
+            _put(self._warned, lora.lora_int_id, None)
+            log.warning(
+                "kvkeep: requests with the adapter %s are served without the cache: %s",
+                lora.lora_name,
+                problem,
+            )
+
+
+def _put(table: OrderedDict[int, Any], number: int, value: Any) -> None:
+    table[number] = value
+    while len(table) > MAX_ADAPTERS:
+        table.popitem(last=False)

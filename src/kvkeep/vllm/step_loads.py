@@ -61,6 +61,9 @@ class StepLoads:
             None  # the only one, if it may load before a step and be waited for
         )
 
+    def __repr__(self) -> str:
+        return f"StepLoads(short={sorted(self._short)})"
+
     def is_short(self, expected_s: float | None, nbytes: int) -> bool:
         """Whether a load of so many bytes, which is expected to take that long, can be waited
         for."""

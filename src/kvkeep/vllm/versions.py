@@ -175,6 +175,9 @@ class BlockTables:
         self.manager: Any = None  # from 0.30 on
         self._own: dict[str, list[list[int]]] = {}
 
+    def __repr__(self) -> str:
+        return f"BlockTables({sorted(self._own)})"
+
     def of(self, request_id: str) -> Sequence[Sequence[int]]:
         if self.manager is not None:
             return self.manager.get_block_ids(request_id)  # type: ignore[no-any-return]

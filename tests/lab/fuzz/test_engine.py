@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeep.connector.planner import CachePlanner
 from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import Job
 from kvkeep.engine import engine
@@ -74,7 +73,7 @@ MUTANTS: dict[str, Patch] = {
         BlockPool, "take_given", lambda _: set()
     ),
     "a request is told of blocks that it computed itself": replace(
-        CachePlanner, "hold", lambda *_: None
+        RequestState, "hold", lambda *_: None
     ),
     "a request is told of blocks that failed to load": replace(
         RequestState,

@@ -20,7 +20,6 @@ from engine_parts import BLOCK, Engine, answer_to, request
 from vllm.lora.request import LoRARequest
 
 from kvkeep.connector.file_hashes import hashes_of_user
-from kvkeep.vllm.arrivals import Arrivals
 from kvkeep.vllm.keys import EngineKeys, TokensChanged
 from kvkeep.vllm.versions import hashes_are_stable
 from kvkeep_lab.simulation.cache import SimulatedCache
@@ -41,11 +40,6 @@ def cache() -> SimulatedCache:
     cache = SimulatedCache(seed=1)
     cache.is_seen = True
     return cache
-
-
-def arrivals_of(engine: Engine) -> Arrivals:
-    assert engine.connector._requests is not None
-    return engine.connector._requests._arrivals
 
 
 def lookups(cache: SimulatedCache) -> int:
@@ -163,7 +157,7 @@ def test_a_store_that_fails_costs_its_own_request_the_cache_and_no_other(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(budget=64)
-    requests = engine.connector._requests
+    requests = engine.half
     assert requests is not None
     real = requests._store
 
@@ -193,14 +187,14 @@ def test_stores_of_a_step_that_is_lost_are_not_made_in_the_next(
     """By then their blocks may be somebody else's."""
     monkeypatch.setattr(Engine, "apart", apart)
     engine = make(num_blocks=8)
-    assert engine.connector._requests is not None
-    engine.connector._requests.events._enabled = True
+    assert engine.half is not None
+    engine.half.events._enabled = True
     engine.add(request(PROMPT, "a", max_tokens=1))
     with monkeypatch.context() as patched:
         patched.setattr(engine.side._readers, "add", mock.Mock(side_effect=MemoryError))
         patched.setattr(engine.worker, "withdraw", lambda block_ids: None)
         engine.step()
-    assert engine.side.idle and not stored(engine) and not engine.connector._requests.events._jobs
+    assert engine.side.idle and not stored(engine) and not engine.half.events._jobs
     engine.run(request(PROMPT[::-1], "b"))
     assert engine.answers["b"] == answer_to(PROMPT[::-1])
     other = make(num_blocks=32).run(request(PROMPT, "c", params=COUNT), request(PROMPT[::-1], "d"))
@@ -212,11 +206,13 @@ def test_stores_of_a_request_that_is_over_do_not_outlive_a_step_that_could_not_b
 ) -> None:
     engine = make(num_blocks=8)
     engine.add(request(PROMPT[:6], "a", max_tokens=12))
-    while not engine.side._stores:  # what it has generated is stored with the next step
+    while (
+        not engine.side.has_stores or engine.scheduler.requests
+    ):  # what it has generated is stored with the next step
         engine.step()
     assert not engine.scheduler.requests
     with monkeypatch.context() as patched:
-        patched.setattr(engine.side.worth, "begin_step", mock.Mock(side_effect=MemoryError))
+        patched.setattr(engine.side.costs, "begin_step", mock.Mock(side_effect=MemoryError))
         patched.setattr(engine.worker, "withdraw", lambda block_ids: None)
         engine.step()
     assert engine.side.idle
@@ -259,7 +255,7 @@ def test_a_request_is_not_cached_until_its_adapter_is_known_and_waits_for_nothin
         engine.run(request(PROMPT, "a", params=COUNT, lora_request=style))
         assert engine.answers["a"] == answer_to(PROMPT) and loaded(engine, "a") == 0
         assert not stored(engine) and not lookups(cache)
-    adapters = arrivals_of(engine)._adapters
+    adapters = engine.half._keys._adapters
     while adapters.name_of(style) is None:
         time.sleep(0.01)
     engine.scheduler.reset_prefix_cache()
