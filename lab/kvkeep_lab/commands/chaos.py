@@ -51,7 +51,7 @@ def chaos(
         typer.Option(help="Real processes, signals and shared memory instead of a simulation."),
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(help="With --real: how long faults go on; 10 if not given.")
+        float | None, typer.Option(help="With --real: duration of the faults; 10 if not given.")
     ] = None,
     jobs: Jobs = 0,
     json: Json = False,

@@ -25,23 +25,28 @@ def fuzz(
         str, typer.Option(help="wire, service, index, config, http, or all of them.")
     ] = "all",
     seconds: Annotated[
-        float | None, typer.Option(help="How long, shared evenly by the targets. Without: 60.")
+        float | None,
+        typer.Option(
+            help="Duration in seconds, divided evenly among the targets; 60 if not given."
+        ),
     ] = None,
     inputs: Annotated[
-        int, typer.Option(help="Stop a target after so many inputs. 0: when its time is over.")
+        int,
+        typer.Option(help="Stop a target after this number of inputs. 0: when its time is over."),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Where the fuzzer's random numbers begin.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the fuzzer's random numbers.")] = 0,
     corpus: Annotated[
         Path | None, typer.Option(help="Directory of TARGET.txt: lines of base64 to begin with.")
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(help="Directory that keeps inputs which reached new code, for the next run."),
+        typer.Option(help="Directory for inputs that reached new code, for the next run."),
     ] = None,
     malformed_frames: Annotated[
         int | None,
         typer.Option(
-            help="Instead of coverage: random inputs of --seed until each of wire and service has refused so many."
+            help="Without coverage: random inputs of --seed until wire and service have each "
+            "refused this number of frames."
         ),
     ] = None,
     json: Json = False,

@@ -10,12 +10,12 @@ from kvkeep_lab.commands.engine_fuzz import engine_fuzz
 from kvkeep_lab.commands.fuzz import fuzz
 
 BENCHES = {
-    "index": "What a resident block costs in memory, and how fast blocks come and go.",
-    "turns": "How long the server's loop is held, by which request.",
-    "security": "What keys cost, and what time tells one tenant about another.",
-    "engine": "What a cache costs an engine that finds nothing in it, and saves one that does.",
-    "vllm-load": "Throughput and pace of decoding of real vLLM under load, with the same connectors.",
-    "vllm-paused": "Throughput of real vLLM while the server hangs, against none.",
+    "index": "Memory of a resident block, and the speed of storing and evicting.",
+    "turns": "The longest time that each request occupies the server's loop.",
+    "security": "The cost of TLS, and what timing reveals about other tenants.",
+    "engine": "The cost of a cache on misses, and its gain on hits.",
+    "vllm-load": "Throughput and decoding speed of real vLLM under load, with the same connectors.",
+    "vllm-paused": "Throughput of real vLLM while the server hangs, against no connector.",
 }
 BENCH_OPTIONS = {
     "blocks": "How many blocks.",

@@ -244,10 +244,10 @@ add_bench(
 add_bench(
     "restart",
     "kvkeep.bench.restart",
-    "How soon a server that was killed serves again, and what is still there.",
+    "How soon a killed server serves again, and what it still has.",
 )
 add_bench(
     "vllm",
     "kvkeep.bench.vllm",
-    "Time to the first token of real vLLM, without a connector, with kvkeep's and with its peers.",
+    "Time to the first token of real vLLM, without a connector, with kvkeep and with peers.",
 )

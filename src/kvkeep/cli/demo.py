@@ -53,13 +53,13 @@ _FIRST_LINE_S, _NEXT_LINE_S = 2.0, 10.0  # how far it is, where there is no term
 _A_MINUTE_TOKENS = 8192  # of all first prompts together
 _COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}
 
-Users = Annotated[int, typer.Option(min=2, max=len(USERS), help="How many users talk.")]
+Users = Annotated[int, typer.Option(min=2, max=len(USERS), help="Number of users.")]
 PromptTokens = Annotated[
     int,
     typer.Option(
         min=64,
         max=8192,
-        help="Tokens of the longest first prompt. A speed is promised from 1024 on.",
+        help="Tokens of the longest first prompt. The speed is checked from 1024 on.",
     ),
 ]
 

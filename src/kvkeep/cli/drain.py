@@ -19,7 +19,7 @@ _WAIT_S = 60.0
 def drain(
     http: Http = DEFAULT_ADDRESS,
     wait_s: Annotated[
-        float, typer.Option(help="How long to wait for the server's end.", min=0)
+        float, typer.Option(help="Seconds to wait for the server's end.", min=0)
     ] = _WAIT_S,
     token_file: TokenFile = None,
     json: Json = False,

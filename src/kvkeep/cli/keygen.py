@@ -40,7 +40,7 @@ def keygen(
         Path | None,
         typer.Option(
             "--dir",
-            help="Where the files go. By default `keys` in the state directory.",
+            help="Directory of the files; by default `keys` in the state directory.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def keygen(
     tenants: Annotated[
         str,
         typer.Option(
-            help="Bind these clients to tenants: ids, beginnings of ids and *, with commas between."
+            help="Bind these clients to tenants: ids, prefixes of ids followed by *, separated by commas."
         ),
     ] = "",
     admin: Annotated[

@@ -14,7 +14,7 @@ from rich.table import Table
 
 _HELP_WIDTH = 110
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only one JSON document on stdout.")]
 
 
 def show_json(data: Any) -> None:

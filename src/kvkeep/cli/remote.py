@@ -37,7 +37,7 @@ Http = Annotated[
         "--http",
         envvar="KVKEEP_HTTP",
         metavar="[https://]HOST:PORT",
-        help="Where the server's admin API is.",
+        help="Address of the server's admin API.",
         show_default=True,
     ),
 ]
@@ -48,7 +48,7 @@ TokenFile = Annotated[
         "--token-file",
         envvar="KVKEEP_ADMIN_TOKEN",
         metavar="FILE",
-        help="File of the admin API's token. That of a server on this host is found without it.",
+        help="File of the admin API's token; not needed for a server of this user on this host.",
     ),
 ]
 TOKEN_NAME: Final = "admin-token"

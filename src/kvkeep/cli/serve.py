@@ -56,10 +56,11 @@ def serve(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start empty, whatever the server before has left.")
+        bool,
+        typer.Option("--fresh", help="Start empty and do not adopt the previous server's pool."),
     ] = False,
     ready_json: Annotated[
-        bool, typer.Option("--json", help="Say that the server is ready as a line of JSON.")
+        bool, typer.Option("--json", help="Report as a line of JSON that the server is ready.")
     ] = False,
 ) -> None:
     """Run a server until SIGTERM, which keeps its pool for the next one, or SIGINT, which removes

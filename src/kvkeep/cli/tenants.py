@@ -33,7 +33,7 @@ SaltStdin = Annotated[
     bool,
     typer.Option(
         "--salt-stdin",
-        help="Name the tenant by its salt, read from stdin (or typed unseen), not by its id.",
+        help="Name the tenant by its salt, read from stdin or without echo from a terminal.",
     ),
 ]
 Tenant = Annotated[
@@ -43,7 +43,9 @@ Tenant = Annotated[
 
 @app.command("list")
 def list_tenants(
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 1000,
+    limit: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Show at most this number.")
+    ] = 1000,
     http: Http = DEFAULT_ADDRESS,
     token_file: TokenFile = None,
     json: Json = False,

@@ -49,16 +49,16 @@ class Counters:
     stored_bytes: int = _counter("Bytes that were stored.")
     refused_blocks: int = _counter("Blocks not stored for want of room or of their parent.")
     orphan_blocks: int = _counter("Refused blocks whose parent was missing or refused.")
-    abandoned_stores: int = _counter("Stores that were begun and given up.")
-    expired_leases: int = _counter("Leases and writes of network sessions that ended by their age.")
+    abandoned_stores: int = _counter("Stores that were started and abandoned.")
+    expired_leases: int = _counter("Leases and writes of network sessions that expired.")
     bad_blocks: int = _counter("Blocks that did not match their checksum and were dropped.")
     bad_frames: int = _counter("Messages without a kvkeep header, or damaged in transit.")
     connection_resets: int = _counter(
         "Connections closed because messages and replies took too much memory."
     )
     internal_errors: int = _counter("Requests that failed inside the server; each is in the log.")
-    sessions_opened: int = _counter("Sessions that said Hello.")
-    sessions_ended: int = _counter("Sessions that said Goodbye.")
+    sessions_opened: int = _counter("Sessions opened.")
+    sessions_ended: int = _counter("Sessions ended by Goodbye.")
     sessions_died: int = _counter("Sessions that ended without Goodbye.")
     network_bytes_in: int = _counter(
         "Bytes of blocks received from sessions on other hosts.", "kvkeep_network_in_bytes"

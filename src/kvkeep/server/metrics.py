@@ -36,15 +36,15 @@ NOT_ATTACHED = "none"
 
 # Metric, where its value is in a Status, and help. A value of None: the gauge is absent.
 _GAUGES: Final = (
-    ("kvkeep_pool_bytes", "pool.pool_bytes", "Memory that the pool was given."),
+    ("kvkeep_pool_bytes", "pool.pool_bytes", "Size of the pool."),
     ("kvkeep_pool_filled_bytes", "pool.filled_bytes", "Memory of the pool that is allocated."),
     ("kvkeep_pool_degraded", "pool.degraded", "1 when the pool got less memory than was set."),
-    ("kvkeep_slabs", "pool.slabs", "Slabs that the pool is cut into."),
-    ("kvkeep_unused_slabs", "pool.unused_slabs", "Slabs without a single block."),
+    ("kvkeep_slabs", "pool.slabs", "Slabs of the pool."),
+    ("kvkeep_unused_slabs", "pool.unused_slabs", "Slabs without blocks."),
     ("kvkeep_leases", "leases", "Lookups whose blocks are being loaded."),
     ("kvkeep_writes", "writes", "Stores under way."),
     ("kvkeep_layouts", "layouts", "Block layouts in use."),
-    ("kvkeep_tenants", "tenants", "Tenants with blocks, or a quota or limit of their own."),
+    ("kvkeep_tenants", "tenants", "Tenants with blocks, or with an own quota or limit."),
     ("kvkeep_quota_promised_bytes", "quotas.promised_bytes", "Sum of tenants' own quotas, as set."),
     ("kvkeep_quota_in_force_bytes", "quotas.in_force_bytes", "Sum of all tenants' quotas."),
     ("kvkeep_quotas_overcommitted", "quotas.overcommitted", "1 when quotas exceed the pool."),

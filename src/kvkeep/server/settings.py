@@ -240,9 +240,9 @@ class Settings:
     """The settings of one server, made by `load`. Sizes are bytes, durations seconds; None is auto
     or none."""
 
-    address: str = _setting(ADDRESS, "tcp://localhost:5555", "Where engines connect.")
+    address: str = _setting(ADDRESS, "tcp://localhost:5555", "Address for engines.")
     http_address: str = _setting(
-        HTTP_ADDRESS, "127.0.0.1:5556", "Where health, metrics and the admin API are."
+        HTTP_ADDRESS, "127.0.0.1:5556", "Address of health, metrics and the admin API."
     )
     tls_cert: Path | None = _setting(
         FILE, "none", "File of the server's certificate. Turns on TLS, and HTTPS beyond loopback."
@@ -260,7 +260,9 @@ class Settings:
         FILE, "none", "File of the token that every admin request must carry; none: changes only."
     )
     trusted_users: tuple[int, ...] = _setting(
-        USERS, "none", "Users of this host, beside our own and root, whose engines may connect."
+        USERS,
+        "none",
+        "Users of this host, besides the server's own and root, whose engines may connect.",
     )
     name: str = _setting(NAME, "default", "Names this server's pool and state on the host.")
     pool_size: int = _setting(
@@ -274,15 +276,17 @@ class Settings:
     slab_size: int = _setting(
         AUTO_SIZE,
         "auto",
-        "Unit in which the pool is shared among block sizes.",
+        "Unit in which the pool is divided among block sizes.",
         low=64 * KIB,
         high=64 * GIB,
     )
     state_dir: Path = _setting(
-        DIRECTORY, "~/.local/state/kvkeep", "What outlives a restart of the host, such as quotas."
+        DIRECTORY,
+        "~/.local/state/kvkeep",
+        "Directory for what survives a restart of the host, such as quotas.",
     )
     default_quota: int | None = _setting(
-        QUOTA, "none", "Bytes promised to each tenant without a quota of its own.", live=True
+        QUOTA, "none", "Bytes promised to each tenant without an own quota.", live=True
     )
     default_limit: int | None = _setting(
         QUOTA,
@@ -313,14 +317,18 @@ class Settings:
         COUNT, "4096", "Lookups whose blocks one session may hold.", low=1, high=1 << 24
     )
     max_writing_blocks_per_session: int = _setting(
-        COUNT, "65536", "Blocks that one session may have in flight.", low=1, high=1 << 24
+        COUNT, "65536", "Blocks that one session may be writing at a time.", low=1, high=1 << 24
     )
     max_layouts: int = _setting(
         COUNT, "64", "Different block layouts in one pool.", low=1, high=65536
     )
     max_tenants: int = _setting(COUNT, "100000", "Tenants known at one time.", low=1, high=1 << 24)
     session_check_interval: float = _setting(
-        DURATION, "1s", "How often dead sessions are looked for.", low=0.01, high=3600
+        DURATION,
+        "1s",
+        "How often the server looks for dead sessions and changed files.",
+        low=0.01,
+        high=3600,
     )
     network_session_timeout: float = _setting(
         DURATION, "30s", "Silence that ends a session on another host.", low=0.1, high=86400
@@ -332,7 +340,7 @@ class Settings:
         DURATION, "10s", "Time for requests in progress when the server stops.", low=0, high=3600
     )
     keep_pool: bool = _setting(
-        SWITCH, "true", "Leave the pool and its index to the next server, which adopts them."
+        SWITCH, "true", "Keep the pool and its index for the next server to adopt."
     )
     verify: bool = _setting(
         SWITCH,
@@ -340,8 +348,8 @@ class Settings:
         "Have every engine verify its loads; off: as its own option says.",
         live=True,
     )
-    log_level: str = _setting(LOG_LEVEL, "info", "Least severity that is logged.", live=True)
-    log_json: bool = _setting(SWITCH, "false", "Log one JSON object a line.")
+    log_level: str = _setting(LOG_LEVEL, "info", "Lowest severity that is logged.", live=True)
+    log_json: bool = _setting(SWITCH, "false", "Log one JSON object per line.")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod

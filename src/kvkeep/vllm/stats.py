@@ -23,23 +23,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvkeep.client.requests import Finished
 
 COUNTERS = {
-    "hit_tokens": "Tokens that the server had beyond the local prefix cache, where a load of them was planned.",
-    "skipped_loads": "Loads that were not planned, because computing was expected to take less time.",
-    "skipped_tokens": "Tokens that the server had beyond the local prefix cache, and that were computed therefore.",
+    "hit_tokens": "Tokens found in the server beyond the local prefix cache and planned to be loaded.",
+    "skipped_loads": "Loads skipped because computing was expected to be faster.",
+    "skipped_tokens": "Tokens of skipped loads, which were computed.",
     "loaded_blocks": "Blocks loaded from the server.",
-    "failed_blocks": "Blocks that could not be loaded and were computed.",
+    "failed_blocks": "Blocks that failed to load and were computed.",
     "stored_blocks": "Blocks stored in the server.",
-    "incomplete_stores": "Stores that left something out.",
+    "incomplete_stores": "Stores that did not store all of their blocks.",
     "withdrawn_blocks": "Blocks that the engine reused before they were copied.",
-    "lookups": "Lookups that were asked.",
-    "lookup_failures": "Lookups that mattered and were not answered in time, or had no server to ask.",
-    "faults": "Errors inside the connector that a guard caught.",
+    "lookups": "Lookups sent.",
+    "lookup_failures": "Lookups that a request waited for without an answer in time.",
+    "faults": "Errors inside the connector that were caught.",
 }
 GAUGES = {
     "connected": "1 if every connection of the engine to the server is up, else 0.",
-    "load_fixed_us": "What any load takes, as measured by the scheduler, in microseconds.",
-    "load_block_us": "What a load takes for each of its blocks beside that, in microseconds.",
-    "prefill_tokens_per_s": "How many tokens of prompts the engine computes in a second, as measured by the scheduler.",
+    "load_fixed_us": "Measured fixed time of a load, in microseconds.",
+    "load_block_us": "Measured additional time of a load per block, in microseconds.",
+    "prefill_tokens_per_s": "Measured speed of computing prompts, in tokens per second.",
 }
 
 _MOST = 2**63 - 1  # what MessagePack and a Prometheus float both take
