@@ -1,12 +1,12 @@
 """Moves blocks between engine memory (`BlockRuns`) and slots (absolute addresses of `runs.nbytes`
 bytes each).
 
-Arguments are checked before the first byte moves. With the C kernel a block is read once, and
-copied and hashed in the same pass; the numpy road gives the same results, more slowly. Either way a
-checksum speaks of the very bytes that arrived, not of a second look at their source.
+Arguments are checked before the first byte moves. The C kernel copies and hashes a block in one pass;
+numpy gives the same results, more slowly. Either way a checksum covers the bytes that were written,
+not a second look at their source.
 
-With the C kernel, memory of the pool that is gone (its file was made shorter) is a PoolError, and
-what was copied until then is of no use. On the numpy road it is a bus error."""
+If memory of the pool is gone (its file was truncated), the C kernel raises PoolError, and the copied
+blocks must not be used. With numpy it is a bus error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from kvkeep.kv.runs import BlockRuns
 def gather(
     runs: BlockRuns, block_ids: NDArray[np.int64], slots: NDArray[np.uint64], *, verify: bool
 ) -> NDArray[np.uint64] | None:
-    """Copy engine block `block_ids[i]` into slot `slots[i]`; the checksums of the bytes copied, if
-    `verify`.
+    """Copies engine block `block_ids[i]` into slot `slots[i]`. Returns checksums if `verify`.
 
-    Raises RequestError, having copied nothing, when a block id is out of range or the arrays do not
-    fit together."""
+    Raises RequestError, having copied nothing, if a block id is out of range or the arrays differ in
+    length."""
     block_ids, slots = _checked(runs, block_ids, slots)
     sums = np.empty(len(block_ids), dtype=np.uint64) if verify else None
     if native.available:
@@ -50,12 +49,11 @@ def scatter(
     slots: NDArray[np.uint64],
     expected: NDArray[np.uint64] | None,
 ) -> NDArray[np.bool_]:
-    """Copy slot `slots[i]` into engine block `block_ids[i]`; True where the bytes copied have
-    checksum `expected[i]`.
+    """Copies slot `slots[i]` into engine block `block_ids[i]`. Returns True where the copied bytes
+    have checksum `expected[i]`; everywhere without `expected`.
 
-    A block answered False has been overwritten with bytes that must not be used: the engine has to
-    compute it anew. Without `expected` nothing is checked and all are True. Raises RequestError,
-    having copied nothing, when a block id is out of range or the arrays do not fit together."""
+    Where False, the block holds bytes that must not be used: the engine has to compute it. Raises
+    RequestError as `gather` does."""
     block_ids, slots = _checked(runs, block_ids, slots)
     if expected is not None and len(expected) != len(block_ids):
         message = f"{len(block_ids)} blocks, but {len(expected)} checksums to compare with"
@@ -73,7 +71,7 @@ def scatter(
 def move_rows(
     rows: int, pitch: int, slots: NDArray[np.uint64], nbytes: int, *, to_slots: bool
 ) -> None:
-    """Copy `nbytes` of plain memory at rows, rows + pitch, … into slots, or back."""
+    """Copies `nbytes` of memory at rows, rows + pitch, … into slots, or back."""
     if native.available and len(slots):
         ids, base = np.arange(len(slots), dtype=np.int64), np.array([rows], dtype=np.uint64)
         stride, length = np.array([pitch], dtype=np.int64), np.array([nbytes], dtype=np.int64)
@@ -110,8 +108,7 @@ def _pieces(runs: BlockRuns, block_id: int) -> list[tuple[int, int, int]]:
 def _checked(
     runs: BlockRuns, block_ids: NDArray[np.int64], slots: NDArray[np.uint64]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """The arrays as the kernel wants them, or RequestError. Floats and lossy conversions are
-    refused, not rounded."""
+    """The arrays as the kernel needs them, or RequestError. Floats are refused, not rounded."""
     for field, array in (("block_ids", block_ids), ("slots", slots)):
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
             message = (

@@ -1,4 +1,4 @@
-"""The key of a block: 16 bytes that stand for everything that decided its KV bytes.
+"""The key of a block: 16 bytes that identify everything that its KV bytes depend on.
 
     root  = H("kvkeep.root",   all parts of the model identity, salt, LoRA, extra: each with name and length)
     key 0 = H("kvkeep.block",  root  ‖ tokens of block 0)
@@ -60,11 +60,11 @@ Tokens = Sequence[int] | TokenArray
 def root_key(
     identity: ModelIdentity, salt: str | None, *, lora: str = "", extra: bytes = b""
 ) -> bytes:
-    """The key that every chain of this model, tenant and adapter starts from.
+    """The root of every chain of this model, tenant and adapter.
 
-    `lora` must tell adapters with different weights apart; "" is the base model. `extra` is for
-    what else an engine knows to change KV bytes. A salt of None is the salt "". The raw salt is
-    hashed, not the tenant id: who only sees tenant ids cannot compute anybody's keys."""
+    `lora` distinguishes adapters with different weights; "" is the base model. `extra` is anything
+    else that changes KV bytes. A salt of None is the salt "". The raw salt is hashed, not the tenant
+    id, so that keys cannot be computed from tenant ids."""
     salt = "" if salt is None else salt
     for field, given, wanted in (("salt", salt, str), ("lora", lora, str), ("extra", extra, bytes)):
         if not isinstance(given, wanted):
@@ -79,7 +79,7 @@ def root_key(
 
 @lru_cache(maxsize=16)
 def _hashed(identity: ModelIdentity) -> blake2b:
-    """A root as far as the identity decides it: an engine has one, and many requests."""
+    """The hash state after the identity, which is the same for all requests of an engine."""
     state = _ROOT.copy()
     for name, text in sorted(identity.parts.items()):
         state.update(_field(f"identity.{name}", text.encode()))
@@ -92,24 +92,23 @@ def _field(name: str, value: bytes) -> bytes:
 
 
 def addresses(keys: bytes, fingerprint: bytes) -> bytes:
-    """Where a server keeps the blocks of these keys: key ⊕ fingerprint of the layout.
+    """The addresses of these keys on the server: key ⊕ fingerprint of the layout.
 
     A key says what a block's numbers mean. Engines that cut the same numbers into other shards have
-    the same keys and another layout, and their bytes must never mix."""
+    the same keys but another layout, and their bytes must never mix."""
     mask = np.frombuffer(fingerprint, dtype=np.uint64)
     return (np.frombuffer(keys, dtype=np.uint64).reshape(-1, len(mask)) ^ mask).tobytes()
 
 
 class KeyChain:
-    """The keys of one request's blocks, grown as its tokens become known; each token is hashed
+    """The keys of one request's blocks, extended as its tokens become known. Each token is hashed
     once.
 
         tokens   |········|········|········|····      block_tokens = 8
         blocks   [ key 0  ][ key 1  ][ key 2  ] tail    len(chain) == 3, chain.num_tokens == 28
 
-    Tokens after the last full block wait in the tail. Feeding tokens in any number of pieces gives
-    the same keys as feeding them at once. `extend` changes all or nothing: after an error the chain
-    is as it was."""
+    Tokens after the last full block wait in the tail. Tokens given in several pieces give the same
+    keys as tokens given at once. `extend` changes all or nothing."""
 
     def __init__(self, root: bytes, block_tokens: int) -> None:
         _check_root(root)
@@ -131,15 +130,14 @@ class KeyChain:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens taken so far, those of the tail included."""
+        """The number of tokens so far, including the tail."""
         return len(self) * self._block_tokens + len(self._tail) // TOKEN_BYTES
 
     def extend(self, tokens: Tokens, extras: Mapping[int, bytes] | None = None) -> None:
-        """Append tokens; every block that they fill gets its key.
+        """Appends tokens; every block that they fill gets its key.
 
-        `extras` maps a block's index in the chain to the content behind its tokens (an image's
-        hash, embeddings). It may name blocks that fill up later, none that is full already. Empty
-        content differs from no content.
+        `extras` maps the index of a block that is not full yet to the content behind its tokens (an
+        image's hash, embeddings). Empty content differs from no content.
 
         Raises RequestError for anything but integers from 0 to 2**32 - 1, and for extras that come
         too late or contradict earlier ones."""
@@ -217,10 +215,10 @@ class KeyChain:
 
 
 def keys_from_engine_hashes(root: bytes, hashes: Sequence[bytes]) -> bytes:
-    """Keys, joined, for an engine that has chained block hashes of its own, bound to `root`.
+    """The joined keys for an engine with chained block hashes of its own, bound to `root`.
 
-    Sound only where the engine's hashes are chained, stable across processes and at least 128 bits:
-    the caller answers for the first two, shorter hashes are refused with RequestError."""
+    The caller makes sure that the hashes are chained and stable across processes. Hashes of less
+    than 128 bits are refused with RequestError."""
     _check_root(root)
     if not hashes:
         return b""
@@ -240,8 +238,7 @@ def keys_from_engine_hashes(root: bytes, hashes: Sequence[bytes]) -> bytes:
         )
     bound = _ENGINE.copy()
     bound.update(root)
-    # The hashes are digests already: what is left to do is to keep roots apart, and that takes no
-    # hash for each block.
+    # The hashes are digests already. To separate roots takes no further hash of each block.
     pad = bound.digest()
     if len(hashes) == 1:  # arrays would take several times as long
         return bytes(a ^ b for a, b in zip(hashes[0][:KEY_BYTES], pad, strict=True))

@@ -1,8 +1,8 @@
-"""The C kernel, where it was built: it moves and checks bytes, makes chains of keys and follows
-chains of blocks. Callers ask `available`, and have another road too.
+"""The C kernel: copies and checks bytes, hashes chains of keys and walks chains of blocks. Where it
+was not built, `available` is false and callers use numpy or Python.
 
-KVKEEP_NATIVE=0 leaves it out, which is how the other road is tested. The library is loaded with
-ctypes, so a call lets go of the GIL: two threads that copy do run at the same time."""
+KVKEEP_NATIVE=0 disables it, to test those. The library is loaded with ctypes, so a call releases the
+GIL, and two threads copy at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvkeep.errors import PoolError
 _log = logging.getLogger(__name__)
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
-# What the kernel comes in. A processor has those of its own kind; the last one of these is taken.
+# Variants of the kernel. The last one that the processor supports is used.
 INSTRUCTION_SETS = ("portable", "avx2", "avx512f", "neon")
 
 
@@ -58,7 +58,7 @@ def _load() -> ctypes.CDLL | None:
 
 _library = _load()
 available: bool = _library is not None
-# For calls that are over at once: whoever lets go of the GIL may have to wait for it afterwards.
+# For short calls: a thread that releases the GIL may have to wait for it afterwards.
 _quick = ctypes.PyDLL(_library._name, handle=_library._handle) if _library else None
 if _quick:
     _quick.kvkeep_peek.argtypes, _quick.kvkeep_peek.restype = [ctypes.c_uint64], _int64
@@ -76,15 +76,14 @@ if _quick:
 
 
 def use(instruction_set: str) -> str:
-    """Take the kernel for this instruction set, or the best one below it; says which. Not for while
-    copies run."""
+    """Selects the kernel for this instruction set, or the best one below it, and returns its name.
+    Not while copies run."""
     assert _library is not None
     return INSTRUCTION_SETS[_library.kvkeep_use(INSTRUCTION_SETS.index(instruction_set))]
 
 
 def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """A writable view of raw memory. It keeps nothing alive: the caller answers for the memory
-    behind it."""
+    """A writable view of raw memory. The caller keeps the memory alive."""
     return np.frombuffer(
         memoryview((ctypes.c_uint8 * nbytes).from_address(address)), dtype=np.uint8
     )
@@ -100,12 +99,10 @@ def move(
     sums: NDArray[np.uint64] | None,
     to_runs: bool,
 ) -> None:
-    """Copy blocks into slots, or back when `to_runs`; fills `sums` with checksums of the bytes
-    copied.
+    """Copies blocks into slots, or back with `to_runs`, and fills `sums` with their checksums.
 
-    Every array is C-contiguous with exactly the dtype named here, and every address is valid:
-    copy.py sees to it. PoolError if an address was valid and its memory is gone: some of it was
-    copied."""
+    copy.py has checked that every array is C-contiguous with exactly this dtype and every address
+    valid. PoolError if the memory of an address is gone; some blocks may have been copied."""
     assert _library is not None
     failed = _library.kvkeep_move(
         len(block_ids),
@@ -130,8 +127,7 @@ def _check(failed: int) -> None:
 
 
 def checksum(address: int, nbytes: int) -> int:
-    """The checksum of `nbytes` > 0 bytes: `checksums` of one area, without the cost of making
-    arrays."""
+    """The checksum of `nbytes` > 0 bytes, without the cost of making arrays."""
     assert _library is not None
     area, value = ctypes.c_uint64(address), ctypes.c_uint64()
     _check(_library.kvkeep_checksum(1, ctypes.byref(area), nbytes, ctypes.byref(value)))
@@ -139,8 +135,8 @@ def checksum(address: int, nbytes: int) -> int:
 
 
 def checksums(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
-    """The checksums of `nbytes` > 0 bytes at each address; the caller answers for the memory behind
-    them. PoolError as in `move`."""
+    """The checksums of `nbytes` > 0 bytes at each address, which must be valid. PoolError as in
+    `move`."""
     assert _library is not None
     sums = np.empty(len(addresses), dtype=np.uint64)
     _check(
@@ -157,8 +153,8 @@ def peek(address: int) -> int:
 
 
 def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:
-    """The keys, joined, of blocks of `width` bytes each, of which the first follows the key
-    `parent` (keys.py)."""
+    """The joined keys of blocks of `width` bytes each; the first follows the key `parent`
+    (keys.py)."""
     assert _library is not None
     count = len(blocks) // width
     keys = bytearray(count * key_bytes)
@@ -167,7 +163,7 @@ def chain(parent: bytes, blocks: bytes, width: int, key_bytes: int) -> bytes:
 
 
 class ChainWalker:
-    """Walks up chains of blocks, over the columns of a table. Knows where those begin: to ask numpy
+    """Walks up chains of blocks, over the columns of a table. Keeps their addresses: asking numpy
     costs more than a short walk."""
 
     def __init__(self, parents: NDArray[np.int32], held: NDArray[np.int32]) -> None:
@@ -179,8 +175,7 @@ class ChainWalker:
         self._use_rows(64)
 
     def climb(self, row: int, count: int) -> NDArray[np.int64]:
-        """The way up to `row`, which is its last: at most `count` rows, of which each is the parent
-        of the next."""
+        """The last `count` rows, or fewer, of the chain that ends in `row`."""
         if count > len(self._rows):
             self._use_rows(count)
         found: int = self._library.kvkeep_climb(
@@ -189,17 +184,16 @@ class ChainWalker:
         return self._rows[count - found : count].copy()
 
     def hold(self, rows: list[int]) -> int:
-        """Counts one more lease or write on each row. Returns how many rows, with all that they
-        hang on, are held that were not."""
+        """Counts one more lease or write on each row. Returns how many rows have become held,
+        ancestors included."""
         return self._change(self._library.kvkeep_hold, rows)
 
     def let_go(self, rows: list[int]) -> int:
-        """Counts one lease or write less on each row. Returns how many rows were held and are not
-        now."""
+        """Counts one lease or write less on each row. Returns how many rows are no longer held."""
         return self._change(self._library.kvkeep_let_go, rows)
 
     def not_held(self, row: int) -> int:
-        """How many rows a lease that ends in `row` would hold that are not held."""
+        """How many rows a lease that ends in `row` would newly hold."""
         found: int = self._library.kvkeep_not_held(self._parents, self._held, self._count, row)
         return found
 
@@ -215,8 +209,7 @@ class ChainWalker:
 
 
 def _at(buffer: Any) -> Any:
-    """Where it begins: for short calls, quicker than numpy's way to say it, and than an array of
-    ctypes, which makes a type for each size."""
+    """The address of a buffer, found faster than with numpy or a ctypes array."""
     return ctypes.byref(ctypes.c_char.from_buffer(buffer))
 
 

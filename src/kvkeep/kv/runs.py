@@ -6,9 +6,9 @@
     slot        [ run 0 ][ run 1 ][ run 2 ]           the runs of one block, one after the other
 
 A layer's bytes go into the slot in the order in which they lie in memory (dims by descending
-stride), because that gives the fewest and longest runs. Two engines can exchange blocks only if
-they agree on that order, so it is part of the fingerprint. Tensors are taken by their looks
-(`data_ptr`, `stride`): this module does not need torch."""
+stride), which gives the fewest and longest runs. Two engines can exchange blocks only if they agree
+on that order, so it is part of the fingerprint. Tensors are recognised by `data_ptr` and `stride`:
+this module does not import torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ MAX_RUNS = 65_536  # per block; beyond that the layout is a mistake, and copying
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's memory: everything in bytes, `dims` as (size, stride) with the block dim taken
-    out."""
+    """One layer's memory, in bytes; `dims` are (size, stride) without the block dim."""
 
     name: str
     address: int
@@ -43,8 +42,8 @@ class _Layer:
 
     @property
     def physical_order(self) -> list[int]:
-        """Dims as they lie in memory, outermost first. Those of size 1 are left out: their stride
-        means nothing."""
+        """Dims as they lie in memory, outermost first, without those of size 1, whose stride means
+        nothing."""
         wide = [d for d, (size, _) in enumerate(self.dims) if size > 1]
         return sorted(wide, key=lambda d: -self.dims[d][1])
 
@@ -70,7 +69,7 @@ class _Layer:
         ]
 
     def check(self) -> None:
-        """RequestError unless each byte of each block lies in a place of its own."""
+        """RequestError unless each byte of each block has an address of its own."""
         span = self.itemsize
         every = [*self.dims, (self.num_blocks, self.block_stride)]
         if any(size == 0 for size, _ in every):

@@ -1,8 +1,8 @@
-"""How a model's blocks are cut into shards, and the layout that follows from it.
+"""How a model's blocks are cut into shards.
 
-The identity says what the numbers of a block mean and is in every key. The cut says which of them
-each shard holds and in which order: it is in the fingerprint of the layout, which is part of every
-block's address at the server."""
+The identity says what the numbers of a block mean and is part of every key. The cut says which of
+them each shard holds, in which order: it is part of the layout's fingerprint, and so of every
+block's address on the server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ DIGEST_CHARS = 12
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A model's blocks. `shard_bytes[r]` is what KV rank r holds of each block; where a rank's part
-    comes in several pieces, because its engine keeps layers of several kinds apart, `shard_bytes[r
-    * pieces + p]` is piece p of it. `cut` describes how shards divide a block: ranks, heads or
-    layers of each, order in memory."""
+    """A model's blocks. `shard_bytes[r]` is what KV rank r holds of each block. If a rank's part has
+    several pieces, because its engine separates kinds of layers, `shard_bytes[r * pieces + p]` is
+    piece p. `cut` describes how shards divide a block: ranks, heads or layers, order in memory."""
 
     identity: ModelIdentity
     shard_bytes: tuple[int, ...]
@@ -30,7 +29,7 @@ class BlockShape:
     cut: str = "whole blocks"
 
     def __post_init__(self) -> None:
-        try:  # numpy's integers too; what is sent must be plain ones
+        try:  # accepts numpy's integers; plain ones are sent
             object.__setattr__(self, "shard_bytes", tuple(map(index, self.shard_bytes)))
         except TypeError as error:
             raise RequestError("bad_shards", f"shard_bytes: {error}", field="shard_bytes") from None
@@ -52,7 +51,7 @@ class BlockShape:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Everything that has to be equal for two engines to share blocks, by name, as text."""
+        """Everything that must be equal for two engines to share blocks, as text by name."""
         sizes = ",".join(map(str, self.shard_bytes))
         return self.identity.parts | {
             "cut": self.cut,
@@ -62,12 +61,11 @@ class BlockShape:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Equal exactly where blocks can be exchanged. Not a key: no tenant is in it."""
+        """Equal exactly if blocks can be exchanged. Not a key: it contains no tenant."""
         cut = f"block shape {self.pieces} {','.join(map(str, self.shard_bytes))} {self.cut}"
         return root_key(self.identity, None, extra=cut.encode())
 
     @property
     def digest(self) -> str:
-        """The fingerprint in short, for logs and `kvkeep status`: engines that show the same one
-        share."""
+        """A short fingerprint for logs and `kvkeep status`: equal for engines that share blocks."""
         return self.fingerprint.hex()[:DIGEST_CHARS]

@@ -1,18 +1,17 @@
-"""What a server that is gone has left in its columns, taken over by the next one: what can be
-proven, and nothing else.
+"""Takes over the blocks that a previous server left in its columns: those that can be verified.
 
-    READY, its seal matches, its parents are adopted too    adopted: a lookup finds it as before
-    leased when the old server ended                        adopted, and held as long as an old process lives
-    READY, and a shard that it lacks may be on its way      adopted; nobody else gets that shard's place so long
-    being written, waiting, evicting, or not to be proven   dropped; its slot is held as long as an old process lives
-    all slots that no row names                             free
+    READY, seal matches, parents adopted   adopted: a lookup finds it as before
+    leased when the old server ended       adopted, and held while an old process lives
+    READY, a shard may still be written    adopted; no other writer gets that shard meanwhile
+    in any other state, or not verified    dropped; its slot is held while an old process lives
+    slots that no row names                free
 
-Processes of the old server's sessions may still be alive, paused in the middle of a copy. What they
-may touch is held by a session in their name (OLD_SESSIONS) until the last of them is gone: kept out
-of eviction, and never handed out.
+Processes of the old server's sessions may still live, paused in the middle of a copy. The session
+OLD_SESSIONS holds what they may touch until the last of them ends: it is neither evicted nor handed
+out.
 
-Whatever bytes the columns hold, this neither raises nor hangs. Cut off at any point it can be done
-again: a row is free, or held, before anything else can have its slot."""
+Whatever bytes the columns hold, adoption neither raises nor hangs. It can be interrupted at any
+point and repeated: a row is free or held before anything else gets its slot."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _WORDS_AT_A_TIME = 1 << 19  # of seals that are computed at once: the temporarie
 
 @dataclass(frozen=True)
 class Adoption:
-    """What came of it. `rows` are those of the adopted blocks, `held` counts slots kept for old
+    """The result. `rows` are those of the adopted blocks, `held` counts slots kept for old
     processes."""
 
     blocks: int = 0
@@ -50,12 +49,11 @@ class Adoption:
 
 
 def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption:
-    """Takes over what the store's columns hold, for a pool of which the first `slabs` slabs are
-    there as they were.
+    """Adopts what the columns of a new, unused store hold, for a pool whose first `slabs` slabs are
+    unchanged.
 
-    The store is new: nothing was asked of it yet. If old processes live and it cannot be told which
-    memory they may touch, that is a `contradiction`: the store is of no use then, and only other
-    memory is safe to hand out."""
+    If old processes live and the columns do not tell which memory they may touch, the result is a
+    `contradiction`: the store is of no use then, and only other memory is safe."""
     found = _Found(store, slabs)
     adopted = found.provable()
     dropped = found.live[~np.isin(found.live, adopted, assume_unique=True)]
@@ -65,10 +63,9 @@ def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption
             return Adoption(contradiction=True)
         held = _one_a_slot(store.blocks.table, dropped)
     many = store.blocks.table.many
-    # A lease pins the last block of a chain. If that cannot be proven, nobody can tell what else is
-    # being read.
+    # A lease pins the last block of a chain. If that is not verified, any block may be leased.
     pinned = (many.pins[adopted] > 0) | (many.state[dropped] == READY).any()
-    # A lease on what is dropped now covers what that hung on, too: only its child kept it in place.
+    # A lease on a dropped block also covers its parent, which only the dropped child protected.
     pinned |= np.isin(adopted, many.parent[dropped])
     leased = adopted[pinned] if old_sessions else held[:0]
     _settle(store, adopted, held, leased)
@@ -82,7 +79,7 @@ def adopt(store: Store, slabs: int, old_sessions: bool, now_ms: int) -> Adoption
 
 
 class _Found:
-    """The rows that were not free, and what can be said about each."""
+    """The rows that were not free, and what is known of each."""
 
     def __init__(self, store: Store, slabs: int) -> None:
         self._store = store
@@ -101,12 +98,11 @@ class _Found:
         self._mixed = self._is_mixed(slabs)
 
     def all_placed(self) -> bool:
-        """Whether it is known of every row which memory is its own, and the slots of a slab have
-        one size."""
+        """Whether the memory of every row is known, and all slots of a slab have one size."""
         return bool(self._placed.all() and not self._mixed.any())
 
     def provable(self) -> Rows:
-        """The rows of blocks that are what they were, with all that they hang on."""
+        """The rows of verified blocks whose ancestors are verified too."""
         many, live = self._table.many, self.live
         good = self._placed & (many.state[live] == READY) & ~self._mixed
         good &= _once(many.slot[live], self._placed)
@@ -118,8 +114,7 @@ class _Found:
         return self._with_all_above(good)
 
     def _has_place(self, slabs: int) -> Mask:
-        """Whether tenant and layout are known, and the slot is one of that size in a slab that is
-        there."""
+        """Whether tenant and layout are known, and the slot is valid for that layout."""
         many, live, slab_bytes = self._table.many, self.live, self._store.slabs.slab_bytes
         known = np.isin(many.tenant[live], list(self._names))
         slot, size = many.slot[live], np.maximum(self._slot_bytes, 1)
@@ -134,7 +129,7 @@ class _Found:
         return inside
 
     def _is_mixed(self, slabs: int) -> Mask:
-        """Rows in slabs of which others say that their slots have another size."""
+        """Rows in slabs where other rows have another slot size."""
         slab = np.where(
             self._placed, self._table.many.slot[self.live] // self._store.slabs.slab_bytes, slabs
         )
@@ -148,8 +143,7 @@ class _Found:
         return self._placed & mixed
 
     def _check_seals(self, good: Mask) -> None:
-        """Takes those out whose seal does not match, or that have a shard without checksum: nothing
-        proves it."""
+        """Removes rows whose seal does not match, or with a shard without a checksum."""
         many = self._table.many
         words = np.zeros(max(self._names, default=-1) + 1, dtype=np.uint64)  # by tenant number
         for number, name in self._names.items():
@@ -171,17 +165,17 @@ class _Found:
                 good[some[~proven]] = False
 
     def _names_of_blocks(self) -> NDArray[np.uint64]:
-        """Tenant and key of each row, as 64 bits: two that are equal by accident are both dropped,
-        once in ages."""
+        """Tenant and key of each row, hashed to 64 bits. Two rows with the same hash are both
+        dropped."""
         names = np.empty((len(self.live), WORDS_A_KEY + 1), dtype=np.uint64)
         names[:, :WORDS_A_KEY] = self._table.keys.words[self.live]
         names[:, WORDS_A_KEY] = self._table.many.tenant[self.live]
         return fold(names)
 
     def _with_all_above(self, good: Mask) -> Rows:
-        """Those that are good and hang on good ones of the same tenant and layout only, up to a
-        root. Every round doubles how far up a row looks; who has not found a root when all could be
-        passed hangs on itself."""
+        """The good rows whose ancestors, up to a root, are good and of the same tenant and layout.
+        Every round doubles how far up a row looks; a row that has found no root after all rounds is
+        its own ancestor."""
         many = self._table.many
         sound = np.zeros(len(many.state) + 1, dtype=np.bool_)  # one more, which NO_ROW finds
         sound[self.live[good]] = True
@@ -203,14 +197,14 @@ class _Found:
 
 
 def _split(items: Rows, by: NDArray[Any]) -> list[tuple[int, Rows]]:
-    """The items in groups that have the same number, each with that number."""
+    """Groups the items by number; returns each number with its items."""
     order = np.argsort(by, kind="stable")
     pieces = np.split(order, np.flatnonzero(np.diff(by[order])) + 1) if len(items) else []
     return [(int(by[piece[0]]), items[piece]) for piece in pieces]
 
 
 def _once(values: NDArray[Any], among: Mask) -> Mask:
-    """Where a value is the only one of its kind among those."""
+    """Marks values that occur once among those selected."""
     _, which, count = np.unique(values[among], return_inverse=True, return_counts=True)
     once = np.zeros(len(values), dtype=np.bool_)
     once[among] = count[which.reshape(-1)] == 1
@@ -218,16 +212,16 @@ def _once(values: NDArray[Any], among: Mask) -> Mask:
 
 
 def _one_a_slot(table: BlockTable, rows: Rows) -> Rows:
-    """One row for each slot that these name."""
+    """One row for each slot that the rows name."""
     _, first = np.unique(table.many.slot[rows], return_index=True)
     return np.sort(rows[first])
 
 
 def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
-    """Leaves in the columns what the store is to begin with, in an order that may be cut off
+    """Writes the columns that the store begins with, in an order that may be interrupted
     anywhere."""
     table, many = store.blocks.table, store.blocks.table.many
-    # first: what told us so is gone with the next lines
+    # first, because the next lines overwrite what these follow from
     many.pins[leased] = np.maximum(many.pins[leased], 1)
     many.pins[held] = 1
     many.parent[held] = NO_ROW
@@ -238,7 +232,7 @@ def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
     many.pins[adopted] = pins
     uses, ranks = np.unique(many.used[adopted], return_inverse=True)
     was_last = many.finished[adopted] == many.used[adopted]
-    # counted anew: no number that a row may hold can do harm
+    # counted anew, so that no number in a row can do harm
     many.used[adopted] = ranks.reshape(-1) + 1
     many.finished[adopted] = np.where(was_last, ranks.reshape(-1) + 1, 0)
     store.blocks.sequence = len(uses)
@@ -249,7 +243,7 @@ def _settle(store: Store, adopted: Rows, held: Rows, leased: Rows) -> None:
 
 
 def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -> None:
-    """Makes all that follows from the columns: numbers, trees, indices, slots, usage, order."""
+    """Builds everything derived from the columns: trees, indices, slots, usage, eviction order."""
     table, many = store.blocks.table, store.blocks.table.many
     rows = np.sort(np.concatenate([adopted, held]))
     link_all(table, rows)
@@ -258,7 +252,7 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
     for number, of_tenant in sorted(
         _split(rows, many.tenant[rows]), key=lambda item: int(many.used[item[1]].max())
     ):
-        # the one that was used longest ago first: so they may make way
+        # least recently used tenant first: the order in which they may be replaced
         tenant = store.tenants.by_number[number]
         indexed = of_tenant[many.state[of_tenant] == READY]
         tenant.index.put(split_keys(table.keys.words[indexed].tobytes()), indexed.tolist())
@@ -285,9 +279,8 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
 
 
 def _hold_lacking(store: Store) -> None:
-    """Whoever holds a block that lacks a shard may be writing that shard: to the store it is a
-    write of the old sessions', so that no second writer gets the place. Readers never look
-    there."""
+    """Registers a write of the old sessions for each missing shard of a block that they hold: an
+    old process may be writing it, so no second writer may get its place."""
     many, old = store.blocks.table.many, store.sessions.get(OLD_SESSIONS)
     rows = _held_by_old_sessions(store)
     rows = rows[many.state[rows] == READY]
@@ -308,8 +301,7 @@ def _held_by_old_sessions(store: Store) -> Rows:
 
 
 def _rebuild_checks(store: Store, layout: Layout, rows: Rows) -> None:
-    """Rows of checksums that adopted blocks have stay theirs. A held block needs none that says
-    anything, only one that is nobody else's."""
+    """Keeps the rows of checksums of adopted blocks, and gives each held block a row of its own."""
     many = store.blocks.table.many
     ready = many.state[rows] == READY
     check = many.check[rows[ready]].astype(np.int64)

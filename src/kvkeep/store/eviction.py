@@ -1,19 +1,18 @@
-"""Making room: which blocks make way for a tenant that stores, and never more of them than it
-needs.
+"""Makes room for a tenant that stores, by evicting no more blocks than it needs.
 
-Who gives way, in a full pool:
+Whose blocks are evicted from a full pool, if with the new blocks the storing tenant
 
-    the tenant stays within its own quota     the oldest among those that borrow, then among those whose quota is only
-                                              the default one, then the tenant's own
-    it stays within the default quota         the oldest among those that borrow, then the tenant's own
-    the tenant has a quota and exceeds it     its own
-    the tenant has no quota                   the oldest among those that borrow (it is one of them)
-    the tenant would exceed its limit         its own, before anything else; what then does not fit is refused
+    stays within its own quota      the oldest of borrowers, then of tenants with the default
+                                    quota, then its own
+    stays within the default quota  the oldest of borrowers, then its own
+    exceeds its quota               its own
+    has no quota                    the oldest of borrowers (it is one of them)
+    exceeds its limit               its own, first of all; what does not fit then is refused
 
-so that nobody's flood takes memory from a tenant that is within its own quota. If no block of the
-same size can go, the coldest slab of another size is emptied and changes its size. Failing that, a
-tenant within its own quota empties a slab that is nearly empty, whoever has the few blocks in it:
-else one small block in each slab would keep them all."""
+So no tenant can take memory from one that is within its own quota. If no block of the same size can
+be evicted, the coldest slab of another size is emptied and changes its size. Failing that, a tenant
+within its own quota may empty a nearly empty slab of any tenants: otherwise one small block in each
+slab would keep the whole pool."""
 
 from __future__ import annotations
 
@@ -30,24 +29,24 @@ from kvkeep.store.table import EVICTING, NO_ROW
 from kvkeep.store.tenants import COMMONS, Tenant
 from kvkeep.store.tree import latest_below, subtree
 
-# With more borrowers than this, the oldest is looked for among so many at a time, in turn: a bound
-# on the work for one block, and with that many tenants the oldest of a sample is old enough.
+# A search compares so many borrowers at a time, in turn. This bounds the work for one block; with
+# more borrowers, the oldest block of a sample is old enough.
 _BORROWERS_LOOKED_AT = 16
-_LOOKS_A_SEARCH = 16  # looking at so many tenants counts as one more search
+_LOOKS_A_SEARCH = 16  # comparing so many tenants counts as one more search
 _OLD_SLABS_LOOKED_AT = 8
 _SLABS_LOOKED_AT = 16
-# how many rows an eviction may cost to scan: sizes are compared that much more rarely
+# rows that may be scanned for one eviction; bounds how often sizes are compared
 _ROWS_PER_EVICTION = 64
-_NEARLY_EMPTY = 8  # a slab of which less than one part in so many is used
+_NEARLY_EMPTY = 8  # a slab is nearly empty if less than an eighth of it is used
 _SEARCHES_A_MOVE = 64
 _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass
 class _Budget:
-    """What one request may cost, so that it never holds up all others for long."""
+    """What one request may cost, so that others do not wait for long."""
 
-    searches: int = 96  # for a victim, which goes alone or with much of its chain: two milliseconds
+    searches: int = 96  # for a victim, which is evicted alone or with its chain: two milliseconds
     blocks: int = 512  # evicted, alone or with their chain
     slab_moves: int = 8
     moved_blocks: int = 2048  # evicted to empty slabs; the last slab may exceed it
@@ -69,11 +68,10 @@ class Eviction:
         self._evicted_since_look: dict[int, int] = {}
 
     def make_room(self, tenant: Tenant, layout: Layout, wanted: int, now_ms: int) -> int:
-        """Makes room for up to `wanted` blocks; returns for how many there is room now.
+        """Makes room for up to `wanted` blocks. Returns for how many there is room now.
 
-        Blocks that must stay (the chain that the new blocks hang on) are pinned by the caller.
-        There may be less room than could be made: one request evicts and moves only so much
-        (`_Budget`), and the next one goes on from there."""
+        The caller has pinned what must stay: the parent of the new blocks. A request evicts no
+        more than its `_Budget` allows; the next one continues."""
         self._budget = _Budget()
         slabs, slot_bytes = self._blocks.slabs, layout.slot_bytes
         self._blocks.order.note_expired(now_ms)
@@ -106,12 +104,12 @@ class Eviction:
         return min(wanted, available)
 
     def shrink_to_limit(self, tenant: Tenant, now_ms: int, most: int) -> bool:
-        """Takes blocks of a tenant that is over its limit out of use, up to `most` at a time. True
-        when it is done.
+        """Takes blocks of a tenant that is over its limit out of use, up to `most` at a time.
+        Returns whether it is done.
 
-        Evicts as long as there is something to evict. If what is left in the index is still too
-        much, somebody reads or writes below every block of it: all of them leave the index at once.
-        Their memory is free, and no longer counts, when the last lease or write on them ends."""
+        Evicts what can be evicted. If the index still has too much, all of it has leased or
+        written descendants: then all of it leaves the index at once, and its memory is freed when
+        the last lease or write ends."""
         order, before = self._blocks.order, self.evictions
         order.note_expired(now_ms)
         while tenant.is_over_limit:
@@ -134,9 +132,8 @@ class Eviction:
         return True
 
     def _within_limit(self, tenant: Tenant, slot_bytes: int, wanted: int, now_ms: int) -> int:
-        """Evicts the tenant's own blocks, of whatever size, until up to `wanted` more are within
-        its limit; returns how many are. None while the tenant is over its limit: what is too many
-        then is on its way out."""
+        """Evicts the tenant's own blocks, of any size, until `wanted` more are within its limit.
+        Returns how many are: 0 while the tenant is over its limit."""
         limit_bytes = tenant.limit_bytes
         if limit_bytes is None:
             return wanted
@@ -160,14 +157,12 @@ class Eviction:
         return min(wanted, (limit_bytes - tenant.usage_bytes) // slot_bytes)
 
     def _evict_excess(self, row: int, excess_bytes: int, now_ms: int, most: int = _NEVER) -> None:
-        """Evicts a leaf and, up to that many bytes, those of its ancestors that are next in line
-        anyway."""
+        """Evicts a leaf and, up to that many bytes, the ancestors that would be next in line."""
         nbytes = self._blocks.layouts[self._blocks.table.layout[row]].slot_bytes
         self.evictions += self._blocks.evict(row, now_ms, min(most, -(-excess_bytes // nbytes)))
 
     def _limit(self, tenant: Tenant, row: int, slot_bytes: int, available: int, wanted: int) -> int:
-        """How many blocks of one chain may go before whoever gives way has to be looked for
-        again."""
+        """How many blocks of one chain may be evicted before the next search for a victim."""
         loser = self._blocks.tenants.by_number[self._blocks.table.tenant[row]]
         limit = wanted - available
         if loser is not tenant:
@@ -206,12 +201,12 @@ class Eviction:
         now_ms: int,
         gives: Callable[[Tenant], bool],
     ) -> int:
-        """The oldest evictable block of those tenants that give, and `best`."""
+        """The oldest evictable block of the tenants that give, and of `best`."""
         order, rank = self._blocks.order, self._blocks.table.queued
         looked_at = list(islice(tenants, _BORROWERS_LOOKED_AT))
         self._budget.searches -= len(looked_at) // _LOOKS_A_SEARCH
         if len(tenants) > _BORROWERS_LOOKED_AT:
-            for tenant in looked_at:  # to the end of the line
+            for tenant in looked_at:  # moves them to the end
                 del tenants[tenant]
                 tenants[tenant] = None
         for tenant in looked_at:
@@ -222,8 +217,8 @@ class Eviction:
         return best
 
     def _time_to_compare_sizes(self, slot_bytes: int) -> bool:
-        """Once for every slab's worth of evictions, or less often when there is much to scan: what
-        an eviction costs must not grow with the pool."""
+        """Once for every slab's worth of evictions, or less often in a large pool, so that the cost
+        of an eviction does not grow with the pool."""
         every = max(
             self._blocks.slabs.per_slab(slot_bytes), len(self._blocks.table) // _ROWS_PER_EVICTION
         )
@@ -235,9 +230,9 @@ class Eviction:
     def _empty_a_slab(
         self, tenant: Tenant, slot_bytes: int, more: int, victim: int, now_ms: int
     ) -> bool:
-        """Evicts everything in a cold slab of another size, with what hangs on it, if that is
-        better than to evict `victim`: because all of it is colder, because others borrow what is
-        this tenant's by right while the victim is its own, or because there is no victim."""
+        """Evicts everything in a cold slab of another size, with all descendants, if that is better
+        than to evict `victim`: because all of it is colder, because the victim is the tenant's own
+        while others borrow memory that it is entitled to, or because there is no victim."""
         blocks, table = self._blocks, self._blocks.table
         sizes = set(blocks.slabs.slabs_of_other_sizes(slot_bytes).values())
         leaves = [
@@ -273,9 +268,9 @@ class Eviction:
     def _old_slab(
         self, oldest: int, tenant: Tenant, more: int, colder_than: int, spare_own: bool
     ) -> list[int] | None:
-        """All that must go to empty one of the slabs that hold the oldest leaves, children first.
-        None if all of those hold something that must stay or is not old. Mostly one can go, and
-        then nothing else needs to be looked at."""
+        """The blocks to evict, children first, to empty one of the slabs with the oldest leaves.
+        None if each of them holds a block that must stay or is not old. This is nearly always
+        enough, and looks at few blocks."""
         table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
         old = min(colder_than, (table.used[oldest] + self._blocks.sequence) // 2 + 1)
         slabs = dict.fromkeys(
@@ -292,8 +287,8 @@ class Eviction:
         return None
 
     def _nearly_empty_slab(self, tenant: Tenant, slot_bytes: int) -> list[int] | None:
-        """The same for the emptiest slab, if with all that hangs on its blocks hardly any memory
-        goes, and nothing of this tenant. Looks at every block there is."""
+        """The same for the emptiest slab, if that evicts hardly any memory and nothing of this
+        tenant. Looks at every block."""
         self._budget.scans -= 1
         table, slabs = self._blocks.table, self._blocks.slabs
         rows = table.live_rows()
@@ -311,8 +306,8 @@ class Eviction:
         return None
 
     def _is_idle(self, rows: list[int], older_than: int, without: Tenant | None) -> bool:
-        """Whether nobody reads or writes these blocks, or has used them lately, and none is of that
-        tenant."""
+        """Whether these blocks have no leases and writes, were not used lately, and none is of the
+        tenant `without`."""
         many = self._blocks.table.many
         busy = (
             (many.held[rows] > 0) | (many.state[rows] == EVICTING) | (many.used[rows] >= older_than)
@@ -324,8 +319,7 @@ class Eviction:
     def _coldest_slab(
         self, tenant: Tenant, slot_bytes: int, more: int, spare_own: bool
     ) -> list[int] | None:
-        """The same for the coldest slab that can be emptied at all. Looks at every block there
-        is."""
+        """The same for the coldest slab that can be emptied. Looks at every block."""
         self._budget.scans -= 1
         table, slab_bytes = self._blocks.table, self._blocks.slabs.slab_bytes
         rows = table.live_rows()
@@ -350,8 +344,7 @@ class Eviction:
     def _last_use(
         self, rows: NDArray[np.int64], tenant: Tenant, more: int, spare_own: bool
     ) -> NDArray[np.int64]:
-        """When each row or anything below it was last used; _NEVER in the past for what must
-        stay."""
+        """When each row or one of its descendants was last used; _NEVER for what must stay."""
         table, many = self._blocks.table, self._blocks.table.many
         takes_from_others = tenant.quota_bytes is None or tenant.entitled_to(more)
         owners = many.tenant[rows]
@@ -367,15 +360,15 @@ class Eviction:
         return latest_below(table, rows, np.where(stays, _NEVER, many.used[rows]))
 
     def _hanging_on(self, rows: NDArray[np.int64], slabs: int) -> NDArray[np.int64]:
-        """For each slab how many blocks in others are children of its own. A chain that fills
-        several slabs has one last use: its tail, on which nothing hangs, goes first."""
+        """For each slab, how many blocks in other slabs are children of its blocks. Of a chain that
+        fills several slabs, the slab with its tail is emptied first."""
         many, slab_bytes = self._blocks.table.many, self._blocks.slabs.slab_bytes
         rows = rows[many.parent[rows] != NO_ROW]
         slab_above = many.slot[many.parent[rows]] // slab_bytes
         return np.bincount(slab_above[slab_above != many.slot[rows] // slab_bytes], minlength=slabs)
 
     def _with_descendants(self, rows: list[int]) -> list[int]:
-        """The rows and all below them, each once, children before their parents."""
+        """The rows and all descendants, each once, children before their parents."""
         table, seen, found = self._blocks.table, set[int](), list[int]()
         for root in rows:
             if root not in seen:
@@ -385,8 +378,8 @@ class Eviction:
         return found
 
     def _may_go(self, rows: list[int], tenant: Tenant, more: int) -> bool:
-        """Whether the owners of these blocks may lose them to this tenant. Nobody reads or writes
-        them."""
+        """Whether the owners of these blocks may lose them to this tenant. The blocks have no
+        leases or writes."""
         table, tenants = self._blocks.table, self._blocks.tenants
         assert not table.many.pins[rows].any()
         losses: dict[int, int] = {}

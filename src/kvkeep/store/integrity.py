@@ -1,5 +1,4 @@
-"""Everything that must hold between two operations, checked by brute force. For tests, chaos runs
-and idle moments."""
+"""Checks by brute force what must hold between two operations. For tests and chaos runs."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from kvkeep.store.tree import children
 
 
 def check_integrity(store: Store) -> None:
-    """Raises AssertionError if the store contradicts itself. A failure here is a bug of ours, never
-    a user's."""
+    """Raises AssertionError if the store contradicts itself: a bug of ours, never a user's."""
     _check_index(store)
     _check_tree(store)
     _check_usage_and_slots(store)
@@ -92,8 +90,7 @@ def _check_usage_and_slots(store: Store) -> None:
 
 
 def _check_holdings(store: Store) -> None:
-    """Pins are exactly the leases and writes that sessions hold; incomplete blocks are exactly the
-    WRITING ones."""
+    """Pins are exactly the leases and writes of sessions; exactly WRITING blocks are incomplete."""
     table = store.blocks.table
     pins: dict[int, int] = {}
     writers: dict[int, int] = {}
@@ -122,7 +119,7 @@ def _check_holdings(store: Store) -> None:
 
 
 def _check_held(store: Store, pins: dict[int, int]) -> None:
-    """What somebody reads or writes is counted as held, with all that it hangs on, and for whom."""
+    """Blocks with leases or writes, and their ancestors, are counted as held."""
     table, held = store.blocks.table, dict[int, int]()
     of_tenant: dict[int, int] = {}
     of_layout: dict[int, int] = {}

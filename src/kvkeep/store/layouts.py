@@ -33,8 +33,7 @@ def _aligned(nbytes: int, to: int) -> int:
 
 @dataclass(eq=False)
 class Layout:
-    """One way of cutting blocks. `checks` holds the checksums of its blocks, a row a block, a
-    column a shard."""
+    """One way of cutting blocks. `checks` holds the checksums: a row a block, a column a shard."""
 
     number: int
     fingerprint: bytes
@@ -44,14 +43,14 @@ class Layout:
     shard_offsets: tuple[int, ...] = field(init=False)
     slot_bytes: int = field(init=False)
     blocks: int = 0
-    held_blocks: int = 0  # that somebody reads or writes, with those that they hang on
+    held_blocks: int = 0  # with leases or writes, and their ancestors
     used: int = 0  # when a block was last used
     sessions: set[int] = field(default_factory=set)
     # shard -> digest of how its tensors lie in memory
     physical: dict[int, bytes] = field(default_factory=dict)
     word: int = field(init=False)  # stands for the layout in seals
     checks: NDArray[np.uint64] = field(init=False)
-    # some block was stored without one of its shards, and may be given it later
+    # whether some block was stored without one of its shards, which may be stored later
     lacking: bool = False
     _free_checks: array[int] = field(default_factory=lambda: array("q"))  # freed in one go
     _next_check: int = 0
@@ -71,9 +70,9 @@ class Layout:
         return len(self.shard_bytes)
 
     def agree(self, shard: int, physical: bytes) -> bool:
-        """Takes the word of the first worker of a shard for how its bytes are ordered; whoever
-        orders them otherwise is refused. Such a worker would read what the other stored, checksums
-        and all, and mean something else. Returns whether it was the first."""
+        """Records how the first worker of a shard orders its bytes, and refuses workers that order
+        them differently: they would read the others' blocks, checksums and all, and mean something
+        else. Returns whether this worker was the first."""
         if not 0 <= shard < self.shards:
             raise RequestError("bad_shard", f"shard {shard} of {self.shards}", field="shard")
         first, digest = shard not in self.physical, blake2b(physical, digest_size=16).digest()
@@ -108,7 +107,7 @@ class Layout:
         self._free_checks.extend(rows)
 
     def take_over_checks(self, rows: NDArray[np.int64]) -> None:
-        """Exactly these rows of `checks` are in use, each by one block."""
+        """Marks exactly these rows of `checks` as used, each by one block."""
         self._next_check = int(rows.max()) + 1 if len(rows) else 0
         free = np.ones(self._next_check, dtype=np.bool_)
         free[rows] = False
@@ -121,9 +120,9 @@ class Layout:
 
 
 class Layouts:
-    """The layouts in use. When the limit is reached one makes way that no session has open: if all
-    of those have blocks, the least recently used one loses them, by and by: `leaving` has those,
-    with the next row of the table to look at for blocks of theirs."""
+    """The layouts in use. At the limit, a new layout replaces one that no session has open: one
+    without blocks, or the least recently used one, whose blocks are then dropped in pieces.
+    `leaving` maps replaced layouts to the next row of the table to examine."""
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class Layouts:
         return layout
 
     def open(self, session: int, fingerprint: bytes, shard_bytes: tuple[int, ...]) -> Layout:
-        """Finds or makes the layout, and notes that the session uses it."""
+        """Finds or adds the layout, and notes that the session uses it."""
         known = self._by_fingerprint.get(fingerprint)
         if known is not None:
             if known.shard_bytes != shard_bytes:
@@ -186,8 +185,7 @@ class Layouts:
                 hint="start the server with a larger --slab-size, or use fewer tokens a block",
             )
         self._make_way()
-        # Of a layout whose record was damaged the checksums may be left: they are nobody's, and
-        # rows begin with zeros.
+        # Drops checksums that a layout with a damaged record may have left: rows begin with zeros.
         self._columns.drop(f"checks-{self._next}")
         layout = Layout(self._next, fingerprint, shard_bytes, self._columns, self._pool_bytes)
         self._records.put(layout.number, fingerprint, shard_bytes)
@@ -197,13 +195,13 @@ class Layouts:
         return layout
 
     def agree(self, layout: Layout, shard: int, physical: bytes) -> None:
-        """`Layout.agree`, and the word is kept."""
+        """`Layout.agree`, kept for the next server."""
         if layout.agree(shard, physical):
             self._records.put_physical(layout.number, shard, layout.physical[shard])
 
     def take_over(self) -> list[Layout]:
-        """The layouts that an earlier store has left, as far as they can be read. Before any was
-        opened."""
+        """Adds the layouts that an earlier store left, as far as they can be read. Before any other
+        is opened."""
         for found in self._records.find_all():
             smallest = sum(_aligned(nbytes, _SHARD_ALIGN) for nbytes in found.shard_bytes)
             if smallest > self.largest_slot_bytes or found.fingerprint in self._by_fingerprint:

@@ -16,8 +16,8 @@ _TENANTS_SHRUNK_A_TURN = 64
 
 
 def clear(store: Store, tenant: str | None = None) -> int:
-    """Takes all blocks of one tenant, or of all, out of use: from now on no lookup finds them.
-    Returns how many. Their memory comes back by and by: `Store.tidy`."""
+    """Takes all blocks of one tenant, or of all tenants, out of use. Returns how many. `Store.tidy`
+    frees their memory."""
     return clear_all(
         store,
         [each.name for each in store.tenants] if tenant is None else [_known(store, tenant).name],
@@ -25,7 +25,7 @@ def clear(store: Store, tenant: str | None = None) -> int:
 
 
 def clear_all(store: Store, tenants: Iterable[str]) -> int:
-    """The same for some tenants, known or not."""
+    """Clears some tenants, known or not."""
     owners = [owner for tenant in tenants if (owner := store.tenants.get(tenant))]
     cleared = sum(store.blocks.clear(owner) for owner in owners)
     store.blocks.sweep()
@@ -33,9 +33,8 @@ def clear_all(store: Store, tenants: Iterable[str]) -> int:
 
 
 def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
-    """Raises what `set_quota` would raise: for a quota that does not fit the pool or exceeds the
-    tenant's limit, or a tenant that the store does not know. Changes nothing. Lowering a quota is
-    never refused."""
+    """Raises what `set_quota` would raise, and changes nothing: for a quota that does not fit the
+    pool or exceeds the tenant's limit, or for an unknown tenant. Lowering is never refused."""
     if quota_bytes is None:
         _known(store, tenant)
         return
@@ -62,8 +61,7 @@ def check_quota(store: Store, tenant: str, quota_bytes: int | None) -> None:
 
 
 def set_quota(store: Store, tenant: str, quota_bytes: int | None, now_ms: int) -> None:
-    """Promises a tenant memory, or with None puts it back to the default. All own quotas together
-    fit the pool."""
+    """Sets a tenant's own quota; None: the default again. All own quotas together fit the pool."""
     check_quota(store, tenant, quota_bytes)
     _set_quota(store, tenant, quota_bytes)
     _begin(store, now_ms)
@@ -77,9 +75,9 @@ def restore(
     default_limit_bytes: int | None,
     now_ms: int,
 ) -> None:
-    """Puts in force at a start what was set before, perhaps for a larger pool. Nothing is refused
-    for its size: own quotas that exceed the pool together are scaled down by one factor until they
-    fit again, a default quota is at most the pool, and limits lower the quotas that exceed them."""
+    """Puts settings of an earlier run in force, perhaps in a smaller pool. Nothing is refused for
+    its size: own quotas that exceed the pool together are scaled down by one factor, a default
+    quota is at most the pool, and limits lower quotas that exceed them."""
     store.tenants.set_default_quota(default_quota_bytes)
     store.tenants.set_default_limit(default_limit_bytes)
     for name, quota_bytes in quotas.items():
@@ -91,8 +89,8 @@ def restore(
 
 
 def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
-    """Raises what `set_limit` would raise: for a limit out of range or below the tenant's own
-    quota, or a tenant that the store does not know. Changes nothing."""
+    """Raises what `set_limit` would raise, and changes nothing: for a limit out of range or below
+    the tenant's own quota, or for an unknown tenant."""
     if limit_bytes is None:
         _known(store, tenant)
     _check_limit_range(limit_bytes, "limit_bytes")
@@ -110,13 +108,11 @@ def check_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
 
 
 def set_limit(store: Store, tenant: str, limit_bytes: int | None, now_ms: int) -> None:
-    """Lets a tenant use so much at most, 0: nothing, or with None puts it back to the default
-    limit.
+    """Sets the most that a tenant may use; 0: nothing; None: the default limit again.
 
-    Where the tenant uses more, its blocks go, least recently used leaves first: the first now, and
-    the rest by `Store.tidy`. Blocks that somebody reads or writes can no longer be looked up, but
-    count until the last lease or write on them ends. Until the tenant is within its limit nothing
-    of it is stored."""
+    If the tenant uses more, its blocks are evicted, least recently used leaves first, now and by
+    `Store.tidy`. Blocks with leases or writes leave the index and count until the last one ends.
+    Until the tenant is within its limit, nothing of it is stored."""
     check_limit(store, tenant, limit_bytes)
     _set_limit(store, tenant, limit_bytes)
     _begin(store, now_ms)
@@ -140,8 +136,7 @@ def check_default_limit(store: Store, limit_bytes: int | None) -> None:
 
 
 def set_default_limit(store: Store, limit_bytes: int | None, now_ms: int) -> None:
-    """Changes the limit of every tenant that has none of its own, with what follows from
-    `set_limit`."""
+    """Changes the limit of every tenant without one of its own, with the effects of `set_limit`."""
     check_default_limit(store, limit_bytes)
     store.tenants.set_default_limit(limit_bytes)
     _begin(store, now_ms)
@@ -159,8 +154,7 @@ def check_default_quota(store: Store, quota_bytes: int | None) -> None:
 
 
 def set_default_quota(store: Store, quota_bytes: int | None, now_ms: int) -> None:
-    """Changes the quota of every tenant that has none of its own. None: they have no promise and
-    share one LRU."""
+    """Changes the quota of every tenant without one of its own. None: they share one LRU."""
     check_default_quota(store, quota_bytes)
     store.tenants.set_default_quota(quota_bytes)
     _begin(store, now_ms)
@@ -209,7 +203,7 @@ def _set_limit(store: Store, tenant: str, limit_bytes: int | None) -> None:
 
 
 def _begin(store: Store, now_ms: int) -> None:
-    """Carries out what a change of quotas or limits asks for, as far as one turn goes."""
+    """Carries out a change of quotas or limits, for one turn."""
     tenants, left = store.tenants, store.blocks.a_turn
     tenants.update(left)
     if store.blocks.order.to_scan:
@@ -233,8 +227,7 @@ def _check_limit_range(limit_bytes: int | None, field: str) -> None:
 
 
 def _size(nbytes: int) -> str:
-    """For people and exact. What is beyond all memory, and maybe beyond a float, is not put into
-    units."""
+    """A size for people, and exact. One beyond any memory, and perhaps any float, without units."""
     return (
         f"{nbytes} bytes"
         if abs(nbytes) > 1_000_000 * TIB

@@ -1,15 +1,14 @@
-"""Which block goes first: leaves only, least recently used first, hints before age.
+"""Which block is evicted first: only leaves, least recently used first, hints before age.
 
 A leaf's rank is one number, lowest first:
 
     class (2 bits)  | priority (8 bits) | used: sequence number of the last use (48 bits)
-    0 past its time to live, or written by one rank and not by another for too long
-    1 its session has finished and nobody has used it since
-    2 all others, also those that not all ranks have written yet: the last one may come any moment
+    0 its time to live has expired, or some of its shards have been missing for too long
+    1 the request that used it last has finished
+    2 all others, including incomplete blocks whose shards may still arrive
 
-Of those that not all ranks have written the newest are waited for, an eighth of all blocks. They
-have no more than normal priority: what a rank that is gone has left must not be in the way of
-others for ever.
+Of the incomplete blocks, the newest are waited for, up to an eighth of all blocks. They have at most
+normal priority, so that blocks of a rank that has ended do not stay forever.
 
 Queues are binary heaps of `rank << 32 | row`, one for each owner and slot size. Entries are
 corrected lazily: a block used again stays where it is and is moved only when it comes to the top.
@@ -84,7 +83,7 @@ class Queue(Struct, eq=False, gc=False):
 
 
 class EvictionOrder:
-    """Every evictable block has exactly one live entry, in the queue of its owner and slot size."""
+    """Each evictable block has exactly one live entry, in the queue of its owner and slot size."""
 
     def __init__(self, table: BlockTable, tenants: Tenants, layouts: Layouts) -> None:
         self._table = table
@@ -95,7 +94,7 @@ class EvictionOrder:
         # owner and slot size of a queue whose front is out of date
         self.behind: tuple[int, int] | None = None
         self._looks = self.looks_a_turn = _LOOKS_A_TURN
-        # lists that nobody needs: a million numbers take 30 ms to free
+        # unused lists, which `discard` frees in pieces: a million numbers take 30 ms
         self.discarded: list[list[int]] = []
         self._awaited: OrderedDict[int, None] = OrderedDict()  # half written, oldest first
         self.noted_ms = 0  # blocks that expire up to here have been noted
@@ -105,7 +104,7 @@ class EvictionOrder:
         self._is_moving: NDArray[np.bool_] = np.zeros(64, dtype=np.bool_)  # by number of a tenant
 
     def evictable(self, row: int) -> bool:
-        """A leaf that nobody reads, writes or depends on."""
+        """Whether a block is a leaf without leases and writes."""
         table = self._table
         return (
             table.first_child[row] == NO_ROW
@@ -128,20 +127,19 @@ class EvictionOrder:
         return order_class << _CLASS_SHIFT | priority << _PRIORITY_SHIFT | table.used[row]
 
     def await_shards(self, rows: list[int]) -> None:
-        """These are new, and several ranks are to write them."""
+        """These blocks are new, and several ranks will write their shards."""
         self._awaited.update(dict.fromkeys(rows))
         while len(self._awaited) > max(_AWAITED_AT_LEAST, len(self._table) // _AWAITED_PART):
             late, _ = self._awaited.popitem(last=False)
             self.enqueue(late, self.noted_ms)
 
     def await_no_more(self, rows: Iterable[int]) -> None:
-        """They are whole, or gone."""
+        """These blocks are complete, or freed."""
         for row in rows:
             self._awaited.pop(row, None)
 
     def enqueue(self, row: int, now_ms: int) -> None:
-        """Puts a block in line if it is evictable, or where its rank has fallen, further to the
-        front."""
+        """Queues a block if it is evictable, or moves it forward if its rank has fallen."""
         if not self.evictable(row):
             return
         queued = self._table.queued[row]
@@ -152,7 +150,7 @@ class EvictionOrder:
         self._push(row, self.rank(row, now_ms))
 
     def enqueue_all(self, rows: NDArray[np.int64], now_ms: int) -> None:
-        """`enqueue` for many evictable blocks at once, none of which is in line yet."""
+        """`enqueue` for many evictable blocks at once, none of which is queued yet."""
         many = self._table.many
         expires_ms = many.expires_ms[rows]
         order_class = np.where(many.finished[rows] == many.used[rows], 1, 2)
@@ -200,8 +198,8 @@ class EvictionOrder:
         )
 
     def peek(self, owner: int, slot_bytes: int, now_ms: int) -> int:
-        """The next block to go of this owner and size, or NO_ROW: also if the queue is `behind`. It
-        stays in line until it is evicted."""
+        """The next block of this owner and size to evict; NO_ROW if there is none, or if the queue
+        is `behind`. The block stays queued until it is evicted."""
         queue = self._queues.get(owner, {}).get(slot_bytes)
         if not queue:
             return NO_ROW
@@ -232,18 +230,18 @@ class EvictionOrder:
         return NO_ROW
 
     def catch_up(self, now_ms: int) -> None:
-        """Goes on to correct the queue that is behind."""
+        """Continues to correct the queue that is `behind`."""
         if self.behind is not None:
             behind = self.behind
             self.begin_turn()
             self.peek(*behind, now_ms)
 
     def begin_turn(self) -> None:
-        """From now on `peek` may take as many looks again."""
+        """Begins a turn: `peek` may look at `looks_a_turn` entries again."""
         self._looks, self.behind = self.looks_a_turn, None
 
     def peek_any(self, owner: int, now_ms: int) -> int:
-        """The next block to go of this owner, whatever its size, or NO_ROW."""
+        """The next block of this owner to evict, of any size, or NO_ROW."""
         sizes = self._queues.get(owner, {})
         rows = [
             row for slot_bytes in sizes if (row := self.peek(owner, slot_bytes, now_ms)) != NO_ROW
@@ -251,8 +249,8 @@ class EvictionOrder:
         return min(rows, key=lambda row: self._table.queued[row], default=NO_ROW)
 
     def next_after(self, first: int) -> list[int]:
-        """Some of those that are next in line in the queue that `first` heads, oldest first. Not
-        exactly the next: the beginning of a heap is only nearly sorted, but costs nothing."""
+        """Some of the next blocks in the queue that `first` heads, oldest first: the beginning of
+        its heap, which is only nearly sorted but costs nothing."""
         table = self._table
         owner = table.queue_owner[first]
         heap = self._queues[owner][self._slot_bytes(first)].front()[:_LOOK_AHEAD]
@@ -264,7 +262,7 @@ class EvictionOrder:
         return [row for row in rows if table.queue_owner[row] == owner and self.evictable(row)]
 
     def move_later(self, tenant: Tenant) -> None:
-        """The tenant's blocks belong into other queues from now on: `move` puts them there."""
+        """The tenant's blocks belong in other queues from now on. `move` puts them there."""
         if tenant.number >= len(self._is_moving):
             grown = np.zeros(2 * tenant.number, dtype=np.bool_)
             grown[: len(self._is_moving)] = self._is_moving
@@ -280,8 +278,7 @@ class EvictionOrder:
         )
 
     def move(self, now_ms: int, most: int) -> None:
-        """Puts blocks into their tenants' queues, up to `most` of them, where those have
-        changed."""
+        """Puts up to `most` blocks into the queues of their tenants, where these have changed."""
         many = self._table.many
         start = self._scan_at if self._scan_at < len(many.state) else 0
         stop = min(start + _ROWS_A_SCAN, start + self.to_scan, len(many.state))
@@ -332,7 +329,7 @@ class EvictionOrder:
                 assert live in entries.get(row, []), f"row {row} is evictable and in no queue"
 
     def _expires(self, entry: int) -> bool:
-        """Whether a block still waits for this time to run out; its row may have another block by
+        """Whether the entry is that of a block with this expiry: its row may be another block's by
         now."""
         row = entry & _ROW_MASK
         return self._table.state[row] != FREE and self._table.expires_ms[row] == entry >> _ROW_BITS

@@ -1,9 +1,9 @@
-"""Tenants and layouts as records of fixed size, in columns beside the blocks' own.
+"""Tenants and layouts as records of fixed size, in columns beside those of the blocks.
 
-Rows of blocks name tenants and layouts by number; these records say who that is. A tenant's record
-needs no check of its own: the seal of each of its blocks covers its name. A layout's is checked as
-a whole, and so is what the first worker of each shard said about its tensors: were that lost,
-another kind of worker could read what this one stored."""
+Blocks name their tenant and layout by number; these records say which they are. A tenant's record
+needs no check of its own, because the seal of each of its blocks covers its name. A layout's record
+has one, and so has the order of tensors that the first worker of each shard declared: without it,
+a worker with another order could read what that one stored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CHECKED = slice(LAYOUT.fields["number"][1], LAYOUT.fields["physical"][1])  # ty
 
 
 def word_of(*parts: bytes) -> int:
-    """Names of any length as 64 bits."""
+    """Hashes names of any length to 64 bits."""
     digest = blake2b(digest_size=8, person=b"kvkeep.seal")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -55,8 +55,8 @@ class TenantRecords:
         self._records = columns.grow("tenants", TENANT, 0, _FIRST_TENANTS)
 
     def put(self, number: int, name: str) -> None:
-        """Before the tenant's first block. (A name that is too long for a record is no id of a
-        tenant, and its blocks are not adopted.)"""
+        """Writes a record, before the tenant's first block. (A name too long for a record is no
+        tenant id; its blocks are not adopted.)"""
         if number >= len(self._records):
             self._records = self._columns.grow(
                 "tenants", TENANT, 0, max(2 * len(self._records), number + 1)
@@ -66,7 +66,7 @@ class TenantRecords:
         self._records[number]["length"] = len(encoded)
 
     def get(self, number: int) -> str | None:
-        """The name that stands there, if anything does that can be one."""
+        """The name in the record, if it is a valid one."""
         if not 0 <= number < len(self._records):
             return None
         length = int(self._records[number]["length"])
@@ -98,7 +98,7 @@ class LayoutRecords:
         self._places: dict[int, int] = {}  # number -> place
 
     def put(self, number: int, fingerprint: bytes, shard_bytes: tuple[int, ...]) -> None:
-        """Before the layout's first block."""
+        """Writes a record, before the layout's first block."""
         taken = set(self._places.values())
         place = next(place for place in range(len(taken) + 1) if place not in taken)
         if place >= len(self._records):
@@ -117,8 +117,8 @@ class LayoutRecords:
         self._places[number] = place
 
     def put_physical(self, number: int, shard: int, digest: bytes) -> None:
-        """What the first worker of a shard said about its tensors, before it hears that it may go
-        on."""
+        """Writes the order of tensors that the first worker of a shard declared, before the worker
+        is answered."""
         entry = self._records[self._places[number]]["physical"][shard]
         entry[:2] = np.frombuffer(digest, "<u8")
         entry[2] = word_of(digest, shard.to_bytes(8, "little")) or 1
@@ -127,8 +127,7 @@ class LayoutRecords:
         self._records[self._places.pop(number)]["check"] = 0
 
     def find_all(self) -> list[LayoutFound]:
-        """All layouts whose records are sound, in the order of their places; the others are
-        removed."""
+        """All layouts with valid records. Removes the others."""
         found: dict[int, LayoutFound] = {}
         for place in range(len(self._records)):
             layout = self._read(place)

@@ -1,15 +1,15 @@
-"""A seal: 64 bits over all that a block is, by which the next server tells what it may believe.
+"""A seal: 64 bits over everything that defines a block, by which the next server verifies it.
 
     seal = sum of half_j * factor_j  mod 2^64        half_j: the 32-bit halves of these words, in this order
 
     key (2), parent's key (2, zeros at a root), slot, layout, tenant, expiry and priority, checksum
     of each shard
 
-Factors are fixed odd numbers of 64 bits. A change of one half is always seen: an odd number times
-less than 2^32 is never 0. Changes of several cancel out once in 2^33 for the worst pattern of
-damage, and once in 2^64 for damage that does not conspire. Like the checksum of a block this finds
-accidents, not forgeries: whoever can write into these columns owns the server. A checksum that is 0
-adds nothing, so a seal is begun with the block, and each shard that arrives is added to it."""
+Factors are fixed odd numbers of 64 bits. A change of one half is always found: an odd number times
+less than 2^32 is never 0. Changes of several halves cancel out once in 2^33 for the worst pattern of
+damage, and once in 2^64 for random damage. Like a block's checksum, a seal finds accidents, not
+forgeries: a process that can write into these columns owns the server. A checksum of 0 adds nothing,
+so a seal is computed with the new block, and each arriving shard is added to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OWNERS_FACTORS: list[int] = _FACTORS[2 * _OWNERS : 2 * _CHECKS].tolist()
 
 
 def fold(words: NDArray[np.uint64], first: int = 0) -> NDArray[np.uint64]:
-    """What the words of each row add to its seal; the first one's place is `first`."""
+    """What the words of each row add to its seal; `first` is the place of the first word."""
     halves = words.view(np.uint32).astype(np.uint64)
     total: NDArray[np.uint64] = halves @ _FACTORS[2 * first : 2 * first + halves.shape[1]]
     return total
@@ -75,8 +75,8 @@ def seals(
     layout: Layout,
     tenants: NDArray[np.uint64] | np.uint64,
 ) -> NDArray[np.uint64]:
-    """The seals that these blocks of one layout must have, given what stands in their rows.
-    `tenants`: their words."""
+    """The seals that these blocks of one layout must have, computed from their rows. `tenants`: the
+    words of their tenants."""
     many, keys = table.many, table.keys.words
     parents = many.parent[rows]
     words = np.empty((len(rows), _CHECKS), dtype=np.uint64)

@@ -2,15 +2,15 @@
 
     pool  |   slab 0: slots of 64 KiB   |   slab 1: slots of 1 MiB   |   slab 2: free   | ...
 
-A slab takes on a slot size when its first slot is taken and loses it with its last, so models with
-blocks of different sizes share one pool without fixed partitions. Slots are named by their byte
-offset in the pool."""
+A slab gets a slot size with its first slot in use and loses it with the last, so models with blocks
+of different sizes share one pool without partitions. A slot is named by its byte offset in the
+pool."""
 
 from __future__ import annotations
 
 
 class Slabs:
-    """Slots in and out. Every slot is in exactly one place: handed out, or in its slab's list of
+    """Hands out slots and takes them back. Every slot is either handed out or in its slab's list of
     free slots."""
 
     def __init__(self, slab_bytes: int) -> None:
@@ -52,8 +52,7 @@ class Slabs:
         self._unused[:0] = range(first + count - 1, first - 1, -1)
 
     def take_over(self, slabs: int, taken: dict[int, tuple[int, list[int]]]) -> None:
-        """The first `slabs` slabs are there. `taken`: of each slab with slots handed out, their
-        size and offsets."""
+        """Adds the first `slabs` slabs. `taken`: slot size and used offsets of each slab in use."""
         for slab, (slot_bytes, offsets) in taken.items():
             handed_out, base = set(offsets), slab * self.slab_bytes
             self._slot_bytes[slab] = slot_bytes
@@ -70,8 +69,7 @@ class Slabs:
         return self._free_slots.get(slot_bytes, 0) + len(self._unused) * self.per_slab(slot_bytes)
 
     def take(self, slot_bytes: int, n: int) -> list[int]:
-        """Takes exactly n slots; the caller has seen that they are available. Neighbours where
-        possible."""
+        """Takes exactly n slots, neighbours where possible. The caller has checked `available`."""
         assert self.available(slot_bytes) >= n
         partial = self._partial.setdefault(slot_bytes, {})
         taken: list[int] = []
@@ -88,7 +86,7 @@ class Slabs:
         return taken
 
     def give(self, offsets: list[int]) -> None:
-        """Takes slots of one size back. A slab that is all free loses its slot size."""
+        """Takes slots of one size back. A slab without used slots loses its slot size."""
         slab_bytes, slot_bytes = self.slab_bytes, self._slot_bytes[offsets[0] // self.slab_bytes]
         partial, per_slab = self._partial[slot_bytes], self.per_slab(slot_bytes)
         self._free_slots[slot_bytes] += len(offsets)

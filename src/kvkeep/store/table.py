@@ -1,12 +1,12 @@
-"""The facts about every block, one row a block and one column a fact.
+"""What is known of every block: one row a block, one column a fact.
 
-A column is a numpy array (quick for thousands of rows at once) with a `memoryview` of the same
-memory beside it (quick to read and write one row at a time). A million blocks so cost some 100
-bytes each here, where an object a block would cost ten times that.
+A column is a numpy array, which is fast for many rows, and a `memoryview` of the same memory, which
+is fast for one row. A block costs 100 bytes here; an object for each would cost ten times that.
 
-KEPT columns may lie in memory that outlives this process: the next server adopts them (`adopt.py`).
-Whoever changes one answers for what a crash would leave: all of a row is written before its state
-says so, and on the way out the state goes first. The others can be made anew from those."""
+The store asks for columns by name (`Columns`). The server's are files beside the pool, which the
+next server adopts (`kvkeep.tiers.index_files`, `adopt.py`); all others are plain memory. KEPT columns
+are valid after a crash at any point: a row is written completely before its state, and the state is
+cleared first. The other columns are derived from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvkeep.kv.keys import KEY_BYTES
 
 NO_ROW = -1
 
-# The life of a block: WRITING -> READY -> EVICTING. Between the first two a block that has all its
-# shards may be WAITING for an ancestor: what is READY is closed under prefixes, which is what makes
-# the longest hit a matter of bisection. EVICTING blocks have left the index and keep their slot
-# until the last reader or writer is done with it.
+# The life of a block: WRITING -> READY -> EVICTING. A block with all shards is WAITING while an
+# ancestor is incomplete: the ancestors of a READY block are READY, so the longest hit is found by
+# bisection. EVICTING blocks have left the index and keep their slot until the last lease or write
+# ends.
 FREE, WRITING, WAITING, READY, EVICTING = 0, 1, 2, 3, 4
 STATE_NAMES = ("free", "writing", "waiting", "ready", "evicting")
 
@@ -102,7 +102,7 @@ class PlainColumns:
 
 
 class Views:
-    """The columns as arrays, for work on many rows at once. Others whenever the table grows."""
+    """The columns as arrays, for work on many rows. Replaced when the table grows."""
 
     __slots__ = (*KEPT, *_DERIVED)
     state: NDArray[np.int8]
@@ -126,7 +126,7 @@ class Views:
 
 
 class KeyColumn:
-    """The key of each row, in one array: thousands can be compared in one go."""
+    """The key of each row, in one array, so that thousands are compared at once."""
 
     def __init__(self) -> None:
         self.words: NDArray[np.uint64] = np.zeros((0, WORDS_A_KEY), dtype=np.uint64)
@@ -179,7 +179,7 @@ class BlockTable:
     prev_sibling: memoryview
     tenant: memoryview
     layout: memoryview
-    pins: memoryview  # live leases that end here, plus writers at work on this block
+    pins: memoryview  # leases that end here, plus writes of this block
     check: memoryview  # row in the layout's table of checksums
     slot: memoryview  # byte offset in the pool
     used: memoryview  # sequence number of the last use; a parent inherits its evicted child's
@@ -222,15 +222,14 @@ class BlockTable:
         return np.array(rows, dtype=np.int64)
 
     def give(self, rows: list[int]) -> None:
-        """Takes rows back. Whatever still points at one (a queue entry) is told apart by `queued`
-        being -1."""
+        """Takes rows back. `queued` -1 makes their queue entries stale."""
         at = rows[0] if len(rows) == 1 else np.array(rows)
         self.many.state[at] = FREE
         self.many.queued[at] = -1
         self._free.extend(rows)
 
     def take_over(self, live: NDArray[np.int64]) -> None:
-        """Exactly these rows are in use: all others are free, whatever they were."""
+        """Marks exactly these rows as used and all others as free."""
         self._next = int(live[-1]) + 1 if len(live) else 0
         free = np.ones(len(self.keys), dtype=np.bool_)
         free[live] = False
@@ -239,14 +238,14 @@ class BlockTable:
         self._free = np.flatnonzero(free[: self._next])[::-1].tolist()
 
     def rows_between(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The rows whose slots lie in that range of the pool."""
+        """The used rows whose slots lie in that range of the pool."""
         slot = self.many.slot[: self._next]
         return np.flatnonzero(
             (slot >= begin) & (slot < end) & (self.many.state[: self._next] != FREE)
         )
 
     def live_rows(self) -> NDArray[np.int64]:
-        """All rows in use, for scans that are rare enough to look at everything."""
+        """All rows in use."""
         return np.flatnonzero(self.many.state[: self._next] != FREE)
 
     def _grow(self, capacity: int) -> None:

@@ -1,19 +1,18 @@
-"""Who owns which blocks, how much memory that is, how much each is promised, and how much each may
-have at most.
+"""The memory of each tenant: what it uses, what it is promised (quota), and the most that it may use
+(limit).
 
-A quota is a promise: a tenant may use memory that others do not need (it borrows), and gives it
-back when somebody entitled to it asks. A limit is a ceiling: a tenant never uses more, whether or
-not memory is free. A tenant without a quota has no promise and only borrows; the tenants without
-quota and limit share one eviction queue, so with none set the pool is one plain LRU.
+A quota is a promise: a tenant may borrow memory that others do not need, and loses it when an
+entitled tenant stores. A limit is a ceiling: a tenant never uses more, even if memory is free. A
+tenant without a quota only borrows. Tenants without quota and limit share one eviction queue, so
+without any setting the pool is a plain LRU.
 
-    in force      limit     the tenant's own, else the default; None: no limit
-                  quota     the tenant's own, else the default; at most the limit. Where the own quotas together exceed
-                            the pool (it was larger when they were set), each is scaled down by pool
-                            / sum of all
+    limit in force   the tenant's own, else the default; None: no limit
+    quota in force   the tenant's own, else the default; at most the limit. If the own quotas
+                     together exceed the pool, each is scaled down by pool / sum of all
 
-What somebody reads or writes is *held* and cannot be evicted. A tenant holds up to its own quota by
-right. What all tenants hold beyond theirs fits into the memory that no own quota promises
-(`may_hold`): so each own quota can be had at any time, whatever the others hold."""
+A block with a lease or write, and each of its ancestors, is *held* and cannot be evicted. A tenant
+may hold as much as its own quota. What all tenants hold beyond that fits into the memory that no own
+quota promises (`may_hold`), so each own quota is available whatever the others hold."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.records import TenantRecords, word_of
 from kvkeep.store.table import Columns, PlainColumns
 
-COMMONS = -1  # owner of the eviction queues that tenants without quota and limit share
+COMMONS = -1  # owner of the eviction queues shared by tenants without quota and limit
 _UNBOUNDED = 1 << 62
 
 
 def tenant_word(name: str) -> int:
-    """What stands for a tenant in seals."""
+    """The word that stands for a tenant in seals."""
     return word_of(name.encode(errors="surrogatepass"))
 
 
@@ -52,12 +51,12 @@ class Tenant(Struct, eq=False, gc=False):
     limit_bytes: int | None = None  # in force
     usage_bytes: int = 0
     blocks: int = 0
-    unindexed_bytes: int = 0  # of its blocks that are on their way out: no lookup finds them
-    held_bytes: int = 0  # of its blocks that somebody reads or writes, and of what these hang on
-    share_bytes: int = 0  # what it may hold by right: its own quota in force
-    cleared: int = 0  # indices that were taken from it and are not swept yet
+    unindexed_bytes: int = 0  # of its EVICTING blocks, which no lookup finds
+    held_bytes: int = 0  # of its blocks with leases or writes, and of their ancestors
+    share_bytes: int = 0  # its own quota in force: what it may hold in any case
+    cleared: int = 0  # its old indices that are not swept yet
     defaults: int = 0  # which defaults its quota and limit were computed with
-    # at work for it right now: not forgotten even if its last block makes way for its next
+    # a store is under way: the tenant is not forgotten if its last block is evicted for the next
     storing: bool = False
     index: KeyIndex = field(default_factory=KeyIndex)
     word: int = 0
@@ -78,39 +77,38 @@ class Tenant(Struct, eq=False, gc=False):
 
     @property
     def excess_bytes(self) -> int:
-        """What it holds beyond its share."""
+        """What the tenant holds beyond its share."""
         return max(0, self.held_bytes - self.share_bytes)
 
     @property
     def is_over_limit(self) -> bool:
-        """Only after its limit was lowered, until the blocks that are too many are gone."""
+        """True only after the limit was lowered, until enough blocks are evicted."""
         return self.limit_bytes is not None and self.usage_bytes > self.limit_bytes
 
     def may_lose(self, nbytes: int) -> bool:
-        """Whether others may take that much from this tenant: never below its quota."""
+        """Whether others may take `nbytes` from this tenant without undercutting its quota."""
         return self.quota_bytes is None or self.usage_bytes - nbytes >= self.quota_bytes
 
     def may_lose_to(self, taker: Tenant, nbytes: int, taken: int) -> bool:
-        """Whether that tenant may take that much from this one, having `taken` bytes more itself
-        then. Own quotas fit the pool together and default ones need not: a tenant within its own
-        quota takes from those too."""
+        """Whether `taker` may take `nbytes` from this tenant, to use `taken` bytes more itself. A
+        tenant within its own quota may also undercut default quotas: own quotas fit the pool
+        together, default ones need not."""
         return self.may_lose(nbytes) or (
             self.own_quota_bytes is None and taker.has_own_right_to(taken)
         )
 
     def has_own_right_to(self, nbytes: int) -> bool:
-        """Whether that much more would still be within a quota that is its own, not the default
-        one."""
+        """Whether `nbytes` more would be within the tenant's own quota."""
         return self.own_quota_bytes is not None and self.entitled_to(nbytes)
 
     def entitled_to(self, nbytes: int) -> bool:
-        """Whether that much more would still be within its quota."""
+        """Whether `nbytes` more would be within the tenant's quota."""
         return self.quota_bytes is not None and self.usage_bytes + nbytes <= self.quota_bytes
 
 
 class Tenants:
-    """All tenants that have blocks, or a quota or limit of their own. Others are forgotten, so
-    names cannot pile up. `limit` is how many there may be."""
+    """All tenants with blocks, or with a quota or limit of their own; `limit` of them at most. Others
+    are forgotten."""
 
     def __init__(
         self,
@@ -125,21 +123,21 @@ class Tenants:
         self.default_quota_bytes = default_quota_bytes  # as set; see default_in_force
         self.default_limit_bytes: int | None = None
         self.by_number: dict[int, Tenant] = {}
-        # Tenants that may lose blocks to others and have a queue of their own, in no order that
-        # matters: those above their quota, and those with blocks and a limit but no quota.
+        # Tenants with a queue of their own that may lose blocks to others, in any order: those
+        # above their quota, and those with blocks and a limit but no quota.
         self.borrowers: dict[Tenant, None] = {}
-        # tenants with blocks whose quota is the default one, likewise
+        # tenants with blocks and the default quota, in any order
         self.on_default: dict[Tenant, None] = {}
         self.named: dict[Tenant, None] = {}  # tenants with a quota or limit of their own
-        # Tenants that may make way for a new name, the one that was held longest ago first: those
-        # with blocks of which none is held, and without a quota or limit of their own.
+        # Tenants that a new tenant may replace, the one that was held longest ago first: those with
+        # blocks but without held ones, and without a quota or limit of their own.
         self.idle: dict[Tenant, None] = {}
-        # tenants that have made way and still have blocks: no place is theirs
+        # replaced tenants that still have blocks
         self.leaving: dict[Tenant, None] = {}
-        # tenants that were over their limit when it was lowered
+        # tenants over a limit that was lowered
         self.to_shrink: dict[Tenant, None] = {}
-        self.to_update: list[Tenant] = []  # tenants that the defaults may have changed for
-        # its blocks belong into other eviction queues
+        self.to_update: list[Tenant] = []  # tenants that may still have old defaults
+        # called when the blocks of a tenant belong in other eviction queues
         self.on_moved: Callable[[Tenant], None] = lambda tenant: None
         self.reserved_bytes = 0  # the sum of all shares
         self._excess_bytes = 0  # the sum of what all tenants hold beyond their shares
@@ -173,7 +171,7 @@ class Tenants:
         return tenant
 
     def has_place(self, name: str) -> bool:
-        """Whether the tenant is known, or one more may be."""
+        """Whether the tenant is known or may be added."""
         tenant = self._by_name.get(name)
         is_known = tenant is not None and tenant not in self.leaving
         return is_known or len(self._by_name) - len(self.leaving) < self.limit
@@ -200,8 +198,8 @@ class Tenants:
         return self._add(name, number)
 
     def names_left(self, numbers: list[int]) -> dict[int, str]:
-        """Those of the numbers whose tenants an earlier store has left, with their names, none of
-        them twice."""
+        """The names that an earlier store left for these numbers. Names that appear twice are left
+        out."""
         names = {
             number: name for number in numbers if (name := self._records.get(number)) is not None
         }
@@ -211,7 +209,7 @@ class Tenants:
         return {number: name for number, name in names.items() if len(owners[name]) == 1}
 
     def take_over(self, names: dict[int, str]) -> None:
-        """These are the tenants that have blocks. Before any was added."""
+        """Adds the tenants that an earlier store left. Before any other is added."""
         for number, name in names.items():
             self._add(name, number)
         self._next = max(names, default=-1) + 1
@@ -227,8 +225,8 @@ class Tenants:
         return tenant
 
     def make_way(self) -> Tenant | None:
-        """The tenant that gives its place to a new name; None if all are held, or have something of
-        their own."""
+        """Chooses the tenant that a new one replaces; None if each holds blocks or has a quota or
+        limit of its own."""
         coldest = next(iter(self.idle), None)
         if coldest is not None:
             self.leaving[coldest] = None
@@ -236,13 +234,13 @@ class Tenants:
         return coldest
 
     def may_hold(self, tenant: Tenant | None, capacity_bytes: int) -> int:
-        """How much more a tenant may hold, of so much memory: what is left of its share, and of
-        what nobody has a right to. None: a tenant that is not known yet."""
+        """How much more a tenant may hold: what is left of its share, and of the memory that no
+        share reserves. None stands for a new tenant."""
         of_share = 0 if tenant is None else max(0, tenant.share_bytes - tenant.held_bytes)
         return of_share + max(0, capacity_bytes - self.reserved_bytes - self._excess_bytes)
 
     def hold(self, tenant: Tenant, nbytes: int) -> None:
-        """Notes that so much more of the tenant's blocks is held; negative: less."""
+        """Adds to what the tenant holds; a negative number subtracts."""
         before = tenant.excess_bytes
         tenant.held_bytes += nbytes
         self._excess_bytes += tenant.excess_bytes - before
@@ -254,7 +252,7 @@ class Tenants:
         return self.default_limit_bytes if tenant is None else tenant.limit_bytes
 
     def charge(self, tenant: Tenant, blocks: int, nbytes: int) -> None:
-        """Adds (or, negative, takes away) blocks and their bytes."""
+        """Adds blocks and their bytes; negative numbers subtract."""
         tenant.blocks += blocks
         tenant.usage_bytes += nbytes
         self._usage[tenant.number] = tenant.usage_bytes
@@ -272,8 +270,8 @@ class Tenants:
             self.in_force_bytes -= tenant.quota_bytes or 0
 
     def set_quota(self, tenant: Tenant, quota_bytes: int | None) -> None:
-        """Gives the tenant a quota of its own, or with None the default again. While own quotas
-        exceed the pool, this changes what all of them are scaled down to."""
+        """Sets the tenant's own quota; None: the default again. While own quotas exceed the pool,
+        this changes all quotas in force."""
         was_scaled = self.is_scaled
         self._promised_bytes += (quota_bytes or 0) - (tenant.own_quota_bytes or 0)
         tenant.own_quota_bytes = quota_bytes
@@ -287,7 +285,7 @@ class Tenants:
         self._change_defaults()
 
     def set_limit(self, tenant: Tenant, limit_bytes: int | None) -> None:
-        """Gives the tenant a limit of its own, or with None the default again."""
+        """Sets the tenant's own limit; None: the default again."""
         tenant.own_limit_bytes = limit_bytes
         self._put_in_force(tenant)
 
@@ -296,8 +294,8 @@ class Tenants:
         self._change_defaults()
 
     def update(self, most: int) -> int:
-        """Puts changed defaults in force for tenants that have asked for nothing since, so many at
-        a time. Returns how many it looked at; 0: all are done."""
+        """Puts changed defaults in force for up to `most` tenants without a request since. Returns
+        how many; 0 when all are done."""
         some = self.to_update[-most:]
         del self.to_update[-most:]
         for tenant in some:
@@ -307,7 +305,7 @@ class Tenants:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the own quotas exceed the pool together, so that less than each is in force."""
+        """Whether the own quotas together exceed the pool and are scaled down."""
         return self._promised_bytes > self.pool_bytes
 
     @property
@@ -368,9 +366,8 @@ class Tenants:
         assert sorted([*self.by_number, *self._free_numbers]) == list(range(self._next))
 
     def _change_defaults(self) -> None:
-        """From now on: a tenant that asks for something has the new defaults then, and all others
-        by and by. Tenants with something of their own have them at once: what they are promised
-        must add up."""
+        """Puts new defaults in force: at once for tenants with a quota or limit of their own, for
+        others with their next request or by `update`."""
         self._defaults += 1
         self.to_update = list(self)
         for tenant in list(self.named):

@@ -1,5 +1,5 @@
-"""Blocks as chains. A prompt is a path from a root; prompts that begin alike share the beginning of
-their path.
+"""Blocks as chains: a prompt is a path from a root, and prompts with a common prefix share the
+beginning of their path.
 
 a ── b ── c ── d          "a b c d" was stored by one request, "a b e" by another;
       └── e               d and e are leaves, and only leaves are ever evicted
@@ -21,7 +21,7 @@ _ROWS_A_STEP = 4096
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """Cuts concatenated keys apart. (Seven times as fast as slicing them one by one.)"""
+    """Splits concatenated keys, seven times as fast as by slicing."""
     parts: list[bytes] = np.frombuffer(keys, _KEY_DTYPE).tolist()
     return parts
 
@@ -32,11 +32,10 @@ def key_at(keys: bytes, position: int) -> bytes:
 
 
 def longest_hit(table: BlockTable, index: KeyIndex, keys: bytes) -> int:
-    """How many leading keys are READY, by bisection: eleven probes for 2,000 keys, one when nothing
-    is there.
+    """How many leading keys are READY, by bisection: eleven probes for 2,000 keys, one for a miss.
 
-    Right for every chain, because what is READY is closed under prefixes. Keys that form no chain
-    may give any number; `rows_of_chain` is what tells."""
+    Exact for every chain, because the ancestors of a READY block are READY. Keys that form no chain
+    may give any number; `rows_of_chain` checks them."""
     state = table.state
 
     def ready(position: int) -> bool:
@@ -61,11 +60,10 @@ def longest_hit(table: BlockTable, index: KeyIndex, keys: bytes) -> int:
 def rows_of_chain(
     table: BlockTable, index: KeyIndex, keys: bytes, skip: int, hit: int
 ) -> NDArray[np.int64]:
-    """The rows of keys[skip:hit], as far as they really are one READY chain hanging on key skip-1.
+    """The rows of keys[skip:hit], as far as they are one READY chain below key skip-1.
 
-    Whatever a client sends, no row comes back that is not the child of the one before it. For a
-    chain the way leads from its last row to its first: parents are one small column, the index of
-    keys a large one, full of cache misses."""
+    Whatever a client sends, each row is the child of the one before it. A chain is followed from its
+    last row up: the column of parents is small, while the index of keys costs a cache miss a key."""
     rows = way_up(table, index.get(key_at(keys, hit - 1)), hit - skip)
     parent = table.parent[rows[0]]
     above = keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES] if skip else b""
@@ -89,8 +87,8 @@ def way_up(table: BlockTable, row: int, count: int) -> NDArray[np.int64]:
 def _walk_down(
     table: BlockTable, index: KeyIndex, keys: bytes, skip: int, hit: int
 ) -> NDArray[np.int64]:
-    """The same for keys that form no chain, one by one: only a client that is broken or hostile
-    sends such."""
+    """The same for keys that form no chain, one by one. Only a broken or hostile client sends
+    them."""
     above = index.get(keys[(skip - 1) * KEY_BYTES : skip * KEY_BYTES]) if skip else NO_ROW
     rows: list[int] = []
     for key in split_keys(keys[skip * KEY_BYTES : hit * KEY_BYTES]):
@@ -102,7 +100,7 @@ def _walk_down(
             or (skip and above == NO_ROW)
         ):
             break
-        if table.keys[row] != key:  # somebody else wrote into our columns
+        if table.keys[row] != key:  # another process wrote into our columns
             break
         rows.append(row)
         above = row
@@ -110,8 +108,8 @@ def _walk_down(
 
 
 def hold(table: BlockTable, rows: list[int]) -> int:
-    """Notes one more lease or write on each of some rows. Returns how many rows are held now that
-    were not: a held row holds all that it hangs on."""
+    """Counts one more lease or write on each row. Returns how many rows have become held: a held
+    row holds its ancestors."""
     if table.walker:
         return table.walker.hold(rows)
     newly = 0
@@ -126,8 +124,7 @@ def hold(table: BlockTable, rows: list[int]) -> int:
 
 
 def let_go(table: BlockTable, rows: list[int]) -> int:
-    """Notes one lease or write less on each of some rows. Returns how many rows were held and are
-    not now."""
+    """Counts one lease or write less on each row. Returns how many rows are no longer held."""
     if table.walker:
         return table.walker.let_go(rows)
     gone = 0
@@ -142,7 +139,7 @@ def let_go(table: BlockTable, rows: list[int]) -> int:
 
 
 def not_held(table: BlockTable, row: int) -> int:
-    """How many rows would be held, and are not, if a lease ended in this row. NO_ROW: none."""
+    """How many rows a lease that ends in this row would newly hold. NO_ROW: none."""
     if table.walker:
         return table.walker.not_held(row)
     found = 0
@@ -153,7 +150,7 @@ def not_held(table: BlockTable, row: int) -> int:
 
 
 def any_above(table: BlockTable, row: int, state: int) -> bool:
-    """Whether the row or one that it hangs on has that state."""
+    """Whether the row or one of its ancestors has that state."""
     while row != NO_ROW:
         rows = way_up(table, row, _ROWS_A_STEP)
         if (table.many.state[rows] == state).any():
@@ -163,8 +160,7 @@ def any_above(table: BlockTable, row: int, state: int) -> bool:
 
 
 def link_chain(table: BlockTable, rows: NDArray[np.int64], parent: int) -> None:
-    """Hangs new rows under `parent` as one chain: each row is the only child of the one before
-    it."""
+    """Links new rows as one chain below `parent`."""
     many = table.many
     many.parent[rows[1:]] = rows[:-1]
     many.first_child[rows[:-1]] = rows[1:]
@@ -182,7 +178,7 @@ def link_chain(table: BlockTable, rows: NDArray[np.int64], parent: int) -> None:
 
 
 def link_all(table: BlockTable, rows: NDArray[np.int64]) -> None:
-    """Makes the links of all live rows from their parents."""
+    """Rebuilds the links of all live rows from their parents."""
     many = table.many
     for column in (many.first_child, many.next_sibling, many.prev_sibling):
         column[rows] = NO_ROW
@@ -197,7 +193,7 @@ def link_all(table: BlockTable, rows: NDArray[np.int64]) -> None:
 
 
 def unlink_leaf(table: BlockTable, row: int) -> int:
-    """Takes a leaf off its parent, which it returns (NO_ROW at a root)."""
+    """Removes a leaf from its parent. Returns the parent; NO_ROW at a root."""
     assert table.first_child[row] == NO_ROW
     parent = table.parent[row]
     previous, following = table.prev_sibling[row], table.next_sibling[row]
@@ -220,8 +216,7 @@ def children(table: BlockTable, row: int) -> list[int]:
 
 
 def subtree(table: BlockTable, row: int, without: Collection[int] = ()) -> list[int]:
-    """The row and all below it, parents before their children, leaving out `without` and what is
-    below those."""
+    """The row and its descendants, parents first, leaving out `without` and their descendants."""
     found = [row]
     for each in found:
         found.extend(child for child in children(table, each) if child not in without)
@@ -231,10 +226,9 @@ def subtree(table: BlockTable, row: int, without: Collection[int] = ()) -> list[
 def latest_below(
     table: BlockTable, rows: NDArray[np.int64], used: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """For each of all live rows the largest `used` of itself and everything below it.
+    """For each live row, the largest `used` of itself and its descendants.
 
-    Every round doubles how far up a row reports, so a chain of 2,000 blocks takes eleven rounds.
-    """
+    Every round doubles how far up a row reports: a chain of 2,000 blocks takes eleven rounds."""
     latest = np.zeros(int(rows.max()) + 1, dtype=np.int64)
     latest[rows] = used
     above = np.full(len(latest) + 1, NO_ROW, dtype=np.int64)  # one more: NO_ROW is its own ancestor

@@ -52,7 +52,7 @@ _MOST_LEVELS: Final = 64
 
 @dataclass(frozen=True)
 class Room:
-    """The largest pool that fits one bound, with the reason why it is no larger and what helps."""
+    """The largest pool that fits one bound, with the reason and a remedy."""
 
     nbytes: int
     free_bytes: int
@@ -61,17 +61,13 @@ class Room:
 
     @property
     def advised_bytes(self) -> int:
-        """Whole MiB that fit even if a little less is free the next time, with space for an index
-        that grows."""
+        """Whole MiB, with a margin for changes and for an index that grows."""
         return self.nbytes * 9 // 10 // MIB * MIB
 
 
 def pool_room(shm_dir: Path, freed_bytes: int = 0) -> Room:
-    """The room for a pool in this directory. `freed_bytes` is what an old pool there holds and is
-    about to give back.
-
-    OSError if there is no such directory.
-    """
+    """The room for a pool in this directory. `freed_bytes`: what an old pool there will return.
+    OSError if there is no such directory."""
     rooms = [_space(shm_dir, freed_bytes)]
     if _takes_memory(shm_dir):
         rooms += _memory(freed_bytes, _SERVER_BYTES)
@@ -79,8 +75,7 @@ def pool_room(shm_dir: Path, freed_bytes: int = 0) -> Room:
 
 
 def room_to_fill(shm_dir: Path) -> Room | None:
-    """The memory that a pool which has begun to fill may still take. None if its files take no
-    memory."""
+    """The memory that a pool may still take while it is filled. None if its files take no memory."""
     return (
         min(_memory(0, _FILLING_BYTES), key=lambda room: room.nbytes)
         if _takes_memory(shm_dir)
@@ -89,17 +84,15 @@ def room_to_fill(shm_dir: Path) -> Room | None:
 
 
 def can_stay(shm_dir: Path) -> bool:
-    """Whether a pool that is all there leaves enough of each memory limit for a server to run."""
+    """Whether a filled pool leaves enough of each memory limit for a server to run."""
     return not _takes_memory(shm_dir) or all(
         limit.free_bytes() >= _FILLING_BYTES for limit in memory_limits()
     )
 
 
 def auto_pool_bytes(shm_dir: Path, freed_bytes: int = 0) -> int:
-    """A quarter of what is free, or 64 MiB if that is more and fits. 0 if not even 1 MiB fits.
-
-    OSError if there is no such directory.
-    """
+    """A quarter of what is free, or 64 MiB if that is more and fits; 0 if not even 1 MiB fits.
+    OSError if there is no such directory."""
     free_bytes = _space(shm_dir, freed_bytes).free_bytes
     # on a disk, too: nobody expects a pool larger than memory there
     if file_system_of(shm_dir) != "hugetlbfs":
@@ -109,14 +102,13 @@ def auto_pool_bytes(shm_dir: Path, freed_bytes: int = 0) -> int:
 
 
 def available_bytes(freed_bytes: int = 0) -> int:
-    """Memory that can be had without swapping: of the host, or of a memory limit where that leaves
-    less."""
+    """Memory available without swapping: of the host, or of the tightest memory limit."""
     return min(room.free_bytes for room in _memory(freed_bytes, 0))
 
 
 def _takes_memory(shm_dir: Path) -> bool:
-    """A disk takes none that counts, and huge pages were set aside before: they count nowhere
-    else."""
+    """Whether files here take memory. Not on a disk, and not in huge pages, which were reserved
+    before."""
     return file_system_of(shm_dir) in MEMORY_FILE_SYSTEMS - {"hugetlbfs"} | {""}
 
 
@@ -135,8 +127,8 @@ def _space(shm_dir: Path, freed_bytes: int) -> Room:
 
 
 def _memory(freed_bytes: int, reserve_bytes: int) -> Iterator[Room]:
-    """Of the host, then of each limit. A quarter of what is free is offered in any case: where that
-    is less than the server itself takes, a small pool makes no difference."""
+    """The room of the host, then of each limit. At least a quarter of what is free: where that is
+    less than the server itself takes, a small pool makes no difference."""
     host_bytes = _host_bytes() + freed_bytes
     yield Room(
         max(host_bytes - reserve_bytes, host_bytes // 4),
@@ -166,8 +158,8 @@ def _host_bytes() -> int:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One limit. `used_bytes` is without file cache, which the kernel gives up before it ends a
-    process; `shared_bytes` of it are in memory file systems."""
+    """One limit. `used_bytes` excludes file cache, which the kernel drops before it ends a process;
+    `shared_bytes` of it are in memory file systems."""
 
     group: Path
     limit_bytes: int
@@ -175,13 +167,13 @@ class MemoryLimit:
     shared_bytes: int = 0
 
     def free_bytes(self, freed_bytes: int = 0) -> int:
-        """What is left of it when an old pool of so many bytes is gone. Nothing tells which groups
-        that pool counts for; with less shared memory than that, a group has no more to get back."""
+        """What is left when an old pool of `freed_bytes` is removed. It is unknown which groups
+        that pool counts for; a group gets back no more than its shared memory."""
         return max(0, self.limit_bytes - self.used_bytes + min(freed_bytes, self.shared_bytes))
 
 
 def memory_limits(proc: Path = _PROC) -> list[MemoryLimit]:
-    """All limits that can be seen. What cannot be read is no limit."""
+    """All visible limits. A file that cannot be read is no limit."""
     own = _own_groups(proc / "cgroup")
     limits = []
     for mount in read_mounts(proc / "mountinfo"):
@@ -214,9 +206,8 @@ def _version(mount: Mount) -> int:
 
 
 def _levels(mount: Mount, group: str) -> Iterator[Path]:
-    """The group and those above it, as directories. Only the mount's top if the group does not lie
-    below it, as in a container that sees its own group as the top and is told the host's name for
-    it."""
+    """The directories of the group and of those above it. Only the top of the mount if the group is
+    not below it: a container may see its own group as the top, but be told the host's name of it."""
     top = Path(mount.point)
     with contextlib.suppress(ValueError):
         below = PurePosixPath(group).relative_to(mount.root)
@@ -227,8 +218,8 @@ def _levels(mount: Mount, group: str) -> Iterator[Path]:
 
 
 def _limit_v2(group: Path) -> MemoryLimit | None:
-    """memory.high counts as well: beyond it the kernel slows a group down until it has less, which
-    a pool never has."""
+    """memory.high counts too: beyond it the kernel slows the group down until it uses less, which a
+    pool never does."""
     limits = [_number(group / name) for name in ("memory.max", "memory.high")]
     known = [limit for limit in limits if limit is not None]
     if not known:
@@ -283,8 +274,7 @@ def _read(path: Path) -> str:
 
 
 class Mount(NamedTuple):
-    """`root` is the directory of the file system that appears at `point`; `options` are those of
-    the file system."""
+    """One mount: directory `root` of a file system with these options appears at `point`."""
 
     root: str
     point: str
@@ -293,8 +283,7 @@ class Mount(NamedTuple):
 
 
 def read_mounts(mounts: Path = MOUNTS) -> list[Mount]:
-    """In the order of mounting. Empty if the list cannot be read; lines of another form are left
-    out."""
+    """All mounts in order. Empty if the list cannot be read; skips malformed lines."""
     found = []
     with contextlib.suppress(OSError):
         for line in mounts.read_text(errors="surrogateescape").splitlines():
@@ -307,12 +296,11 @@ def read_mounts(mounts: Path = MOUNTS) -> list[Mount]:
 
 
 def file_system_of(directory: Path, mounts: Path = MOUNTS) -> str:
-    """The type of the file system that holds `directory`, such as tmpfs or ext4. Empty if it is
-    unknown."""
+    """The type of the file system that holds `directory`, such as tmpfs; empty if unknown."""
     found, longest = "", -1
     place = os.path.realpath(directory)
     for mount in read_mounts(mounts):
-        # Of two on one point the later one hides the earlier.
+        # A later mount at the same point hides an earlier one.
         is_above = place == mount.point or place.startswith(mount.point.rstrip("/") + "/")
         if is_above and len(mount.point) >= longest:
             found, longest = mount.kind, len(mount.point)
@@ -320,5 +308,5 @@ def file_system_of(directory: Path, mounts: Path = MOUNTS) -> str:
 
 
 def _plain(path: str) -> str:
-    """The kernel writes blanks and backslashes as octal numbers."""
+    """Decodes blanks and backslashes, which the kernel writes as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)

@@ -1,14 +1,13 @@
-"""The index beside the pool: columns that are files in the memory file system, there for the next
-server.
+"""The index beside the pool: columns as files in the memory file system, for the next server.
 
-    index-header             what the columns were made for, with a check of its own; locked by who uses them
-    index-state …            one file a column; its length says how many rows there are
-    index-sessions           which locks of sessions there are (`session_locks`)
+    index-header      sizes of the pool that the columns belong to, with a checksum; locked by its server
+    index-state …     one file a column; its length says how many rows there are
+    index-sessions    the locks of sessions (`session_locks`)
 
-A file is made longer before its rows are used (no write to a mapping can fail later), and never
-shorter. Everything is written in place, by one thread: what the process had stored when it was
-killed is what the next one finds. When there is no shared memory left, the header goes and the
-index goes on in plain memory: the server serves, and leaves nothing."""
+A file is extended before its rows are used, so that no later write fails, and never shortened. One
+thread writes everything in place: the next server finds what the process had stored when it was
+killed. If shared memory runs out, the header is removed and the index continues in plain memory:
+the server serves, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _MAGIC = b"kvkeepix"
 # magic, version, 0, form, pool bytes, slab bytes, segment bytes
 _HEADER = struct.Struct("<8sIIQQQQ")
 _CHECK = struct.Struct("<Q")
-# Changes by itself when a column does, should somebody forget to raise the version.
+# Changes with every column, in case the version was not raised.
 _FORM = word_of(
     repr([(name, np.dtype(kind).str) for name, kind in KEPT.items()]).encode(),
     repr((TENANT, LAYOUT)).encode(),
@@ -51,7 +50,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_ROWS_TO_SPARE = 1 << 20  # a table grows by large steps
+_ROWS_TO_SPARE = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class FileColumns:
         return column
 
     def has(self, name: str, nbytes: int) -> bool:
-        """Whether such a column was left, with so many bytes at least."""
+        """Whether such a column was left, with at least `nbytes` bytes."""
         return _size(self._directory / (PREFIX + name)) >= nbytes
 
     def drop(self, name: str) -> None:
@@ -140,7 +139,7 @@ def _map_ahead(descriptor: int, nbytes: int) -> memoryview:
 
 
 def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> None:
-    """Says what the columns in this directory are made for."""
+    """Writes the header for a pool of these sizes."""
     head = _HEADER.pack(_MAGIC, _VERSION, 0, _FORM, pool_bytes, slab_bytes, segment_bytes)
     descriptor = os.open(
         directory / _HEADER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
@@ -152,8 +151,8 @@ def write_header(directory: Path, pool_bytes: int, slab_bytes: int, segment_byte
 
 
 def own_header(directory: Path) -> int:
-    """Locks the header, until the descriptor is closed. It goes with the columns wherever somebody
-    moves them, so no two servers ever write into the same ones. BlockingIOError if another does."""
+    """Locks the header until the descriptor is closed. The lock stays with the columns even if they
+    are moved, so no two servers write into them. BlockingIOError if another server has it."""
     descriptor = os.open(directory / _HEADER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,13 +163,13 @@ def own_header(directory: Path) -> int:
 
 
 def remove_header(directory: Path) -> None:
-    """From now on there is no index here."""
+    """Makes the index impossible to adopt."""
     (directory / _HEADER_FILE).unlink(missing_ok=True)
 
 
 def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_bytes: int) -> str:
-    """Why what lies in this directory is no index for such a pool; empty if it is one. OSError if
-    nobody can tell."""
+    """Why the files in this directory are no index for such a pool; empty if they are one. OSError
+    if they cannot be examined."""
     for name in os.listdir(directory):
         if name.startswith((PREFIX, "segment-")):
             found = os.stat(directory / name, follow_symlinks=False)
@@ -181,7 +180,7 @@ def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_byt
             ):
                 return f"{name} is no plain file of ours"
             if name.startswith(PREFIX) and found.st_blocks * 512 < found.st_size:
-                # to read one takes memory, and where there is none that ends a process
+                # reading a hole allocates memory, and ends the process if there is none
                 return f"{name} has holes"
     try:
         left = _read_header(directory)
@@ -206,8 +205,7 @@ def why_not_adopt(directory: Path, pool_bytes: int, slab_bytes: int, segment_byt
 
 
 def sizes_left(directory: Path) -> tuple[int, int, int]:
-    """Pool, slab and segment bytes of the index that lies in this directory; zeros if there is none
-    to adopt."""
+    """Pool, slab and segment bytes of the index in this directory; zeros if there is none."""
     try:
         return _read_header(directory) or (0, 0, 0)
     except (OSError, ValueError):
@@ -215,7 +213,7 @@ def sizes_left(directory: Path) -> tuple[int, int, int]:
 
 
 def _read_header(directory: Path) -> tuple[int, int, int]:
-    """ValueError says what is wrong with it."""
+    """Pool, slab and segment bytes. ValueError says what is wrong with the header."""
     path = directory / _HEADER_FILE
     if _size(path) != _HEADER.size + _CHECK.size:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""The memory tier: the pool in shared memory, made, filled, guarded and removed by the daemon.
+"""The memory tier: the pool in shared memory, made, filled, guarded and removed by the server.
 
-<shm_dir>/kvkeep-<name>/          owner only
-    daemon.lock                   held by the daemon that owns the pool, as is the directory itself (`ownership`)
-    epoch                         this server process's epoch, so that a client can tell the pool is really here
-    segment-00000 …               the memory
-    presence-…                    how many blocks there are with a key like this one, for who would ask in vain
-    session-….lock                one for each attached session (`session_locks`)
-    index-…                       what is in it, for the next server, if that is to find it (`index_files`)
+<shm_dir>/kvkeep-<name>/    accessible to its owner only
+    daemon.lock             locked by the server that owns the pool, as is the directory (`ownership`)
+    epoch                   the server process's epoch: shows a client that this is the server's pool
+    segment-00000 …         the memory
+    presence-…              counts blocks by key, so that clients need not ask for absent ones
+    session-….lock          one for each attached session (`session_locks`)
+    index-…                 what the pool holds, for the next server (`index_files`)
 """
 
 from __future__ import annotations
@@ -46,14 +46,13 @@ _SLABS_AT_LEAST = 16
 
 
 def slab_bytes_for(pool_bytes: int) -> int:
-    """The default slab size: 64 MiB, less in a small pool so that several block sizes still find
-    room in it."""
+    """The default slab size: 64 MiB, less in a small pool, so that several block sizes fit."""
     return max(MIB, min(_LARGEST_SLAB_BYTES, pool_bytes // _SLABS_AT_LEAST // MIB * MIB))
 
 
 class PoolLeft(NamedTuple):
-    """What a server has left behind: the size its pool was to have, how much of that is there, and
-    the memory that all of its files hold. The first is 0 if it cannot be adopted."""
+    """What a server left: the size of its pool (0 if it cannot be adopted), how much of that is
+    filled, and the memory of all its files."""
 
     pool_bytes: int
     filled_bytes: int
@@ -61,7 +60,7 @@ class PoolLeft(NamedTuple):
 
 
 def pool_left(shm_dir: Path, name: str) -> PoolLeft:
-    """By the server of this name, which may still be running."""
+    """What the server of this name left. It may still be running."""
     directory = _directory(shm_dir, name)
     filled = held = 0
     with contextlib.suppress(OSError):
@@ -74,15 +73,11 @@ def pool_left(shm_dir: Path, name: str) -> PoolLeft:
 
 
 def auto_size(shm_dir: Path, name: str, *, adopt: bool) -> tuple[int, bool]:
-    """The size of a pool that nobody gave a size, and whether it is that of the pool which the last
-    server left.
+    """The automatic size of a pool, and whether it is that of the pool which the last server left.
 
-    With `adopt` it is, if the memory that is missing of that pool can be had: a server that was
-    killed under a memory limit must not be killed again. Otherwise the old pool is removed, so its
-    memory counts as free. The size is 0 if nothing fits.
-
-    OSError if there is no such directory.
-    """
+    With `adopt` it is, if the unfilled rest of that pool fits: a server that was killed by a memory
+    limit must not be killed again. Otherwise the old pool will be removed, and its memory counts as
+    free. The size is 0 if nothing fits. OSError if there is no such directory."""
     left = pool_left(shm_dir, name)
     missing = left.pool_bytes - left.filled_bytes
     has_room = missing <= pool_room(shm_dir).nbytes if missing > 0 else can_stay(shm_dir)
@@ -96,16 +91,16 @@ def _directory(shm_dir: Path, name: str) -> Path:
 
 
 class Pool:
-    """Owns the pool's directory from construction to `close`. Segments become usable one by one by
-    `fill_next`.
+    """Owns the pool's directory from construction to `close`. `fill_next` makes segments usable one
+    by one.
 
-    With `keep` its index lies beside it, and what an earlier server left is kept where it can be
-    adopted: then `is_left` says so, and that many bytes are filled. Otherwise, or with `fresh`, all
-    is removed; `why_empty` says why, and `not_adopted` the same if there was something to adopt.
+    With `keep`, the index lies beside the pool, and the pool of an earlier server is kept if it can
+    be adopted: then `is_left` is true, and `filled_bytes` are filled. Otherwise, or with `fresh`,
+    everything is removed; `why_empty` says why, and so does `not_adopted` if a pool was left.
 
-    PoolError if there is no room for it. With `may_shrink` it takes the size that `auto` comes to
-    instead: how much memory an old pool gives back is known only when it is gone, and processes
-    that have it mapped keep it."""
+    PoolError if the pool does not fit. With `may_shrink` it takes the automatic size instead: how
+    much memory an old pool returns is known only once it is removed, because processes that have it
+    mapped keep it."""
 
     def __init__(
         self,
@@ -141,7 +136,7 @@ class Pool:
                 self.segments = self._make_segments()
                 self._begin()
         except BaseException as error:
-            # guard: whatever it is, no lock may stay behind, nor a directory of ours
+            # guard: after any error, neither our lock nor our directory may stay behind
             self.close(keep=self.is_left)
             if isinstance(error, OSError):
                 raise PoolError(
@@ -155,7 +150,7 @@ class Pool:
         self.pool_bytes = pool_bytes // slab_bytes * slab_bytes
 
     def _check_rest(self, shm_dir: Path) -> None:
-        """What is left is not adopted if the rest of it does not fit: filling it would end the
+        """Does not adopt a pool whose unfilled rest does not fit: filling it would end the
         server."""
         missing, room = self.pool_bytes - self.filled_bytes, pool_room(shm_dir)
         if self.is_left and missing > room.nbytes:
@@ -164,7 +159,7 @@ class Pool:
             self.is_left = False
 
     def _check_room(self, shm_dir: Path, asked_bytes: int, may_shrink: bool) -> None:
-        """Whole slabs have to fit; the error names the size that was asked for."""
+        """Checks that whole slabs fit. The error names the size that was asked for."""
         room = pool_room(shm_dir)
         if self.pool_bytes <= room.nbytes:
             return
@@ -176,8 +171,8 @@ class Pool:
             raise PoolError(problem, _how_to_fit(room, self.slab_bytes))
 
     def start_over(self) -> None:
-        """Removes all that is there and begins anew, in other memory: who has the old one mapped
-        keeps it."""
+        """Removes everything and begins again in other memory. Processes that have the old memory
+        mapped keep it."""
         self._remove_all()
         self._begin()
 
@@ -206,13 +201,13 @@ class Pool:
         return isinstance(self.columns, FileColumns) and self.columns.kept and self.is_in_place()
 
     def leave_nothing(self) -> None:
-        """From now on no server adopts what is here. Before a session's lock goes whose process may
-        still be at work: the next server would take its memory for free."""
+        """Makes the pool impossible to adopt. Called before the lock of a session is removed whose
+        process may still be at work: the next server would take its memory for free."""
         if self.is_in_place():
             remove_header(self.directory)
 
     def old_sessions(self) -> int:
-        """How many processes of the server before this one may still touch what they had."""
+        """How many processes of the previous server's sessions may still touch their blocks."""
         return self._old_sessions.alive() if self._old_sessions else 0
 
     @property
@@ -220,21 +215,20 @@ class Pool:
         return self.pool_bytes // self.slab_bytes
 
     def is_in_place(self) -> bool:
-        """Whether the directory is still ours, and says so: somebody may have removed it, or the
-        lock file in it, and another server made it anew."""
+        """Whether directory and lock file are still ours. Somebody may have removed them, and
+        another server made them again."""
         return self._ownership.has_lock_file()
 
     def is_unlocked(self) -> bool:
-        """Whether the directory is ours and our lock file in it is gone: who comes now takes the
-        server for dead, and what it has for deserted."""
+        """Whether the directory is ours but our lock file is gone: clients would take the server
+        for dead."""
         return self._ownership.has_directory() and not self._ownership.has_lock_file()
 
     def fill_next(self) -> tuple[int, int]:
-        """Allocates the next segment's memory, so that no later write to it can fail. May take a
-        while.
+        """Allocates the next segment, so that no later write to it can fail. May take a while.
 
-        Returns the first slab and the number of slabs that may be used now; (0, 0) when all are
-        there."""
+        Returns the first slab and the number of slabs that are usable now; (0, 0) when the pool is
+        filled."""
         if self.filled_bytes >= self.pool_bytes:
             return 0, 0
         if not self.is_in_place():
@@ -243,7 +237,7 @@ class Pool:
             )
         nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
         room = room_to_fill(self.directory)
-        # beyond a memory limit no call fails: the kernel ends the server
+        # no call fails beyond a memory limit: the kernel ends the server
         if room is not None and nbytes > room.nbytes:
             raise self._no_more(nbytes, room.reason)
         path = segment_path(self.directory, self.filled_bytes // self.segment_bytes)
@@ -255,7 +249,7 @@ class Pool:
             raise self._no_more(nbytes, error.strerror or "unknown error") from error
         finally:
             os.close(descriptor)
-        # mapped now, it serves the network even if the file goes
+        # once mapped, it serves the network even if the file is removed
         self.segments.view(self.filled_bytes, 1)
         first = self.filled_bytes // self.slab_bytes
         self.filled_bytes += nbytes
@@ -268,8 +262,8 @@ class Pool:
         )
 
     def make_presence(self) -> Presence | None:
-        """For the store that is all there is in the pool. Without it, engines wait for every
-        answer."""
+        """Makes the counts that tell clients which blocks are absent. None if they cannot be made:
+        then clients ask for every block."""
         try:
             return make_presence(self.directory, self._epoch, self.pool_bytes)
         except OSError as error:
@@ -278,7 +272,7 @@ class Pool:
             return None
 
     def watch(self, number: int) -> Watch:
-        """A new lock file for a session. OSError if there is no place for it."""
+        """Makes the lock file of a session. OSError if that fails."""
         if not self.is_in_place():
             raise FileNotFoundError(
                 errno.ENOENT, "the pool's directory was removed", str(self.directory)
@@ -287,25 +281,23 @@ class Pool:
 
     def close(self, *, keep: bool = False) -> None:
         """Removes the pool, or leaves it to the next server. Processes that have it mapped keep
-        their mapping until they let go of it."""
-        # else it is gone, or another server's by now
-        if not keep and self._ownership.has_directory():
+        their mapping."""
+        if not keep and self._ownership.has_directory():  # else it may be another server's by now
             self._let_go_of_what_was_left()
             self._remove_files()
             shutil.rmtree(self.directory, ignore_errors=True)
         self.let_go()
 
     def let_go(self) -> None:
-        """Ends all that this process has of the pool, as its death would, and changes nothing in
-        it."""
+        """Releases the pool as the end of this process would, without changing it."""
         self._let_go_of_what_was_left()
         if hasattr(self, "segments"):
             self.segments.files.close()
         self._ownership.close()
 
     def _find_what_is_left(self) -> None:
-        """Takes segments and columns as they are, if they are an index and its pool. From then on
-        no process of the old server can map them any more."""
+        """Adopts segments and columns if they are a valid pool and its index. From then on no
+        process of the old server can map them."""
         if not any(name.startswith("segment-") for name in os.listdir(self.directory)):
             self.why_empty = "no server before it has left anything"
             return
@@ -331,7 +323,7 @@ class Pool:
         self.not_adopted = self.why_empty = why
 
     def _find_session_locks(self, columns: FileColumns) -> str:
-        """Why they do not tell who may still be at work in the pool; empty if they do."""
+        """Why the locks do not tell which processes may be at work; empty if they do."""
         if not columns.has(session_locks.COLUMN, session_locks.LEAST_BYTES):
             return "a column of its index is missing or too short"
         self._session_locks = SessionLocks(self.directory, columns)
@@ -343,7 +335,7 @@ class Pool:
         )
 
     def _map_segments_left(self) -> None:
-        """The first ones, as far as all their memory is there. Those after a gap are removed."""
+        """Maps the segments up to the first incomplete one, and removes the rest."""
         beyond = set(self.directory.glob("segment-*"))
         while self.filled_bytes < self.pool_bytes:
             nbytes = min(self.segment_bytes, self.pool_bytes - self.filled_bytes)
@@ -375,7 +367,7 @@ class Pool:
         return Segments(PoolFiles(self.directory), self.segment_bytes, self.pool_bytes, self._epoch)
 
     def _write_epoch(self) -> None:
-        """In one step: who reads it finds the old one or ours."""
+        """Replaces the file in one step: a reader finds the old epoch or ours."""
         draft = self.directory / f"{EPOCH_FILE}.new"
         draft.unlink(missing_ok=True)
         draft.touch(mode=0o600)
@@ -383,11 +375,8 @@ class Pool:
         os.replace(draft, self.directory / EPOCH_FILE)
 
     def _remove_files(self) -> None:
-        """All but the lock, which goes last: whoever can take it must find no leftovers that are
-        still going. And first what makes them an index: see `leave_nothing`.
-
-        As far as it goes: what cannot be removed stays, and does not keep the rest.
-        """
+        """Removes all files but the lock, as far as possible. The header goes first, so that the
+        rest cannot be adopted, and the lock last, so that the next owner finds no leftovers."""
         with contextlib.suppress(OSError):
             remove_header(self.directory)
         # somebody else removed the directory: so much the better
@@ -401,7 +390,7 @@ class Pool:
 
 
 def _how_to_fit(room: Room, slab_bytes: int) -> str:
-    """Words that help when they are followed as they stand."""
+    """Advice that can be followed literally."""
     if not (advised := room.advised_bytes):
         return room.remedy
     slab = f" --slab-size {slab_bytes_for(advised) // MIB}MiB" if slab_bytes > advised else ""

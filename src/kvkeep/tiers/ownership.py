@@ -1,9 +1,8 @@
-"""Who owns a pool's directory: one process at a time, by the kernel's word.
+"""Ownership of a pool's directory: one process at a time, by locks of the kernel.
 
-Two things are locked. The directory itself, because it is what two servers would share: whoever
-removes files in it (a cleaner, an operator) does not remove that lock. And `daemon.lock` in it,
-which says who the owner is and by which clients tell that their server lives. (Cleaners that ask
-first, as systemd-tmpfiles does, leave a locked directory alone.)"""
+Two things are locked: the directory itself, whose lock survives if somebody removes the files in it
+(and which systemd-tmpfiles respects), and `daemon.lock` in it, which names the owner and shows
+clients that their server lives."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ LOCK_FILE = "daemon.lock"
 
 
 class Ownership:
-    """Makes the directory and owns it until `close`. PoolError says who has it, or what is in the
-    way."""
+    """Makes the directory and owns it until `close`. PoolError names the owner, or the obstacle."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory
@@ -48,22 +46,22 @@ class Ownership:
             raise
 
     def has_directory(self) -> bool:
-        """Whether the directory that lies there now is ours. False if there is none."""
+        """Whether the directory at the path is the one that we own."""
         return self._directory >= 0 and _is_same(self._path, self._directory)
 
     def has_lock_file(self) -> bool:
-        """Whether our lock file lies there, too."""
+        """Whether our lock file is in it, too."""
         return self.has_directory() and _is_same(self._path / LOCK_FILE, self._lock)
 
     def close(self) -> None:
-        """Lets go of it as it is."""
+        """Releases the directory without changing it."""
         for descriptor in (self._lock, self._directory):
             if descriptor >= 0:
                 os.close(descriptor)
         self._directory = self._lock = -1
 
     def _take(self) -> None:
-        """BlockingIOError if it is another's, or was removed by its owner while we opened it."""
+        """BlockingIOError if another process owns it, or its owner removed it meanwhile."""
         status = os.fstat(self._directory)
         if status.st_uid != os.getuid():
             raise PoolError(f"{self._path} belongs to another user", "choose another --name")
@@ -82,7 +80,7 @@ class Ownership:
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def _owner(self) -> str:
-        """The process that has it, as far as that can be read."""
+        """The process id of the owner, if it can be read."""
         with contextlib.suppress(OSError):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(LOCK_FILE, flags, dir_fd=self._directory)
@@ -94,8 +92,8 @@ class Ownership:
 
 
 def _open_directory(directory: Path) -> int:
-    """Makes it if need be. What is opened is a directory of that very name: anyone may put a link
-    into shared memory, at any moment, and what it points at would be emptied."""
+    """Opens the directory, and makes it if need be. Does not follow a symbolic link: anyone may put
+    one into shared memory, and the directory behind it would be emptied."""
     directory.mkdir(mode=0o700, exist_ok=True)
     try:
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -32,7 +32,7 @@ _NAME = re.compile(r"session-([0-9a-f]{16})-([0-9]{1,18})\.lock")
 
 
 class SessionLocks:
-    """The record, over columns that are new or were left by another server."""
+    """The record, in columns that are new or were left by another server."""
 
     def __init__(self, directory: Path, columns: Columns) -> None:
         self._directory = directory
@@ -40,8 +40,8 @@ class SessionLocks:
         self._grow(_FIRST_ROWS)
 
     def watch(self, epoch: int, number: int) -> Watch:
-        """Makes a lock file and notes it: before anybody knows of it, and after it is there.
-        OSError if it cannot."""
+        """Makes a lock file and then records it, before the session learns of it. OSError if that
+        fails."""
         watch = _NotedWatch(self, self._path(epoch, number))
         free = np.flatnonzero(self._rows[:, 0] == 0)
         if not len(free):
@@ -49,17 +49,17 @@ class SessionLocks:
             self._grow(2 * len(self._rows))
         row = self._rows[free[0]]
         row[1:] = number, os.stat(watch.path, follow_symlinks=False).st_ino
-        row[0] = epoch  # last: now it counts
+        row[0] = epoch  # last: makes the row valid
         return watch
 
     def forget(self, path: Path) -> None:
-        """Before a lock file is removed by those who may. Nothing if it is not noted."""
+        """Removes a lock file from the record, before the file is removed."""
         if found := _NAME.fullmatch(path.name):
             epoch, number = np.uint64(int(found[1], 16)), np.uint64(int(found[2]))
             self._rows[(self._rows[:, 0] == epoch) & (self._rows[:, 1] == number), 0] = 0
 
     def missing(self) -> str:
-        """The name of a lock file that should be here and is not; empty if all are."""
+        """The name of a recorded lock file that is missing or replaced; empty if there is none."""
         for at in np.flatnonzero(self._rows[:, 0]).tolist():
             epoch, number, inode = self._rows[at].tolist()
             path = self._path(epoch, number)
@@ -79,7 +79,7 @@ class SessionLocks:
 
 
 class _NotedWatch(Watch):
-    """A watch whose file may go only after the record has forgotten it."""
+    """A watch whose file leaves the record before it is removed."""
 
     def __init__(self, locks: SessionLocks, path: Path) -> None:
         super().__init__(path)
@@ -91,8 +91,8 @@ class _NotedWatch(Watch):
 
 
 class OldSessions:
-    """The locks that were held when this was made. OSError if one cannot be looked at. `forget` is
-    told of each file before it is removed."""
+    """The session locks that processes held when this was made. OSError if one cannot be opened.
+    Calls `forget` with each file before it is removed."""
 
     def __init__(self, directory: Path, forget: Callable[[Path], None] = lambda path: None) -> None:
         self._forget = forget
@@ -104,7 +104,7 @@ class OldSessions:
         self.alive()
 
     def alive(self) -> int:
-        """How many of them still live. It never grows."""
+        """How many of the processes still live. Never grows."""
         for path, descriptor in list(self._locks.items()):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,7 +115,7 @@ class OldSessions:
         return len(self._locks)
 
     def close(self) -> None:
-        """Lets go of all of them. Their files stay, for the next server."""
+        """Closes all files, which stay for the next server."""
         for descriptor in self._locks.values():
             os.close(descriptor)
         self._locks = {}
