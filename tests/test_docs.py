@@ -513,6 +513,42 @@ def test_files_that_contributing_names_exist() -> None:
     assert missing == []
 
 
+def names_in(tree: ast.Module) -> set[str]:
+    """Functions, classes and methods of a module, methods as `Class.method`."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = set()
+    for node in tree.body:
+        if isinstance(node, kinds):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, kinds)}
+    return found
+
+
+def missing_steps(text: str) -> list[str]:
+    """Those of the steps written as `file.py:name` that the source does not have."""
+    steps = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
+    missing = []
+    for path, name in steps:
+        file = ROOT / "src" / "kvkeep" / path
+        if not file.is_file() or name not in names_in(ast.parse(file.read_text())):
+            missing.append(f"{path}:{name}")
+    return missing
+
+
+def test_every_function_that_the_journeys_name_exists() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    assert len(re.findall(r"`[\w/]+\.py:[\w.]+`", text)) > 40, "the page was read"
+    assert missing_steps(text) == []
+
+
+def test_a_step_that_is_gone_is_found() -> None:
+    good = "`store/store.py:Store.lookup` and `units.py:format_size`"
+    bad = "`store/store.py:Store.fly`, `store/gone.py:Store` and `store/store.py:lookup`"
+    assert missing_steps(good) == []
+    assert len(missing_steps(bad)) == 3
+
+
 def anchors(text: str) -> set[str]:
     """Headings as the usual Markdown viewers name them."""
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
