@@ -28,9 +28,8 @@ from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.simulation.oracle import OracleModel
 
-torch.set_num_threads(
-    1
-)  # these models are tiny: threads that share a busy core make them ten times slower
+# these models are tiny: threads that share a busy core make them ten times slower
+torch.set_num_threads(1)
 
 BLOCK_TOKENS = 4
 POOL = ("--pool-size", "64MiB", "--slab-size", "256KiB", "--session-check-interval", "50ms")

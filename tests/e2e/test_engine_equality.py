@@ -138,9 +138,8 @@ def test_the_next_turn_finds_what_was_generated(server: ServerProcess, kind: str
     own = {"seed": seed(), **DOUBLE}
     history, expected_extra = prompt(10), 0
     for _ in range(3):
-        with engine(
-            server, SETTINGS[kind], **own
-        ) as llm:  # another engine each time: nothing is local
+        # another engine each time: nothing is local
+        with engine(server, SETTINGS[kind], **own) as llm:
             since = Since(server)
             [answer] = serve(llm, [counting(history)], max_tokens=9)
             assert since("hit_blocks") == expected_extra // 4

@@ -46,9 +46,8 @@ BAD = 2  # the block of the prompt that is harmed
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(
-        *POOL, "--no-verify"
-    ) as running:  # engines verify all the same, unless they are BLIND
+    # engines verify all the same, unless they are BLIND
+    with ServerProcess(*POOL, "--no-verify") as running:
         yield running
 
 

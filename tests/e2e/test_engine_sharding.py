@@ -243,9 +243,8 @@ def test_a_real_model_that_is_cut_otherwise_never_hits(
             server, settings, tensor_parallel_size=tp, pipeline_parallel_size=pp, **own
         ) as llm:
             [answer] = serve(llm, [counting(tokens)])
-        is_same = (
-            settings is MLA and tp == 2
-        )  # all ranks of a stage hold the same: one shard at every size
+        # all ranks of a stage hold the same: one shard at every size
+        is_same = settings is MLA and tp == 2
         assert answer.kv_transfer_params == {KEY: 20 if is_same else 0}
         assert [answer.token_ids] == expected
 

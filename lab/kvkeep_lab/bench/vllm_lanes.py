@@ -94,9 +94,8 @@ class _Served:
     cached_tokens: int = 0
     ttfts_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
-    decode_gaps_s: list[float] = field(
-        default_factory=list
-    )  # without those in which a prompt was computed
+    # without those in which a prompt was computed
+    decode_gaps_s: list[float] = field(default_factory=list)
 
     @property
     def left(self) -> bool:

@@ -82,9 +82,8 @@ OPTIONS = {
 _BEGINS_IN = 1 / 3  # of the time
 _GIVES_UP_AFTER = 4  # times the time
 _WAKING_TOKENS = 8  # less than a block, so nothing of it is kept
-_LEAST_DECODED = (
-    0.05  # of the times between tokens: with fewer, prompts come faster than they are computed
-)
+# of the times between tokens: with fewer, prompts come faster than they are computed
+_LEAST_DECODED = 0.05
 
 
 # -- the run
@@ -159,9 +158,8 @@ class Bench:
     traffic: Traffic
     vllm: str = ""
     said: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
-    requests: dict[str, int] = field(
-        default_factory=dict
-    )  # of a scenario, as the engine without a connector began
+    # of a scenario, as the engine without a connector began
+    requests: dict[str, int] = field(default_factory=dict)
     spares: dict[Station, JsonProcess] = field(default_factory=dict)
 
     @property
@@ -199,9 +197,8 @@ class Bench:
         if turn and len(self._all(name, scenario)) != turn:
             return  # it has failed before
         self._warm_up(subject, scenario in DECODE)
-        subject.engine.ask(
-            self.traffic.prefixes().prompts[0][:_WAKING_TOKENS]
-        )  # after a pause it begins late
+        # after a pause it begins late
+        subject.engine.ask(self.traffic.prefixes().prompts[0][:_WAKING_TOKENS])
         if scenario in DECODE:
             figures = self._decode(subject, scenario, turn)
         else:
@@ -289,9 +286,8 @@ class Bench:
             if self.plan.graphs:
                 made |= decoding_with_graphs(traffic.sizes.at_a_time, traffic.sizes.own_tokens)
             config = made.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
-            if (
-                station.decodes and "kvkeep.address" in config
-            ):  # loads are what is watched, whether they pay or not
+            # loads are what is watched, whether they pay or not
+            if station.decodes and "kvkeep.address" in config:
                 config["kvkeep.load_when"] = "always"
             spare = self.spares.get(station)
             with LoadedEngine(

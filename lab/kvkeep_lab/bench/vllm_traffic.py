@@ -22,9 +22,8 @@ from kvkeep_lab.bench.vllm_lanes import Lane
 _GRAIN_TOKENS = 32  # prefixes end with a block, on a CPU and on a GPU
 _WARM_ANSWER_TOKENS = 8  # together with the prompt's last token less than a block
 _POOL_SPARE = 1.5  # for peers that evict before their memory is full
-_LOST_SPARE = (
-    1.5  # what comes between a prefix and its return, as a multiple of what the engine holds
-)
+# what comes between a prefix and its return, as a multiple of what the engine holds
+_LOST_SPARE = 1.5
 _STRIDE = 5  # from one request's length to that of the next with a prefix
 _DECODED_TOKENS = 1024  # of an answer, in some 20 s
 _PROMPTS, _PREFIXES, _LARGE_PREFIXES, _DECODERS, _LARGE = range(5)  # kinds of random numbers

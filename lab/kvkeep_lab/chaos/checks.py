@@ -26,9 +26,8 @@ class Checks:
     def __init__(
         self, server: ChaosServer, clients: Sequence[ChaosClient], truth: Truth, record: Record
     ) -> None:
-        self.flipped: set[tuple[bytes, int]] = (
-            set()
-        )  # key and slot of blocks in which we have flipped a bit
+        # key and slot of blocks in which we have flipped a bit
+        self.flipped: set[tuple[bytes, int]] = set()
         self._server = server
         self._clients = clients
         self._truth = truth

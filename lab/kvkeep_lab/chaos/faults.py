@@ -157,9 +157,8 @@ class Faults:
         self, chance: random.Random, down_us: tuple[int, int] = _DOWN_US, *, fresh: bool = False
     ) -> None:
         def start() -> None:
-            if self._network.is_taken(
-                socket.AF_INET
-            ):  # by a stranger: a server without its port does not start
+            # by a stranger: a server without its port does not start
+            if self._network.is_taken(socket.AF_INET):
                 self._simulation.after(_TRY_AGAIN_US, start)
             elif not self._server.is_up:
                 self._server.start(fresh=fresh)

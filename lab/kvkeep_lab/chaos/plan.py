@@ -187,9 +187,8 @@ def _rates(chance: random.Random) -> list[Rate]:
 def _moments(chance: random.Random, duration_ms: int) -> list[Moment]:
     kinds = chance.sample(list(MOMENTS), chance.choice((1, 3, 6, len(MOMENTS))))
     count = chance.choice((0, 3, 8, 16))
-    if (
-        chance.random() < 0.25
-    ):  # what is rarest and worst: a copy under way while everything changes
+    # what is rarest and worst: a copy under way while everything changes
+    if chance.random() < 0.25:
         kinds, count = [kind for kind in MOMENTS if kind.endswith("in_copy")], 5
     weights = [MOMENTS[kind] for kind in kinds]
     quotas = chance.choice((0, 0, 0, 4))

@@ -298,9 +298,8 @@ class RealRun:
             time.sleep(0.05)
         self.tally["leaked_leases"] += held
         self.tally["leaked_shm_files"] += len(list(self._directory.glob("session-*.lock")))
-        self._server_log += self._server.stop(
-            signal.SIGINT
-        )  # as from a terminal: it removes its pool
+        # as from a terminal: it removes its pool
+        self._server_log += self._server.stop(signal.SIGINT)
         self.tally["server_errors"] += self._server_log.count("Traceback")
         self.tally["leaked_shm_files"] += len(
             list(Path("/dev/shm").glob(f"kvkeep-{self._server.name}*"))

@@ -15,9 +15,8 @@ FLIP_BIT = "flip_bit"
 
 _FRESH = 0.1  # of the servers after a kill begin empty
 _KILLED_PAUSED = 0.2  # of the processes that are killed were paused before
-_FLIP_WHILE_DOWN = (
-    0.6  # of the kills: then the index is at rest, and any of its bits may have changed
-)
+# of the kills: then the index is at rest, and any of its bits may have changed
+_FLIP_WHILE_DOWN = 0.6
 _LONGEST_PAUSE_S, _LONGEST_DOWN_S, _LONGEST_ENGINE_PAUSE_S = 8.0, 4.0, 3.0
 
 

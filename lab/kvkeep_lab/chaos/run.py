@@ -56,9 +56,8 @@ class ChaosRun:
         try:
             return self._run()
         finally:
-            vars(
-                self
-            ).clear()  # servers, engines and simulation know each other, and have files open and mapped:
+            # servers, engines and simulation know each other, and have files open and mapped:
+            vars(self).clear()
             gc.collect()  # only a collection ends them, and by itself it may come after many runs
 
     def _run(self) -> Outcome:

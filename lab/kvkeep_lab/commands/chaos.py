@@ -14,18 +14,22 @@ import typer
 
 from kvkeep.cli.output import Json, counted, note, show_facts, show_json, show_table
 from kvkeep.errors import SettingsError
-from kvkeep_lab.commands.seeds import Jobs, Seed, Seeds, chosen, in_processes, prepare
+from kvkeep_lab.commands.seeds import (
+    SHOWN_VIOLATIONS,
+    Jobs,
+    Seed,
+    Seeds,
+    chosen,
+    in_processes,
+    prepare,
+    sweep,
+)
 
-_PROGRESS_EVERY_S = 2.0
 _SHRUNK = 2  # violations that are made small; the others are only named
-_SHOWN_VIOLATIONS = 10
 _SEEDS_A_MUTANT = 200
 _MINUTES_AT_MOST = 24 * 60
-_OUTDATED = (
-    "TypeError",
-    "AttributeError",
-    "KeyError: '",
-)  # a bug that could have been written runs
+# A mutant that raises one of these does not fit the code any more.
+_OUTDATED = ("TypeError", "AttributeError", "KeyError: '")
 
 
 def chaos(
@@ -81,21 +85,20 @@ def chaos(
     if seed is not None and (without or story):
         _replay(seed, without, story, mutant, json)
         return
+    _sweep(span, mutant, jobs, json)
+
+
+def _sweep(span: range, mutant: str, jobs: int, json: bool) -> None:
+    """All seeds of a range. The first violations are shrunk to short stories."""
     started = time.monotonic()
-    outcomes = []
-    last_word = started
+    outcomes: list[dict[str, Any]] = []
     violations: list[dict[str, Any]] = []
-    for outcome in in_processes(_run, [(each, mutant) for each in span], jobs):
+    for outcome in sweep(_run, [(each, mutant) for each in span], jobs):
         outcomes.append(outcome)
         if outcome["violation"]:
             violations.append(_explained(outcome, mutant, shrink=len(violations) < _SHRUNK))
-        if time.monotonic() - last_word > _PROGRESS_EVERY_S:
-            last_word = time.monotonic()
-            note(
-                f"{len(outcomes):,} of {counted(len(span), 'run')}, {counted(len(violations), 'violation')}"
-            )
     totals = _totals(outcomes, time.monotonic() - started)
-    totals["violations"] = violations[:_SHOWN_VIOLATIONS]
+    totals["violations"] = violations[:SHOWN_VIOLATIONS]
     if json:
         show_json(totals)
     else:
@@ -210,15 +213,8 @@ def _replay(seed: int, left_out: str, story: bool, mutant: str, json: bool) -> N
     plan = draw(seed)
     without = numbers_in(left_out, len(plan.items))
     with planted(mutant):
-        outcome = asdict(
-            next(
-                iter(
-                    in_processes(
-                        lambda _: ChaosRun(plan.without(without), detailed=story).run(), [0], 1
-                    )
-                )
-            )
-        )
+        prepare()
+        outcome = asdict(ChaosRun(plan.without(without), detailed=story).run())
     totals = _totals([outcome], time.monotonic() - started)
     totals["violations"] = [outcome["violation"]] if outcome["violation"] else []
     totals["story"] = outcome["story"] if story else []

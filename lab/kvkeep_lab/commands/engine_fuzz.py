@@ -14,11 +14,9 @@ import typer
 
 from kvkeep.cli.output import Json, counted, note, show_json
 from kvkeep.errors import SettingsError
-from kvkeep_lab.commands.seeds import Jobs, Seed, Seeds, chosen, in_processes
+from kvkeep_lab.commands.seeds import SHOWN_VIOLATIONS, Jobs, Seed, Seeds, chosen, sweep
 
 _MODELS = ("oracle", "gqa", "mla")
-_PROGRESS_EVERY_S = 2.0
-_SHOWN_VIOLATIONS = 10
 
 
 def engine_fuzz(
@@ -40,8 +38,7 @@ def engine_fuzz(
     totals: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
-    last_word = started
-    for done, result in enumerate(in_processes(_run, runs, jobs), start=1):
+    for result in sweep(_run, runs, jobs):
         if "violation" in result:
             violations.append(result)
             note(f"violation: {result['violation']}")
@@ -49,18 +46,13 @@ def engine_fuzz(
         else:
             faults.update(result.pop("faults"))
             totals.update({name: count for name, count in result.items() if name != "seed"})
-        if time.monotonic() - last_word > _PROGRESS_EVERY_S:
-            last_word = time.monotonic()
-            note(
-                f"{done:,} of {counted(len(span), 'run')}, {counted(len(violations), 'violation')}"
-            )
     outcome = {
         "model": model,
         "seeds": f"{span.start}:{span.stop}",
         "runs": len(span),
         **totals,
         "faults": dict(faults),
-        "violations": violations[:_SHOWN_VIOLATIONS],
+        "violations": violations[:SHOWN_VIOLATIONS],
         "violation_count": len(violations),
         "seconds": round(time.monotonic() - started, 1),
     }

@@ -6,18 +6,22 @@ import gc
 import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from kvkeep.cli.output import counted, note
 from kvkeep.errors import SettingsError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _AT_A_TIME = 4  # seeds that a process takes
+_PROGRESS_EVERY_S = 2.0
+SHOWN_VIOLATIONS = 10
 
 Seed = Annotated[int | None, typer.Option(help="Run this one seed, in this process.")]
 Seeds = Annotated[
@@ -57,6 +61,21 @@ def in_processes(
     context = multiprocessing.get_context("spawn")  # a fork would take torch's threads along, half
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare) as pool:
         yield from pool.map(run, items, chunksize=at_a_time)
+
+
+def sweep(
+    run: Callable[[T], dict[str, Any]], items: Sequence[T], jobs: int
+) -> Iterator[dict[str, Any]]:
+    """As `in_processes`, with a line of progress now and then. A result with a `violation` counts
+    as one."""
+    violations, last_word_s = 0, time.monotonic()
+    for done, result in enumerate(in_processes(run, items, jobs), start=1):
+        violations += bool(result.get("violation"))
+        yield result
+        if time.monotonic() - last_word_s > _PROGRESS_EVERY_S:
+            last_word_s = time.monotonic()
+            said = counted(violations, "violation")
+            note(f"{done:,} of {counted(len(items), 'run')}, {said}")
 
 
 def prepare() -> None:

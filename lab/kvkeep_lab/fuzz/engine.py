@@ -73,9 +73,8 @@ class _Watch:
     def __init__(self, engine: Engine) -> None:
         self.given = Given(engine.config.block_tokens)
         self._engine, self._run = engine, engine.workers.run
-        self._loads: dict[
-            Any, tuple[str, int, list[int]]
-        ] = {}  # job -> whose, from which block on, into which
+        # job -> whose, from which block on, into which
+        self._loads: dict[Any, tuple[str, int, list[int]]] = {}
         self._bad: dict[Any, set[int]] = {}
         self._reports: dict[Any, set[int]] = {}  # the ranks that have reported a job
         engine.workers.run = self.run  # type: ignore[method-assign]
@@ -144,9 +143,8 @@ class Fuzz:
         self._stumbles = self._random.choice((0.0, 0.0, 0.05))
         for _ in range(self._random.choice((1, 1, 2))):
             self._add_engine()
-        self._histories: list[list[int]] = [
-            []
-        ]  # what somebody may continue, or somebody else repeat
+        # what somebody may continue, or somebody else repeat
+        self._histories: list[list[int]] = [[]]
         self._turns: list[_Turn] = []
         self._live: list[tuple[Engine, _Turn]] = []
         self.outcome = Outcome(seed)

@@ -37,9 +37,8 @@ MOST_GROWTH_MIB = 64
 LONGEST_INPUT_BYTES = 1 << 14
 _WARM_INPUTS = 100  # until then memory grows because caches fill
 _LOOK_EVERY = 50  # inputs
-_STATE = struct.Struct(
-    "<QQQQI"
-)  # inputs, messages, malformed frames, leaks; bytes of the input under way, then itself
+# inputs, messages, malformed frames, leaks; bytes of the input under way, then itself
+_STATE = struct.Struct("<QQQQI")
 _CHILD = "import sys; from kvkeep_lab.fuzz import flood; flood.drown(*sys.argv[1:])"
 
 
@@ -104,9 +103,8 @@ def drown(target: str, state: str, frames: str, seed: str) -> None:
         memory[_STATE.size : _STATE.size + len(data)] = data
         inputs += 1
         _STATE.pack_into(memory, 0, inputs, messages, malformed, 0, len(data))
-        signal.alarm(
-            HANG_AFTER_S
-        )  # nobody handles it: the kernel ends even what is stuck outside of Python
+        # nobody handles it: the kernel ends even what is stuck outside of Python
+        signal.alarm(HANG_AFTER_S)
         try:
             ran = run(data)
             if inputs % _LOOK_EVERY == 0:

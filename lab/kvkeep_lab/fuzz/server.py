@@ -79,9 +79,8 @@ class ServerFlood:
             last = broken(chance, b"GET / HTTP/1.1\r\n\r\n".ljust(HEADER_BYTES))
             last = b"\0" + last if MAGIC.startswith(last[: len(MAGIC)]) else last
         self.frames += len(parts) + 1
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # closed before all was sent
+        # closed before all was sent
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             attacker.sendall(b"".join((*parts, last)))
             while kind > 1 and attacker.recv(1 << 16):
                 pass  # until the server closes it

@@ -216,9 +216,8 @@ class _Run:
             if kind != "slow":
                 result.findings.append(finding(kind, path.read_bytes(), said))
             path.unlink()
-        if (
-            code and not found
-        ):  # no input is to blame: the process itself could not start, or could not end
+        # no input is to blame: the process itself could not start, or could not end
+        if code and not found:
             result.crashes += code != -1
             result.hangs += code == -1
             result.findings.append(finding("process", b"", said))

@@ -36,7 +36,6 @@ class Given:
 
     def tokens(self, name: str, prompt_tokens: int) -> int:
         """What the request should be told."""
-        prompt = range(
-            (prompt_tokens - 1) // self._block_tokens
-        )  # the last token is always computed
+        # the last token is always computed
+        prompt = range((prompt_tokens - 1) // self._block_tokens)
         return len(self._from_server[name].intersection(prompt)) * self._block_tokens

@@ -39,9 +39,8 @@ class Relay:
     def close(self) -> None:
         self.let_go()
         for end in self._ends:
-            with contextlib.suppress(
-                OSError
-            ):  # or who waits in one of our threads would keep the connection
+            # or who waits in one of our threads would keep the connection
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 

@@ -72,9 +72,8 @@ class StoreModel:
         self.blocks: list[ModelBlock] = []
         self.sessions: dict[int, ModelSession] = {}
         self.layouts: dict[int, int] = {}  # number -> shards
-        self.idle: list[
-            str
-        ] = []  # tenants that may make way for a new name, the one held longest ago first
+        # tenants that may make way for a new name, the one held longest ago first
+        self.idle: list[str] = []
         self._uses = 0
 
     # -- what can be asked -------------------------------------------------------------------------
@@ -470,9 +469,8 @@ class StoreModel:
 
     def _rank(self, block: ModelBlock, now_ms: int) -> tuple[int, int, int]:
         is_half = block.state == "writing"
-        is_late = (
-            block.late or block.shards == 1
-        )  # of a single shard there is no other that could still come
+        # of a single shard there is no other that could still come
+        is_late = block.late or block.shards == 1
         if 0 < block.expires_ms <= now_ms or (is_half and is_late):
             order_class = 0
         elif block.finished == block.used:

@@ -37,9 +37,8 @@ _BLOCK_BYTES = (64 << 10, 1 << 20, 4 << 20)
 _GEOMETRIES = tuple(transfer_cuda.GEOMETRIES)
 _LAYERS = 32
 _WARM_UP = 3  # stores that touch every page of the pool once
-_POLL_S = (
-    0.0002  # an engine polls once a step; more often only takes the interpreter from the worker
-)
+# an engine polls once a step; more often only takes the interpreter from the worker
+_POLL_S = 0.0002
 
 
 def run(

@@ -169,9 +169,8 @@ class Bench:
         measured = Measured()
         slab = f"{_SLAB_BYTES // MIB}MiB"
         sizes = ("--pool-size", f"{self.pool_bytes // MIB}MiB", "--slab-size", slab)
-        with ServerProcess(
-            *sizes, "--no-verify"
-        ) as server:  # so that the engine's own choice holds
+        # so that the engine's own choice holds
+        with ServerProcess(*sizes, "--no-verify") as server:
             side = EngineSide(
                 server.address,
                 self._kv.layers,
@@ -294,9 +293,8 @@ def run(device: str, geometries: Sequence[str], total_bytes: int, rounds: int) -
 
 def measure(gpu: Gpu, geometries: Sequence[str], total_bytes: int, rounds: int) -> dict[str, Any]:
     """As `run`, on a GPU that is there."""
-    needed_bytes = (
-        4 * total_bytes + GIB
-    )  # half of it for the KV, half for the floor; and what a worker needs
+    # half of it for the KV, half for the floor; and what a worker needs
+    needed_bytes = 4 * total_bytes + GIB
     if needed_bytes > gpu.free_bytes:
         problem = f"the GPU has {format_size(gpu.free_bytes)} free, this takes {format_size(needed_bytes)}"
         raise SettingsError(problem, "use a smaller --total-bytes")

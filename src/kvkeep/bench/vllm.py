@@ -280,9 +280,8 @@ class Bench:
             # long as each other.
             time.sleep(_REST_S[self.plan.device])
         if turn:
-            engine.ask(
-                prompt[:_WAKING_TOKENS]
-            )  # an engine that has been idle for a while answers up to a second late
+            # an engine that has been idle for a while answers up to a second late
+            engine.ask(prompt[:_WAKING_TOKENS])
         answer = engine.ask(prompt, 1 if turn else _CHECKED_TOKENS)
         if case == "cold":
             _check_cold(engine.name, answer)

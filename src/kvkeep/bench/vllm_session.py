@@ -37,9 +37,8 @@ PEERS = ("lmcache", "native")
 # little more: they notice it a little late.
 SILENT_AFTER_S = 1.2
 
-_BESIDE_KV_BYTES = (
-    3 * GIB + 512 * MIB
-)  # activations of a step and CUDA's context; then staging memory of kvkeep
+# activations of a step and CUDA's context; then staging memory of kvkeep
+_BESIDE_KV_BYTES = 3 * GIB + 512 * MIB
 _POOLED = 0.75  # of the host's memory
 _SHM = Path("/dev/shm")
 _IN_SHM = ("kvkeep", "native")

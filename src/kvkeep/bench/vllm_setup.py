@@ -137,9 +137,8 @@ def _served(
 
 
 def _dtype(device: str) -> str:
-    return (
-        "float32" if device == "cpu" else "bfloat16"
-    )  # not every CPU has the instructions for the latter
+    # not every CPU has the instructions for the latter
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -80,7 +80,7 @@ def test_a_violation_is_told_with_the_way_to_replay_it(
     def results(run: object, runs: object, jobs: int) -> list[dict[str, object]]:
         return [{"seed": 4, "violation": "seed 4: wrong"}]
 
-    monkeypatch.setattr(engine_fuzz, "in_processes", results)
+    monkeypatch.setattr(engine_fuzz, "sweep", results)
     with pytest.raises(SystemExit) as ended:
         engine_fuzz.engine_fuzz(seeds="4:5", json=True)
     assert ended.value.code == 1

@@ -128,9 +128,8 @@ def attend(
     """
     heads, tokens, size = query.shape
     kv_heads = key.shape[0]
-    if (
-        tokens == 1
-    ):  # the heads of a group all see everything, so they can be asked as if they were tokens
+    # the heads of a group all see everything, so they can be asked as if they were tokens
+    if tokens == 1:
         query = query.reshape(kv_heads, 1, heads // kv_heads, size)
         return F.scaled_dot_product_attention(
             query, key[:, None], value[:, None], scale=scale

@@ -90,9 +90,8 @@ def _generator(params: SamplingParams, position: int) -> torch.Generator:
 def _check_int(field: str, value: object, *, least: int, most: int) -> None:
     if type(value) is int and value > most:  # not quoted: it may have too many digits to be printed
         raise _refusal(field, f"is more than {most}")
-    if (
-        type(value) is not int or value < least
-    ):  # a bool is an int to isinstance, and a mistake here
+    # a bool is an int to isinstance, and a mistake here
+    if type(value) is not int or value < least:
         raise _refusal(field, f"must be an integer of at least {least}, not {value!r}")
 
 

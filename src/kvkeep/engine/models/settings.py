@@ -18,6 +18,7 @@ from typing import Literal, cast
 
 from kvkeep.errors import SettingsError
 
+COMMON_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 GQA_SIZES = ("num_kv_heads", "head_dim")
 MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ARCHITECTURES: dict[str, Literal["gqa", "mla"]] = {
@@ -27,14 +28,25 @@ ARCHITECTURES: dict[str, Literal["gqa", "mla"]] = {
     "Qwen3ForCausalLM": "gqa",
     "DeepseekV2ForCausalLM": "mla",
 }
-QWEN3_HEAD_DIM = (
-    128  # what Qwen3 assumes where its config is silent; the others divide the hidden size
-)
+# What Qwen3 assumes where its config names no size; the others divide the hidden size.
+QWEN3_HEAD_DIM = 128
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
 MAX_SIZE = 2**24  # of any dimension; a config that asks for more is damaged
 MAX_LAYERS = 10_000
 MAX_NUMBER = 1e18
+
+FULL_ATTENTION = "only full attention is supported"
+# What a config may say, by field; the first value stands for a field that is missing.
+SUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
+    "attention_bias": ((False, None), "only models without it are supported"),
+    "mlp_bias": ((False, None), "only models without it are supported"),
+    "quantization_config": ((None,), "use a checkpoint in bfloat16, float16 or float32"),
+    "compression_config": ((None,), "use a checkpoint in bfloat16, float16 or float32"),
+    "hidden_act": (("silu",), "only silu is supported"),
+    "use_sliding_window": ((False, None), FULL_ATTENTION),
+    "partial_rotary_factor": ((1.0, None), "it must be 1.0"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +66,8 @@ class ModelSettings:
     rope_theta: float = DEFAULT_ROPE_THETA
     rms_norm_eps: float = DEFAULT_RMS_NORM_EPS
     tie_word_embeddings: bool = False
-    rope_interleaved: bool = (
-        False  # which two numbers of a head turn together: neighbours (DeepSeek), or halves
-    )
+    # which two numbers of a head turn together: neighbours (DeepSeek), or halves
+    rope_interleaved: bool = False
 
     num_kv_heads: int = 0
     head_dim: int = 0
@@ -70,56 +81,31 @@ class ModelSettings:
     v_head_dim: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("gqa", "mla"):
-            raise _refusal("kind", f"is {self.kind!r}", "choose gqa or mla")
+        _expect(self.kind in ("gqa", "mla"), "kind", self.kind, "choose gqa or mla")
         own, other = (GQA_SIZES, MLA_SIZES) if self.kind == "gqa" else (MLA_SIZES, GQA_SIZES)
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            *own,
-        ):
+        for field in (*COMMON_SIZES, *own):
             _check_size(field, getattr(self, field))
-        if self.num_layers > MAX_LAYERS:
-            raise _refusal("num_layers", f"is {self.num_layers}", f"the limit is {MAX_LAYERS}")
-        for field in other:
-            if getattr(self, field) != 0:
-                raise _refusal(
-                    field, f"is {getattr(self, field)!r}, but kind is {self.kind}", "leave it out"
-                )
+        _expect(
+            self.num_layers <= MAX_LAYERS, "num_layers", self.num_layers, f"at most {MAX_LAYERS}"
+        )
         for field in ("rope_theta", "rms_norm_eps"):
             _check_positive(field, getattr(self, field))
         for field in ("tie_word_embeddings", "rope_interleaved", "qkv_bias", "qk_norm"):
-            if type(getattr(self, field)) is not bool:
-                raise _refusal(field, f"is {getattr(self, field)!r}", "set it to true or false")
-        self._check_family()
-
-    def _check_family(self) -> None:
-        rotated = "head_dim" if self.kind == "gqa" else "qk_rope_head_dim"
-        if getattr(self, rotated) % 2:
-            raise _refusal(
-                rotated,
-                f"is {getattr(self, rotated)}, but rotation pairs numbers",
-                "choose an even size",
-            )
-        if self.kind == "gqa":
-            if self.num_heads % self.num_kv_heads:
-                problem = f"is {self.num_kv_heads} and does not divide num_heads {self.num_heads}"
-                raise _refusal(
-                    "num_kv_heads", problem, "each KV head serves equally many query heads"
-                )
-            if self.q_lora_rank is not None:
-                raise _refusal(
-                    "q_lora_rank", f"is {self.q_lora_rank}, but kind is gqa", "leave it out"
-                )
-            return
+            value = getattr(self, field)
+            _expect(type(value) is bool, field, value, "set it to true or false")
+        flags = ("q_lora_rank",) if self.kind == "gqa" else ("qkv_bias", "qk_norm")
+        for field in (*other, *flags):
+            value = getattr(self, field)
+            _expect(value in (None, 0), field, value, f"leave it out, because kind is {self.kind}")
         if self.q_lora_rank is not None:
             _check_size("q_lora_rank", self.q_lora_rank)
-        for field in ("qkv_bias", "qk_norm"):
-            if getattr(self, field):
-                raise _refusal(field, "is true, but kind is mla", "leave it out")
+        rotated = "head_dim" if self.kind == "gqa" else "qk_rope_head_dim"
+        size = getattr(self, rotated)
+        _expect(size % 2 == 0, rotated, size, "choose an even size: rotation pairs numbers")
+        if self.kind == "gqa":
+            even = self.num_heads % self.num_kv_heads == 0
+            hint = f"choose one that divides num_heads, {self.num_heads}"
+            _expect(even, "num_kv_heads", self.num_kv_heads, hint)
 
 
 def read_settings(directory: Path) -> ModelSettings:
@@ -170,8 +156,8 @@ def settings_of(config: Mapping[str, object]) -> ModelSettings:
         }
     else:
         sizes |= {field: _int(config, field) for field in MLA_SIZES}
-        if "q_lora_rank" not in config:
-            raise _refusal("q_lora_rank", "is missing", "set it to null for uncompressed queries")
+        hint = "set it to null for uncompressed queries"
+        _expect("q_lora_rank" in config, "q_lora_rank", None, hint)
         q_lora_rank = None if config["q_lora_rank"] is None else _int(config, "q_lora_rank")
     return ModelSettings(
         kind=ARCHITECTURES[architecture],
@@ -188,68 +174,39 @@ def settings_of(config: Mapping[str, object]) -> ModelSettings:
 
 def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise _refusal(
-            "architectures",
-            f"is {names!r}",
-            "the reference engine knows " + ", ".join(ARCHITECTURES),
-        )
-    return name
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    hint = "the reference engine knows " + ", ".join(ARCHITECTURES)
+    _expect(name in ARCHITECTURES, "architectures", names, hint)
+    return str(name)
 
 
 def _refuse_unsupported(config: Mapping[str, object], architecture: str) -> None:
-    for field in ("attention_bias", "mlp_bias"):
-        if config.get(field):
-            raise _refusal(field, f"is {config[field]!r}", "only models without it are supported")
-    for field in ("quantization_config", "compression_config"):
-        if config.get(field) is not None:
-            raise _refusal(
-                field,
-                "asks for quantized weights",
-                "use a checkpoint in bfloat16, float16 or float32",
-            )
-    if config.get("hidden_act", "silu") != "silu":
-        raise _refusal("hidden_act", f"is {config['hidden_act']!r}", "only silu is supported")
-    _refuse_windows(config, architecture)
+    for field, (allowed, hint) in SUPPORTED.items():
+        value = config.get(field, allowed[0])
+        _expect(value in allowed, field, value, hint)
+    kinds = config.get("layer_types")
+    full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    _expect(kinds is None or full, "layer_types", kinds, FULL_ATTENTION)
+    # Mistral assumes a window of 4,096 tokens where its config names none. Qwen configs name a
+    # window that use_sliding_window switches off.
+    if not architecture.startswith("Qwen"):
+        silent = 4096 if architecture == "MistralForCausalLM" else None
+        window = config.get("sliding_window", silent)
+        _expect(window is None, "sliding_window", window, f"{FULL_ATTENTION}: set it to null")
     if architecture == "DeepseekV2ForCausalLM":
         _refuse_experts(config)
-        heads = config.get("num_attention_heads")
-        if config.get("num_key_value_heads") not in (None, heads):
-            raise _refusal(
-                "num_key_value_heads",
-                f"differs from num_attention_heads {heads}",
-                "MLA has no KV heads",
-            )
-
-
-def _refuse_windows(config: Mapping[str, object], architecture: str) -> None:
-    """A window limits how far back a token sees. Mistral assumes one of 4,096 where its config is
-    silent."""
-    hint = "only full attention is supported"
-    kinds = config.get("layer_types")
-    if kinds is not None and (
-        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    ):
-        raise _refusal("layer_types", f"is {kinds!r}", hint)
-    if config.get("use_sliding_window"):
-        raise _refusal("use_sliding_window", "is true", hint)
-    if architecture == "MistralForCausalLM" and "sliding_window" not in config:
-        raise _refusal(
-            "sliding_window", "is missing, which means 4096", "set it to null where there is none"
-        )
-    # Qwen configs carry a window that use_sliding_window switches off.
-    if config.get("sliding_window") is not None and not architecture.startswith("Qwen"):
-        raise _refusal("sliding_window", f"is {config['sliding_window']!r}", hint)
+        heads, kv_heads = (config.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+        hint = "leave it out, because MLA has no KV heads"
+        _expect(kv_heads in (None, heads), "num_key_value_heads", kv_heads, hint)
 
 
 def _refuse_experts(config: Mapping[str, object]) -> None:
     if config.get("n_routed_experts", 1) in (None, 0):
         return
     dense, layers = config.get("first_k_dense_replace", 0), _int(config, "num_hidden_layers")
-    if not isinstance(dense, int) or dense < layers:
-        problem = f"leaves mixture-of-experts layers: {dense!r} of {layers} layers are dense"
-        raise _refusal("first_k_dense_replace", problem, "only dense models are supported")
+    all_dense = isinstance(dense, int) and dense >= layers
+    hint = f"only dense models are supported: all {layers} layers must be dense"
+    _expect(all_dense, "first_k_dense_replace", dense, hint)
 
 
 def _rope_theta(config: Mapping[str, object]) -> float:
@@ -260,29 +217,13 @@ def _rope_theta(config: Mapping[str, object]) -> float:
         rope = config.get(field)
         if rope is None:
             continue
-        if not isinstance(rope, dict):
-            raise _refusal(field, f"is {rope!r}", "it is an object, or null")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise _refusal(
-                field,
-                f"asks for scaling of type {kind!r}",
-                "only unscaled rotary embeddings are supported",
-            )
-        unknown = set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        if unknown:
-            raise _refusal(
-                field, f"holds {sorted(unknown)}", "only unscaled rotary embeddings are supported"
-            )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise _refusal(
-                field, "rotates a part of each head (partial_rotary_factor)", "it must be 1.0"
-            )
-        theta = rope.get("rope_theta", theta)
-    if config.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise _refusal(
-            "partial_rotary_factor", f"is {config['partial_rotary_factor']!r}", "it must be 1.0"
+        plain = isinstance(rope, dict) and (
+            rope.get("rope_type", rope.get("type", "default")) == "default"
+            and rope.get("partial_rotary_factor", 1.0) == 1.0
+            and rope.keys() <= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         )
+        _expect(plain, field, rope, "only unscaled rotary embeddings are supported")
+        theta = cast("dict[str, object]", rope).get("rope_theta", theta)
     _check_positive("rope_theta", theta)
     return float(cast(float, theta))
 
@@ -290,32 +231,26 @@ def _rope_theta(config: Mapping[str, object]) -> float:
 def _int(config: Mapping[str, object], field: str, default: int | None = None) -> int:
     """A size in the config, under its name there; null stands for the default."""
     value = config.get(field)
-    if value is None:
-        value = default
-    if value is None:
-        raise _refusal(field, "is missing", "the config must name it")
+    value = default if value is None else value
     _check_size(field, value)
     return cast(int, value)
 
 
 def _check_size(field: str, value: object) -> None:
-    if (
-        type(value) is not int or not 1 <= value <= MAX_SIZE
-    ):  # a bool is an int to isinstance, and a mistake here
-        raise _refusal(field, f"is {_short(value)}", f"it must be an integer from 1 to {MAX_SIZE}")
+    # Not isinstance: a bool is an int to it, and a mistake here.
+    good = type(value) is int and 1 <= value <= MAX_SIZE
+    _expect(good, field, value, f"it must be an integer from 1 to {MAX_SIZE}")
 
 
 def _check_positive(field: str, value: object) -> None:
-    if type(value) not in (int, float) or not 0 < cast(float, value) <= MAX_NUMBER:
-        raise _refusal(field, f"is {_short(value)}", "it must be a number above 0")
+    good = type(value) in (int, float) and 0 < cast(float, value) <= MAX_NUMBER
+    _expect(good, field, value, "it must be a number above 0")
 
 
-def _short(value: object) -> str:
-    """For a message; an integer can have more digits than Python prints."""
-    return (
-        repr(value)[:80] if not isinstance(value, int) or abs(value) <= MAX_NUMBER else "too large"
-    )
-
-
-def _refusal(field: str, problem: str, hint: str) -> SettingsError:
-    return SettingsError(f"model settings: {field} {problem}", hint)
+def _expect(good: bool, field: str, value: object, hint: str) -> None:
+    """Raises SettingsError unless the value of this field is good."""
+    if not good:
+        # An integer can have more digits than Python prints.
+        too_large = isinstance(value, int) and abs(value) > MAX_NUMBER
+        said = "missing" if value is None else "too large" if too_large else repr(value)[:80]
+        raise SettingsError(f"model settings: {field} is {said}", hint)

@@ -72,9 +72,8 @@ def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor
         return (1 + unit * 0.1) * gain
     if name.endswith(".bias"):
         return unit
-    return unit * (
-        gain * math.sqrt(3 / shape[-1])
-    )  # what goes in with variance 1 comes out with gain²
+    # what goes in with variance 1 comes out with gain²
+    return unit * (gain * math.sqrt(3 / shape[-1]))
 
 
 def load_weights(
@@ -179,9 +178,8 @@ def _checkpoint_files(directory: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _refusal(directory, f"{index.name} cannot be read: {error!r}") from error
         for name in names:
-            if Path(name).name != name or not os.path.isfile(
-                directory / name
-            ):  # unlike Path's, it never raises
+            # unlike Path's, it never raises
+            if Path(name).name != name or not os.path.isfile(directory / name):
                 raise _refusal(directory, f"{index.name} names {name[:200]!r}, which is not there")
         return sorted(directory / name for name in names)
     single = directory / "model.safetensors"
