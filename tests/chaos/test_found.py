@@ -16,11 +16,11 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
 from kvkeep.store.adopt import adopt
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.store import Store
 from kvkeep.store.table import PlainColumns
 from kvkeep_lab.simulation.peer import chain
 from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.store_integrity import check_integrity
 from kvkeep_lab.simulation.wire import SimulatedNetwork
 
 

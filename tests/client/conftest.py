@@ -21,13 +21,13 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server.service import Service
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.testing.process import ServerProcess
 from kvkeep.tiers.memory import Pool
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_request, encode
 from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.store_integrity import check_integrity
 from kvkeep_lab.simulation.wire import Faults, SimulatedNetwork
 
 SLOT = 4096

@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvkeep.errors import RequestError
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store import key_index, operators, order
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.key_index import KeyIndex
 from kvkeep.store.plans import Hit, Limits, StorePlan, TenantUsage
 from kvkeep.store.store import Store
 from kvkeep.store.table import NO_ROW, READY, STATE_NAMES
+from kvkeep_lab.simulation.store_integrity import check_integrity
 from kvkeep_lab.simulation.store_model import ModelBlock, StoreModel
 
 EXAMPLES = int(os.environ.get("KVKEEP_TEST_EXAMPLES", "0"))

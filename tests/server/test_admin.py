@@ -13,9 +13,9 @@ import pytest
 from kvkeep.errors import RequestError
 from kvkeep.server import status as module
 from kvkeep.server.admin import Admin
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.operators import set_quota
 from kvkeep.units import MIB
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 TENANT = "t-" + "a" * 32
 OTHER = "t-" + "b" * 32

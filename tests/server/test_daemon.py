@@ -25,7 +25,6 @@ from kvkeep.errors import KVKeepError, PoolError, SettingsError
 from kvkeep.kv.checksum import checksum
 from kvkeep.server.daemon import Daemon
 from kvkeep.server.settings import Settings
-from kvkeep.store.integrity import check_integrity
 from kvkeep.testing.process import ServerProcess, wait_for
 from kvkeep.tiers import memory
 from kvkeep.units import KIB, MIB
@@ -36,6 +35,7 @@ from kvkeep.wire.pool_files import PoolFiles, hold
 from kvkeep.wire.segments import Segments
 from kvkeep.wire.stream import Stream
 from kvkeep_lab.simulation.peer import Peer, chain
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 FRAME_BYTES = 64 * KIB
 SLACK_BYTES = MIB

@@ -29,12 +29,12 @@ from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep.server import embedded
 from kvkeep.server.embedded import EmbeddedServer
-from kvkeep.store.integrity import check_integrity
 from kvkeep.tiers import memory
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import KIB, MIB
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 IDENTITY = ModelIdentity(
     model="embedded", revision="1", kv_dtype="|u1", block_tokens=4, content="bytes"

@@ -9,10 +9,10 @@ import pytest
 from kvkeep.kv.checksum import checksum
 from kvkeep.kv.keys import addresses
 from kvkeep.server import network
-from kvkeep.store.integrity import check_integrity
 from kvkeep.wire import messages as m
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 NBYTES = 1_000
 BLOCKS = [bytes([at + 1]) * NBYTES for at in range(4)]

@@ -11,10 +11,10 @@ import pytest
 from kvkeep.kv.checksum import ABSENT, checksum
 from kvkeep.server.counters import Counters
 from kvkeep.server.scrub import Scrub, Scrubber
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.operators import clear
 from kvkeep.store.store import Store
 from kvkeep_lab.simulation.server import PlainMemory
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 SLOTS = 16
 KEYS = bytes(range(64))

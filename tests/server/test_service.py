@@ -16,13 +16,13 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.server.counters import TenantCounts
 from kvkeep.server.service import LINES_A_MINUTE, Service
 from kvkeep.server.sessions import ServerSession
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep.wire.pool_files import Watch, hold
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 LAYOUT = 1  # the first one that a server opens
 KEYS = chain("a", 4)

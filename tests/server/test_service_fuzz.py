@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from kvkeep.kv.identity import tenant_of
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 MESSAGES = 10_000
 NUMBERS = [

@@ -14,13 +14,13 @@ import pytest
 
 from kvkeep.server import startup as module
 from kvkeep.server.startup import allow_many_files, open_store, warn_of_small_pool
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
 from kvkeep.tiers.free_memory import Room
 from kvkeep.tiers.memory import Pool
 from kvkeep.units import MIB
 from kvkeep.wire.pool_files import hold
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 SLAB = 1 << 16
 KEYS = bytes(range(48))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvkeep.store import operators
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Hit, Limits, StorePlan
 from kvkeep.store.store import Store
 from kvkeep.store.table import STATE_NAMES
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 SLOT = 4096
 

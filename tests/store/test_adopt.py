@@ -17,11 +17,11 @@ from kvkeep.store import adopt as adopting
 from kvkeep.store import operators
 from kvkeep.store.adopt import Adoption, adopt
 from kvkeep.store.blocks import Blocks
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.seals import seals
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import KEPT, READY, WRITING, PlainColumns
 from kvkeep.store.tenants import tenant_word
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 sys.path.insert(0, str(Path(__file__).parent))
 from life import HALF_WRITTEN, LAYOUTS, POOL, SLABS, SLOT, Life, content, killed_after, new_store

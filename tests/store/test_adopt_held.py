@@ -11,9 +11,9 @@ import pytest
 
 from kvkeep.kv.checksum import ABSENT
 from kvkeep.store.adopt import adopt
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import PlainColumns
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 sys.path.insert(0, str(Path(__file__).parent))
 from life import LAYOUTS, POOL, SLABS, SLOT, killed_after, new_store

@@ -11,9 +11,9 @@ import pytest
 
 from kvkeep.errors import RequestError
 from kvkeep.store import operators
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.table import NO_ROW
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 Hands = Callable[..., Any]
 

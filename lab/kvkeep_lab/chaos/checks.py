@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvkeep.kv.checksum import checksum
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.operators import clear
 from kvkeep.store.store import Store
 from kvkeep.store.table import EVICTING, NO_ROW, READY, STATE_NAMES, WRITING
@@ -14,6 +13,7 @@ from kvkeep_lab.chaos.client import ChaosClient, ChaosConnection
 from kvkeep_lab.chaos.record import Record, Violation
 from kvkeep_lab.chaos.server import ChaosServer
 from kvkeep_lab.chaos.truth import Truth
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 _EVERY = 40  # requests: then all is looked at
 _MOST_DEBTS = 2_000

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.store.adopt import Adoption, adopt
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import OLD_SESSIONS, Store
 from kvkeep.store.table import READY, PlainColumns
 from kvkeep.tiers.index_files import PREFIX, FileColumns, sizes_left, why_not_adopt, write_header
 from kvkeep_lab.fuzz.choices import Choices, Leak, Ran, memory_directory
 from kvkeep_lab.simulation.peer import chain
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 _SLAB_BYTES, _SLABS, _SEGMENT_BYTES = 4 * 4096, 6, 8 * 4096
 _POOL_BYTES = _SLABS * _SLAB_BYTES

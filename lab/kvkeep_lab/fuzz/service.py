@@ -11,7 +11,6 @@ from kvkeep.kv.identity import tenant_of
 from kvkeep.server.auth import ANYONE, Caller
 from kvkeep.server.counters import Counters
 from kvkeep.server.sessions import ServerSession
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.wire import messages as m
 from kvkeep.wire.frames import Header, decode_header, decode_reply, encode, seal
@@ -28,6 +27,7 @@ from kvkeep_lab.fuzz.wire import (
 )
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import SimulatedServer
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 LIMITS = Limits(
     blocks_per_request=32,

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from kvkeep.server.service import Service
 from kvkeep.store.adopt import Adoption, adopt
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep.store.store import Store
 from kvkeep.store.table import PlainColumns
 from kvkeep.wire.messages import PoolPlace, WireLimits
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 
 class PlainMemory:

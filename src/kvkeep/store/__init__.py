@@ -15,7 +15,6 @@
     records.py    tenants and layouts as the next server finds them
     seals.py      what proves a block to the next server
     adopt.py      takes over what a server left
-    integrity.py  what must hold between two operations
 
 Nothing here reads a clock, a socket or a file: time is an argument, and every answer is a plan that
 the caller carries out. So seeded runs try thousands of orders of requests a minute."""

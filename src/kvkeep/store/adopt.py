@@ -273,7 +273,8 @@ def _rebuild(store: Store, slabs: int, adopted: Rows, held: Rows, now_ms: int) -
             store.blocks.hold(some.tolist())
     _hold_lacking(store)
     leaves = adopted[(many.first_child[adopted] == NO_ROW) & (many.pins[adopted] == 0)]
-    store.blocks.order.enqueue_all(leaves, now_ms)
+    for row in leaves.tolist():
+        store.blocks.order.enqueue(row, now_ms)
     for row in adopted[many.expires_ms[adopted] > 0].tolist():
         store.blocks.order.expire_later(row)
 

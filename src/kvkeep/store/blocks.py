@@ -12,7 +12,7 @@ frees their memory, `a_turn` blocks at a time:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -438,37 +438,33 @@ class Blocks:
             if not self._may_free:
                 self._to_free.append(row)
                 return
-            chain = [row]
-            while len(chain) < self._may_free and self._is_only_child(row):
-                row = table.parent[row]
-                if (
-                    row == NO_ROW
-                    or table.pins[row]
-                    or table.state[row] != EVICTING
-                    or row in unswept
-                ):
-                    break
-                chain.append(row)
-            self._may_free -= len(chain)
-            row = self._free(chain)
+            row = self._free(self._line_above(row, self._is_free_to_go))
         if row != NO_ROW:
             self._became_leaf(row, self.order.noted_ms)
 
     def _became_leaf(self, row: int, now_ms: int) -> None:
         """Queues a block for eviction. A block without any shard is freed at once, with its
         ancestors as far as they have none either."""
-        table, shards_in = self.table, self.shards_in
         while row != NO_ROW and self._is_empty(row) and self._may_free:
-            chain = [row]
-            while len(chain) < self._may_free and self._is_only_child(row):
-                row = table.parent[row]
-                if row == NO_ROW or table.pins[row] or shards_in.get(row) != 0:
-                    break
-                chain.append(row)
-            self._may_free -= len(chain)
+            chain = self._line_above(row, lambda above: self.shards_in.get(above) == 0)
             row = self._evict_chain(chain, now_ms)
         if row != NO_ROW:
             self.order.enqueue(row, now_ms)
+
+    def _line_above(self, row: int, fits: Callable[[int], bool]) -> list[int]:
+        """The row and those ancestors that fit, each the only child of the next and without pins,
+        as many as this turn may free. Counts them as freed."""
+        table, line = self.table, [row]
+        while len(line) < self._may_free and self._is_only_child(row):
+            row = table.parent[row]
+            if row == NO_ROW or table.pins[row] or not fits(row):
+                break
+            line.append(row)
+        self._may_free -= len(line)
+        return line
+
+    def _is_free_to_go(self, row: int) -> bool:
+        return bool(self.table.state[row] == EVICTING) and row not in self.unswept
 
     def _free(self, chain: list[int]) -> int:
         """Frees a leaf and the ancestors that follow it in `chain`, each the only child of the

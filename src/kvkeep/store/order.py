@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from itertools import chain
 
 import numpy as np
@@ -148,32 +148,6 @@ class EvictionOrder:
             if rank >= queued:
                 return
         self._push(row, self.rank(row, now_ms))
-
-    def enqueue_all(self, rows: NDArray[np.int64], now_ms: int) -> None:
-        """`enqueue` for many evictable blocks at once, none of which is queued yet."""
-        many = self._table.many
-        expires_ms = many.expires_ms[rows]
-        order_class = np.where(many.finished[rows] == many.used[rows], 1, 2)
-        order_class[(expires_ms > 0) & (expires_ms <= now_ms)] = 0
-        ranks = (
-            order_class << _CLASS_SHIFT
-            | many.priority[rows].astype(np.int64) << _PRIORITY_SHIFT
-            | many.used[rows]
-        )
-        groups = many.tenant[rows].astype(np.int64) << _ROW_BITS | many.layout[rows]
-        by_group = np.argsort(groups, kind="stable")
-        for here in (
-            np.split(by_group, np.flatnonzero(np.diff(groups[by_group])) + 1) if len(rows) else []
-        ):
-            first = int(rows[here[0]])
-            owner, slot_bytes = self._current_owner(first), self._slot_bytes(first)
-            many.queued[rows[here]], many.queue_owner[rows[here]] = ranks[here], owner
-            heap = self._queue(owner, slot_bytes).heap
-            entries = zip(ranks[here].tolist(), rows[here].tolist(), strict=True)
-            heap.extend(rank << _ROW_BITS | row for rank, row in entries)
-        for queues in self._queues.values():
-            for queue in queues.values():
-                heapify(queue.heap)
 
     def forget_owner(self, owner: int) -> None:
         """Drops the queues of a tenant that has no blocks left."""

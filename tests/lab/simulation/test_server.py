@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.plans import Limits
 from kvkeep_lab.simulation.peer import Peer, chain
 from kvkeep_lab.simulation.server import PlainMemory, SimulatedServer
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 
 def test_memory_is_what_was_written() -> None:

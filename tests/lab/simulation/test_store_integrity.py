@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.store.conftest import Hand
 
-from kvkeep.store.integrity import check_integrity
 from kvkeep.store.store import Store
 from kvkeep.store.table import EVICTING, READY, WAITING, WRITING
+from kvkeep_lab.simulation.store_integrity import check_integrity
 
 
 def rows_of(store: Store) -> list[int]:
@@ -133,12 +133,11 @@ FAULTS: dict[str, Callable[[Store], None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(hand: Callable[..., Any], fault: str) -> None:
+def test_a_planted_fault_is_found(fault: str) -> None:
     store = Store(16 * 4096, 8 * 4096)
     store.add_slabs(0, 2)
     store.open_session(1)
-    h = hand()
-    h.store = store
+    h = Hand(store)
     h.layout = store.open_layout(1, b"f", (64,)).number
     h.put("abc")
     h.lease("abc")
@@ -147,4 +146,3 @@ def test_a_planted_fault_is_found(hand: Callable[..., Any], fault: str) -> None:
     FAULTS[fault](store)
     with pytest.raises((AssertionError, KeyError)):
         check_integrity(store)
-    h.store = Store(0, 4096)  # the fixture checks it at the end
