@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from kvkeep.client.keeper import Keeper
 from kvkeep.client.options import ClientOptions
 from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 
@@ -23,16 +23,6 @@ Make = Callable[..., Any]
 SHAPE = BlockShape(
     ModelIdentity(model="k", revision="1", kv_dtype="|u1", block_tokens=4, content="l"), (64,)
 )
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_a_server_that_comes_late_and_one_that_comes_back_are_found_without_anyone_polling() -> (

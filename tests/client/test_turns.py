@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 from kvkeep.client.turns import Turns
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.001)
-    return False
+from kvkeep.testing.clock import eventually
 
 
 def test_who_has_it_may_take_it_again_while_others_wait() -> None:

@@ -24,6 +24,7 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.runs import BlockRuns
 from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep.wire import messages as m
 
@@ -33,16 +34,6 @@ LONG_MS = 120_000  # longer than any test: what waits for a paused server waits 
 STORED = [[0, 1, 2, 3], [4, 5, 6, 7]]
 TARGETS = [[8, 9, 10, 11], [12, 13, 14, 15]]
 _models = itertools.count()
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def shape_of(sizes: tuple[int, ...], pieces: int = 1, model: str = "") -> BlockShape:

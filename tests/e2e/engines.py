@@ -11,9 +11,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from kvkeep.engine.models.model import Model
 from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.models.settings import ModelSettings
 from kvkeep.kv.keys import KeyChain, root_key
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.simulation.oracle import OracleModel
 
@@ -142,16 +142,6 @@ def counting(tokens: list[int], salt: str | None = None, **more: Any) -> Prompt:
 
 
 # -- the server's side
-
-
-def eventually(happens: Callable[[], bool], limit_s: float = 30) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def status(server: ServerProcess) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvkeep.kv import native
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.chaos.real_engine import Job, RealEngine
 
@@ -31,16 +31,6 @@ while True:
     os.truncate(path, sizes[path])
     time.sleep(random.choice([0, 0.01, 0.05]))
 """
-
-
-def eventually(happens: Callable[[], bool], limit_s: float = 120) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def was_cut_off(engine: RealEngine) -> bool:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -72,16 +73,6 @@ def ask(name: str, *arguments: object, hash_seed: int = 0) -> Any:
     said = client.hears()
     client.close()
     return said
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_two_processes_share_blocks_whatever_their_hash_seed(server: ServerProcess) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from kvkeep.kv.identity import ModelIdentity
 from kvkeep.kv.keys import KeyChain, root_key
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
 torch: Any = pytest.importorskip("torch")
@@ -44,16 +44,6 @@ _models = itertools.count()
 def patient(address: str) -> ClientOptions:
     """What is found is asserted, not how soon on a busy machine."""
     return ClientOptions(address=address, lookup_deadline_ms=60_000, store_deadline_ms=60_000)
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.002)
-    return False
 
 
 @pytest.fixture(scope="module")

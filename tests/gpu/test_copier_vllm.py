@@ -9,8 +9,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from kvkeep.bench.vllm_setup import (
 )
 from kvkeep.cli.remote import ask
 from kvkeep.errors import KVKeepError
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.bench.vllm_lanes import Lane, LoadedEngine
 
@@ -134,13 +134,6 @@ def maker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Maker]:
 def world(maker: Maker) -> Iterator[World]:
     with maker.engine("first") as engine:
         yield World(maker.server, engine, maker.watched("first"))
-
-
-def eventually(is_so: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 30
-    while not is_so() and time.monotonic() < until:
-        time.sleep(0.01)
-    return is_so()
 
 
 def test_every_byte_that_comes_back_is_what_went_there(world: World) -> None:

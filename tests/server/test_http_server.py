@@ -22,6 +22,7 @@ from kvkeep.server import http_server
 from kvkeep.server.guard import MAX_WAITING, MAX_WORKED_ON
 from kvkeep.server.http_server import HttpConnection, TlsLayer
 from kvkeep.store.operators import set_quota
+from kvkeep.testing.clock import eventually
 from kvkeep.wire.tls import handshake_problem
 
 BEYOND = ("--http-address", "0.0.0.0:0", "--session-check-interval", "50ms")
@@ -139,15 +140,6 @@ def connect(
     if tls is None:
         return connection
     return tls.wrap_socket(connection, server_hostname="127.0.0.1", suppress_ragged_eofs=False)
-
-
-def eventually(happens: Callable[[], bool]) -> bool:
-    give_up_s = time.monotonic() + 30
-    while not happens():
-        if time.monotonic() > give_up_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def request(line: str, token: str, *headers: str) -> bytes:

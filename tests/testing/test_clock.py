@@ -1,10 +1,10 @@
-"""Tests for the clock that moves only when told to."""
+"""Time in tests: a clock that moves only when told to, and a wait for what must happen."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvkeep.testing.clock import SimulatedClock
+from kvkeep.testing.clock import SimulatedClock, eventually
 
 
 def test_time_stands_still_until_it_is_moved() -> None:
@@ -20,3 +20,9 @@ def test_time_does_not_go_back() -> None:
     clock.advance_to(250)
     with pytest.raises(AssertionError):
         clock.advance_to(249)
+
+
+def test_a_wait_ends_with_the_first_true_answer_or_at_its_limit() -> None:
+    answers = iter([0, None, 7, 8])
+    assert eventually(lambda: next(answers)) == 7 and next(answers) == 8
+    assert eventually(lambda: 0, limit_s=0.01) == 0

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import pytest
 
 from kvkeep.cli.remote import ask
 from kvkeep.errors import KVKeepError
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 
 HERE = Path(__file__).parent
@@ -396,16 +396,6 @@ def clean_environment() -> dict[str, str]:
 
 
 # -- the server's side
-
-
-def eventually(happens: Callable[[], bool], limit_s: float = 60) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def status(server: ServerProcess) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvkeep.testing.clock import eventually
 from kvkeep.testing.process import ServerProcess
 from kvkeep_lab.chaos.real_engine import Job, RealEngine, Traffic
 
@@ -22,16 +22,6 @@ POOL = (
     "50ms",
     "--no-verify",
 )
-
-
-def eventually(happens: Callable[[], bool], limit_s: float = 90) -> bool:
-    """Waits for something that must come; the limit only ends a test that has failed."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def job(address: str, *, tp: int = 1, verify: bool = True) -> Job:
