@@ -82,7 +82,8 @@ LIVE_WITHOUT_IMPORT: dict[str, str] = {}
 TESTED_ELSEWHERE: dict[str, str] = {
     "kvkeep.kv.native": "tests of checksum and copy run it in each instruction set",
     "kvkeep.store.plans": "plain data",
-    "kvkeep.engine.models.decoder": "tests of attention, gqa and mla run it against transformers' models",
+    "kvkeep.engine.models.gqa": "tests of the decoder run both families of models",
+    "kvkeep.engine.models.mla": "tests of the decoder run both families of models",
 }
 ELSEWHERE = {"vllm", "zmq"}  # vLLM has an environment of its own, and brings zmq
 TESTS_OF_THE_WHOLE = {

@@ -1,9 +1,9 @@
 """A real engine on a scripted external cache: the test says what is answered, when, by which rank,
 and what fails.
 
-After each step the engine's integrity is checked, and the bytes of every block that the prefix
-cache would give to somebody are compared with those that an engine without any cache computes.
-`done` checks tokens and what is left."""
+After each step the rig checks the engine's integrity, and compares the bytes of every block that
+the prefix cache offers with those that an engine without any cache computes. After each test that
+passed, `done` checks the tokens of every request and that no block, job or lease is left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from kvkeep.engine.models.sampling import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.step import Step, StepOutput
 from kvkeep.kv.identity import tenant_of
-from kvkeep.kv.keys import KEY_BYTES
+from kvkeep.kv.keys import KEY_BYTES, KeyChain
 from kvkeep.kv.parallel import ParallelStrategy
 from kvkeep.kv.shape import BlockShape
 from kvkeep_lab.simulation.oracle import OracleModel
@@ -227,7 +227,7 @@ class ScriptedRank:
             self.end_stores()
 
     def withdraw(self, block_ids: Sequence[int]) -> None:
-        """Whoever is given a block may write into it at once: so it is torn."""
+        """The next owner of a block may write into it at once, so the rig tears it."""
         for job, request in self.held_stores.items():
             for block in set(request.block_ids.tolist()) & set(block_ids):
                 self.aside.setdefault((job, block), read_block(self.kv, block))
@@ -271,18 +271,35 @@ class Truth:
             while self.engine.busy:
                 self.engine.step()
             self._answers[known] = request.output_tokens
-            for block in self.engine.scheduler.pool.longest_prefix(
-                request.chain, len(request.chain)
-            ):
-                self._learn(block)
+            blocks = self.engine.scheduler.pool.longest_prefix(request.chain, len(request.chain))
+            for at, block in enumerate(blocks):
+                self.contents[request.chain.key(at)] = self._shards(block)
         return self._answers[known]
 
-    def _learn(self, block: int) -> None:
-        key = self.engine.scheduler.pool._key_of[block]
-        shards = {
-            rank.strategy.kv_rank: read_block(rank.kv, block) for rank in self.engine.workers.ranks
-        }
-        self.contents[key] = [shards[shard] for shard in sorted(shards)]
+    def _shards(self, block: int) -> list[bytes]:
+        ranks = self.engine.workers.ranks
+        shards = {rank.strategy.kv_rank: read_block(rank.kv, block) for rank in ranks}
+        return [shards[shard] for shard in sorted(shards)]
+
+    def chain(self, tokens: Sequence[int], salt: str | None = None) -> KeyChain:
+        """The keys of these tokens."""
+        request = self.engine.add(tokens, SamplingParams(max_tokens=1), salt=salt)
+        self.engine.abort(request.id)
+        self.engine.step()
+        return request.chain
+
+
+@dataclass
+class OneKey:
+    """A chain of one block, to ask a pool for a block wherever it lies in its prefix."""
+
+    only: bytes
+
+    def __len__(self) -> int:
+        return 1
+
+    def key(self, index: int) -> bytes:
+        return self.only
 
 
 def small_model() -> OracleModel:
@@ -322,10 +339,7 @@ class Rig:
     def seed(self, tokens: Sequence[int], salt: str | None = None) -> None:
         """The external cache has all full blocks of these tokens."""
         self.truth.answer(tokens, SamplingParams(max_tokens=1), salt)
-        request = self.truth.engine.add(tokens, SamplingParams(max_tokens=1), salt=salt)
-        self.truth.engine.abort(request.id)
-        self.truth.engine.step()
-        for key in keys_of(request.chain.keys()):
+        for key in keys_of(self.truth.chain(tokens, salt).keys()):
             for shard, content in enumerate(self.truth.contents[key]):
                 self.cache.blocks[tenant_of(salt), key, shard] = content
 
@@ -339,7 +353,26 @@ class Rig:
         self.requests.append(request)
         return request
 
+    def add_stored(
+        self,
+        blocks: int,
+        name: str | None = None,
+        *,
+        fail: Sequence[int] = (),
+        tail: int = 2,
+        which: object = 0,
+        end: object = "",
+        **options: Any,
+    ) -> Request:
+        """A request whose first `blocks` blocks are in the external cache. Those at `fail` do not
+        load."""
+        prompt = self.prompt(blocks, tail, which, end)
+        self.seed(prompt[: blocks * BLOCK_TOKENS])
+        self.cache.fail(*fail)
+        return self.add(prompt, name, **options)
+
     def answer(self, request: Request) -> list[int]:
+        """The tokens that the request must generate."""
         return self.truth.answer(
             request.tokens[: request.prompt_tokens], request.sampling, request.salt
         )
@@ -353,11 +386,12 @@ class Rig:
             self.check()
         return finished
 
-    def run(self, limit: int = 200) -> None:
-        """Until every request has ended, in `limit` steps at most."""
+    def run(self, limit: int = 200) -> set[str]:
+        """Steps until every request has ended, `limit` at most. Returns the reasons of all
+        requests."""
         for _ in range(limit):
             if not self.engine.busy:
-                return
+                return {request.finish_reason for request in self.requests}
             self.step()
         raise AssertionError(f"not done after {limit} steps: {self.scheduler.unfinished}")
 
@@ -375,16 +409,21 @@ class Rig:
                 )
             else:
                 assert request.finish_reason in ("abort", "error")
-        planner = self.scheduler.planner
         assert self.pool.num_free == self.config.num_blocks - 1, "blocks are lost"
-        assert self.scheduler._rebuilding.idle
-        if planner is not None:
-            assert planner.idle and not self.cache.leases, "leases are lost"
+        assert not self.engine.has_jobs and not self.cache.leases, "leases are lost"
+        if self.scheduler.planner is not None:
             hints = [request.cached.hints for request in self.requests]
             over = sum(each.conversation_finished for each in hints)
             assert len(self.cache.finished) == over, "a conversation is finished once"
         for (_, key, shard), content in self.cache.blocks.items():
             assert content == self.truth.contents[key][shard], "wrong bytes were stored"
+        self._use_every_block()
+
+    def _use_every_block(self) -> None:
+        """No request waits for a block that an earlier one was to recompute."""
+        last = self.add(self.words(self.config.max_tokens - 2, "every block"), max_tokens=2)
+        self.run()
+        assert last.output_tokens == self.answer(last)
 
     def _run_with_hooks(self, step: Step) -> StepOutput:
         self._check_step(step)
@@ -408,42 +447,58 @@ class Rig:
 
     def check(self) -> None:
         self.engine.check_integrity()
-        self.check_prefix_cache()
+        self._check_prefix_cache()
         for request in self.requests:
-            metrics = request.metrics
-            assert (
-                min(
-                    metrics.local_cached_tokens,
-                    metrics.external_cached_tokens,
-                    metrics.failed_loads,
-                )
-                >= 0
-            )
-            assert (
-                min(request.num_computed_tokens, request.remembered_blocks, metrics.preemptions)
-                >= 0
-            )
-            state = request.cached
-            assert min(state.jobs, state.loads, state.stored) >= 0
+            metrics, state = request.metrics, request.cached
+            cached = metrics.local_cached_tokens, metrics.external_cached_tokens
+            counts = *cached, metrics.failed_loads, metrics.preemptions
+            progress = request.num_computed_tokens, request.remembered_blocks
+            assert min(*counts, *progress, state.jobs, state.loads, state.stored) >= 0
         held = [load for rank in self.cache.ranks for load in rank.held_loads.values()]
-        leased = all(map(self.cache.is_leased, held))
-        assert leased, "a lease ended before its load"
+        assert all(map(self.cache.is_leased, held)), "a lease ended before its load"
 
-    def check_prefix_cache(self) -> None:
-        """Whoever asks for a block that is remembered gets the right bytes."""
-        for key, block in self.pool._block_of.items():
-            for rank in self.ranks:
-                right = self.truth.contents[key][rank.strategy.kv_rank]
-                assert read_block(rank.kv, block) == right, (
-                    f"block {block} would be found, and is wrong"
-                )
+    def _check_prefix_cache(self) -> None:
+        """Every block that the prefix cache offers holds the right bytes."""
+        offered = 0
+        for key, shards in self.truth.contents.items():
+            for block in self.pool.longest_prefix(cast(KeyChain, OneKey(key)), 1):
+                offered += 1
+                for rank in self.ranks:
+                    right = shards[rank.strategy.kv_rank]
+                    assert read_block(rank.kv, block) == right, f"block {block} is offered wrong"
+        assert offered == self.pool.num_remembered, "the pool remembers a prefix of no request"
+
+    # -- what a test asks
+
+    @property
+    def scheduled(self) -> dict[str, int]:
+        """The tokens of each request in the last step."""
+        return dict(self.steps[-1].num_scheduled_tokens)
+
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        """The first block and the number of blocks of every load so far."""
+        return [(load.skip, len(load.block_ids)) for load in self.cache.loads]
+
+    @property
+    def stored(self) -> list[int]:
+        """The number of blocks of every store so far."""
+        return [len(store.block_ids) for store in self.cache.stores]
+
+    def computed(self, *requests: Request) -> list[float]:
+        """The blocks that count as computed, of these requests or all."""
+        return [each.num_computed_tokens / BLOCK_TOKENS for each in requests or self.requests]
+
+    def cached(self, request: Request) -> tuple[float, float]:
+        """The blocks that the request found in the prefix cache and in the external one."""
+        metrics = request.metrics
+        tokens = metrics.local_cached_tokens, metrics.external_cached_tokens
+        return tokens[0] / BLOCK_TOKENS, tokens[1] / BLOCK_TOKENS
 
     def found(self, tokens: Sequence[int]) -> int:
         """How many blocks of these tokens the prefix cache has."""
-        request = self.truth.engine.add(tokens, SamplingParams(max_tokens=1))
-        self.truth.engine.abort(request.id)
-        self.truth.engine.step()
-        return len(self.pool.longest_prefix(request.chain, len(request.chain)))
+        chain = self.truth.chain(tokens)
+        return len(self.pool.longest_prefix(chain, len(chain)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -204,6 +204,8 @@ def test_the_next_one_takes_over() -> None:
     rebuilding.add(truncate([first, second, third], {6, 7}, {}, BLOCK_TOKENS))
     first.num_computed_tokens = tokens(2)
     rebuilding.progress(first, BLOCK_TOKENS)
+    short = request_with([5, 6], name="short")
+    assert rebuilding.blocks(second, BLOCK_TOKENS) and not rebuilding.blocks(short, BLOCK_TOKENS)
     rebuilding.leave(first, [first, second, third], BLOCK_TOKENS)
     assert [each.num_computed_tokens for each in (second, third)] == [tokens(2), tokens(3)], (
         "6 is good, 7 is not"

@@ -1,5 +1,8 @@
-"""Loads fail, in every place, at every moment: answers stay right and nobody meets a bad block
-(M5)."""
+"""Loads fail, in every place, at every moment: answers stay right and no request uses a bad block.
+
+The second half is about bad blocks that several requests share: the first request recomputes them,
+the others keep their count and wait. Only requests of one step can share a block that turns out
+bad, since its load is part of that step."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvkeep.engine.request import Request, Status
+from kvkeep.engine.request import Status
 
 Rigs = Callable[..., Any]
 
@@ -21,257 +24,180 @@ PLACES = {
     "several": [6, 2, 3],
     "all": list(range(8)),
 }
-
-
-def loaded_tokens(request: Request) -> int:
-    return request.metrics.external_cached_tokens
+each_place = pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+both_modes = pytest.mark.parametrize("sync_loads", [False, True], ids=["async", "sync"])
+both_policies = pytest.mark.parametrize("policy", ["recompute", "fail"])
+abort_or_preempt = pytest.mark.parametrize("how", ["abort", "preempt"])
 
 
 # -- at each place ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
-def test_async_failure_at_each_place(rig: Rigs, places: list[int]) -> None:
-    r = rig()
-    prompt = r.prompt(8)
-    r.seed(prompt)
-    r.cache.fail(*places)
-    request = r.add(prompt)
+@both_modes
+@each_place
+def test_failure_at_each_place(rig: Rigs, places: list[int], sync_loads: bool) -> None:
+    r = rig(sync_loads=sync_loads)
+    request = r.add_stored(8, fail=places)
     r.step()
     good = min(places)
-    assert request.status is Status.WAITING and request.num_computed_tokens == good * BLOCK_TOKENS
-    assert loaded_tokens(request) == good * BLOCK_TOKENS and request.metrics.failed_loads == 1
-    assert r.found(prompt) == good
+    assert r.scheduled == ({request.id: 2} if sync_loads else {})
+    assert request.status is (Status.RUNNING if sync_loads else Status.WAITING)
+    assert r.computed() == [good] and r.cached(request) == (0, good)
+    assert request.metrics.failed_loads == 1 and request.output_tokens == []
+    assert r.found(r.prompt(8)) == good
     r.step()
     assert r.steps[-1].segments[0].start == good * BLOCK_TOKENS
-    r.run()
-    assert request.finish_reason == "length" and len(r.cache.loads) == 1
+    assert r.run() == {"length"} and len(r.loads) == 1
 
 
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
-def test_sync_failure_at_each_place(rig: Rigs, places: list[int]) -> None:
-    r = rig(sync_loads=True)
-    prompt = r.prompt(8)
-    r.seed(prompt)
-    r.cache.fail(*places)
-    request = r.add(prompt)
-    r.step()
-    good = min(places)
-    assert r.steps[-1].num_scheduled_tokens == {request.id: 2}
-    assert request.status is Status.RUNNING and request.num_computed_tokens == good * BLOCK_TOKENS
-    assert loaded_tokens(request) == good * BLOCK_TOKENS and request.metrics.failed_loads == 1
-    assert request.output_tokens == [] and r.found(prompt) == good
-    r.step()
-    assert r.steps[-1].segments[0].start == good * BLOCK_TOKENS
-    r.run()
-    assert request.finish_reason == "length" and len(r.cache.loads) == 1
-
-
-@pytest.mark.parametrize("sync_loads", [False, True])
+@both_modes
 @pytest.mark.parametrize("place", [3, 5, 7])
 def test_failure_behind_a_local_prefix(rig: Rigs, sync_loads: bool, place: int) -> None:
     r = rig(sync_loads=sync_loads)
-    prompt = r.prompt(8)
-    r.add(prompt[: 3 * BLOCK_TOKENS + 1], max_tokens=1)
+    r.add(r.prompt(3), max_tokens=1)
     r.run()
-    r.seed(prompt)
-    r.cache.fail(0, place)  # block 0 is not loaded at all
-    request = r.add(prompt)
+    request = r.add_stored(8, fail=[0, place])  # block 0 is not loaded at all
     r.step()
-    assert r.cache.loads[-1].skip == 3
-    assert request.num_computed_tokens == place * BLOCK_TOKENS
-    assert request.metrics.local_cached_tokens == 3 * BLOCK_TOKENS
-    assert loaded_tokens(request) == (place - 3) * BLOCK_TOKENS
-    r.run()
-    assert request.finish_reason == "length"
+    assert r.loads[-1] == (3, 5)
+    assert r.computed(request) == [place] and r.cached(request) == (3, place - 3)
+    assert r.run() == {"length"}
 
 
-@pytest.mark.parametrize("sync_loads", [False, True])
-def test_what_was_computed_before_this_step_is_one_rule(rig: Rigs, sync_loads: bool) -> None:
-    """A sync load's request, and who shares with it, ran in the step; an async one's did not."""
+@both_modes
+def test_one_rule_says_what_was_computed_before_the_step(rig: Rigs, sync_loads: bool) -> None:
+    """The request of a sync load, and those that share with it, ran in the step. That of an async
+    load did not."""
     r = rig(sync_loads=sync_loads)
-    r.seed(r.prompt(6))
-    r.cache.fail(5)
-    requests = [r.add(r.prompt(6, tail=3, end=1)), r.add(r.prompt(6, tail=7, end=2))]
+    requests = r.add_stored(6, tail=3, end=1, fail=[5]), r.add(r.prompt(6, tail=7, end=2))
     before: list[int] = []
     r.after_run = lambda output: before.extend(each.num_computed_tokens for each in requests)
     r.step()
-    scheduled = [r.steps[-1].num_scheduled_tokens.get(each.id, 0) for each in requests]
+    loaded = 6 * BLOCK_TOKENS
+    scheduled = [r.scheduled.get(each.id, 0) for each in requests]
     assert scheduled == ([3, 7] if sync_loads else [0, 0])
-    assert before == (
-        [6 * BLOCK_TOKENS + 3, 6 * BLOCK_TOKENS + 7] if sync_loads else [6 * BLOCK_TOKENS, 0]
-    )
+    assert before == ([loaded + 3, loaded + 7] if sync_loads else [loaded, 0])
     assert requests[0].num_computed_tokens == 5 * BLOCK_TOKENS, "to just before the bad block"
-    assert requests[1].num_computed_tokens == before[1] - scheduled[1], (
-        "its own count, less what this step computed"
-    )
+    assert requests[1].num_computed_tokens == before[1] - scheduled[1], "less this step's tokens"
 
 
-@pytest.mark.parametrize("sync_loads", [False, True])
+@both_modes
 def test_others_in_the_step_are_not_disturbed(rig: Rigs, sync_loads: bool) -> None:
     r = rig(sync_loads=sync_loads)
-    bad, good = r.prompt(6, which="bad"), r.prompt(4, which="good")
-    r.seed(bad)
-    r.cache.fail(2)
-    other = r.add(good, max_tokens=8)
+    other = r.add(r.prompt(4, which="good"), max_tokens=8)
     r.step(2)
-    request = r.add(bad)
+    request = r.add_stored(6, which="bad", fail=[2])
     r.step()
-    assert (
-        len(other.output_tokens) == 3
-        and request.metrics.failed_loads == 1
-        and other.metrics.failed_loads == 0
-    )
-    r.run()
-    assert {request.finish_reason, other.finish_reason} == {"length"}
+    assert len(other.output_tokens) == 3
+    assert (request.metrics.failed_loads, other.metrics.failed_loads) == (1, 0)
+    assert r.run() == {"length"}
 
 
-# -- over several steps ----------------------------------------------------------------------------
+# -- over several steps and ranks ------------------------------------------------------------------
 
 
-def test_progressive_failures_keep_the_smallest(rig: Rigs) -> None:
+def test_of_several_failures_the_first_place_counts(rig: Rigs) -> None:
     r = rig(tensor_parallel_size=4)
-    prompt = r.prompt(8)
-    r.seed(prompt)
     for rank, place in [(0, 5), (1, 2), (2, 7)]:
         r.cache.fail(place, rank=rank)
     r.cache.hold_loads = None
-    request = r.add(prompt)
+    request = r.add_stored(8)
     r.step(2)
-    assert request.num_computed_tokens == 8 * BLOCK_TOKENS
+    assert r.computed() == [8]
     counts = []
     for rank in range(4):
         r.cache.release_loads(rank)
         r.step()
-        counts.append(request.num_computed_tokens // BLOCK_TOKENS)
+        counts += r.computed()
         assert request.status is (Status.WAITING if rank == 3 else Status.LOADING)
     assert counts == [5, 2, 2, 2]
-    assert r.found(prompt) == 2 and loaded_tokens(request) == 2 * BLOCK_TOKENS
-    r.run()
-    assert request.finish_reason == "length"
+    assert r.found(r.prompt(8)) == 2 and r.cached(request) == (0, 2)
+    assert r.run() == {"length"}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_fails_and_the_other_does_not(rig: Rigs, rank: int) -> None:
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_a_block_fails_on_some_ranks(rig: Rigs, ranks: list[int]) -> None:
+    """However many ranks say so, the load counts as failed once."""
     r = rig(tensor_parallel_size=2)
-    prompt = r.prompt(5)
-    r.seed(prompt)
-    r.cache.fail(1, rank=rank)
-    request = r.add(prompt)
+    for rank in ranks:
+        r.cache.fail(1, rank=rank)
+    request = r.add_stored(5)
     r.step()
-    assert request.num_computed_tokens == BLOCK_TOKENS
-    r.run()
-    assert request.finish_reason == "length"
+    assert r.computed() == [1] and request.metrics.failed_loads == 1
+    assert r.run() == {"length"} and request.metrics.failed_loads == 1
 
 
 def test_all_ranks_fail_the_first_block_one_after_the_other(rig: Rigs) -> None:
     r = rig(tensor_parallel_size=2)
-    prompt = r.prompt(5)
-    r.seed(prompt)
-    r.cache.fail(0, rank=0)
-    r.cache.fail(0, rank=1)
+    for rank in range(2):
+        r.cache.fail(0, rank=rank)
     r.cache.hold_loads = None
-    request = r.add(prompt)
+    request = r.add_stored(5)
     r.step()
     r.cache.release_loads(0)
     r.step(3)
-    assert (
-        request.status is Status.LOADING
-        and request.num_computed_tokens == 0
-        and len(request.block_ids) == 5
-    )
+    assert request.status is Status.LOADING and r.computed() == [0]
+    assert len(request.block_ids) == 5
     r.cache.release_loads(1)
     r.step()
     assert request.status is Status.WAITING and request.block_ids == []
-    r.run()
-    assert request.finish_reason == "length"
+    assert r.run() == {"length"}
 
 
 def test_two_loads_fail_in_one_step(rig: Rigs) -> None:
     r = rig()
-    first, second = r.prompt(4, which=1), r.prompt(4, which=2)
-    r.seed(first)
-    r.seed(second)
-    r.cache.fail(1)
-    requests = [r.add(first), r.add(second)]
+    for which in range(2):
+        r.add_stored(4, which=which, fail=[1])
     r.step()
-    assert [each.num_computed_tokens for each in requests] == [BLOCK_TOKENS] * 2
-    r.run()
-    assert {each.finish_reason for each in requests} == {"length"}
+    assert r.computed() == [1, 1]
+    assert r.run() == {"length"}
 
 
-def test_a_failed_load_is_counted_once_for_each_report_that_set_it_back(rig: Rigs) -> None:
-    r = rig(tensor_parallel_size=2)
-    prompt = r.prompt(4)
-    r.seed(prompt)
-    r.cache.fail(3, rank=0)
-    r.cache.fail(3, rank=1)
-    request = r.add(prompt)
-    r.run()
-    assert request.metrics.failed_loads == 1
-
-
-def test_what_failed_is_stored_again_and_not_counted_as_loaded(rig: Rigs) -> None:
+def test_a_failed_block_is_stored_again_and_not_counted_as_loaded(rig: Rigs) -> None:
     r = rig()
-    prompt = r.prompt(6)
-    r.seed(prompt)
-    r.cache.fail(4)
     name = "num_kvkeep_extra_cached_tokens"
-    request = r.add(prompt, kv_transfer_params={name: None})
+    request = r.add_stored(6, fail=[4], kv_transfer_params={name: None})
     r.run()
     assert request.reply_params == {name: 4 * BLOCK_TOKENS}
-    assert [len(store.block_ids) for store in r.cache.stores] == [2]
-    assert r.cache.stores[0].parent == request.chain.key(3)
+    assert r.stored == [2] and r.cache.stores[0].parent == request.chain.key(3)
 
 
 # -- policy fail -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync_loads", [False, True])
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+@both_modes
+@each_place
 def test_policy_fail_ends_with_an_error(rig: Rigs, sync_loads: bool, places: list[int]) -> None:
     r = rig(sync_loads=sync_loads, kv_load_failure_policy="fail")
-    prompt, other_prompt = r.prompt(8), r.prompt(3, which="other")
-    r.seed(prompt)
-    other = r.add(other_prompt, max_tokens=6)
+    other = r.add(r.prompt(3, which="other"), max_tokens=6)
     r.step()
-    r.cache.fail(*places)
-    request = r.add(prompt)
-    finished = r.step()
-    assert finished == [request] and request.finish_reason == "error"
+    request = r.add_stored(8, fail=places)
+    assert r.step() == [request] and request.finish_reason == "error"
     assert f"block {min(places)} " in request.error and "kv_load_failure_policy" in request.error
     assert request.output_tokens == [] and request.block_ids == []
-    assert r.found(prompt) == (min(places) if sync_loads else 0)
+    assert r.found(r.prompt(8)) == (min(places) if sync_loads else 0)
     r.run()
     assert other.finish_reason == "length" and other.error == ""
 
 
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+@each_place
 def test_policy_fail_leaves_a_local_prefix_alone(rig: Rigs, places: list[int]) -> None:
     r = rig(sync_loads=True, kv_load_failure_policy="fail")
-    prompt = r.prompt(10)
-    r.add(prompt[: 2 * BLOCK_TOKENS + 1], max_tokens=1)
+    r.add(r.prompt(2), max_tokens=1)
     r.run()
-    r.seed(prompt)
-    r.cache.fail(*(2 + place for place in places))
-    request = r.add(prompt)
+    request = r.add_stored(10, fail=[2 + place for place in places])
     r.run()
-    assert request.finish_reason == "error" and r.found(prompt) == 2 + min(places)
+    assert request.finish_reason == "error" and r.found(r.prompt(10)) == 2 + min(places)
     r.cache.failing.clear()
-    again = r.add(prompt)
+    again = r.add(r.prompt(10))
     r.run()
     assert again.finish_reason == "length"
 
 
-def test_policy_fail_ends_everybody_who_shares_and_nobody_else(rig: Rigs) -> None:
+def test_policy_fail_ends_the_requests_that_share_and_no_others(rig: Rigs) -> None:
     r = rig(sync_loads=True, kv_load_failure_policy="fail")
-    text = r.prompt(8)
-    r.seed(text)
-    r.cache.fail(3)
-    first, second = r.add(r.prompt(8, end=1)), r.add(r.prompt(8, end=2))
+    first, second = r.add_stored(8, end=1, fail=[3]), r.add(r.prompt(8, end=2))
     short, other = r.add(r.prompt(3, end=3)), r.add(r.prompt(5, which="other"))
-    finished = r.step()
-    assert finished == [first, second]
+    assert r.step() == [first, second]
     assert first.finish_reason == second.finish_reason == "error"
     r.run()
     assert short.finish_reason == other.finish_reason == "length"
@@ -279,18 +205,12 @@ def test_policy_fail_ends_everybody_who_shares_and_nobody_else(rig: Rigs) -> Non
 
 def test_policy_fail_when_one_rank_still_loads(rig: Rigs) -> None:
     r = rig(tensor_parallel_size=2, kv_load_failure_policy="fail")
-    prompt = r.prompt(6)
-    r.seed(prompt)
     r.cache.hold_loads = {1}
-    r.cache.fail(4, rank=0)
-    request = r.add(prompt)
-    assert r.step() == [request]
-    assert request.finish_reason == "error"
-    assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1, (
-        "rank 1 still writes there, and reads under it"
-    )
-    r.step(3)
-    assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1 and not r.cache.finished
+    request = r.add_stored(6, fail=[4])
+    assert r.step() == [request] and request.finish_reason == "error"
+    for _ in range(3):  # rank 1 still writes the blocks, and reads under the lease
+        assert r.pool.num_free == 63 - 6 and len(r.cache.leases) == 1 and not r.cache.finished
+        r.step()
     r.cache.release_loads(1)
     r.step()
     assert r.pool.num_free == 63 and len(r.cache.finished) == 1
@@ -299,16 +219,14 @@ def test_policy_fail_when_one_rank_still_loads(rig: Rigs) -> None:
 # -- no pollution ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("sync_loads", [False, True])
+@both_policies
+@both_modes
 @pytest.mark.parametrize("place", [0, 2, 7])
-def test_nobody_finds_a_bad_block(rig: Rigs, sync_loads: bool, policy: str, place: int) -> None:
-    """Requests with the same prefix come before, in the same step, in the next ones and after."""
+def test_no_request_finds_a_bad_block(rig: Rigs, sync_loads: bool, policy: str, place: int) -> None:
+    """Requests with the same prefix come in the same step, in the next ones and after."""
     r = rig(sync_loads=sync_loads, kv_load_failure_policy=policy, max_num_batched_tokens=20)
-    text = r.prompt(8)
-    r.seed(text)
-    r.cache.fail(place)
-    for end in range(3):
+    r.add_stored(8, end=0, fail=[place])
+    for end in range(1, 3):
         r.add(r.prompt(8, end=end))
     for end in range(3, 9):
         r.step()
@@ -320,132 +238,96 @@ def test_nobody_finds_a_bad_block(rig: Rigs, sync_loads: bool, policy: str, plac
     assert late.finish_reason == "length"
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("hook", ["before_run", "after_run"])
-def test_nobody_finds_a_bad_block_of_a_request_aborted_in_the_step(
-    rig: Rigs, policy: str, hook: str
+@pytest.mark.parametrize(
+    ("how", "policy"), [("abort", "recompute"), ("abort", "fail"), ("preempt", "recompute")]
+)
+def test_no_request_finds_a_bad_block_of_one_that_left_in_the_step(
+    rig: Rigs, how: str, policy: str, hook: str
 ) -> None:
-    """Also not the blocks that were computed on top of it."""
+    """Nor the blocks that were computed on top of it."""
     r = rig(sync_loads=True, kv_load_failure_policy=policy)
     r.seed(r.prompt(5))
     r.cache.fail(3)
     prompt = r.prompt(8)
     request = r.add(prompt)
-    setattr(r, hook, lambda *_: r.engine.abort(request.id))
-    assert r.step() == [request]
-    assert r.steps[-1].num_scheduled_tokens == {request.id: 3 * BLOCK_TOKENS + 2}
-    assert request.finish_reason == "abort" and r.found(prompt) == 3
-    again = r.add(prompt)
+    setattr(r, hook, lambda *_: getattr(r.scheduler, how)(request))
+    assert r.step() == ([request] if how == "abort" else [])
+    assert r.scheduled == {request.id: 3 * BLOCK_TOKENS + 2}
+    assert r.found(prompt) == 3 and request.block_ids == []
     r.cache.failing.clear()
+    again = r.add(prompt)
     r.run()
+    assert request.finish_reason == ("abort" if how == "abort" else "length")
     assert again.finish_reason == "length"
 
 
-def test_nobody_finds_a_bad_block_of_a_request_preempted_in_the_step(rig: Rigs) -> None:
-    r = rig(sync_loads=True)
-    r.seed(r.prompt(5))
-    r.cache.fail(3)
-    prompt = r.prompt(8)
-    request = r.add(prompt)
-    r.before_run = lambda: r.scheduler.preempt(request)
-    r.step()
-    assert r.found(prompt) == 3 and request.block_ids == []
-    r.run()
-    assert request.finish_reason == "length"
-
-
-def test_blocks_computed_on_a_bad_one_are_not_found(rig: Rigs) -> None:
+def test_blocks_computed_on_a_bad_one_are_neither_found_nor_stored(rig: Rigs) -> None:
     r = rig(sync_loads=True)
     r.seed(r.prompt(4))
     r.cache.fail(1)
     prompt = r.prompt(8)
     request = r.add(prompt)
-    r.after_run = lambda output: seen.append(r.found(prompt))
     seen: list[int] = []
+    r.after_run = lambda output: seen.append(r.found(prompt))
     r.step()
     assert seen == [8], "they were promised to requests of the same step"
     assert r.found(prompt) == 1 and request.remembered_blocks == 1
+    assert r.stored == [] and not r.engine.has_jobs
     r.step()
     assert r.found(prompt) == 8
-
-
-def test_a_bad_block_is_never_stored(rig: Rigs) -> None:
-    r = rig(sync_loads=True)
-    r.seed(r.prompt(4))
-    r.cache.fail(1)
-    request = r.add(r.prompt(8))
-    r.step()
-    assert r.cache.stores == [] and not r.scheduler.planner.jobs
     r.run()
-    first = request.chain.key(0)
-    assert (
-        r.cache.stores[0].parent == first
-    )  # from the bad block on; the bytes are checked at the end
+    assert r.cache.stores[0].parent == request.chain.key(0), "stored from the bad block on"
 
 
 # -- no livelock -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync_loads", [False, True])
+@both_modes
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_failed_load_is_not_offered_again(rig: Rigs, sync_loads: bool, place: int) -> None:
     r = rig(sync_loads=sync_loads)
-    prompt = r.prompt(6)
-    r.seed(prompt)
-    r.cache.fail(place)
-    request = r.add(prompt, max_tokens=4)
+    request = r.add_stored(6, fail=[place], max_tokens=4)
     r.step(2)
     r.scheduler.preempt(request)
     r.pool.forget_all()
     r.step()
     assert request.status is Status.RUNNING and request.num_computed_tokens > 0
-    r.run(limit=5)
-    assert request.finish_reason == "length" and len(r.cache.loads) == 1
+    assert r.run(limit=5) == {"length"} and len(r.loads) == 1
 
 
-@pytest.mark.parametrize("sync_loads", [False, True])
-def test_first_block_fails_for_ever_and_all_are_served(rig: Rigs, sync_loads: bool) -> None:
-    """The cache repeats the same hit to everybody, also when nothing is found locally."""
+@both_modes
+def test_all_requests_are_served_when_the_first_block_always_fails(
+    rig: Rigs, sync_loads: bool
+) -> None:
+    """The external cache repeats the same hit to each request, and none finds anything locally."""
     r = rig(sync_loads=sync_loads, enable_prefix_caching=False)
     r.seed(r.prompt(8))
     r.cache.fail(0)
     requests = [r.add(r.prompt(8, end=end)) for end in range(5)]
-    r.run(limit=25)
-    assert {each.finish_reason for each in requests} == {"length"}
-    assert len(r.cache.loads) <= 5 and all(each.metrics.failed_loads <= 1 for each in requests)
+    assert r.run(limit=25) == {"length"}
+    assert len(r.loads) <= 5 and all(each.metrics.failed_loads <= 1 for each in requests)
 
 
-def test_the_one_that_waited_for_a_failed_load(rig: Rigs) -> None:
+def test_a_request_that_waited_for_a_failed_load(rig: Rigs) -> None:
     r = rig()
-    r.seed(r.prompt(6))
-    r.cache.fail(2)
     r.cache.hold_loads = None
-    first, second = r.add(r.prompt(6, end=1)), r.add(r.prompt(6, end=2))
+    first, second = r.add_stored(6, end=1, fail=[2]), r.add(r.prompt(6, end=2))
     r.step(3)
-    assert (
-        first.status is Status.LOADING
-        and second.status is Status.WAITING
-        and second.block_ids == []
-    )
+    assert (first.status, second.status) == (Status.LOADING, Status.WAITING)
+    assert second.block_ids == []
     r.cache.release_loads()
-    r.step()
-    r.step()
-    assert {first.status, second.status} == {Status.RUNNING}, (
-        "the first recomputes, the second finds it"
-    )
-    assert (
-        second.metrics.local_cached_tokens == 6 * BLOCK_TOKENS and second.metrics.failed_loads == 0
-    )
+    r.step(2)
+    assert {first.status, second.status} == {Status.RUNNING}, "the first recomputes for both"
+    assert r.cached(second) == (6, 0) and second.metrics.failed_loads == 0
     r.run()
-    assert len(r.cache.loads) == 1
+    assert len(r.loads) == 1
 
 
-def test_the_one_that_waited_when_the_first_is_gone(rig: Rigs) -> None:
+def test_a_request_that_waited_for_the_load_of_an_aborted_one(rig: Rigs) -> None:
     r = rig()
-    r.seed(r.prompt(6))
-    r.cache.fail(2)
     r.cache.hold_loads = None
-    first, second = r.add(r.prompt(6, end=1)), r.add(r.prompt(6, end=2))
+    first, second = r.add_stored(6, end=1, fail=[2]), r.add(r.prompt(6, end=2))
     r.step(2)
     r.engine.abort(first.id)
     r.step(2)
@@ -456,4 +338,186 @@ def test_the_one_that_waited_when_the_first_is_gone(rig: Rigs) -> None:
     assert second.status is Status.LOADING, "it loads for itself"
     r.cache.let_go()
     r.run()
-    assert len(r.cache.loads) == 2 and second.metrics.external_cached_tokens == 6 * BLOCK_TOKENS
+    assert len(r.loads) == 2 and r.cached(second) == (0, 6)
+
+
+# -- bad blocks that several requests share --------------------------------------------------------
+
+
+def sharing(rig: Rigs, requests: int = 3, bad: int = 2, **options: Any) -> Any:
+    """A rig in which the first request loads eight blocks, the others share them, and block `bad`
+    has just failed."""
+    r = rig(sync_loads=True, **options)
+    r.add_stored(8, "r0", end=0, fail=[bad], max_tokens=4)
+    for end in range(1, requests):
+        r.add(r.prompt(8, end=end), f"r{end}", max_tokens=4)
+    r.step()
+    assert len(r.loads) == 1 and len(r.steps[0].segments) == requests
+    return r
+
+
+def test_the_first_recomputes_and_the_others_keep_their_count(rig: Rigs) -> None:
+    r = sharing(rig)
+    assert r.computed() == [2, 8, 8]
+    assert [each.output_tokens for each in r.requests] == [[], [], []]
+    assert [each.metrics.failed_loads for each in r.requests] == [1, 1, 1]
+    assert len({tuple(each.block_ids[:8]) for each in r.requests}) == 1
+    assert not r.engine.has_jobs, "no request stores a bad block that counts as computed"
+    r.step()
+    assert r.scheduled == {"r0": 6 * BLOCK_TOKENS + 2}, "the others wait until it is good"
+    r.step()
+    assert r.scheduled == {"r0": 1, "r1": 2, "r2": 2}
+
+
+def test_the_others_wait_while_the_first_needs_several_steps(rig: Rigs) -> None:
+    r = sharing(rig, bad=6, max_num_batched_tokens=6)
+    assert r.computed() == [6, 8, 8]
+    r.step()
+    assert r.scheduled == {"r0": 6} and r.computed()[0] == 7.5
+    r.step()
+    assert r.scheduled == {"r0": 4, "r1": 2}, "block 6 is good again"
+
+
+def test_the_others_wait_over_many_steps(rig: Rigs) -> None:
+    r = sharing(rig, bad=0, max_num_batched_tokens=6)
+    r.add(r.prompt(1, which="other"), "other", max_tokens=9)
+    while r.requests[0].num_computed_tokens < 8 * BLOCK_TOKENS:
+        assert r.computed()[1:3] == [8, 8]
+        r.step()
+        assert next(iter(r.scheduled)) == "r0"
+    assert len(r.steps) > 5
+
+
+def test_several_bad_blocks_become_good_one_by_one(rig: Rigs) -> None:
+    r = rig(sync_loads=True, max_num_batched_tokens=12)
+    r.add_stored(8, "first", end=1, fail=[1, 6])
+    r.add(r.prompt(8, end=2), "second")
+    r.add(r.prompt(5, end=3), "short")
+    r.step()
+    assert r.computed() == [1, 8, 5]
+    r.step()
+    assert r.scheduled == {"first": 12} and r.computed() == [4, 8, 5]
+    r.step(2)
+    assert r.scheduled == {"first": 6, "second": 2, "short": 2}
+
+
+@pytest.mark.parametrize("bad", [0, 3, 7])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@abort_or_preempt
+def test_another_takes_over(rig: Rigs, how: str, steps: int, bad: int) -> None:
+    """The first request leaves before, in the middle of, or after its recomputation."""
+    r = sharing(rig, bad=bad, max_num_batched_tokens=7)
+    first, second, third = r.requests
+    r.step(steps)
+    getattr(r.scheduler, how)(first)
+    if steps == 0:
+        assert r.computed(second, third) == [bad, 8], "the next recomputes, the last waits"
+    r.run()
+    assert second.finish_reason == third.finish_reason == "length"
+    assert first.finish_reason == ("abort" if how == "abort" else "length")
+
+
+@abort_or_preempt
+@pytest.mark.parametrize("hook", ["before_run", "after_run"])
+def test_another_takes_over_in_the_middle_of_a_step(rig: Rigs, hook: str, how: str) -> None:
+    r = sharing(rig, bad=1, max_num_batched_tokens=7)
+    setattr(r, hook, lambda *_: getattr(r.scheduler, how)(r.requests[0]))
+    r.run()
+    assert r.requests[1].finish_reason == r.requests[2].finish_reason == "length"
+
+
+def test_requests_that_share_leave_one_after_the_other(rig: Rigs) -> None:
+    r = sharing(rig, requests=4, bad=1, max_num_batched_tokens=9)
+    for request in r.requests[:3]:
+        r.engine.abort(request.id)
+        r.step()
+    r.step()
+    assert "r3" in r.scheduled, "it waits for none of them"
+    r.run()
+    assert r.requests[3].finish_reason == "length"
+
+
+def test_the_first_is_aborted_in_the_step_that_fails(rig: Rigs) -> None:
+    r = rig(sync_loads=True)
+    first = r.add_stored(8, end=0, fail=[2])
+    others = [r.add(r.prompt(8, end=end)) for end in (1, 2)]
+    r.before_run = lambda: r.engine.abort(first.id)
+    r.step()
+    assert r.computed(*others) == [2, 8]
+    assert r.run() == {"abort", "length"}
+
+
+def test_another_shares_only_blocks_before_the_bad_one(rig: Rigs) -> None:
+    r = rig(sync_loads=True)
+    first, short = r.add_stored(8, fail=[5]), r.add(r.prompt(4))
+    r.step()
+    assert r.computed(first) == [5]
+    assert short.metrics.failed_loads == 0 and len(short.output_tokens) == 1
+
+
+def test_one_recomputes_what_it_shares_and_one_its_own(rig: Rigs) -> None:
+    r = rig(sync_loads=True)
+    long = r.prompt(8)
+    r.seed(long)
+    r.cache.fail(1, 6)
+    first, second = r.add(long[: 5 * BLOCK_TOKENS + 1]), r.add(long)
+    r.step()
+    assert r.loads == [(0, 5), (5, 3)] and r.computed(first, second) == [1, 6]
+    r.step()
+    assert list(r.scheduled) == [first.id]
+    assert r.run() == {"length"}
+
+
+@pytest.mark.parametrize("steps", range(5))
+@abort_or_preempt
+def test_blocks_of_a_void_step_do_not_count_as_computed(rig: Rigs, how: str, steps: int) -> None:
+    """The second shares blocks 8 and 9, which the first was to compute in the step that failed. The
+    first leaves when the bad block is good again, and those two are not."""
+    r = rig(sync_loads=True, max_num_batched_tokens=16)
+    r.seed(r.prompt(8))
+    r.cache.fail(3)
+    first, second = r.add(r.prompt(10, end=1)), r.add(r.prompt(10, end=2))
+    r.step()
+    assert first.block_ids[:10] == second.block_ids[:10]
+    r.step(steps)
+    getattr(r.scheduler, how)(first)
+    r.run()
+    assert second.finish_reason == "length"
+
+
+@pytest.mark.parametrize("steps", range(4))
+@abort_or_preempt
+def test_void_blocks_of_a_request_that_has_nothing_to_recompute(
+    rig: Rigs, how: str, steps: int
+) -> None:
+    """The first loads 0 to 7, the second shares them and was to compute 8 and 9, the third shares
+    all ten; the second leaves."""
+    r = rig(sync_loads=True)
+    first = r.add_stored(8, tail=3, end=0, fail=[3], max_tokens=5)
+    second, third = (r.add(r.prompt(10, end=end), max_tokens=5) for end in (1, 2))
+    r.step()
+    assert third.block_ids[:10] == second.block_ids[:10]
+    assert third.block_ids[:8] == first.block_ids[:8]
+    r.step(steps)
+    getattr(r.scheduler, how)(second)
+    r.run()
+    assert first.finish_reason == third.finish_reason == "length"
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+@pytest.mark.parametrize("how", ["abort", "preempt", "stays"])
+def test_a_request_without_room_shares_a_bad_block(rig: Rigs, how: str, bad: int) -> None:
+    """The second has found the first's blocks and loaded more, but does not fit into the step. It
+    waits with them."""
+    r = rig(sync_loads=True, enable_chunked_prefill=False, max_num_batched_tokens=60)
+    r.seed(r.prompt(8))
+    r.cache.fail(bad)
+    r.add(r.prompt(5, which="other"))
+    first, second = r.add(r.prompt(6, tail=33, end=1)), r.add(r.prompt(8, tail=25, end=2))
+    r.step()
+    assert r.loads == [(0, 6), (6, 2)]
+    assert first.status is Status.RUNNING and second.status is Status.WAITING
+    if how != "stays":
+        getattr(r.scheduler, how)(first)
+    r.run()
+    assert second.finish_reason == "length"
