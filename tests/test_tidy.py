@@ -439,6 +439,24 @@ def lost_imports(sources: Sequence[Source]) -> Iterator[str]:
                 yield source.says(entry.line, f"there is no {module}")
 
 
+def folder_maps(sources: Sequence[Source]) -> Iterator[str]:
+    """The docstring of a folder's `__init__.py` names every file of the folder, and no other."""
+    for source in sources:
+        if source.is_test or source.stem != "__init__" or not source.folder:
+            continue
+        folder = PurePosixPath(source.path).parent
+        files = {
+            PurePosixPath(each.path).name
+            for each in sources
+            if PurePosixPath(each.path).parent == folder and each is not source
+        }
+        named = set(re.findall(r"\b\w+\.py\b", ast.get_docstring(source.tree) or ""))
+        for name in sorted(named - files):
+            yield source.says(1, f"the map of the folder names {name}, which is not there")
+        for name in sorted(files - named):
+            yield source.says(1, f"the map of the folder does not name {name}")
+
+
 def import_circles(sources: Sequence[Source]) -> Iterator[str]:
     """No module imports itself by way of others. An import inside a function or for type checkers
     counts."""
@@ -502,6 +520,10 @@ def test_tests_mirror_the_source() -> None:
 
 def test_imports_of_tests_are_there() -> None:
     assert list(lost_imports(repository())) == []
+
+
+def test_every_folder_map_names_the_files_of_its_folder() -> None:
+    assert list(folder_maps(repository())) == []
 
 
 def test_no_imports_form_a_circle() -> None:
@@ -663,6 +685,25 @@ def test_imports_that_are_nowhere_are_found() -> None:
     assert list(lost_imports([used, beside, test])) == [
         "tests/vllm/test_a.py:2: there is no wires",
         "tests/vllm/test_a.py:3: there is no kvkeep.kv.gone",
+    ]
+
+
+def test_folder_maps_that_are_not_true_are_found() -> None:
+    complete = [
+        Source("src/kvkeep/kv/__init__.py", '"""Blocks.\n\nkeys.py  keys\n"""'),
+        Source("src/kvkeep/kv/keys.py", ""),
+    ]
+    not_true = [
+        Source("lab/kvkeep_lab/fuzz/__init__.py", '"""Fuzzers: wire.py, gone.py."""'),
+        Source("lab/kvkeep_lab/fuzz/wire.py", ""),
+        Source("lab/kvkeep_lab/fuzz/new.py", ""),
+        Source("src/kvkeep/engine/models/__init__.py", ""),
+        Source("src/kvkeep/engine/models/gqa.py", ""),
+    ]
+    assert list(folder_maps([*complete, *not_true])) == [
+        "lab/kvkeep_lab/fuzz/__init__.py:1: the map of the folder names gone.py, which is not there",
+        "lab/kvkeep_lab/fuzz/__init__.py:1: the map of the folder does not name new.py",
+        "src/kvkeep/engine/models/__init__.py:1: the map of the folder does not name gqa.py",
     ]
 
 

@@ -1,2 +1,18 @@
-"""Clusters under faults: a plan drawn from a seed, a run of it, and the checks that no run may
-fail."""
+"""Clusters under faults: a plan drawn from a seed, its run, and the checks that no run may fail.
+
+plan.py         engines, requests and faults, drawn from a seed
+run.py          a run of a plan
+client.py       an engine process
+server.py       the server process
+network.py      connections between them
+sockets.py      the sockets that these use
+faults.py       faults at a moment of the run
+checks.py       what must hold
+truth.py        the expected bytes of every block
+record.py       story, faults and findings of a run
+shrink.py       makes a failing run short
+mutants.py      bugs to plant
+real.py         chaos with real processes
+real_engine.py  an engine process of it
+real_plan.py    its faults, drawn from a seed
+"""

@@ -1,2 +1,8 @@
-"""Commands of development: `kvkeep chaos`, `kvkeep fuzz`, `kvkeep engine-fuzz` and research
-benchmarks."""
+"""Commands of development.
+
+register.py     adds them to `kvkeep`
+chaos.py        `kvkeep chaos`
+fuzz.py         `kvkeep fuzz`
+engine_fuzz.py  `kvkeep engine-fuzz`
+seeds.py        runs by seed, on all cores
+"""

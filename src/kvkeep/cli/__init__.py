@@ -1,17 +1,18 @@
 """The command line.
 
-main.py       `kvkeep`: all commands, and how errors end them
-serve.py      `kvkeep serve`
-logs.py       what the server's log looks like
-status.py     `kvkeep status`
-tenants.py    `kvkeep tenants ...`, and salts that nobody sees
-settings.py   `kvkeep settings ...`
-demo.py       `kvkeep demo`, and the engine processes it starts (demo_engine.py)
-chaos.py      `kvkeep chaos`
-engine_fuzz.py `kvkeep engine-fuzz`
-fuzz.py       `kvkeep fuzz`
-seeds.py      runs by seed, on all cores
-bench.py      `kvkeep bench ...` (machine.py: on what it ran)
-remote.py     the admin API from the other side
-output.py     tables for people, JSON for programs
+main.py          `kvkeep`: all commands, and how errors end them
+serve.py         `kvkeep serve`
+logs.py          the format of the server's log
+status.py        `kvkeep status`
+drain.py         `kvkeep drain`
+tenants.py       `kvkeep tenants ...`
+settings.py      `kvkeep settings ...`
+keygen.py        `kvkeep keygen`
+certificates.py  the certificates that it makes
+demo.py          `kvkeep demo`
+demo_engine.py   an engine process of the demo
+bench.py         `kvkeep bench ...`
+machine.py       the machine that a benchmark ran on
+remote.py        requests to the admin API
+output.py        tables and JSON
 """

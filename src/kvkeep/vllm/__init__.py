@@ -2,9 +2,24 @@
 `vllm.general_plugins`, or by module path: `--kv-transfer-config '{"kv_connector":
 "KVKeepConnector", "kv_role": "kv_both"}'`.
 
-Importing this imports no vLLM: `KVKeepConnector` is loaded when it is asked for.
-`LMCacheMPConnector` is another name for it, so that `--kv-offloading-backend lmcache` reaches our
-server (stand_in.py says when)."""
+connector.py     the class that vLLM makes, with vLLM's method names
+registration.py  the scheduler's half until every worker has registered its KV
+scheduler.py     the scheduler's half
+worker.py        a worker's half
+messages.py      what the halves send each other through vLLM
+step_loads.py    loads of a request that is alone, before its step
+keys.py          keys of a request's blocks
+identity.py      which engines share blocks
+attention.py     how attention backends write KV
+groups.py        cache groups, and where their blocks lie
+siblings.py      other connectors in a MultiConnector
+events.py        KV events for routers
+stats.py         counts for vLLM's log and /metrics
+versions.py      differences between vLLM's releases
+stand_in.py      when kvkeep answers to LMCache's name
+
+Importing this imports no vLLM: `KVKeepConnector` is loaded when it is first used.
+`LMCacheMPConnector` is another name for it, for `--kv-offloading-backend lmcache`."""
 
 from __future__ import annotations
 
