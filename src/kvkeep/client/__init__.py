@@ -17,6 +17,8 @@ copier.py       who moves blocks between engine memory and slots, on a CPU; `kvk
 sources.py      the engine blocks that a store reads
 rank_memory.py  where one rank's part of blocks lies, in the engine and in the pool
 piece_store.py  the store of one piece of blocks
+at_once.py      a load in the engine's own thread
+departures.py   stores that wait for their copies
 loading.py      loads of some requests' blocks
 transfer.py     blocks between engine memory and the server, on either data plane
 scheduler.py    what an engine's scheduler needs: lookups and leases, never blocking
