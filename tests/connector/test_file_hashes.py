@@ -251,49 +251,6 @@ def test_the_place_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
         assert hashes_of_user().directory == str(tmp_path / ".cache" / "kvkeep")
 
 
-# --- large files ----------------------------------------------------------------------------------
-
-
-def child(file: Path, parent: int, more: str = "") -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        file_hashes._CHILD + more,
-        str(parent),
-        str(file.stat().st_size),
-    ]
-    with file.open("rb") as content:
-        return subprocess.run(
-            command, stdin=content, stdout=subprocess.PIPE, text=True, check=False
-        )
-
-
-def test_a_large_file_is_read_by_a_process_that_gives_way_to_the_engine(
-    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_hashes, "_CHILD_BYTES", 1)
-    monkeypatch.setattr(file_hashes, "_sha256_here", None)
-    assert hashed(FileHashes(str(cache)), file) == sha256(file)
-    answer = child(file, os.getpid(), "print(os.getpriority(os.PRIO_PROCESS, 0))")
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert answer.stdout.split() == [sha256(file), str(min(19, own + 10))]
-
-
-def test_that_process_ends_with_the_engine(file: Path) -> None:
-    answer = child(file, parent=1 if os.getpid() != 1 else 2)
-    assert (answer.returncode, answer.stdout) == (1, "")
-
-
-@pytest.mark.parametrize("executable", ["", "/nowhere/python3", "/bin/false", "/bin/echo"])
-def test_where_no_process_can_be_started_a_large_file_is_read_here(
-    file: Path, cache: Path, executable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_hashes, "_CHILD_BYTES", 1)
-    monkeypatch.setattr(file_hashes.sys, "executable", executable)
-    monkeypatch.setenv("PATH", "")
-    assert hashed(FileHashes(str(cache)), file) == sha256(file)
-
-
 # --- files that change ----------------------------------------------------------------------------
 
 

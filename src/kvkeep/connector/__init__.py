@@ -6,7 +6,6 @@ request_state.py  what is known of one request
 step.py           jobs that go to the workers with a step, and their results
 group_layout.py   what a hit needs of each kind of layer
 cost_model.py     whether to load or to compute
-readers.py        engine blocks that stores under way read
 recoveries.py     the log of failed loads
 options.py        the options of a connector
 checkpoint.py     the digest of a checkpoint

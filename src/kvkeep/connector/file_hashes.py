@@ -21,8 +21,6 @@ import logging
 import os
 import re
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,31 +31,14 @@ from typing import NamedTuple
 from kvkeep.errors import KVKeepError
 
 MAX_REMEMBERED = 8192  # files; the longest remembered go first
-LOCK_PATIENCE_S = (
-    600.0  # a process that was stopped while it hashed a file delays others by this much
-)
+LOCK_PATIENCE_S = 600.0  # how long a process that was stopped while it hashes delays others
 SETTLED_NS = 2_000_000_000
 
 _HEADER = b"kvkeep file hashes 1\n"
 _MAX_BYTES = len(_HEADER) + MAX_REMEMBERED * 200
 _LINE = re.compile(rb"((?:[0-9]+ ){5})([0-9a-f]{64})")
 _READ_BYTES = 4 << 20
-_CHILD_BYTES = 16 << 20
 _POLL_S = 0.05
-# A thread of low priority that is preempted while it holds Python's global lock would stop the
-# engine, so large files are read by a process of low priority. It ends when the engine does.
-_CHILD = f"""
-import hashlib, os, sys
-os.nice(10)
-digest, left = hashlib.sha256(), int(sys.argv[2])
-buffer = memoryview(bytearray({_READ_BYTES}))
-while left > 0 and (count := os.readv(0, [buffer[:left]])):
-    digest.update(buffer[:count])
-    left -= count
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)
-print(digest.hexdigest())
-"""
 
 log = logging.getLogger(__name__)
 
@@ -280,47 +261,15 @@ def _put(remembered: dict[bytes, bytes], line: bytes, sha256: bytes) -> None:
 
 
 def _sha256(path: str, identity: FileIdentity) -> str:
-    flags = (
-        os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # a pipe that came in its place is not waited for
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place is not waited for
     with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
         _check_identity(file.fileno(), path, identity)
-        found = (
-            _sha256_by_child(file, identity.size_bytes)
-            if identity.size_bytes >= _CHILD_BYTES
-            else None
-        )
-        if found is None:
-            file.seek(0)
-            found = _sha256_here(file, identity.size_bytes)
+        found = _sha256_of(file, identity.size_bytes)
         _check_identity(file.fileno(), path, identity)
     return found
 
 
-def _sha256_by_child(file: FileIO, size_bytes: int) -> str | None:
-    """None if no process can be started, or it has failed."""
-    command = [
-        sys.executable or "python3",
-        "-I",
-        "-S",
-        "-c",
-        _CHILD,
-        str(os.getpid()),
-        str(size_bytes),
-    ]
-    try:
-        answer = subprocess.run(
-            command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
-        )
-    except OSError:
-        return None
-    found = answer.stdout.strip()
-    return (
-        found.decode() if not answer.returncode and re.fullmatch(rb"[0-9a-f]{64}", found) else None
-    )
-
-
-def _sha256_here(file: FileIO, size_bytes: int) -> str:
+def _sha256_of(file: FileIO, size_bytes: int) -> str:
     digest, left = hashlib.sha256(), size_bytes  # a file that keeps growing is not read for ever
     buffer = memoryview(bytearray(min(_READ_BYTES, max(1, size_bytes))))
     while left > 0 and (count := file.readinto(buffer[:left])):

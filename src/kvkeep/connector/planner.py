@@ -24,7 +24,7 @@ raises because of a server, a network or a request's params. The rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -35,7 +35,6 @@ from kvkeep.client.scheduler import Lookup
 from kvkeep.client.sources import NO_BLOCK
 from kvkeep.connector.cost_model import CostModel
 from kvkeep.connector.group_layout import GroupLayout
-from kvkeep.connector.readers import Readers
 from kvkeep.connector.recoveries import Recoveries
 from kvkeep.connector.request_state import RequestState
 from kvkeep.connector.step import NOTHING, Completed, Job, LookupSide, StepMetadata
@@ -69,7 +68,7 @@ class CachePlanner:
         self._jobs: dict[int, Job] = {}
         self._next_job = 0
         self._loading: dict[int, Job] = {}  # the loads among the jobs
-        self._readers = Readers()
+        self._readers = _Readers()
         # Jobs that wait for the next step.
         self._loads: dict[int, LoadRequest] = {}
         self._stores: dict[int, StoreRequest] = {}
@@ -396,3 +395,35 @@ class CachePlanner:
             # before it, so all are offered again; it does not store a block twice.
             state.stored = 0
             state.retry_from = job.first_block + job.blocks + BLOCKS_TOGETHER
+
+
+class _Readers:
+    """Which engine blocks stores under way still read, so that a step can name those of them that it
+    writes into. A store has thousands of blocks, and a step asks about a few."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, NDArray[np.int64]] = {}  # of each store, by its number
+        self._counts = np.zeros(0, dtype=np.int32)  # by block id
+
+    def add(self, store: int, block_ids: Sequence[int]) -> None:
+        """That store reads these blocks."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        most = int(ids.max(initial=-1))
+        if most >= len(self._counts):
+            self._counts = np.pad(self._counts, (0, max(most + 1, 64)))
+        np.add.at(self._counts, ids, 1)
+        self._blocks[store] = ids
+
+    def remove(self, store: int) -> None:
+        """That store has ended. One that was never added reads nothing."""
+        ids = self._blocks.pop(store, None)
+        if ids is not None:
+            np.subtract.at(self._counts, ids, 1)
+
+    def among(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of these blocks that a store reads, in order, each once."""
+        if not self._blocks:
+            return []
+        ids = np.fromiter(block_ids, dtype=np.int64)
+        ids = ids[(ids >= 0) & (ids < len(self._counts))]
+        return np.unique(ids[self._counts[ids] > 0]).tolist()  # type: ignore[no-any-return]
