@@ -31,9 +31,9 @@ def patient_engine(
     """An engine whose connections are up."""
     patient = {f"kvkeep.{name}": value for name, value in PATIENT.items()}
     llm = engine(server, model, extra={**patient, **(extra or {})}, **options)
-    backend = llm.engine._backend
+    backend = llm.engine.backend
     assert isinstance(backend, ServerBackend)
-    assert eventually(lambda: all(connection.up for connection in backend._connections))
+    assert eventually(lambda: all(connection.up for connection in backend.connections))
     return llm
 
 

@@ -35,30 +35,30 @@ class CacheBackend(Protocol):
 
 class ServerBackend:
     """A kvkeep server, on this host or another. It need not be there: until it is, everything is a
-    miss."""
+    miss. `connections` are those of all open sides."""
 
     def __init__(
         self, options: ClientOptions | None = None, load_when: LoadWhen = "faster"
     ) -> None:
         self.load_when = load_when
         self._options = options or ClientOptions()
-        self._connections: list[Connection] = []
+        self.connections: list[Connection] = []
 
     def lookup_side(self, shape: BlockShape) -> LookupSide:
         adapter = SchedulerAdapter(shape, self._options)
-        self._connections.append(adapter.connection)
+        self.connections.append(adapter.connection)
         return adapter
 
     def transfer_side(self, shape: BlockShape, strategy: ParallelStrategy) -> TransferSide:
         adapter = WorkerAdapter(shape, strategy, self._options)
-        self._connections.append(adapter.connection)
+        self.connections.append(adapter.connection)
         return adapter
 
     def connect(self) -> None:
-        _wait_until_up(self._connections)
+        _wait_until_up(self.connections)
 
     def close(self) -> None:
-        self._connections.clear()
+        self.connections.clear()
 
 
 class NativeBackend:
@@ -70,7 +70,7 @@ class NativeBackend:
         self.load_when = load_when
         self.server = EmbeddedServer(nbytes)
         self._options = options or ClientOptions()
-        self._connections: list[Connection] = []
+        self.connections: list[Connection] = []
 
     def lookup_side(self, shape: BlockShape) -> LookupSide:
         return SchedulerAdapter(shape, connection=self._connection(shape))
@@ -79,15 +79,15 @@ class NativeBackend:
         return WorkerAdapter(shape, strategy, connection=self._connection(shape))
 
     def connect(self) -> None:
-        _wait_until_up(self._connections)
+        _wait_until_up(self.connections)
 
     def close(self) -> None:
-        self._connections.clear()
+        self.connections.clear()
         self.server.close()
 
     def _connection(self, shape: BlockShape) -> Connection:
-        self._connections.append(self.server.connection(shape, self._options))
-        return self._connections[-1]
+        self.connections.append(self.server.connection(shape, self._options))
+        return self.connections[-1]
 
 
 def backend_of(config: KVTransferConfig | None) -> CacheBackend | None:

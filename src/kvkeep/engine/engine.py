@@ -36,7 +36,7 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self.workers = Workers(model, self.config, backend)
-        self._backend = backend
+        self.backend = backend
         planner = None
         if backend is not None:
             cache = backend.lookup_side(self.workers.shape)
@@ -171,8 +171,8 @@ class Engine:
         self.workers.close()
         if self.scheduler.planner is not None:
             self.scheduler.planner.close()
-        if self._backend is not None:
-            self._backend.close()
+        if self.backend is not None:
+            self.backend.close()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the engine contradicts itself. Between steps only."""
