@@ -191,15 +191,6 @@ def test_slow_loads_are_given_up_and_taken_up_again_when_they_are_fast(cache: An
     assert timed.side.idle and cache.leases == 0
 
 
-def test_steps_without_reports_are_told_all_the_same(cache: Any) -> None:
-    timed = Timed(cache)
-    for _ in range(4):
-        timed.side.build_step(tokens=400, requests=1)
-        timed.now_s += 0.4
-        timed.side.costs.end_step()
-    assert timed.side.costs.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
-
-
 def test_loads_that_failed_say_nothing_of_how_long_loads_take(cache: Any) -> None:
     cache.blocks = 100
     timed = Timed(cache)
@@ -208,17 +199,6 @@ def test_loads_that_failed_say_nothing_of_how_long_loads_take(cache: Any) -> Non
     for _ in range(10):
         assert timed.serve(10, loading_s=5.0, failed=(3,)) == 10
     assert "load_block_us" not in timed.side.costs.figures()
-
-
-def test_a_step_that_fails_is_forgotten(cache: Any) -> None:
-    timed = Timed(cache)
-    for _ in range(8):
-        timed.side.build_step(tokens=400, requests=1)
-        timed.now_s += 99.0
-        timed.side.costs.drop_step()
-    for _ in range(4):
-        timed.compute(400, took_s=0.4)
-    assert timed.side.costs.figures()["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
 
 
 def test_a_load_takes_as_long_as_its_last_rank(cache: Any) -> None:

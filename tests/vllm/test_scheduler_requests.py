@@ -20,7 +20,6 @@ from engine_parts import BLOCK, Engine, answer_to, request
 from vllm.lora.request import LoRARequest
 
 from kvkeep.connector.file_hashes import hashes_of_user
-from kvkeep.vllm.keys import EngineKeys, TokensChanged
 from kvkeep.vllm.versions import hashes_are_stable
 from kvkeep_lab.simulation.cache import SimulatedCache
 
@@ -97,20 +96,6 @@ def test_after_a_reset_nothing_of_it_is_asked_for_or_stored(make: Callable[..., 
     engine = make()
     engine.add(request(PROMPT, "a"))
     engine.connector.reset_cache()
-    engine.run()
-    assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine)
-
-
-@with_stable_hashes
-def test_one_whose_tokens_have_changed_is_served_without_the_cache(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def grow(self: EngineKeys) -> bytes:
-        raise TokensChanged("they have")
-
-    engine = make()
-    engine.add(request(PROMPT, "a"))
-    monkeypatch.setattr(EngineKeys, "grow", grow)
     engine.run()
     assert engine.answers["a"] == answer_to(PROMPT) and not stored(engine)
 
@@ -199,26 +184,6 @@ def test_stores_of_a_step_that_is_lost_are_not_made_in_the_next(
     assert engine.answers["b"] == answer_to(PROMPT[::-1])
     other = make(num_blocks=32).run(request(PROMPT, "c", params=COUNT), request(PROMPT[::-1], "d"))
     assert (other.answers["c"], other.answers["d"]) == (answer_to(PROMPT), answer_to(PROMPT[::-1]))
-
-
-def test_stores_of_a_request_that_is_over_do_not_outlive_a_step_that_could_not_be_made(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(num_blocks=8)
-    engine.add(request(PROMPT[:6], "a", max_tokens=12))
-    while (
-        not engine.side.has_stores or engine.scheduler.requests
-    ):  # what it has generated is stored with the next step
-        engine.step()
-    assert not engine.scheduler.requests
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.side.costs, "begin_step", mock.Mock(side_effect=MemoryError))
-        patched.setattr(engine.worker, "withdraw", lambda block_ids: None)
-        engine.step()
-    assert engine.side.idle
-    engine.run(request(PROMPT[::-1], "b"))
-    turn = [*PROMPT[:6], *answer_to(PROMPT[:6], 12)]
-    assert make(num_blocks=32).run(request(turn, "c")).answers["c"] == answer_to(turn)
 
 
 def test_metadata_of_a_worker_elsewhere_is_plain_data(

@@ -297,7 +297,8 @@ def _code_files(
                     files.append(each)
     if len(files) > MAX_CODE_FILES:
         raise NoDigest(
-            f"{directory} and what it refers to have {len(files)} Python files, {MAX_CODE_FILES} at most"
+            f"{directory} and what it refers to have {len(files)} Python files, {MAX_CODE_FILES}"
+            " at most"
         )
     return files
 

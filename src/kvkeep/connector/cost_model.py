@@ -215,8 +215,8 @@ class CostModel:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope of a line through these points by medians (Theil-Sen), neither below 0, so
-    that outliers do not move it. The intercept is 0 where it would be negative, and where all
+    """Intercept and slope of a line through these points by medians (Theil-Sen), so that outliers
+    do not move it. Neither is below 0. The intercept is 0 where it would be negative, and where all
     points have the same x."""
     slopes = [
         ((y - other_y) / (x - other_x), abs(x - other_x))

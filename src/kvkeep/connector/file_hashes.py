@@ -218,8 +218,10 @@ class FileHashes:
         if not self._warned:
             self._warned = True
             log.warning(
-                "kvkeep: the hashes of checkpoints cannot be kept in %s (%s), so each process of an engine hashes "
-                "its checkpoint at every start. Set XDG_CACHE_HOME to a directory of the engine's user that no other "
+                "kvkeep: the hashes of checkpoints cannot be kept in %s (%s), so each process of"
+                " an engine hashes "
+                "its checkpoint at every start. Set XDG_CACHE_HOME to a directory of the engine's"
+                " user that no other "
                 "user may write to.",
                 self.directory,
                 error.strerror or error,

@@ -3,7 +3,7 @@ alone.
 
     blocks of a prefix     |  0  |  1  |  2  |  3  |  4  |  5  |     a hit of six blocks needs
     full attention         |  ●  |  ●  |  ●  |  ●  |  ●  |  ●  |     all of them
-    sliding window         |     |     |     |     |  ●  |  ●  |     those that the next token's window reaches
+    sliding window         |     |     |     |     |  ●  |  ●  |     those in the next token's window
     recurrent state        |     |     |     |     |     |  ●  |     the state at its end
 
 Each kind is a cache group of the engine, with a table of block ids of its own, and a piece of every

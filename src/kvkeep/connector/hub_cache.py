@@ -3,9 +3,9 @@ and the hashes that its layout holds.
 
     HF_HUB_CACHE/models--org--name/
       refs/main                                a commit
-      snapshots/<commit>/config.json           ─► ../../blobs/<40 digits>    git's hash, of small files
-      snapshots/<commit>/model.safetensors     ─► ../../blobs/<64 digits>    the sha256, of large files
-    HF_MODULES_CACHE/transformers_modules/org/name/<commit>/*.py    copies of remote code, which is what runs
+      snapshots/<commit>/config.json         ─► ../../blobs/<40 digits>   git's hash, small files
+      snapshots/<commit>/model.safetensors   ─► ../../blobs/<64 digits>   the sha256, large files
+    HF_MODULES_CACHE/transformers_modules/org/name/<commit>/*.py   copies of remote code, which run
 """
 
 from __future__ import annotations

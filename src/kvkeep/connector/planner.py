@@ -1,7 +1,7 @@
 """Decides what an engine looks up, loads and stores. Written once for every engine.
 
-    arrive ──► lookup ──► prepare_load ──► build_step ──► complete      the prefix that the server has
-                          prepare_store ──► build_step ──► complete     the blocks that were computed
+    arrive ──► lookup ──► prepare_load ──► build_step ──► complete     what the server has
+                          prepare_store ──► build_step ──► complete    what was computed
     finish_request        releases what the request holds
 
 The engine manages its own blocks; the planner decides about the server's. No call blocks, and none
@@ -398,8 +398,8 @@ class CachePlanner:
 
 
 class _Readers:
-    """Which engine blocks stores under way still read, so that a step can name those of them that it
-    writes into. A store has thousands of blocks, and a step asks about a few."""
+    """Which engine blocks are read by stores under way, so that a step can name those of them that
+    it writes into. A store has thousands of blocks, and a step asks about a few."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, NDArray[np.int64]] = {}  # of each store, by its number

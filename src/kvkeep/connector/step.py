@@ -1,8 +1,8 @@
-"""What goes from the scheduler's side to every worker with a step, and what comes back.
+"""What the planner sends to every worker with a step, and what comes back.
 
-A job is a load or a store of one request's blocks. Every rank does its shard of it, and reports it
-once; it is over when all have. Blocks that failed to load are known as soon as one rank reports
-them."""
+A job is a load or a store of one request's blocks. Every rank does its shard of the job and reports
+it once; the job has ended when all ranks have. Blocks that failed to load are known as soon as one
+rank reports them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class StepMetadata:
 
     stores         of blocks that were computed before this step
     stores_after   of blocks that this step computes: they begin when it is over
-    withdrawn      engine blocks that this step may write into, and that stores under way may not have read yet
+    withdrawn      engine blocks that this step may write into, and that stores under way may not
+                   have read yet
     requests       whose loads they are; for engines whose workers report requests
     """
 

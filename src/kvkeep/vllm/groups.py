@@ -34,7 +34,8 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> GroupLayout:
     )
     if not pieces.whole and not versions.names_failed_requests():
         raise SettingsError(
-            "this model keeps layers of several kinds, and this release of vLLM cannot recover a failed load of one",
+            "this model keeps layers of several kinds, and this release of vLLM cannot recover a"
+            " failed load of one",
             "vLLM 0.30 or later can",
         )
     if (
@@ -62,7 +63,8 @@ def _check_engine(vllm_config: Any) -> None:
     _check_sleep(vllm_config.model_config)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise SettingsError(
-            "calculate_kv_scales makes scales of the first requests, so KV of one process means nothing to another",
+            "calculate_kv_scales makes scales of the first requests, so KV of one process means"
+            " nothing to another",
             "take scales from the checkpoint",
         )
 
@@ -75,8 +77,10 @@ def _check_sleep(model: Any) -> None:
         return
     if not versions.tells_of_sleep():
         raise SettingsError(
-            f"sleep mode of vLLM {vllm.__version__} takes the KV's memory away and does not tell connectors before",
-            "vLLM 0.33 or later does; otherwise leave out --enable-sleep-mode, or serve without kvkeep",
+            f"sleep mode of vLLM {vllm.__version__} takes the KV's memory away and does not tell"
+            " connectors before",
+            "vLLM 0.33 or later does; otherwise leave out --enable-sleep-mode, or serve without"
+            " kvkeep",
         )
     backend = getattr(model, "sleep_mode_backend", "cumem")
     if (
@@ -99,7 +103,8 @@ def _group(spec: Any, dcp_size: int) -> CacheGroup:
     (kind,) = kinds
     if dcp_size > 1 and (kind != "full" or not getattr(spec, "dcp_sharded", True)):
         raise SettingsError(
-            f"with decode_context_parallel_size > 1 every layer must be full attention; this model has {kind} layers",
+            "with decode_context_parallel_size > 1 every layer must be full attention; this model"
+            f" has {kind} layers",
             "set decode_context_parallel_size to 1",
         )
     if kind == "full":
@@ -129,7 +134,8 @@ def _kind(spec: Any) -> str:
         if spec.mamba_cache_mode == "align" and not getattr(spec, "num_speculative_blocks", 0):
             return "state"
         raise SettingsError(
-            f"recurrent states are kept in mode {spec.mamba_cache_mode!r}, in which they belong to no prefix",
+            f"recurrent states are kept in mode {spec.mamba_cache_mode!r}, in which they belong to"
+            " no prefix",
             "set enable_prefix_caching and mamba_cache_mode='align', without speculative decoding",
         )
     raise SettingsError(

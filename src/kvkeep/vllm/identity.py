@@ -255,7 +255,8 @@ def _encodings(parts: Sequence[Part]) -> dict[str, str]:
         for layer, encoding in part.encodings.items():
             if every.setdefault(layer, encoding) != encoding:
                 raise SettingsError(
-                    f"ranks of this engine write KV in different ways: layer {layer} as {every[layer]} and {encoding}",
+                    f"ranks of this engine write KV in different ways: layer {layer} as"
+                    f" {every[layer]} and {encoding}",
                     "run all ranks on processors of one kind, with the same environment",
                 )
     return every

@@ -1,5 +1,5 @@
-"""The keys of a vLLM request's blocks: from vLLM's own hashes where they are sound, otherwise hashed
-here.
+"""The keys of a vLLM request's blocks: from vLLM's own hashes where they are sound, otherwise
+hashed here.
 
     vLLM's hashes   |h0|h1|h2|h3|h4|h5|h6|h7|    chained, each stands for all tokens up to its end
     our blocks      |    0    |    1    | …      key 0 from h3, key 1 from h7

@@ -542,7 +542,8 @@ class SchedulerConnector:
 
     def __repr__(self) -> str:
         return (
-            f"SchedulerConnector(requests={sorted(self._requests)}, running={sorted(self._running)},"
+            f"SchedulerConnector(requests={sorted(self._requests)},"
+            f" running={sorted(self._running)},"
             f" jobs={len(self.planner.jobs)}, loaded={sorted(self._loaded)}, lost={self._lost},"
             f" steps={self._under_way}, {self._tables}, {self.step_loads})"
         )

@@ -42,14 +42,17 @@ def siblings_of(vllm_config: Any, own: type, policy: str) -> tuple[str, ...]:
     ]
     if classes.count(own) > 1:
         raise SettingsError(
-            f"{outer.kv_connector} has {classes.count(own)} kvkeep connectors: each would store the same blocks",
+            f"{outer.kv_connector} has {classes.count(own)} kvkeep connectors: each would store"
+            " the same blocks",
             'leave one of them in "connectors"',
         )
     if outer.kv_load_failure_policy != policy:
         raise SettingsError(
-            f"{outer.kv_connector} has kv_load_failure_policy = {outer.kv_load_failure_policy!r}, and its connector"
+            f"{outer.kv_connector} has kv_load_failure_policy = {outer.kv_load_failure_policy!r},"
+            " and its connector"
             f" kvkeep wants {policy!r}: vLLM reads the outer one",
-            f'write "kv_load_failure_policy": "{policy}" beside "kv_connector": "{outer.kv_connector}"',
+            f'write "kv_load_failure_policy": "{policy}" beside "kv_connector":'
+            f' "{outer.kv_connector}"',
         )
     return tuple(each.__name__ for each in classes if each is not own)
 
