@@ -11,18 +11,23 @@ Without --tier, pytest runs whatever it was asked for.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from kvkeep.bench import vllm_session
 from kvkeep.bench.figures import unit_of
 from kvkeep.bench.vllm_run import EngineProcess
 from kvkeep.bench.vllm_session import Turns
+from kvkeep.bench.vllm_setup import Connector, ServedModel
+from kvkeep.errors import KVKeepError
 from kvkeep_lab.bench.vllm_lanes import LoadedEngine
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -161,3 +166,55 @@ def worked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
         monkeypatch.setattr(kind, name, working)
     return seen
+
+
+MODEL_STUB = ServedModel("nowhere", "a stub", "cpu", vocab_size=1000, kv_token_bytes=1024)
+
+
+class StubbedVllm:
+    """vLLM, its peers and their servers, for benchmarks. `installed` names the packages that there
+    are, `behaviour` what goes wrong with a connector's engine, `settled` the lengths of prompts
+    that were waited for; `environment` is that of engine processes."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.copy(HERE / "bench" / "vllm_stub.py", folder / "vllm.py")
+        self.installed = {"vllm"}
+        self.behaviour: dict[str, str] = {}
+        self.settled: list[int] = []
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = dict(os.environ) | {"PYTHONPATH": path}
+
+    @contextmanager
+    def connector(self, name: str, pool_bytes: int, model: object) -> Iterator[Connector]:
+        if self.behaviour.get(name) == "no server":
+            raise KVKeepError("its server does not listen")
+        wrong = {"behaviour": self.behaviour[name]} if name in self.behaviour else {}
+        counting = "num_kvkeep_extra_cached_tokens" if name == "kvkeep" else ""
+        yield Connector({"external": name != "none"} | wrong, counting, self.settled.append)
+
+    def put_into(self, monkeypatch: pytest.MonkeyPatch, *benchmarks: ModuleType) -> None:
+        """Lets these modules use the stubs."""
+        monkeypatch.setenv("PYTHONPATH", self.environment["PYTHONPATH"])
+        monkeypatch.setattr(vllm_session, "installed", self.installed.__contains__)
+        monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)  # stubs do not spin
+        for module in benchmarks:
+            monkeypatch.setattr(module, "connector", self.connector)
+            monkeypatch.setattr(module, "own_model", lambda folder, device: MODEL_STUB, False)
+
+
+@pytest.fixture
+def stubbed_vllm(tmp_path: Path) -> StubbedVllm:
+    return StubbedVllm(tmp_path)
+
+
+@pytest.fixture
+def installed(stubbed_vllm: StubbedVllm, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of packages that a benchmark of vLLM finds."""
+    monkeypatch.setattr(vllm_session, "installed", stubbed_vllm.installed.__contains__)
+    return stubbed_vllm.installed
+
+
+@pytest.fixture
+def behaviour(stubbed_vllm: StubbedVllm) -> dict[str, str]:
+    """What goes wrong with the engine of a connector."""
+    return stubbed_vllm.behaviour

@@ -4,14 +4,11 @@ here."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import pytest
 from kvkeep.bench import vllm, vllm_session
 from kvkeep.bench.vllm import Bench, Plan
 from kvkeep.bench.vllm_session import FreeMemory
-from kvkeep.bench.vllm_setup import Connector, ServedModel
+from kvkeep.bench.vllm_setup import ServedModel
 from kvkeep.errors import KVKeepError, SettingsError
 from kvkeep.units import GIB
 
@@ -38,48 +35,16 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names of packages that there are."""
-    names = {"vllm"}
-    monkeypatch.setattr(vllm_session, "installed", names.__contains__)
-    return names
-
-
-@pytest.fixture
-def behaviour() -> dict[str, str]:
-    """What goes wrong with the engine of a connector."""
-    return {}
-
-
-@pytest.fixture
-def settled() -> list[int]:
+def settled(stubbed_vllm: Any) -> list[int]:
     """Lengths of prompts that were waited for."""
-    return []
+    waited: list[int] = stubbed_vllm.settled
+    return waited
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    installed: set[str],
-    behaviour: dict[str, str],
-    settled: list[int],
-) -> Run:
+def run(stubbed_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`vllm.run` with stubs for vLLM, the model and the connectors' servers."""
-    shutil.copy(Path(__file__).with_name("vllm_stub.py"), tmp_path / "vllm.py")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    @contextmanager
-    def connector(name: str, pool_bytes: int, model: object) -> Iterator[Connector]:
-        if behaviour.get(name) == "no server":
-            raise KVKeepError("its server does not listen")
-        wrong = {"behaviour": behaviour[name]} if name in behaviour else {}
-        counting = "num_kvkeep_extra_cached_tokens" if name == "kvkeep" else ""
-        yield Connector({"external": name != "none"} | wrong, counting, settled.append)
-
-    monkeypatch.setattr(vllm, "connector", connector)
-    monkeypatch.setattr(vllm, "own_model", lambda folder, device: MODEL)
-    monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)  # stubs do not spin
+    stubbed_vllm.put_into(monkeypatch, vllm)
     return vllm.run
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ PROMPT = list(range(100))
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> dict[str, str]:
+def around(stubbed_vllm: Any) -> dict[str, str]:
     """An environment whose vLLM is the stub."""
-    shutil.copy(Path(__file__).with_name("vllm_stub.py"), tmp_path / "vllm.py")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return dict(os.environ) | {"PYTHONPATH": path}
+    environment: dict[str, str] = stubbed_vllm.environment
+    return environment
 
 
 def engine(around: dict[str, str], counting: str = "", **arguments: Any) -> EngineProcess:

@@ -18,14 +18,6 @@ from kvkeep.bench.vllm_session import (
 from kvkeep.errors import SettingsError
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names of packages that there are."""
-    names = {"vllm"}
-    monkeypatch.setattr(vllm_session, "installed", names.__contains__)
-    return names
-
-
 def test_what_can_be_had_is_chosen(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"lmcache": "not installed", "native": "needs a GPU"}
     assert Choice.make("cpu", "auto") == Choice("cpu", ("none", "kvkeep"), False, missing)

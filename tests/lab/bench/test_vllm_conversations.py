@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvkeep.bench import vllm_session
 from kvkeep.bench.vllm_session import Choice, FreeMemory
-from kvkeep.bench.vllm_setup import Connector, ServedModel
+from kvkeep.bench.vllm_setup import ServedModel
 from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB
 from kvkeep_lab.bench import vllm_conversations, vllm_load
@@ -26,24 +22,9 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def broken() -> set[str]:
-    """Connectors whose engine dies."""
-    return set()
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: set[str]) -> Run:
-    shutil.copy(Path(__file__).parents[2] / "bench" / "vllm_stub.py", tmp_path / "vllm.py")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    @contextmanager
-    def connector(name: str, pool_bytes: int, model: object) -> Iterator[Connector]:
-        yield Connector({"behaviour": "dies"} if name in broken else {})
-
-    monkeypatch.setattr(vllm_session, "installed", {"vllm", "lmcache"}.__contains__)
-    monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)
-    monkeypatch.setattr(vllm_conversations, "connector", connector)
-    monkeypatch.setattr(vllm_load, "own_model", lambda folder, device: MODEL)
+def run(stubbed_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+    stubbed_vllm.put_into(monkeypatch, vllm_load, vllm_conversations)
+    stubbed_vllm.installed.add("lmcache")
     monkeypatch.setitem(SIZES, "cpu", FEW)
     return lambda **asked: vllm_load.run(device="cpu", scenarios="conversations", **asked)
 
@@ -100,15 +81,15 @@ def test_each_run_is_followed_by_a_drop_and_no_repeat_is_like_another(
     assert len(set(asked)) == 5
 
 
-def test_a_peer_that_dies_is_left_out(run: Run, broken: set[str]) -> None:
-    broken.add("lmcache")
+def test_a_peer_that_dies_is_left_out(run: Run, behaviour: dict[str, str]) -> None:
+    behaviour["lmcache"] = "dies"
     result = run(connectors="kvkeep,lmcache")
     assert [row["connector"] for row in result["conversations"]["rows"]] == ["none", "kvkeep"] * 2
     assert result["left_out"]["lmcache"].startswith("conversations: vLLM with connector lmcache")
 
 
-def test_kvkeep_that_dies_ends_the_run(run: Run, broken: set[str]) -> None:
-    broken.add("kvkeep")
+def test_kvkeep_that_dies_ends_the_run(run: Run, behaviour: dict[str, str]) -> None:
+    behaviour["kvkeep"] = "dies"
     with pytest.raises(KVKeepError, match="connector kvkeep ended"):
         run()
 

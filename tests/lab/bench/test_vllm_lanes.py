@@ -3,9 +3,6 @@ and so is time."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,10 +183,10 @@ def test_conversations_go_on_in_waves_with_the_answers_they_got(engine: Engine) 
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> dict[str, str]:
-    shutil.copy(Path(__file__).parents[2] / "bench" / "vllm_stub.py", tmp_path / "vllm.py")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return dict(os.environ) | {"PYTHONPATH": path}
+def around(stubbed_vllm: Any) -> dict[str, str]:
+    """An environment whose vLLM is the stub."""
+    environment: dict[str, str] = stubbed_vllm.environment
+    return environment
 
 
 def test_a_stream_is_served_until_time_is_over_and_all_are_done(around: dict[str, str]) -> None:

@@ -3,19 +3,15 @@ stub here."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvkeep.bench import vllm_session
 from kvkeep.bench.vllm_session import SILENT_AFTER_S, Choice, FreeMemory, Turns
-from kvkeep.bench.vllm_setup import Connector, ServedModel
+from kvkeep.bench.vllm_setup import ServedModel
 from kvkeep.errors import KVKeepError
 from kvkeep.units import GIB
 from kvkeep_lab.bench import vllm_load
@@ -43,19 +39,6 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    names = {"vllm"}
-    monkeypatch.setattr(vllm_session, "installed", names.__contains__)
-    return names
-
-
-@pytest.fixture
-def behaviour() -> dict[str, str]:
-    """What goes wrong with the engine of a connector."""
-    return {}
-
-
-@pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """Engines with their arguments."""
     all_made: list[tuple[str, dict[str, Any]]] = []
@@ -70,23 +53,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: set[str], behaviour: dict[str, str]
-) -> Run:
+def run(stubbed_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`vllm_load.run` with stubs for vLLM, the model and the connectors' servers."""
-    shutil.copy(Path(__file__).parents[2] / "bench" / "vllm_stub.py", tmp_path / "vllm.py")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    @contextmanager
-    def connector(name: str, pool_bytes: int, model: object) -> Iterator[Connector]:
-        if behaviour.get(name) == "no server":
-            raise KVKeepError("its server does not listen")
-        wrong = {"behaviour": behaviour[name]} if name in behaviour else {}
-        yield Connector({"external": name != "none"} | wrong)
-
-    monkeypatch.setattr(vllm_load, "connector", connector)
-    monkeypatch.setattr(vllm_load, "own_model", lambda folder, device: MODEL)
-    monkeypatch.setattr(vllm_session, "SILENT_AFTER_S", 0.0)  # stubs do not spin
+    stubbed_vllm.put_into(monkeypatch, vllm_load)
     monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], every_s=0.2))
     return vllm_load.run
 
